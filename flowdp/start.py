@@ -45,7 +45,7 @@ from flowdp.settings import run_settings
 from flowdp.threads.shield import interrupts_held
 from flowdp.timeline.timeline import Timeline
 
-__all__ = ["barrier_plan", "check_run", "find_start", "open_folder", "start_run"]
+__all__ = ["barrier_plan", "check_run", "find_start", "open_evaluator", "open_folder", "start_run"]
 
 log = logging.getLogger("flowdp")
 
@@ -85,7 +85,7 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
     check_free(config.devices)
     folder = open_folder(config, undo)
     resumed = find_start(config, folder)
-    evaluator = _open_evaluator(config)
+    evaluator = open_evaluator(config)
     fresh = config.open_source() if resumed is None else None
     # A resumed run has been checked, and draws the numbers of a run that was never interrupted.
     checks_loss = config.replica.checks_loss and resumed is None
@@ -210,7 +210,12 @@ def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = T
     )
 
 
-def _open_evaluator(config: RunConfig) -> Evaluator | None:
+def open_evaluator(config: RunConfig) -> Evaluator | None:
+    """Open the evaluation's dataset, with metrics for each rank; None where there is no evaluation.
+
+    Raises:
+        OptionError: The dataset is wrong.
+    """
     source = config.open_evaluation()
     if source is None or config.evaluation is None:
         return None

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from inspect import signature
 from os import PathLike
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,7 +30,9 @@ from flowdp.config import DatasetOption, RunConfig
 from flowdp.device.discovery import resolve_devices
 from flowdp.engine.evaluation import EvaluationOptions, check_evaluation
 from flowdp.engine.metrics import check_metrics
+from flowdp.engine.predictor import PredictStep
 from flowdp.errors import OptionError
+from flowdp.inference import StateOption, predict, validate
 from flowdp.observe.bar import wants_progress
 from flowdp.observe.callbacks import Callback, check_callbacks, checkpoint_of, monitor_of
 from flowdp.observe.timeline_file import check_timeline
@@ -43,6 +45,7 @@ from flowdp.options import (
     ReadingOptions,
     RuntimeOptions,
 )
+from flowdp.policy.metric_array import MetricArray
 from flowdp.replica.batch_sizes import plan_sizes
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.custom_step import TrainStep
@@ -320,3 +323,64 @@ class Trainer:
     def fit(self) -> TrainedState:
         """Start and join."""
         return self.start().join()
+
+    def validate(self, state: StateOption | None = None) -> dict[str, float | MetricArray]:
+        """Evaluate on the evaluation's dataset, by all devices together, without a run.
+
+        Args:
+            state: Weights to evaluate: a result, or the path of a checkpoint file or folder. None: those that
+                the Trainer's model has now, which is not touched.
+
+        Returns:
+            Means and metrics by their names, as an epoch's `eval` and `eval_arrays` have them.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read, or is of another model.
+            DataError: The dataset failed.
+            OptionError: There is no evaluation, or another run holds one of the devices.
+            StepError: The user's code raised; it names rank, device, batch and samples.
+
+        Threads:
+            Any; one per device is started, and ended before this returns, also by a Ctrl-C.
+        """
+        return validate(self.config, state)
+
+    def predict(
+        self,
+        dataset: DatasetOption,
+        step: PredictStep | None = None,
+        *,
+        state: StateOption | None = None,
+        batch_size: int | None = None,
+    ) -> Any:
+        """Compute the model's outputs for each sample of a dataset, by all devices together, without a run.
+
+        ::
+
+            probabilities = trainer.predict(images, lambda model, x: model(x).softmax(1))
+
+        Args:
+            dataset: As the Trainer's; read in its own order, with the Trainer's `collate_fn` and
+                `num_workers`. A DataLoader that shuffles is refused.
+            step: Function of (model, batch) that returns tensors, or lists, as long as the batch; in tuples,
+                mappings or dataclasses. None: the model's forward, for batches that are one tensor and, with
+                a criterion as loss, for x of (x, y).
+            state: See `validate`.
+            batch_size: Samples of a batch; None: as in the training.
+
+        Returns:
+            The output as one device would return it for all samples at once, on the CPU: tensors
+            concatenated along their first dimension, in the order of the samples. A list with an entry for
+            each sample where `step` returns one for each batch, or where the tensors of several batches do
+            not fit together.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read, or is of another model.
+            DataError: The dataset failed, or is empty.
+            OptionError: An argument is wrong, or another run holds one of the devices.
+            StepError: The user's code raised; it names rank, device, batch and samples.
+
+        Threads:
+            As `validate`.
+        """
+        return predict(self.config, dataset, step, state, batch_size)

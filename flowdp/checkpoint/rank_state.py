@@ -24,7 +24,7 @@ from flowdp.policy.formats import format_error
 from flowdp.replica.factories import all_of
 from flowdp.replica.replica import Replica
 
-__all__ = ["capture", "of_rank", "restore"]
+__all__ = ["capture", "of_rank", "restore", "restore_model"]
 
 
 def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
@@ -80,7 +80,10 @@ def of_rank(ranks: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def restore(
-    replica: Replica, state: Mapping[str, Any], model: Mapping[str, Any], buffers: Mapping[str, Tensor]
+    replica: Replica,
+    state: Mapping[str, Any],
+    model: Mapping[str, Any],
+    buffers: Mapping[str, Tensor] | None,
 ) -> None:
     """Restore a replica from a saved state: the same bits, in the memory it has.
 
@@ -89,7 +92,7 @@ def restore(
         state: State of its rank; see `of_rank`. It may be given to several ranks. All but "optimizers" may be
             None.
         model: Model of the checkpoint.
-        buffers: Buffers of the checkpoint.
+        buffers: Buffers of the checkpoint; None: unknown, so those of the replica stay.
 
     Raises:
         CheckpointError: Model, optimizers or schedulers are others than those of the checkpoint.
@@ -103,7 +106,7 @@ def restore(
     lane = replica.lane
     try:
         with lane.on(lane.compute):
-            _restore_model(replica.module, model, buffers)
+            restore_model(replica.module, model, buffers)
             _restore_optimizers(replica, state["optimizers"])
             if replica._scaler is not None and state["scaler"] is not None:
                 replica._scaler.load_state_dict(state["scaler"])
@@ -177,8 +180,21 @@ def _each(optimizers: Any, take: Callable[[Optimizer], Any]) -> Any:
 
 
 # ---------------------------------------------------------------- and back
-def _restore_model(module: nn.Module, model: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
+@torch.no_grad()
+def restore_model(module: nn.Module, model: Mapping[str, Any], buffers: Mapping[str, Tensor] | None) -> None:
+    """Restore a module from a saved one, in the memory it has.
+
+    Args:
+        module: Module of the same structure.
+        model: The saved state_dict.
+        buffers: Buffers that are not in that; None: unknown, so those of the module stay.
+
+    Raises:
+        CheckpointError: It is of another structure.
+    """
     own, hidden = module.state_dict(), _hidden_buffers(module)
+    if buffers is None:
+        buffers, hidden = {}, {}
     saved, mine = (
         {name: _form(value) for name, value in values.items()}
         for values in ({**model, **buffers}, {**own, **hidden})

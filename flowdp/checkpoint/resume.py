@@ -56,7 +56,7 @@ class Resumed:
     Attributes:
         position: Position of the run.
         model: The module's state_dict.
-        buffers: Buffers that are not in that.
+        buffers: Buffers that are not in that; None: unknown.
         ranks: State of each rank; at least one.
         history: Records of the epochs that were complete.
         best: Model of the best epoch, where that was kept.
@@ -71,7 +71,7 @@ class Resumed:
     model: Mapping[str, Any]
     ranks: Sequence[Mapping[str, Any]]
     history: Sequence[EpochMetrics] = ()
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] | None = None
     best: Mapping[str, Tensor] | None = None
     fingerprint: Mapping[str, Any] | None = None
     orders: Mapping[int, int] | None = None

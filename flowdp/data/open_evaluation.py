@@ -1,4 +1,4 @@
-"""Source of an evaluation: a dataset in its own order, read only during an evaluation."""
+"""Source of an evaluation or a prediction: a dataset in its own order, read on demand."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def open_evaluation(
     num_workers: int | None,
     world_size: int,
     limit: Limit | None = None,
+    name: str = "evaluation",
 ) -> Source:
     """The source of an evaluation: each epoch of it is one, in the dataset's own order, begun on demand.
 
@@ -31,6 +32,7 @@ def open_evaluation(
         num_workers: That of the training.
         world_size: Ranks that evaluate.
         limit: Part of the dataset that is evaluated; None: all.
+        name: Purpose of the dataset, for errors.
 
     Raises:
         OptionError: The dataset cannot be read.
@@ -53,4 +55,4 @@ def open_evaluation(
             dataset, **options, seed=0, epochs=None, world_size=world_size, on_demand=True, limit=limit
         )
     except OptionError as error:
-        raise OptionError(f"evaluation: {error}") from error
+        raise OptionError(f"{name}: {error}") from error

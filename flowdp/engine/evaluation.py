@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +38,22 @@ from flowdp.engine.metrics import (
 from flowdp.engine.shared_batches import SharedBatches
 from flowdp.errors import OptionError
 from flowdp.modules.training_mode import put_modes
-from flowdp.policy.formats import format_indices
 from flowdp.policy.metric_array import MetricArray
 from flowdp.protocol.messages import Evaluated
-from flowdp.replica.exact_replica import ExactReplica
-from flowdp.replica.replica import Replica
+from flowdp.replica.replica import unpack_loss
 from flowdp.validators import check_function, check_int
 
-__all__ = ["EvalStep", "EvalSums", "EvaluationOptions", "Evaluator", "check_evaluation", "evaluating"]
+__all__ = [
+    "EvalStep",
+    "EvalSums",
+    "EvaluatedReplica",
+    "EvaluationOptions",
+    "Evaluator",
+    "check_evaluation",
+    "evaluating",
+    "own_generator",
+    "to_lane",
+]
 
 EvalStep = Callable[..., Mapping[str, Any] | None]
 """The user's own: (model, batch) or (model, batch, metrics) -> means over the batch, or metrics that it has
@@ -111,6 +119,39 @@ def check_evaluation(evaluation: object, train_step: object) -> EvaluationOption
     return options
 
 
+class EvaluatedReplica(Protocol):
+    """A rank's model and loss: of a `Replica`, or without an optimizer."""
+
+    @property
+    def names_weight(self) -> bool:
+        """Whether the loss may name a weight, in place of samples (exact)."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, the rank's own."""
+        ...
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The loss, of (model, batch)."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the rank."""
+        ...
+
+    @property
+    def lane(self) -> Lane:
+        """Lane of the device."""
+        ...
+
+    def casting(self) -> AbstractContextManager[object]:
+        """Autocast, if any."""
+        ...
+
+
 class Evaluator:
     """The evaluations of a run: each reads its dataset once, and its ranks share it.
 
@@ -146,7 +187,7 @@ class Evaluator:
         return self.batches.source
 
     def run(
-        self, rank: int, replica: Replica, wait: Callable[[], bool], moved: Callable[[], None]
+        self, rank: int, replica: EvaluatedReplica, wait: Callable[[], bool], moved: Callable[[], None]
     ) -> Evaluated:
         """Evaluate batches until none is left. Every rank of the run calls it for each evaluation.
 
@@ -185,7 +226,7 @@ class Evaluator:
         with self.batches.reading(rank) as number:
             try:
                 own.move(replica.device)
-                with evaluating(replica.module), _own_generator(replica.device), torch.no_grad():
+                with evaluating(replica.module), own_generator(replica.device), torch.no_grad():
                     while (taken := self.batches.take(rank, number, wait)) is not None:
                         self._evaluate(number, *taken, replica, worker, rows, own)
                         moved()
@@ -226,7 +267,7 @@ class Evaluator:
         number: int,
         batch: int,
         payload: Batch,
-        replica: Replica,
+        replica: EvaluatedReplica,
         worker: CurrentWorker,
         rows: list[_Row],
         own: _Metrics,
@@ -244,7 +285,7 @@ class Evaluator:
         is_new = is_first and number == 0
         turn = FirstCalls(replica.module, function).turn(samples) if is_new else nullcontext()
         try:
-            own_batch = tree_map(lambda leaf: _on_device(leaf, replica.lane), payload)
+            own_batch = tree_map(lambda leaf: to_lane(leaf, replica.lane), payload)
             if self._eval_step is None:
                 self._evaluate_loss(replica, own_batch, worker, sink, own, turn)
                 return
@@ -265,14 +306,12 @@ class Evaluator:
                 else:
                     sink(name, mean, samples)
         except Exception as error:
-            indices = self.source.indices(number, batch)
-            shown = format_indices(indices)
-            error.add_note(f"in batch {batch} of the evaluation" + (f" (samples {shown})" if indices else ""))
+            error.add_note(f"in {self.batches.name(number, batch)} of the evaluation")
             raise
 
     def _evaluate_loss(
         self,
-        replica: Replica,
+        replica: EvaluatedReplica,
         batch: Batch,
         worker: CurrentWorker,
         sink: Callable[[str, object, float | Tensor], None],
@@ -284,9 +323,10 @@ class Evaluator:
         with turn, replica.casting():
             result = replica.function(model, batch)
             weight: float | Tensor = worker.samples
-            if isinstance(replica, ExactReplica) and isinstance(result, Mapping) and "weight" in result:
+            if replica.names_weight and isinstance(result, Mapping) and "weight" in result:
                 weight = _one("weight", result["weight"])
-            loss = result if isinstance(result, Tensor) else replica._unpack(result, worker)
+                result = {name: value for name, value in result.items() if name != "weight"}
+            loss = result if isinstance(result, Tensor) else unpack_loss(result, worker)
         sink("loss", loss, weight)
         if isinstance(model, _Watched):
             for metric in own.given.values():
@@ -420,7 +460,8 @@ def _read(rows: list[_Row]) -> EvalSums:
     return tuple((*key, tuple(map(itemgetter(2), of))) for key, of in groupby(read, key=itemgetter(0, 1)))
 
 
-def _on_device(leaf: Any, lane: Lane) -> Any:
+def to_lane(leaf: Any, lane: Lane) -> Any:
+    """A leaf of a batch on the lane's device; the current stream is its `compute`."""
     if not isinstance(leaf, Tensor):
         return leaf.to(lane.device) if moves_itself(leaf) else leaf
     if leaf.device.type == "cuda":
@@ -441,7 +482,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _own_generator(device: torch.device) -> Iterator[None]:
+def own_generator(device: torch.device) -> Iterator[None]:
     """Restore a device's generator: ranks share batches by speed, and training must not depend on it."""
     if device.type != "cuda":
         yield

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import DataError
+from flowdp.policy.formats import format_indices
 
 __all__ = ["SharedBatches"]
 
@@ -106,6 +107,11 @@ class SharedBatches:
         """Number of batches of a reading; None: not known yet."""
         batches = self.source.batches
         return self._ends.get(number) if batches is None else batches
+
+    def name(self, number: int, batch: int) -> str:
+        """A batch with the indices of its samples, for messages."""
+        indices = self.source.indices(number, batch)
+        return f"batch {batch}" + (f" (samples {format_indices(indices)})" if indices else "")
 
     def cut(self) -> None:
         """Let no rank take another batch, of this reading or a later one.

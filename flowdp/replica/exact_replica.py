@@ -61,6 +61,8 @@ class ExactReplica(Replica):
 
     gradients: SharedGradients
 
+    names_weight = True
+
     def __init__(
         self,
         parts: ReplicaParts,

@@ -55,13 +55,14 @@ Optimizers = Sequence[Optimizer] | Mapping[Any, Optimizer]
 OptimizerOption = Optimizer | Optimizers | Callable[..., Optimizer | Optimizers]
 
 
-def build_models(model: ModelOption, lanes: Sequence[Lane]) -> list[nn.Module]:
+def build_models(model: ModelOption, lanes: Sequence[Lane], *, trains: bool = True) -> list[nn.Module]:
     """One module per device, in training mode; parts in eval mode of a module in training mode stay so.
 
     Args:
         model: A module, copied for every device and not touched, or a factory: called as `f(device)` if it
             has one required positional parameter, as `f(device=...)` if it names `device`, else as `f()`.
         lanes: One per rank.
+        trains: False: they are for forwards alone, and keep the modes that they have.
 
     Raises:
         OptionError: It is neither, cannot be copied, or returns something else or the same module twice.
@@ -71,6 +72,10 @@ def build_models(model: ModelOption, lanes: Sequence[Lane]) -> list[nn.Module]:
         lane.await_caller()
         with lane.on(lane.compute):
             modules.append(_build_model(model, lane.device, rank, modules))
+            if trains:
+                if rank == 0:
+                    _tell_modes(modules[0])
+                start_training(modules[rank])
         lane.drain()
     return modules
 
@@ -90,9 +95,6 @@ def _build_model(
             f"build a new one at every call"
         )
     module.to(device)
-    if rank == 0:
-        _tell_modes(module)
-    start_training(module)
     return module
 
 

@@ -33,12 +33,25 @@ from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.optimizer_state import copy_state
 from flowdp.threads.launch_turn import RankTurn
 
-__all__ = ["Capture", "Loss", "LossOption", "Replica", "ReplicaParts", "loss_function"]
+__all__ = [
+    "AUTOCAST",
+    "Capture",
+    "Loss",
+    "LossOption",
+    "Replica",
+    "ReplicaParts",
+    "casting",
+    "loss_function",
+    "unpack_loss",
+]
 
 LossOption = Callable[..., Any] | nn.Module
 Loss = Callable[[nn.Module, Any], Any]
 Capture = Callable[[Capturable], Captured]
 """Makes the captured steps of a replica."""
+
+AUTOCAST: Mapping[Precision, torch.dtype | None] = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Type of autocast for each precision; None: there is none."""
 
 NOT_OURS = "the loss does not depend on a parameter of the replica: use the model that is passed in"
 
@@ -118,6 +131,7 @@ class Replica:
         draws: The rank's own random numbers; None: it draws from the device's generator.
         gradients: Gradients as flat memory; None where each parameter has its own, or none.
         gives_gradients: Never: they are the replica's own.
+        names_weight: Whether its losses may name a weight, in place of samples (exact).
         may_be_flat: Whether the optimizer may step the flat memory, not parameter by parameter.
         steps_flat: Whether it does.
         has_state: Whether a forward changes what `mark` notes.
@@ -139,6 +153,7 @@ class Replica:
     draws: OwnDraws | None = None
     gradients: FlatGradients | None = None
     gives_gradients = False
+    names_weight = False
     may_be_flat = True
 
     def __init__(self, parts: ReplicaParts, function: Callable[..., Any]) -> None:
@@ -156,7 +171,7 @@ class Replica:
         self.pieces = 1
         self.least = min_part_size(plain_layers(module))
         self._optimizer = all_of(parts.optimizers)[0]
-        self._autocast = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[parts.precision]
+        self._autocast = AUTOCAST[parts.precision]
         self._caches_casts = parts.caches_casts
         self._scaler = torch.amp.GradScaler(self.device.type) if parts.precision == "fp16" else None
         self._max_grad_norm = parts.max_grad_norm
@@ -414,9 +429,7 @@ class Replica:
 
     def casting(self) -> AbstractContextManager[object]:
         """Autocast, if any. It is a state of the thread: entered where the step runs, and per step."""
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._autocast, cache_enabled=self._caches_casts)
+        return casting(self.device, self._autocast, self._caches_casts)
 
     def _forward(self, batch: Any, worker: CurrentWorker) -> Tensor:
         if self._autocast is None:
@@ -477,21 +490,37 @@ class Replica:
             raise ValueError(NOT_OURS)
 
     def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
-        scalars: object = {}
-        loss: object = result
-        if isinstance(result, Mapping):
-            scalars = {name: value for name, value in result.items() if name != "loss"}
-            loss = result.get("loss")
-        elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-            loss, scalars = result
-        if not isinstance(loss, Tensor) or not isinstance(scalars, Mapping):
-            raise TypeError(
-                f"the loss must return a scalar tensor, (loss, scalars) or a mapping with 'loss', not "
-                f"{_describe(result)}"
-            )
-        for name, value in scalars.items():
-            worker.record(name, value)
-        return loss
+        return unpack_loss(result, worker)
+
+
+def casting(device: torch.device, dtype: torch.dtype | None, caches: bool) -> AbstractContextManager[object]:
+    """Autocast to a type, if any; see `ReplicaParts.caches_casts`."""
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=caches)
+
+
+def unpack_loss(result: object, worker: CurrentWorker) -> Tensor:
+    """The loss in the return value of a loss that is more than a tensor; its scalars are recorded.
+
+    Raises:
+        TypeError: There is none.
+    """
+    scalars: object = {}
+    loss: object = result
+    if isinstance(result, Mapping):
+        scalars = {name: value for name, value in result.items() if name != "loss"}
+        loss = result.get("loss")
+    elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        loss, scalars = result
+    if not isinstance(loss, Tensor) or not isinstance(scalars, Mapping):
+        raise TypeError(
+            f"the loss must return a scalar tensor, (loss, scalars) or a mapping with 'loss', not "
+            f"{_describe(result)}"
+        )
+    for name, value in scalars.items():
+        worker.record(name, value)
+    return loss
 
 
 def _describe(result: object) -> str:

@@ -25,9 +25,9 @@ from flowdp.engine.evaluation import (
     EvalSums,
     EvaluationOptions,
     Evaluator,
-    _on_device,
-    _own_generator,
     check_evaluation,
+    own_generator,
+    to_lane,
 )
 from flowdp.errors import DataError, OptionError
 from flowdp.policy.tally import evaluation_means
@@ -209,7 +209,7 @@ def test_a_card_has_its_generator_again(monkeypatch: pytest.MonkeyPatch) -> None
     state = [1]
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: list(state))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new, device: state.__setitem__(0, new[0]))
-    with _own_generator(torch.device("cuda", 0)):
+    with own_generator(torch.device("cuda", 0)):
         state[0] = 2
     assert state == [1]
 
@@ -416,13 +416,13 @@ def test_numbers_are_copied_where_they_are_returned(ranks: Any) -> None:
 def test_what_is_no_mean(ranks: Any, result: object, message: str) -> None:
     with pytest.raises(TypeError, match=message) as caught:
         ranks((X, Y), lambda *_: result).run(replica())
-    assert caught.value.__notes__ == ["in batch 0 of the evaluation (samples 0, 1, 2, 3, 4)"]
+    assert caught.value.__notes__ == ["in batch 0 (samples 0, 1, 2, 3, 4) of the evaluation"]
 
 
 @pytest.mark.parametrize(
     ("dataset", "note"),
     [
-        ((X, Y), "in batch 1 of the evaluation (samples 10, 11, 12, 13, 14, 15, 16, 17, ...)"),
+        ((X, Y), "in batch 1 (samples 10, 11, 12, 13, 14, 15, 16, 17, ...) of the evaluation"),
         (Stream(), "in batch 1 of the evaluation"),
     ],
 )
@@ -488,8 +488,8 @@ def test_compute_waits_for_the_stream_on_which_a_dataset_makes_its_tensors() -> 
     cuda = FakeCuda()
     lane: Lane = CudaLane(CPU, cuda)
     waited = lambda: [who for who, verb, _ in cuda.log if verb == "waits for"]  # noqa: E731
-    assert _on_device(X, lane) is X
+    assert to_lane(X, lane) is X
     assert not waited()
-    _on_device(X.as_subclass(Far), lane)
+    to_lane(X.as_subclass(Far), lane)
     assert waited() == [lane.compute.name]  # type: ignore[attr-defined]
-    assert _on_device("name", lane) == "name"
+    assert to_lane("name", lane) == "name"

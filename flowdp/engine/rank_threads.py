@@ -1,0 +1,115 @@
+"""Threads of all ranks for a call that waits for them: a validation, a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from flowdp.device import worker_context
+from flowdp.device.compiled import make_room
+from flowdp.device.cores import open_pools
+from flowdp.device.dispatch import prepared_torch
+from flowdp.device.openmp import set_own_threads
+from flowdp.device.process_tuning import tuned_process
+from flowdp.device.streams import Lane
+from flowdp.device.worker_context import CurrentWorker
+from flowdp.engine.evaluation import EvaluatedReplica
+from flowdp.engine.shared_batches import SharedBatches
+from flowdp.errors import FlowdpError, OutOfDeviceMemory, StepError
+from flowdp.options import ProcessTuning
+from flowdp.policy.formats import format_error
+from flowdp.threads.crew import Crew
+
+__all__ = ["on_all_ranks"]
+
+T = TypeVar("T")
+
+
+def on_all_ranks(
+    task: Callable[[int, EvaluatedReplica, Callable[[], bool]], T],
+    replicas: Sequence[EvaluatedReplica],
+    batches: SharedBatches,
+    tuning: ProcessTuning,
+    doing: str,
+) -> list[T]:
+    """Execute a task on a thread for each rank, and wait for all; no thread is left, whatever happens.
+
+    An error of one rank, or a Ctrl-C, ends the others behind their batch.
+
+    Args:
+        task: Called as `task(rank, replica, wait)`, with the wait that `SharedBatches.take` needs.
+        replicas: One per rank.
+        batches: Batches that they share; closed at the end.
+        tuning: Settings of the process meanwhile.
+        doing: Description of the task in errors: "predicts".
+
+    Returns:
+        The results of the ranks. Shape (world_size,).
+
+    Raises:
+        DataError: The dataset failed.
+        StepError: The user's code raised; it has rank, device, batch and the indices of the samples.
+        OutOfDeviceMemory: A device had no room for a batch.
+
+    Threads:
+        The user's.
+    """
+    woken: list[SimpleQueue[bool]] = [SimpleQueue() for _ in replicas]
+
+    def work(rank: int) -> T:
+        replica = replicas[rank]
+        worker = CurrentWorker(rank, replica.device, replica.module, sink=lambda *_: None)
+        try:
+            with worker_context.bound(worker):
+                return task(rank, replica, woken[rank].get)
+        except FlowdpError:
+            batches.cut()
+            raise
+        except BaseException as error:
+            batches.cut()
+            raise _explained(error, rank, replica.device, doing) from error
+
+    make_room(len(replicas))
+    lanes = [replica.lane for replica in replicas]
+    pools = open_pools([lane.device for lane in lanes], tuning)
+    with ExitStack() as stack:
+        stack.callback(batches.source.close)
+        if len(replicas) > 1:
+            stack.enter_context(prepared_torch())
+        stack.enter_context(tuned_process(tuning))
+        wake_all = partial(_wake_all, woken)
+        batches.start(wake=lambda rank, *_: woken[rank].put(True), failed=wake_all)
+        crew = Crew(
+            [f"flowdp-worker-{rank}" for rank in range(len(replicas))],
+            lambda rank: _around(lanes[rank], pools[rank].size),
+        )
+        stack.callback(crew.close)
+        stack.callback(batches.cut)  # before that: an interrupt leaves jobs that wait
+        done = crew.run([partial(work, rank) for rank in range(len(replicas))])
+        return [one for one in done if one is not None]
+
+
+def _wake_all(woken: Sequence[SimpleQueue[bool]], _error: object) -> None:
+    for queue in woken:
+        queue.put(True)
+
+
+@contextmanager
+def _around(lane: Lane, threads: int) -> Iterator[None]:
+    """Context of a rank's thread."""
+    set_own_threads(threads)
+    with lane.on(lane.compute):
+        yield
+
+
+def _explained(error: BaseException, rank: int, device: torch.device, doing: str) -> FlowdpError:
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    what = f"rank {rank} on {device} failed while it {doing}: {format_error(error)}{notes}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return OutOfDeviceMemory(f"{what}; give a smaller batch_size", rank=rank)
+    return StepError(what, rank=rank, device=str(device))

@@ -1,0 +1,120 @@
+"""Validation and prediction with a Trainer's settings, on all its devices, without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from os import PathLike, fspath
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from flowdp.checkpoint.rank_state import restore_model
+from flowdp.checkpoint.resume import find
+from flowdp.config import DatasetOption, RunConfig
+from flowdp.data.open_evaluation import open_evaluation
+from flowdp.device.process_tuning import as_tuning
+from flowdp.engine.active_runs import check_free
+from flowdp.engine.evaluation import EvaluatedReplica
+from flowdp.engine.predictor import Predictor, PredictStep, forward_step, joined
+from flowdp.engine.rank_threads import on_all_ranks
+from flowdp.engine.shared_batches import SharedBatches
+from flowdp.errors import OptionError
+from flowdp.options import ProcessTuning
+from flowdp.policy.metric_array import MetricArray
+from flowdp.policy.tally import evaluation_means
+from flowdp.replica.inference import build_inference
+from flowdp.result import TrainedState
+from flowdp.start import open_evaluator
+from flowdp.validators import check_function, check_int
+
+__all__ = ["StateOption", "predict", "validate"]
+
+StateOption = TrainedState | str | PathLike[str]
+
+
+def validate(config: RunConfig, state: StateOption | None) -> dict[str, float | MetricArray]:
+    """Evaluate the model on the evaluation's dataset; see `Trainer.validate`."""
+    if config.evaluation is None:
+        raise OptionError("validate() needs the dataset to evaluate on: give Trainer(evaluation=...)")
+    replicas = _replicas(config, state)
+    evaluator = open_evaluator(config)
+    assert evaluator is not None
+
+    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Any:
+        return evaluator.run(rank, replica, wait, lambda: None)
+
+    parts = on_all_ranks(task, replicas, evaluator.batches, _tuning(config), "validates")
+    means = evaluation_means([result for part in parts for result in part.results])
+    return means | {name: array for part in parts for name, array in part.arrays}
+
+
+def predict(
+    config: RunConfig,
+    dataset: DatasetOption,
+    step: PredictStep | None,
+    state: StateOption | None,
+    batch_size: int | None,
+) -> Any:
+    """Outputs of the model for a dataset; see `Trainer.predict`."""
+    check_function("step", step, "(model, batch)")
+    check_int("batch_size", batch_size, optional=True)
+    if isinstance(dataset, DataLoader):
+        if isinstance(dataset.sampler, RandomSampler):
+            raise OptionError(
+                "predict: this DataLoader shuffles, and the outputs would be in an order that nobody knows: "
+                "give one with shuffle=False"
+            )
+        if batch_size is not None:
+            raise OptionError("predict: batch_size has no use beside a DataLoader, which has its own")
+    replicas = _replicas(config, state)
+    source = open_evaluation(
+        dataset,
+        batch_size=batch_size or config.sizes.forward(config.dataset),
+        collate_fn=config.reading.collate_fn,
+        num_workers=config.reading.num_workers,
+        world_size=config.world_size,
+        name="predict",
+    )
+    batches = SharedBatches(source)
+    predictor = Predictor(batches, step or forward_step(isinstance(config.replica.loss, nn.Module)))
+    parts = on_all_ranks(predictor.run, replicas, batches, _tuning(config), "predicts")
+    outputs = {number: output for part in parts for number, output in part.items()}
+    return joined([outputs[number] for number in sorted(outputs)])
+
+
+def _replicas(config: RunConfig, state: StateOption | None) -> Sequence[EvaluatedReplica]:
+    check_free(config.devices)
+    return build_inference(config.replica, config.devices, _loading(config.replica.model, state))
+
+
+def _leave(_module: nn.Module) -> None:
+    """Leave the weights that the copy of the Trainer's model has."""
+
+
+def _tuning(config: RunConfig) -> ProcessTuning:
+    return as_tuning(config.runtime.tune_process)
+
+
+def _loading(model: object, state: StateOption | None) -> Callable[[nn.Module], None]:
+    """A function that puts the weights into a module.
+
+    Raises:
+        CheckpointError: The state cannot be read.
+        OptionError: It is none, or there is none.
+    """
+    if state is None:
+        if not isinstance(model, nn.Module):
+            raise OptionError(
+                "the Trainer's model is a factory, which makes new weights each time: give state=, a "
+                "TrainedState or the path of a checkpoint"
+            )
+        return _leave
+    if isinstance(state, TrainedState):
+        return partial(restore_model, model=state.state_dict, buffers=None)
+    if not isinstance(state, str | PathLike):
+        raise OptionError(f"state must be a TrainedState or the path of a checkpoint, not {state!r:.80}")
+    found = find(fspath(state), None)
+    assert found is not None
+    return partial(restore_model, model=found.model, buffers=found.buffers)

@@ -1,0 +1,256 @@
+"""Tests of validations and predictions by a Trainer, on real threads."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import flowdp
+from flowdp import DataError, EvaluationOptions, MetricArray, OptionError, StepError, Trainer
+from flowdp.engine import active_runs
+from tests.vision import mend_torchvision
+
+torch.manual_seed(11)
+X, Y = torch.randn(53, 4), torch.randint(0, 3, (53,))
+WAIT_S = 60.0
+
+
+class Samples(Dataset[Any]):
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return X[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(X)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def trainer(model: Any, devices: int = 3, **options: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "optimizer": lambda params: torch.optim.SGD(params, 0.1),
+        "loss": nn.CrossEntropyLoss(),
+        "dataset": (X, Y),
+        "batch_size": 8,
+        "epochs": 1,
+        "devices": ["cpu"] * devices,
+        "policy": "sync",
+        "progress": False,
+    }
+    return Trainer(model, **{**given, **options})
+
+
+class Together:
+    """A step whose first call on each rank waits for those of the others, so that all have a batch."""
+
+    def __init__(self, ranks: int) -> None:
+        self.meeting, self.seen = threading.Barrier(ranks), set[int]()
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        if (rank := flowdp.current_worker().rank) not in self.seen:
+            self.seen.add(rank)
+            self.meeting.wait(WAIT_S)
+        assert not torch.is_grad_enabled()
+        assert not any(part.training for part in model.modules())
+        return model(batch)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [X, Samples(), Stream(), DataLoader(Samples(), 10, num_workers=2), DataLoader(Samples(), 7)],
+    ids=["tensor", "map", "stream", "processes", "loader"],
+)
+def test_a_prediction_is_that_of_one_device_in_the_order_of_the_samples(dataset: Any) -> None:
+    model = net()
+    model[1].eval()  # a mode that the user has set stays
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes, random = [part.training for part in model.modules()], torch.get_rng_state()
+    found = trainer(model).predict(dataset, Together(3))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [part.training for part in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.eval()
+    assert found.shape == (53, 3)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, model(X).detach())
+
+
+def test_without_a_step_the_forward_is_called() -> None:
+    model = net()
+    own = trainer(model)
+    expected = own.predict(X)
+    assert torch.equal(own.predict((X, Y)), expected)  # a criterion has x and y
+    assert torch.equal(own.predict(X, batch_size=8), expected)
+    with pytest.raises(StepError, match=r"a batch here is a tuple of 2.*\(samples 0, 1, 2, 3, 4, 5, 6, 7\)"):
+        trainer(model, 1, loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])).predict(
+            (X, Y)
+        )
+
+
+def test_an_output_that_the_module_writes_again_is_copied() -> None:
+    class Reusing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.out = getattr(self, "out", torch.zeros(8, 3))
+            self.out[: len(x)] = super().forward(x)
+            return self.out[: len(x)]
+
+    model = Reusing(4, 3)
+    found = trainer(model, 2).predict(X)
+    torch.testing.assert_close(found, F.linear(X, model.weight, model.bias))
+
+
+def test_weights_of_a_result_and_of_a_checkpoint(tmp_path: Path) -> None:
+    class Hidden(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * super().forward(x)
+
+    own = trainer(Hidden, 2, checkpoint=tmp_path, evaluation=(X, Y))
+    with pytest.raises(OptionError, match=r"the Trainer's model is a factory.*give state="):
+        own.predict(X)
+    state = own.fit()
+    expected = F.linear(X, state.state_dict["weight"], state.state_dict["bias"]) * 2
+    [file] = tmp_path.glob("*.pt")
+    for given in (state, tmp_path, str(file)):
+        torch.testing.assert_close(own.predict(X, state=given), expected)
+        assert own.validate(given) == pytest.approx(state.history[-1].eval)
+    with pytest.raises(flowdp.CheckpointError, match="of another model"):
+        trainer(net).predict(X, state=state)
+    with pytest.raises(OptionError, match="state must be a TrainedState or the path"):
+        own.predict(X, state=3)  # type: ignore[arg-type]
+    again = trainer(Hidden, 2, epochs=2, resume=state).fit()  # its buffers are not in a state_dict
+    assert again.epochs_done == 2
+
+
+def test_a_validation_is_an_evaluation_of_the_model_as_it_is() -> None:
+    model = net()
+    own = trainer(model, evaluation=(X, Y))
+    first = own.validate()
+    state = own.fit()
+    model.eval()
+    assert own.validate() == pytest.approx(state.history[-1].eval)
+    assert own.validate()["loss"] == pytest.approx(F.cross_entropy(model(X), Y).item(), rel=1e-5)
+    assert first["loss"] != own.validate()["loss"]
+    with pytest.raises(OptionError, match=r"give Trainer\(evaluation=...\)"):
+        trainer(model).validate()
+
+
+def test_a_validation_has_metrics() -> None:
+    mend_torchvision()
+    pytest.importorskip("torchmetrics")
+    from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score
+
+    model, f1 = net(), MulticlassF1Score(3)
+    given = {"f1": f1, "confusion": MulticlassConfusionMatrix(3)}
+    found = trainer(model, evaluation=(X, Y), metrics=given).validate()
+    model.eval()
+    f1.update(model(X), Y)
+    assert found["f1"] == pytest.approx(f1.compute().item())
+    assert isinstance(found["confusion"], MetricArray)
+    assert sum(found["confusion"].values) == 53
+
+
+def test_an_error_names_rank_device_batch_and_samples_and_ends_the_others() -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        if torch.equal(x[0], X[16]):
+            raise ZeroDivisionError("of mine")
+        return model(x)
+
+    with pytest.raises(
+        StepError,
+        match=r"rank \d on cpu failed while it predicts: ZeroDivisionError: of mine; "
+        r"in batch 2 \(samples 16, 17, 18, 19, 20, 21, 22, 23\)",
+    ) as caught:
+        trainer(net()).predict(X, step)
+    assert caught.value.device == "cpu"
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    evaluation = EvaluationOptions((X, Y), step=lambda model, batch: {"y": step(model, batch[0]).mean()})
+    with pytest.raises(StepError, match=r"while it validates: ZeroDivisionError: .* of the evaluation"):
+        trainer(net(), evaluation=evaluation).validate()
+
+
+def test_a_dataset_that_fails() -> None:
+    class Broken(Samples):
+        def __getitem__(self, index: int) -> Tensor:
+            if index == 20:
+                raise KeyError("label")
+            return super().__getitem__(index)
+
+    with pytest.raises(DataError, match="label"):
+        trainer(net()).predict(Broken())
+
+
+@pytest.mark.posix
+def test_an_interrupt_ends_it_and_leaves_no_thread() -> None:
+    was_heard, done = threading.Event(), []
+
+    def hear(number: int, frame: object) -> None:
+        was_heard.set()
+        raise KeyboardInterrupt
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        if not was_heard.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+        assert was_heard.wait(WAIT_S)
+        done.append(len(x))
+        return model(x)
+
+    main = threading.main_thread().ident
+    assert main is not None
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer(net(), 2).predict(Samples(), step, batch_size=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(done) < len(X)
+    assert not [one for one in threading.enumerate() if one.name.startswith("flowdp")]
+
+
+def test_a_run_on_the_same_device_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(devices: Any) -> None:
+        raise OptionError(f"devices: {devices} is held by another run")
+
+    monkeypatch.setattr("flowdp.inference.check_free", held)
+    assert active_runs.check_free is not held
+    for call in (lambda: trainer(net()).predict(X), lambda: trainer(net(), evaluation=(X, Y)).validate()):
+        with pytest.raises(OptionError, match="held by another run"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (DataLoader(Samples(), 4, shuffle=True), {}, "this DataLoader shuffles"),
+        (DataLoader(Samples(), 4), {"batch_size": 3}, "batch_size has no use beside a DataLoader"),
+        (X, {"batch_size": 0}, "batch_size must be an int"),
+        (X, {"step": 3}, r"step must be a function of \(model, batch\)"),
+        ("text", {}, "predict: "),
+    ],
+)
+def test_arguments_that_are_wrong(dataset: Any, options: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        trainer(net()).predict(dataset, **options)
+
+
+def test_the_precision_is_that_of_the_training() -> None:
+    found = trainer(nn.Linear(4, 3), 2, precision="bf16").predict(X)
+    assert found.dtype is torch.bfloat16
