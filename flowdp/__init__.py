@@ -46,6 +46,7 @@ from flowdp.errors import (
 )
 from flowdp.observe.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnCheckpoint
 from flowdp.observe.loggers.files import CSVLogger, JSONLLogger
+from flowdp.observe.loggers.learning_rates import LearningRateMonitor
 from flowdp.observe.loggers.log import Log, RunLogger
 from flowdp.observe.loggers.services import MLflowLogger, TensorBoardLogger, WandbLogger
 from flowdp.options import (
@@ -82,6 +83,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "Callback",
     "EarlyStopping",
     "ModelCheckpoint",
+    "LearningRateMonitor",
     "OnCheckpoint",
     "Log",
     "RunLogger",

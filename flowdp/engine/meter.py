@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from time import perf_counter
@@ -59,8 +59,8 @@ class OrderSums:
         sums[0] += total
         sums[1] += weight
 
-    def work(self, done: Done, lr: float) -> Work:
-        """The order's work, for its report, with the learning rate of its last step."""
+    def work(self, done: Done, lr: float, group_lrs: Mapping[str, float]) -> Work:
+        """The order's work, for its report, with the learning rates of its last step."""
         return Work(
             epoch=done.epoch,
             steps=done.steps,
@@ -72,6 +72,7 @@ class OrderSums:
             scalars={name: (total, weight) for name, (total, weight) in self.scalars.items()},
             lr=lr,
             norms=self.norms,
+            group_lrs=group_lrs,
         )
 
 

@@ -353,6 +353,7 @@ class Worker:
         self._tell_feed()
         numbers, checksum = self._numbers, None
         bad, verdict, lr = numbers.bad, numbers.verdict, self.current.lr
+        group_lrs = self.replica.learning_rate.groups()
         if outcome is not None:
             self._fit_feed()
             checksum = self.replica.checksum() if outcome.compare else None
@@ -363,7 +364,7 @@ class Worker:
                 numbers.read(is_reported=True)
             late = None if verdict is None else verdict.bad
             self._count(sums)
-            work = sums.work(done, lr)
+            work = sums.work(done, lr, group_lrs)
             if bad or late:
                 work = replace(work, bad=bad or late)
             longest_ms = work.busy_ms + work.data_ms - work.pace_ms * max(0, work.steps - 1)

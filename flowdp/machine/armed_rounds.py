@@ -145,10 +145,10 @@ class HeldRounds:
         return next((ack.norm for ack in self.armed.acks.values() if ack.norm is not None), None)
 
     @property
-    def lr(self) -> float:
-        """Learning rate of the rank with the most steps."""
+    def longest(self) -> Work:
+        """Work of the rank with the most steps."""
         works = [ack.work for _, ack in sorted(self.armed.acks.items())]
-        return max(works, key=lambda work: work.steps).lr
+        return max(works, key=lambda work: work.steps)
 
     @property
     def _late(self) -> list[int]:

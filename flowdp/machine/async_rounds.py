@@ -381,7 +381,7 @@ class AsyncRounds(Rounds):
             global_step=self.global_step,
             steps=steps,
             samples=samples,
-            lr=flat[-1].lr if flat else 0.0,
+            last=flat[-1] if flat else None,
             wall_ms=0.0 if math.isnan(start_ms) else now_ms - start_ms,
             wait_ms=(0.0,) * self.world_size,
             sync_ms=sync_ms,

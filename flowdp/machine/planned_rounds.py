@@ -348,7 +348,7 @@ class PlannedRounds(Rounds):
             global_step=self.global_step,
             steps=[work.steps for work in works],
             samples=[work.samples for work in works],
-            lr=held.lr,
+            last=held.longest,
             wall_ms=now_ms - held.armed.start_ms,
             wait_ms=wait_ms,
             sync_ms=held.sync_ms,

@@ -30,7 +30,7 @@ def round_ended(
     global_step: int,
     steps: Sequence[int],
     samples: Sequence[int],
-    lr: float,
+    last: Work | None,
     wall_ms: float,
     wait_ms: Sequence[float],
     sync_ms: float,
@@ -42,8 +42,8 @@ def round_ended(
 ) -> RoundEnded:
     """Make the record of a round, or of the rounds of one order together.
 
-    `works` are the reports of each rank since the record before, shape (world_size, reports); the rest are
-    fields of `RoundEnded`.
+    `works` are the reports of each rank since the record before, shape (world_size, reports); `last` is the
+    one whose learning rates are the record's; the rest are fields of `RoundEnded`.
     """
     norms = joined_norms(work.norms for theirs in works for work in theirs)
     grad_norm, grad_norm_max = mean_and_largest(norms)
@@ -55,7 +55,8 @@ def round_ended(
         steps=tuple(steps),
         samples=tuple(samples),
         loss=mean_loss([work for theirs in works for work in theirs]),
-        lr=lr,
+        lr=0.0 if last is None else last.lr,
+        group_lrs={} if last is None else last.group_lrs,
         wall_ms=wall_ms,
         busy_ms=tuple(math.fsum(work.busy_ms for work in theirs) for theirs in works),
         data_ms=tuple(math.fsum(work.data_ms for work in theirs) for theirs in works),

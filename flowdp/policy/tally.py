@@ -62,6 +62,7 @@ class Work:
         lr: Learning rate of the first group at the last step.
         bad: (epoch, batch) of the first step with NaN or inf values; None without one.
         norms: Sum, largest and number of the 2-norms of its steps' gradients, where they were clipped.
+        group_lrs: Learning rates of all groups at the last step, by name; empty where there is one group.
     """
 
     epoch: int
@@ -75,6 +76,7 @@ class Work:
     lr: float = 0.0
     bad: tuple[int, int] | None = None
     norms: tuple[float, float, int] = NO_NORMS
+    group_lrs: Mapping[str, float] = field(default_factory=dict)
 
 
 def pace_ms(total_ms: float, longest_ms: float, steps: int) -> float:
@@ -148,6 +150,9 @@ class EpochMetrics:
             `max_grad_norm`.
         grad_norm_max: The largest of them.
         is_complete: False where `max_steps` ended the run inside this epoch: the record is of a part of it.
+        group_lrs: Learning rates of all groups of all optimizers, at the same step as `lr`, by name: of what
+            tells them apart, key or index of the optimizer and "name" or index of the group, such as
+            "critic/1". Empty where there is one group.
     """
 
     epoch: int
@@ -170,6 +175,7 @@ class EpochMetrics:
     grad_norm_max: float | None = None
     is_complete: bool = True
     eval_arrays: Mapping[str, MetricArray] = field(default_factory=dict)
+    group_lrs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_evaluated(self) -> bool:
@@ -211,6 +217,7 @@ class RankSums:
         scalars: Name -> (weighted sum, sum of weights).
         lr: Learning rate of the first group at its last step.
         norms: See `Work.norms`.
+        group_lrs: See `Work.group_lrs`.
     """
 
     steps: int = 0
@@ -223,6 +230,7 @@ class RankSums:
     scalars: dict[str, tuple[float, float]] = field(default_factory=dict)
     lr: float = 0.0
     norms: tuple[float, float, int] = NO_NORMS
+    group_lrs: Mapping[str, float] = field(default_factory=dict)
 
 
 class Tally:
@@ -270,6 +278,7 @@ class Tally:
                 scalars=dict(work.scalars),
                 lr=work.lr,
                 norms=work.norms,
+                group_lrs=work.group_lrs,
             ),
         )
 
@@ -288,7 +297,7 @@ class Tally:
             sums.scalars[name] = (known[0] + total, known[1] + weight)
         sums.norms = joined_norms((sums.norms, done.norms))
         if done.steps:
-            sums.lr = done.lr
+            sums.lr, sums.group_lrs = done.lr, done.group_lrs
 
     def close_round(self, sync_ms: float, drift: float | None, rounds: int = 1) -> None:
         """Count averagings.
@@ -326,6 +335,7 @@ class Tally:
         samples = [sums.samples for sums in ranks]
         busy_ms = sum(sums.busy_ms for sums in ranks)
         grad_norm, grad_norm_max = mean_and_largest(joined_norms(sums.norms for sums in ranks))
+        first = next((sums for sums in ranks if sums.steps), None)
         return EpochMetrics(
             epoch=self._epoch,
             epochs=epochs,
@@ -335,7 +345,7 @@ class Tally:
             epoch_ms=epoch_ms,
             throughput=tuple(1000.0 * count / epoch_ms if epoch_ms > 0.0 else 0.0 for count in samples),
             share=tuple(count / max(1, sum(samples)) for count in samples),
-            lr=next((sums.lr for sums in ranks if sums.steps), 0.0),
+            lr=0.0 if first is None else first.lr,
             rounds=self.rounds,
             sync_ms=self.sync_ms,
             anchor=anchor,
@@ -345,6 +355,7 @@ class Tally:
             grad_norm=grad_norm,
             grad_norm_max=grad_norm_max,
             is_complete=is_complete,
+            group_lrs={} if first is None else first.group_lrs,
         )
 
 

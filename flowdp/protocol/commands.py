@@ -5,7 +5,8 @@ Durations are milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from flowdp.policy.tally import EpochMetrics
@@ -107,6 +108,8 @@ class RoundEnded:
         param_norm: 2-norm of the averaged parameters; None where the drift is not measured.
         share: Fractions of the work in the rounds to come, where the speeds measured in this one have changed
             them; else empty. Shape (world_size,).
+        group_lrs: Learning rates of all groups of all optimizers, by name, at the same step as `lr`; empty
+            where there is one group.
     """
 
     round: int
@@ -129,6 +132,7 @@ class RoundEnded:
     grad_norm_max: float | None = None
     param_norm: float | None = None
     share: tuple[float, ...] = ()
+    group_lrs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

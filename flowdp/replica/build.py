@@ -123,7 +123,7 @@ def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> li
                 module=modules[rank],
                 flat=flats[rank],
                 optimizers=optimizers[rank],
-                learning_rate=LearningRate(all_of(optimizers[rank]), config.scheduler, factor),
+                learning_rate=LearningRate(optimizers[rank], config.scheduler, factor),
                 lane=lane,
                 precision=config.precision,
                 max_grad_norm=config.max_grad_norm,

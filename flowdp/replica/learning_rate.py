@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import SchedulerUnit
 from flowdp.policy.schedule import LrScaling, warm_up_factor
+from flowdp.replica.factories import Optimizers, all_of
 from flowdp.validators import check_function, check_int, check_number, one_of
 
 __all__ = ["LearningRate", "LrLambda", "SchedulerOption", "SchedulerOptions", "check_scheduler"]
@@ -135,7 +136,7 @@ class LearningRate:
     """Sets the learning rates of one replica's optimizers.
 
     Args:
-        optimizers: The replica's own.
+        optimizers: The replica's own, in the form in which the user gave them.
         options: The user's; a twin of the scheduler is made for each optimizer.
         factor: Factor of the user's rates, from the world size.
 
@@ -151,12 +152,14 @@ class LearningRate:
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
+        optimizers: Optimizers,
         options: SchedulerOptions | None = None,
         factor: float = 1.0,
     ) -> None:
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        for optimizer in optimizers:
+        own = all_of(optimizers)
+        self._names = _group_names(optimizers)
+        self._groups = [group for optimizer in own for group in optimizer.param_groups]
+        for optimizer in own:
             for rate in (group.get("lr") for group in optimizer.param_groups):
                 if rate is None:
                     raise OptionError(
@@ -171,7 +174,7 @@ class LearningRate:
         self._warmup_steps = options.warmup_steps
         self._warm_up = warm_up_factor(0, options.warmup_steps)
         self._is_set = False  # the factor is the user's wish, and no more the world size's
-        self._schedulers = [] if scheduler is None else [_twin(scheduler, one) for one in optimizers]
+        self._schedulers = [] if scheduler is None else [_twin(scheduler, one) for one in own]
         for twin in self._schedulers:
             _check_unit(twin, options.unit)
         self._count = 0
@@ -183,6 +186,13 @@ class LearningRate:
     def waits_for_metric(self) -> bool:
         """Whether the scheduler needs the loss of the epoch before."""
         return any(map(_watches, self._schedulers))
+
+    def groups(self) -> dict[str, float]:
+        """Learning rates of all groups, by name; empty where there is one group."""
+        if len(self._groups) == 1:
+            return {}
+        factor = self._factor * self._warm_up
+        return {name: lr * factor for name, lr in zip(self._names, self._plain, strict=True)}
 
     def advance(self, position: int, epoch: int, metric: float | None = None) -> None:
         """Set the rates for a step.
@@ -292,6 +302,20 @@ class LearningRate:
                 group["lr"] = lr * factor
             else:  # a tensor, for capturable optimizers; or an int
                 group["lr"] = group["lr"] * 0 + lr * factor
+
+
+def _group_names(optimizers: Optimizers) -> list[str]:
+    """Names of all groups, of the parts that tell them apart: "critic", "1", "critic/1"."""
+    named = optimizers.items() if isinstance(optimizers, Mapping) else enumerate(optimizers)
+    names, places = [], []
+    for place, (key, optimizer) in enumerate(named):
+        groups = optimizer.param_groups
+        for index, group in enumerate(groups):
+            own = group["name"] if isinstance(group.get("name"), str) else index
+            parts = [key] * (len(optimizers) > 1) + [own] * (len(groups) > 1)
+            names.append("/".join(map(str, parts)))
+            places.append(f"{place}/{index}")
+    return names if len(set(names)) == len(names) else places
 
 
 def _kinds(state: Mapping[str, Any]) -> list[str]:

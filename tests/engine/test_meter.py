@@ -47,7 +47,7 @@ def closed(meter: Meter, count: int) -> Any:
     meter.close(reports.append)
     meter.settle()
     (sums,) = reports
-    work = sums.work(Done(0, 3, count), 0.1)
+    work = sums.work(Done(0, 3, count), 0.1, {"a": 0.1})
     return SimpleNamespace(work=work, wait_ms=sums.wait_ms, averaging=sums.averaging)
 
 

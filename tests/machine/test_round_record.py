@@ -27,7 +27,7 @@ def test_reports_of_a_rank_are_added_up() -> None:
         global_step=9,
         steps=[2, 0],
         samples=[16, 0],
-        lr=0.1,
+        last=Work(0, 2, 16, lr=0.1, group_lrs={"a": 0.1, "b": 0.2}),
         wall_ms=20.0,
         wait_ms=[0.0, 4.0],
         sync_ms=1.0,
@@ -38,6 +38,7 @@ def test_reports_of_a_rank_are_added_up() -> None:
     assert (record.steps, record.samples) == ((2, 0), (16, 0))  # from the mean, not from the reports
     assert (record.busy_ms, record.data_ms, record.wait_ms) == ((12.0, 0.0), (1.5, 0.0), (0.0, 4.0))
     assert record.loss == 56.0 / 24
+    assert (record.lr, record.group_lrs) == (0.1, {"a": 0.1, "b": 0.2})
 
 
 @pytest.mark.parametrize(

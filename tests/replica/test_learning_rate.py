@@ -545,3 +545,22 @@ def test_an_optimizer_that_has_no_rate() -> None:
     optimizer.param_groups[0]["lr"] = None
     with pytest.raises(OptionError, match="SGD has no learning rate"):
         rate_of([optimizer])
+
+
+def test_rates_of_groups_are_named_by_what_tells_them_apart() -> None:
+    def sgd(*names: str | None) -> torch.optim.Optimizer:
+        groups = [{"params": [torch.zeros(1)], "lr": 0.1 * (at + 1)} for at in range(len(names))]
+        groups = [
+            group | ({} if name is None else {"name": name})
+            for group, name in zip(groups, names, strict=True)
+        ]
+        return torch.optim.SGD(groups)
+
+    assert LearningRate([sgd(None)]).groups() == {}
+    assert list(LearningRate([sgd(None, "head")]).groups()) == ["0", "head"]
+    assert list(LearningRate({"g": sgd(None), "d": sgd(None)}).groups()) == ["g", "d"]
+    assert list(LearningRate({"g": sgd(None), "d": sgd("a", "b")}).groups()) == ["g", "d/a", "d/b"]
+    assert list(LearningRate([sgd("a", "a"), sgd(None)]).groups()) == ["0/0", "0/1", "1/0"]
+    rates = LearningRate([sgd(None, None)], SchedulerOptions(lr_lambda=lambda step: 0.5**step), 2.0)
+    rates.advance(1, 0)
+    assert rates.groups() == {"0": pytest.approx(0.1), "1": pytest.approx(0.2)}

@@ -74,6 +74,8 @@ class Log(Callback):
         OptionError: The logger lacks a method, or `every` is something else.
     """
 
+    skips_dev_run = True
+
     def __init__(self, logger: RunLogger, *, every: Every = "epoch") -> None:
         lacking = [name for name in ("begin", "log", "end") if not callable(getattr(logger, name, None))]
         if isinstance(logger, type) or lacking:

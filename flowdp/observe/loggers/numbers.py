@@ -25,6 +25,7 @@ def numbers_of(record: EpochMetrics | RoundEnded) -> dict[str, Number]:
     ::
 
         epoch, lr                             of an epoch, from 0; the first group's learning rate
+        lr_groups/<name>                      of all groups, where there are several
         train/loss, train/<scalar>            means over all ranks
         eval/<name>                           means of the evaluation
         run/samples_per_s, run/epoch_ms ...   of all ranks together
@@ -39,6 +40,7 @@ def numbers_of(record: EpochMetrics | RoundEnded) -> dict[str, Number]:
 
 def _of_epoch(metrics: EpochMetrics) -> dict[str, Number]:
     numbers = _present("", {"epoch": metrics.epoch, "lr": metrics.lr})
+    numbers |= _groups("lr_groups/", metrics.group_lrs)
     if not metrics.is_complete:  # a run that goes on reports this epoch once more
         numbers["is_complete"] = 0
     numbers |= _part(
@@ -98,6 +100,7 @@ def _of_round(record: RoundEnded) -> dict[str, Number]:
             "sync_ms": record.sync_ms,
         },
     )
+    numbers |= _groups("round_lr_groups/", record.group_lrs)
     for rank in range(len(record.steps)):
         own = {
             "steps": record.steps[rank],
@@ -112,6 +115,10 @@ def _of_round(record: RoundEnded) -> dict[str, Number]:
 
 def _present(prefix: str, numbers: Mapping[str, Number | None]) -> dict[str, Number]:
     return {f"{prefix}{name}": value for name, value in numbers.items() if value is not None}
+
+
+def _groups(prefix: str, rates: Mapping[str, float]) -> dict[str, Number]:
+    return {f"{prefix}{_encodable(name)}": lr for name, lr in rates.items()}
 
 
 def _part(prefix: str, own: Mapping[str, Number | None], scalars: Mapping[str, float]) -> dict[str, Number]:

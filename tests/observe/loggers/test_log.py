@@ -152,3 +152,10 @@ def test_every_is_checked(every: Any) -> None:
 def test_the_protocol_is_that_of_the_loggers() -> None:
     assert isinstance(Book(), flowdp.RunLogger)
     assert not isinstance(Half(), flowdp.RunLogger)
+
+
+def test_a_trial_of_everything_logs_nothing() -> None:
+    book, monitor = Book(), flowdp.LearningRateMonitor()
+    trainer(flowdp.Log(book), monitor, fast_dev_run=True).fit()
+    assert book.calls == []
+    assert list(monitor.rates) == ["lr"]
