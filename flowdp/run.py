@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -20,7 +20,9 @@ from flowdp.engine.engine import Engine
 from flowdp.engine.interrupts import hearing_interrupts
 from flowdp.errors import FlowdpError, OptionError, StateError
 from flowdp.observe.loggers.log import Setting
+from flowdp.observe.notebook import display_live, run_dashboard
 from flowdp.observe.observer import Observer
+from flowdp.observe.run_html import RunView, run_html
 from flowdp.policy.efficiency import EfficiencyReport
 from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
@@ -30,6 +32,9 @@ from flowdp.replica.factories import ModelOption
 from flowdp.result import Status, TrainedState, alone, on_cpu, optimizer_state, weights_on_cpu
 from flowdp.timeline.timeline import Timeline
 from flowdp.validators import check_number, is_int
+
+if TYPE_CHECKING:
+    from ipywidgets import Widget
 
 __all__ = ["Run", "runs"]
 
@@ -68,6 +73,7 @@ class Run:
         settings: Mapping[str, Setting],
         restores_best: bool = False,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        total_steps: int | None = None,
     ) -> None:
         self._engine = engine
         self._model = model
@@ -76,6 +82,7 @@ class Run:
         self._settings = dict(settings)
         self._restores_best = restores_best
         self._aside = aside
+        self._total_steps = total_steps
         self._blocks = 0  # of `paused`, that are open
         self._pausing = threading.Lock()  # serialises their count, and with it the requests
         self._ending = _Ending()
@@ -87,6 +94,40 @@ class Run:
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self.devices))
         return f"<Run on {devices}: {self.status()}>"
+
+    def _repr_html_(self) -> str:
+        status, records = self.status(), self._engine.records
+        return run_html(
+            RunView(
+                phase=status.phase,
+                global_step=status.global_step,
+                total_steps=self._total_steps,
+                history=self.history,
+                rounds=records.rounds,
+                report=self.report(),
+                problems=status.problems,
+                error="" if self.error is None else format_error(self.error),
+            )
+        )
+
+    def _ipython_display_(self) -> None:
+        """Display the run in a cell; it updates in place until the run is over."""
+        display_live(self._repr_html_, self.__repr__, self._is_over_in)
+
+    def dashboard(self) -> Widget:
+        """Make widgets that show the run and steer it: pause, stop, learning rate.
+
+        The cell returns at once, and the run trains on. Jupyter hears a button when no cell runs: in a cell
+        that waits, as in `join()`, Ctrl-C (the kernel's interrupt) stops the run.
+
+        Raises:
+            OptionError: ipywidgets is not installed.
+        """
+        last = self._engine.records.last_round
+        return run_dashboard(self, self._repr_html_, self._is_over_in, 0.0 if last is None else last.lr)
+
+    def _is_over_in(self, seconds: float) -> bool:
+        return self._engine.records.wait(over=True, timeout_s=seconds)
 
     # ------------------------------------------------------------------ reading
     @property

@@ -102,7 +102,8 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
         resumed.put_back(replicas)
         log.info("going on from %s: step %d", resumed, resumed.position.global_step)
     check_checkpoints(config.checkpoint, source)
-    bar = _bar(config, source, resumed)
+    total_steps = config.total_steps(source.batches)
+    bar = _bar(config, source, resumed, total_steps)
     callbacks = config.callbacks if bar is None else (bar, *config.callbacks)
     if isinstance(config.timeline, Path):
         callbacks = (*callbacks, TimelineFile(config.timeline))
@@ -144,6 +145,7 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
             settings=settings,
             restores_best=config.restores_best,
             aside=aside,
+            total_steps=total_steps,
         )
         engine.start()
         observer.start(run, lambda: failures.first, run.answer, engine.latch.wait)
@@ -222,10 +224,11 @@ def open_evaluator(config: RunConfig) -> Evaluator | None:
     return Evaluator(source, config.evaluation.step, rank_metrics(config.metrics, config.world_size))
 
 
-def _bar(config: RunConfig, source: Source, resumed: Resumed | None) -> ProgressBar | None:
+def _bar(
+    config: RunConfig, source: Source, resumed: Resumed | None, total_steps: int | None
+) -> ProgressBar | None:
     begun = 0 if resumed is None else resumed.position.global_step
-    total = config.total_steps(source.batches)
-    return ProgressBar(total, source.batches, begun) if config.has_bar else None
+    return ProgressBar(total_steps, source.batches, begun) if config.has_bar else None
 
 
 def _open_timeline(config: RunConfig) -> Timeline | None:

@@ -60,6 +60,7 @@ class Engine:
         replicas: One per rank, equal; the run's own until it is over, and none once it has let go of them.
         handle: The user's `Run`, while it lives.
         begun_s: When it began, by `time.monotonic`.
+        names: Names of the devices, one per rank.
         latch: Where all that a start has made waits for `begin`.
         turn: Turns to launch; None where ranks have none.
     """
@@ -88,7 +89,7 @@ class Engine:
             self._settings.callback(services.event_file.close)
         self._progress: list[Progress] = []
         self._times: list[RankTimes] = []
-        self._names = device_names([replica.device for replica in replicas])
+        self.names = device_names([replica.device for replica in replicas])
         self.timeline = services.timeline
         self._asked_snapshots = 0
         self._asking = threading.Lock()  # numbers the snapshots
@@ -320,7 +321,7 @@ class Engine:
 
     def efficiency(self) -> EfficiencyReport:
         """Attribution of the ranks' time so far."""
-        return efficiency_of(self.times(), self._names)
+        return efficiency_of(self.times(), self.names)
 
     def launch_bound(self) -> float | None:
         """Part of the ranks' time that they wait to launch; None: not known."""

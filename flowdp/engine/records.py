@@ -185,6 +185,12 @@ class Records:
         with self._changed:
             return self._rounds[-1] if self._rounds else None
 
+    @property
+    def rounds(self) -> list[RoundEnded]:
+        """The round records that are kept, in order."""
+        with self._changed:
+            return list(self._rounds)
+
     def wait(self, *, over: bool = False, timeout_s: float | None = None) -> bool:
         """Wait until the run has ended; False when the time is up.
 

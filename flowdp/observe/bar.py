@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
 
 from flowdp.errors import OptionError
 from flowdp.observe.callbacks import Callback
+from flowdp.observe.tables import device_table, epoch_table, print_tables
 from flowdp.policy.launch_limit import BOUND
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 __all__ = ["ProgressBar", "wants_progress"]
+
+
+EPOCHS = 12
+"""Newest epochs in the summary."""
 
 
 def wants_progress(progress: bool | Literal["auto"]) -> bool:
@@ -41,7 +47,7 @@ def _is_watched() -> bool:
 
 
 class ProgressBar(Callback):
-    """Progress bar of a run: epoch, loss, samples per second, shares.
+    """Progress bar of a run: epoch, loss, samples per second, shares; at its end, tables.
 
     It steps aside for the callbacks that are called after it, and for `aside` blocks.
 
@@ -59,6 +65,7 @@ class ProgressBar(Callback):
         self._bar: tqdm[NoReturn] | None = None
         self._inside = 0  # blocks for which it steps aside
         self._is_over = False
+        self._print: Callable[[IO[str]], object] = lambda _: None  # at the end
         self._run: Any = None
 
     @contextmanager
@@ -116,11 +123,15 @@ class ProgressBar(Callback):
         """See `on_epoch_end`."""
         self._clear()
 
-    def on_train_end(self, _state: Any) -> None:
-        """Leave the last drawing where it is."""
-        self._run = None
+    def on_train_end(self, state: Any) -> None:
+        """Leave the last drawing where it is, and print tables of a run that has not failed."""
+        run, self._run = self._run, None
         with self._lock:
             self._is_over = True
+            if state is not None and run is not None:
+                report = run.report()
+                tables = epoch_table(run.history, EPOCHS), device_table(report)
+                self._print = partial(print_tables, tables, report.headline)
             self._close()
 
     def _clear(self) -> None:
@@ -132,6 +143,8 @@ class ProgressBar(Callback):
         if self._bar is not None and not self._inside:
             self._bar.close()
             self._bar = None
+            if sys.stderr is not None:
+                self._print(sys.stderr)
 
 
 def _postfix(record: RoundEnded, launch_bound: float | None) -> dict[str, str]:

@@ -61,14 +61,14 @@ PARTS: Mapping[str, tuple[Activity, ...]] = {
     "slower device": (Activity.GATE,),
     "averaging": (Activity.AVERAGE, Activity.HEAL),
     "data": (Activity.DATA,),
-    "launch, interpreter": (),
+    "interpreter": (),
     "evaluation": (Activity.EVALUATE,),
     "checkpoint": (Activity.SAVE,),
     "no orders": (Activity.IDLE,),
 }
 """Parts of a device's time in the order of the report, and the activities that make them up."""
 
-LAUNCH = "launch, interpreter"
+INTERPRETER = "interpreter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class DeviceEfficiency:
 class EfficiencyReport:
     """Throughput that the devices of a run could reach by themselves, the one reached, and the losses.
 
-    "training" is time in steps; "slower device" the wait for other ranks; "launch, interpreter" the wait for
+    "training" is time in steps; "slower device" the wait for other ranks; "interpreter" the wait for
     Python's lock, and the loop around the steps; "no orders" the time before the first step and behind the
     last, and pauses. The rate of a device is measured in this run, beside the others: if they slow each other
     down within a step, by sharing memory or cores, that is part of it.
@@ -175,7 +175,7 @@ def _device(times: RankTimes, name: str, wall_ms: float) -> DeviceEfficiency:
     ms["training"] -= launch_ms
     # A rank that has left, or begun later, has no orders in the rest of the run.
     ms["no orders"] += wall_ms - times.wall_ms
-    ms[LAUNCH] = launch_ms + max(0.0, wall_ms - launch_ms - sum(ms.values()))
+    ms[INTERPRETER] = launch_ms + max(0.0, wall_ms - launch_ms - sum(ms.values()))
     whole_ms = sum(ms.values())  # beyond the wall time by errors of measurement alone
     busy_ms = ms["training"]
     return DeviceEfficiency(

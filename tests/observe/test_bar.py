@@ -187,7 +187,7 @@ class Screen:
         self.row = self.column = 0
 
     def take(self, text: str) -> None:
-        for part in re.findall(r"\x1b\[\d*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
+        for part in re.findall(r"\x1b\[[\d;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
             if part == "\r":
                 self.column = 0
             elif part == "\n":
@@ -196,6 +196,8 @@ class Screen:
                     self.lines.append("")
             elif part == "\x1b[A":
                 self.row -= 1
+            elif part.endswith("m") and part.startswith("\x1b["):
+                pass  # a colour
             elif part == "\x1b[K":
                 self.lines[self.row] = self.lines[self.row][: self.column]
             else:
@@ -242,6 +244,14 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     seen += [line.rstrip() for line in screen.lines]
 
 
+TABLES = (
+    r" *─+ *",
+    r" *epoch +loss +samples/s +time *",
+    r" *\d +[\d.e-]+ +[\d,]+ +[\d.]+m?s *",
+    r" *device +samples/s +share +training +else *",
+    r" *cpu \(rank \d\) +[\d,]+ +\d+ % +\d+ %.*",
+    r"[\d,]+ of [\d,]+ samples/s \([\d.]+ %\) in [\d.]+m?s",
+)
 BAR = r"epoch 3/3: 100%\|█+\| 90/90 \[.*, loss=.*, samples/s=.*, share=.*\]"
 
 
@@ -261,7 +271,10 @@ def small(**options: Any) -> Trainer:
 def check(seen: list[str], *printed: str) -> None:
     bar = [line for line in seen if "%|" in line]
     assert [re.fullmatch(BAR, line) is not None for line in bar] == [True]
-    assert [line for line in seen if line not in (*bar, "")] == list(printed)
+    tables = [[line for line in seen if re.fullmatch(form, line)] for form in TABLES]
+    assert [len(lines) for lines in tables] == [2, 1, 3, 1, 2, 1]
+    others = {line for lines in tables for line in lines} | {*bar, ""}
+    assert [line for line in seen if line not in others] == list(printed)
 
 
 @pytest.mark.posix

@@ -1,0 +1,53 @@
+"""Tests of the tables of a run, as text and by rich."""
+
+from __future__ import annotations
+
+import io
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import pytest
+
+from flowdp.observe import tables
+from flowdp.observe.tables import device_table, epoch_table, print_tables
+from flowdp.policy.efficiency import Activity, RankTimes, efficiency_of
+from flowdp.policy.tally import EpochMetrics, Tally, Work
+
+
+def epoch(number: int, **scalars: tuple[float, float]) -> EpochMetrics:
+    tally = Tally(number, 1)
+    tally.add(0, Work(number, 2, 8, 5.0, losses=(16.0, 8), scalars=scalars))
+    return tally.result(1000.0, 1, 2, 3)
+
+
+def test_epochs_with_the_names_of_any_of_them() -> None:
+    table = epoch_table([epoch(0), epoch(1, acc=(3.0, 4.0)), epoch(2)], newest=2)
+    assert table.heads == ("epoch", "loss", "acc", "samples/s", "time")
+    assert table.rows == (("2", "2.0000", "0.7500", "8", "1.0s"), ("3", "2.0000", "", "8", "1.0s"))
+    assert str(table).splitlines()[1] == "2      2.0000  0.7500          8  1.0s"
+
+
+def test_devices_with_their_largest_losses() -> None:
+    spent = {Activity.STEP: 400.0, Activity.GATE: 300.0, Activity.DATA: 200.0, Activity.SAVE: 90.0}
+    report = efficiency_of(
+        [RankTimes(spent, 60, 6, 1000.0), RankTimes({Activity.STEP: 1e3}, 40, 4, 1e3)], "ab"
+    )
+    assert device_table(report).rows == (
+        ("a", "60", "60 %", "40 %", "slower device 30 %, data 20 %"),
+        ("b", "40", "40 %", "100 %", ""),
+    )
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_names_are_text_and_no_markup(has_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_spec(name: str, package: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if has_rich else None
+
+    monkeypatch.setattr(tables, "find_spec", find_spec)
+    file = io.StringIO()
+    print_tables([epoch_table([epoch(0, **{"[red]acc": (1.0, 1.0)})], 5), epoch_table([], 5)], "[b]end", file)
+    text = file.getvalue()
+    assert "[red]acc" in text
+    assert text.splitlines()[-1] == "[b]end"
+    assert text.count("epoch") == 1
+    assert ("─" in text) is has_rich
