@@ -69,6 +69,9 @@ from flowdp.run import Run, runs
 from flowdp.sim.plan import Prediction, simulate
 from flowdp.timeline.timeline import Timeline
 from flowdp.trainer import Trainer
+from flowdp.tuning.batch_size import BatchSizes, DeviceBatchSizes, find_batch_size
+from flowdp.tuning.compare import ComparedRun, Comparison, compare
+from flowdp.tuning.learning_rate import LrCurve, find_lr
 
 __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "Trainer",
@@ -121,6 +124,14 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "current_worker",
     "devices",
     "seed_everything",
+    "find_lr",
+    "LrCurve",
+    "find_batch_size",
+    "BatchSizes",
+    "DeviceBatchSizes",
+    "compare",
+    "Comparison",
+    "ComparedRun",
     "simulate",
     "Prediction",
     "ElChe",

@@ -72,12 +72,13 @@ class Run:
         *,
         settings: Mapping[str, Setting],
         restores_best: bool = False,
+        fills_model: bool = True,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
         total_steps: int | None = None,
     ) -> None:
         self._engine = engine
         self._model = model
-        self._module = model if isinstance(model, nn.Module) else None
+        self._module = model if fills_model and isinstance(model, nn.Module) else None
         self._observer = observer
         self._settings = dict(settings)
         self._restores_best = restores_best

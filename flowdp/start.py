@@ -71,12 +71,13 @@ def check_run(config: RunConfig) -> int | None:
         source.close()
 
 
-def start_run(config: RunConfig, undo: ExitStack) -> Run:
+def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -> Run:
     """Build the replicas and start the threads.
 
     Args:
         config: Settings of the run.
         undo: Is given what takes everything back; it is closed by the caller where this raises.
+        fills_model: `join()` writes the result into the user's model, if it is an instance.
     """
     if config.runtime.handle_sigterm:
         check_sigterm()
@@ -144,6 +145,7 @@ def start_run(config: RunConfig, undo: ExitStack) -> Run:
             observer,
             settings=settings,
             restores_best=config.restores_best,
+            fills_model=fills_model,
             aside=aside,
             total_steps=total_steps,
         )

@@ -33,6 +33,8 @@ LAYERS = (
     {"observe"},
     {"data_parallel", "ddp"},
     {"surface"},
+    {"tuning"},
+    {"__init__"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
@@ -45,7 +47,10 @@ ONLY_IN = {"cupy": "collective/nccl.py", "cupyx": "collective/nccl.py", "cupy_ba
 
 
 def room_of(module: tuple[str, ...]) -> str:
-    """The room of a dotted name below flowdp; what lies at the top and is no layer is the surface."""
+    """The room of a dotted name below flowdp; what lies at the top and is no layer is the surface.
+
+    `flowdp/__init__.py` lies above all; nothing imports it, so `import flowdp` means the surface.
+    """
     return module[0] if module and module[0] in LEVEL else "surface"
 
 
@@ -119,6 +124,9 @@ def test_imports_go_downward() -> None:
         ("engine/worker_thread.py", "from flowdp import trainer", False),
         ("trainer.py", "from flowdp.run import Run", True),
         ("__init__.py", "from .trainer import Trainer", True),
+        ("__init__.py", "from .tuning.compare import compare", True),
+        ("tuning/compare.py", "from flowdp.trainer import Trainer", True),
+        ("trainer.py", "from flowdp.tuning.trial import trial_run", False),
     ],
 )
 def test_the_rules_bite(tmp_path: Path, path: str, line: str, legal: bool) -> None:
@@ -171,7 +179,8 @@ def test_a_circle_is_found(tmp_path: Path, second: str, is_circle: bool) -> None
 def test_import_flowdp_needs_no_extra() -> None:
     program = """
 import sys
-sys.modules["cupy"] = None          # `import cupy` raises ImportError from here on
+for extra in ("cupy", "matplotlib", "safetensors", "torchinfo"):
+    sys.modules[extra] = None       # `import cupy` raises ImportError from here on
 import torch                        # what torch loads on its own account is not ours
 before = set(sys.modules)
 import flowdp

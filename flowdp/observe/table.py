@@ -1,0 +1,45 @@
+"""A small table, as aligned text and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+__all__ = ["Table"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text in rows: the first column to the left, the others to the right.
+
+    ::
+
+        print(Table(("policy", "loss"), [("sync", "0.41"), ("exact", "0.39")]))
+
+    Attributes:
+        header: Names of the columns. Shape (columns,).
+        rows: Shape (rows, columns).
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __str__(self) -> str:
+        """Columns two blanks apart; a cell is one line."""
+        lines = [[" ".join(cell.split()) for cell in row] for row in (self.header, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
+            ).rstrip()
+            for line in lines
+        )
+
+    def _repr_html_(self) -> str:
+        """HTML for a notebook; cells are text, whatever is in them."""
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in self.header)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,1 @@
+"""Numbers to train with, found by short runs: learning rate, batch sizes, policy and backend."""

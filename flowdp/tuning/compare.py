@@ -1,0 +1,231 @@
+"""Trainers compared by short runs on the same data, seed and first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from flowdp.config import DatasetOption, RunConfig
+from flowdp.errors import OptionError
+from flowdp.observe.figure import new_figure
+from flowdp.observe.table import Table
+from flowdp.policy.formats import format_duration, format_error, format_metric
+from flowdp.policy.tally import EpochMetrics
+from flowdp.protocol.commands import RoundEnded
+from flowdp.trainer import Trainer
+from flowdp.tuning.trial import trial_run
+from flowdp.validators import check_int
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["ComparedRun", "Comparison", "compare"]
+
+TAIL = 0.1
+"""Part of a run's samples, at its end and at its beginning, whose mean is its last and its first loss."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run of a comparison.
+
+    Attributes:
+        name: Name of the trainer.
+        error: Failure of the run; None where it ended well. All numbers are 0 or None then.
+        seconds: Wall time of the epochs, from the first step to the last.
+        samples: Samples trained.
+        loss: Training loss, over the last tenth of the samples; None where the run records none.
+        first_loss: Over the first tenth.
+        eval: Means of the last evaluation, empty without one.
+        efficiency: Fraction of the devices' time that was spent in steps, at most 1.
+        curve: (seconds, loss) at the end of each round, or of the rounds that ended together.
+    """
+
+    name: str
+    error: BaseException | None = None
+    seconds: float = 0.0
+    samples: int = 0
+    loss: float | None = None
+    first_loss: float | None = None
+    eval: Mapping[str, float] | None = None
+    efficiency: float = 0.0
+    curve: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all devices per second."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def loss_per_s(self) -> float | None:
+        """Fall of the loss per second, from the first to the last tenth; None without losses."""
+        if self.loss is None or self.first_loss is None or not self.seconds:
+            return None
+        return (self.first_loss - self.loss) / self.seconds
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of `compare`; prints as a table.
+
+    Attributes:
+        runs: One for each trainer, in their order.
+    """
+
+    runs: tuple[ComparedRun, ...]
+
+    def __getitem__(self, name: str) -> ComparedRun:
+        """The run of a name.
+
+        Raises:
+            KeyError: There is none.
+        """
+        return {run.name: run for run in self.runs}[name]
+
+    @property
+    def table(self) -> Table:
+        """A row for each run."""
+        evaluated = list(dict.fromkeys(name for run in self.runs for name in run.eval or {}))
+        header = ("run", "loss", *(f"eval {name}" for name in evaluated), "time", "loss/s", "samples/s")
+        return Table((*header, "efficiency", ""), [_row(run, evaluated) for run in self.runs])
+
+    def __str__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+    def plot(self) -> Figure:
+        """Draw the loss of each run over its seconds.
+
+        Raises:
+            OptionError: matplotlib is not installed.
+        """
+        figure, axes = new_figure("seconds", "loss")
+        for run in self.runs:
+            if run.curve:
+                axes.plot(*zip(*run.curve, strict=True), label=run.name)
+        if any(run.curve for run in self.runs):
+            axes.legend()
+        return figure
+
+
+def compare(trainers: Mapping[str, Trainer], *, epochs: int = 1) -> Comparison:
+    """Run several trainers for a few epochs each, and compare loss, time and efficiency.
+
+    ::
+
+        policies = {policy: flowdp.Trainer(..., policy=policy) for policy in ("cadence", "sync", "exact")}
+        comparison = flowdp.compare(policies)
+        print(comparison)
+
+    They run one after another, with the seed of the first trainer, and torch's, NumPy's and Python's
+    generators stand at each start where they stand now: so factories draw the same first weights. A run that
+    fails has its error in its row, and the others go on. Evaluations are held; callbacks, checkpoints,
+    `resume` and `max_steps` have no part in it. Models, optimizers and generators stay as they are.
+
+    Args:
+        trainers: Trainers by name, on one dataset; they are not changed.
+        epochs: Epochs of each run.
+
+    Raises:
+        OptionError: There is no trainer, something else than one, or they have different datasets.
+    """
+    check_int("epochs", epochs)
+    if not isinstance(trainers, Mapping) or not trainers:
+        raise OptionError(
+            f"compare takes trainers by name, {{'sync': flowdp.Trainer(...)}}, not {trainers!r}"
+        )
+    for name, trainer in trainers.items():
+        if not isinstance(trainer, Trainer):
+            raise OptionError(f"compare takes trainers by name, not {trainer!r} as {name!r}")
+    configs = {name: trainer.config for name, trainer in trainers.items()}
+    _check_data(configs)
+    seed = next(iter(configs.values())).replica.seed
+    return Comparison(tuple(_compared(name, config, epochs, seed) for name, config in configs.items()))
+
+
+def _compared(name: str, config: RunConfig, epochs: int, seed: int) -> ComparedRun:
+    own = replace(config.replica, seed=seed)
+    try:
+        with trial_run(replace(config, replica=own, epochs=epochs, max_steps=None)) as run:
+            rounds = list(run.metrics(every="round"))
+        return _summed(name, rounds, run.history)
+    except Exception as error:  # of a factory, too, which is the user's code
+        return ComparedRun(name, error)
+
+
+def _summed(name: str, rounds: Sequence[RoundEnded], history: Sequence[EpochMetrics]) -> ComparedRun:
+    seconds = sum(epoch.epoch_ms for epoch in history) / 1e3
+    samples = sum(sum(one.samples) for one in rounds)
+    time_ms, curve = 0.0, []
+    for one in rounds:
+        time_ms += one.wall_ms
+        if one.loss is not None:
+            curve.append((time_ms / 1e3, one.loss))
+    weighted = sum(epoch.efficiency * epoch.epoch_ms for epoch in history)
+    return ComparedRun(
+        name,
+        seconds=seconds,
+        samples=samples,
+        loss=_mean(rounds[::-1], TAIL * samples),
+        first_loss=_mean(rounds, TAIL * samples),
+        eval=history[-1].eval,
+        efficiency=weighted / (1e3 * seconds) if seconds else 0.0,
+        curve=tuple(curve),
+    )
+
+
+def _mean(rounds: Sequence[RoundEnded], least: float) -> float | None:
+    """Mean loss of the first rounds that have at least so many samples; None without a loss."""
+    total, samples = 0.0, 0
+    for one in rounds:
+        if one.loss is not None:
+            total, samples = total + one.loss * sum(one.samples), samples + sum(one.samples)
+        if samples >= least:
+            break
+    return total / samples if samples else None
+
+
+def _row(run: ComparedRun, evaluated: Sequence[str]) -> tuple[str, ...]:
+    if run.error is not None:
+        return (run.name, *("-" for _ in evaluated), *("-",) * 5, format_error(run.error))
+    numbers = [run.loss, *((run.eval or {}).get(name) for name in evaluated)]
+    return (
+        run.name,
+        *map(_shown, numbers),
+        format_duration(1e3 * run.seconds),
+        _shown(run.loss_per_s),
+        f"{run.samples_per_s:,.0f}",
+        f"{100 * run.efficiency:.0f} %",
+        "",
+    )
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else format_metric(value)
+
+
+def _check_data(configs: Mapping[str, RunConfig]) -> None:
+    (first, reference), *others = configs.items()
+    for name, config in others:
+        if _data(config.dataset) != _data(reference.dataset):
+            raise OptionError(
+                f"the trainers {first!r} and {name!r} have different datasets, so their losses cannot be "
+                "compared: give both the same objects"
+            )
+
+
+def _data(dataset: DatasetOption) -> list[int]:
+    """Identity of the data, whatever container or loader it is in."""
+    if isinstance(dataset, DataLoader):
+        return _data(dataset.dataset)
+    if isinstance(dataset, Mapping):
+        return [id(part) for part in dataset.values()]
+    if isinstance(dataset, tuple | list) and any(isinstance(part, Tensor) for part in dataset):
+        return [id(part) for part in dataset]
+    return [id(dataset)]

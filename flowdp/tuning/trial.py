@@ -1,0 +1,66 @@
+"""A short run of a Trainer's settings that leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+from torch.utils.data import DataLoader
+
+from flowdp.config import DatasetOption, RunConfig
+from flowdp.device.seeding import generators_kept
+from flowdp.run import Run
+from flowdp.start import start_run
+
+__all__ = ["trial_run"]
+
+
+@contextmanager
+def trial_run(config: RunConfig) -> Iterator[Run]:
+    """A run that is joined at the block's end, or stopped where the block raises.
+
+    It has no callbacks, checkpoints, event log, timeline or bar. The user's model and optimizer stay as they
+    are, since replicas are copies; so do the process's generators, and those of a DataLoader and its sampler.
+    Other state of a dataset or of the loss is the user's, and moves on.
+
+    Args:
+        config: Settings; those that would leave a trace are replaced.
+
+    Raises:
+        FlowdpError: As of `Trainer.start` and `Run.join`.
+    """
+    quiet = replace(
+        config,
+        checkpoint=None,
+        resume=False,
+        callbacks=(),
+        timeline=False,
+        monitor=None,
+        restores_best=False,
+        runtime=replace(config.runtime, event_log=None, handle_sigterm=False),
+        has_bar=False,
+        tells_devices=False,
+    )
+    with generators_kept(), _own_generators_kept(config.dataset), ExitStack() as undo:
+        run = start_run(quiet, undo, fills_model=False)
+        undo.pop_all()
+        with run:
+            yield run
+
+
+@contextmanager
+def _own_generators_kept(dataset: DatasetOption) -> Iterator[None]:
+    generators = {}
+    if isinstance(dataset, DataLoader):
+        inner = getattr(dataset.batch_sampler, "sampler", None)
+        for owner in (dataset, dataset.sampler, dataset.batch_sampler, inner):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generators[generator] = generator.get_state()
+    try:
+        yield
+    finally:
+        for generator, state in generators.items():
+            generator.set_state(state)

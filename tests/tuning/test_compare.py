@@ -1,0 +1,112 @@
+"""Tests of compared trainers."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flowdp
+from flowdp import ComparedRun, Comparison, compare
+from tests.tuning.small import DATA, loss, trainer
+
+
+def test_the_same_settings_give_the_same_losses_from_the_same_start() -> None:
+    runs = {"a": trainer(), "b": trainer(seed=7), "c": trainer(batch_size=8)}
+    found = compare(runs, epochs=2)
+    assert [run.name for run in found.runs] == ["a", "b", "c"]
+    a, b, c = found.runs
+    assert a.error is b.error is c.error is None
+    assert a.samples == b.samples == c.samples == 2 * len(DATA[0])
+    assert a.loss == b.loss != c.loss  # one seed for all, and factories draw the same weights
+    assert a.first_loss is not None
+    assert a.loss is not None
+    assert a.loss < a.first_loss
+    assert a.loss_per_s == pytest.approx((a.first_loss - a.loss) / a.seconds)
+    assert 0 < a.efficiency <= 1
+    assert a.samples_per_s > 0
+    assert [seconds for seconds, _ in a.curve] == sorted(seconds for seconds, _ in a.curve)
+
+
+def test_policies_beside_each_other_with_their_evaluation() -> None:
+    policies = ("sync", "cadence", "async", "exact")
+    runs = {one: trainer(policy=one, devices=["cpu"] * 2, evaluation=DATA) for one in policies}
+    found = compare(runs, epochs=3)
+    lines = str(found).splitlines()
+    assert lines[0].split("  ")[0] == "run"
+    assert "eval loss" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == list(policies)
+    for run in found.runs:
+        assert run.eval is not None
+        assert run.eval["loss"] < 6
+        assert run.samples == 3 * len(DATA[0])
+
+
+def test_a_run_that_fails_has_its_error_in_its_row() -> None:
+    def broken(model: nn.Module, batch: Any) -> Tensor:
+        raise ZeroDivisionError("of <the> loss")
+
+    def model() -> nn.Module:
+        raise KeyError("of the factory")
+
+    found = compare({"loss": trainer(loss=broken), "factory": trainer(model=model), "last": trainer()})
+    assert isinstance(found["loss"].error, flowdp.StepError)
+    assert isinstance(found["factory"].error, KeyError)
+    assert found["last"].error is None
+    assert found["last"].samples == len(DATA[0])
+    assert "of <the> loss" in str(found)
+    assert "of &lt;the&gt; loss" in found._repr_html_()
+    assert flowdp.runs() == ()
+
+
+def test_different_data_are_not_compared() -> None:
+    x, y = DATA
+    other = (x, y.clone())
+    with pytest.raises(flowdp.OptionError, match="'a' and 'b' have different datasets"):
+        compare({"a": trainer(), "b": trainer(dataset=other)})
+    same = TensorDataset(x, y)
+    loaders = {f"{size}": trainer(dataset=DataLoader(same, size), batch_size=None) for size in (4, 8)}
+    assert [run.samples for run in compare(loaders).runs] == [67, 67]
+    mapped = {name: trainer(dataset={"x": x}, loss=lambda m, b: m(b["x"]).square().mean()) for name in "ab"}
+    assert compare(mapped)["b"].samples == 67
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({}, r"takes trainers by name, \{'sync'.*, not \{\}"),
+        ([], r"takes trainers by name, .*, not \[\]"),
+        ({"a": loss}, "takes trainers by name, not <function"),
+    ],
+)
+def test_something_else_than_trainers(given: Any, match: str) -> None:
+    with pytest.raises(flowdp.OptionError, match=match):
+        compare(given)
+
+
+def test_a_run_without_losses_and_a_plot() -> None:
+    found = Comparison(
+        (
+            ComparedRun(
+                "a", seconds=2.0, samples=10, loss=1.0, first_loss=3.0, curve=((1.0, 3.0), (2.0, 1.0))
+            ),
+            ComparedRun("b", seconds=2.0, samples=10),
+            ComparedRun("c", ValueError("no")),
+        )
+    )
+    assert [run.loss_per_s for run in found.runs] == [1.0, None, None]
+    assert str(found).splitlines() == [
+        "run    loss  time  loss/s  samples/s  efficiency",
+        "a    1.0000  2.0s  1.0000          5         0 %",
+        "b         -  2.0s       -          5         0 %",
+        "c         -     -       -          -           -  ValueError: no",
+    ]
+    with pytest.raises(KeyError):
+        found["d"]
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    figure = found.plot()
+    assert [line.get_label() for line in figure.axes[0].lines] == ["a"]
+    figure.savefig(io.BytesIO())
