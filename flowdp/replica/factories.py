@@ -48,6 +48,9 @@ log = logging.getLogger("flowdp")
 WRAPPERS = (StandInModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 """Modules that stand for another one on several devices."""
 
+LIGHTNING_MODULES = {"lightning.LightningModule", "pytorch_lightning.LightningModule"}
+"""Package and class, under the two names by which Lightning is installed."""
+
 ModelOption = nn.Module | Callable[..., nn.Module]
 Optimizers = Sequence[Optimizer] | Mapping[Any, Optimizer]
 """The optimizers of a replica, in the form in which the user gave them; one alone is a sequence of one."""
@@ -75,6 +78,7 @@ def build_models(model: ModelOption, lanes: Sequence[Lane], *, trains: bool = Tr
             if trains:
                 if rank == 0:
                     _tell_modes(modules[0])
+                    _tell_of_self_log(modules[0])
                 start_training(modules[rank])
         lane.drain()
     return modules
@@ -120,6 +124,20 @@ def _tell_modes(module: nn.Module) -> None:
             "the statistics that BatchNorm has: %s; call model.train() first if this is not meant",
             ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else ""),
         )
+
+
+def _tell_of_self_log(module: nn.Module) -> None:
+    """Warn of a LightningModule, whose `self.log` needs Lightning's Trainer; Lightning is not imported."""
+    for part in module.modules():
+        bases = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(part).__mro__}
+        if bases & LIGHTNING_MODULES:
+            log.warning(
+                "%s is a LightningModule: without Lightning's Trainer its self.log(name, value) goes "
+                "nowhere; call flowdp.record_scalar(name, value), whose means are in EpochMetrics.scalars "
+                "and in the loggers. Its hooks and configure_optimizers are not called either",
+                type(part).__name__,
+            )
+            return
 
 
 def check_plain(model: nn.Module) -> None:

@@ -74,6 +74,33 @@ def test_the_log_says_once_which_modes_are_trained(
     assert "'0'; call model.train() first" in line
 
 
+@pytest.mark.parametrize("package", ["lightning.pytorch.core.module", "pytorch_lightning.core.module"])
+@pytest.mark.parametrize("is_factory", [False, True])
+def test_of_a_lightning_module_the_log_says_once_that_its_log_goes_nowhere(
+    is_factory: bool, package: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lightning: Any = type("LightningModule", (nn.Module,), {"__module__": package})
+
+    class Classifier(lightning):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+    class LightningModule(nn.Module):  # of another package
+        pass
+
+    for made in (Classifier, lambda: nn.Sequential(Classifier(), Classifier())):
+        caplog.clear()
+        build_models(made if is_factory else made(), TWO)
+        [line] = caplog.messages
+        assert line.startswith("Classifier is a LightningModule: ")
+        assert "call flowdp.record_scalar(name, value)" in line
+    caplog.clear()
+    build_models(LightningModule(), TWO)
+    build_models(Classifier(), TWO, trains=False)
+    assert caplog.messages == []
+
+
 def test_a_copy_has_the_marks_on_parameters_and_buffers() -> None:
     model = net()
     model[0].weight._optim = {"lr": 0.0, "like": model[2].weight}

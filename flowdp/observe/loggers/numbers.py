@@ -7,13 +7,18 @@ takes the place of a number of flowdp's own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 
+from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import EpochMetrics, RankMetrics
 from flowdp.protocol.commands import RoundEnded
 
 __all__ = ["Number", "numbers_of"]
 
 Number = int | float
+
+MOST_ELEMENTS = 100
+"""Elements of a metric that are written; a larger one is no row of numbers."""
 
 APART = "scalars/"
 """Prefix of recorded scalars that are called like a number of flowdp's own."""
@@ -27,7 +32,8 @@ def numbers_of(record: EpochMetrics | RoundEnded) -> dict[str, Number]:
         epoch, lr                             of an epoch, from 0; the first group's learning rate
         lr_groups/<name>                      of all groups, where there are several
         train/loss, train/<scalar>            means over all ranks
-        eval/<name>                           means of the evaluation
+        eval/<name>                           means and metrics of the evaluation
+        eval_arrays/<name>[1,0]               elements of a metric with several, up to 100 of them
         run/samples_per_s, run/epoch_ms ...   of all ranks together
         rank0/loss, rank0/busy_ms ...         the part of each rank
         round/loss, round_rank0/steps ...     of a round
@@ -49,6 +55,8 @@ def _of_epoch(metrics: EpochMetrics) -> dict[str, Number]:
         metrics.scalars,
     )
     numbers |= {f"eval/{_encodable(name)}": value for name, value in metrics.eval.items()}
+    for name, array in metrics.eval_arrays.items():
+        numbers |= _elements(f"eval_arrays/{_encodable(name)}", array)
     numbers |= _present(
         "run/",
         {
@@ -115,6 +123,16 @@ def _of_round(record: RoundEnded) -> dict[str, Number]:
 
 def _present(prefix: str, numbers: Mapping[str, Number | None]) -> dict[str, Number]:
     return {f"{prefix}{name}": value for name, value in numbers.items() if value is not None}
+
+
+def _elements(name: str, array: MetricArray) -> dict[str, Number]:
+    if len(array.values) > MOST_ELEMENTS:
+        return {}
+    indices = product(*map(range, array.shape))
+    return {
+        f"{name}[{','.join(map(str, index))}]": value
+        for index, value in zip(indices, array.values, strict=True)
+    }
 
 
 def _groups(prefix: str, rates: Mapping[str, float]) -> dict[str, Number]:

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import pytest
 
 from flowdp.observe.loggers.numbers import numbers_of
+from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import EpochMetrics, RankMetrics, Tally, Work
 from flowdp.protocol.commands import RoundEnded
 
@@ -39,6 +40,15 @@ def test_an_epoch() -> None:
     assert "run/divergence" not in numbers  # not measured
     assert "is_complete" not in numbers
     assert numbers_of(epoch({}, is_complete=False))["is_complete"] == 0
+
+
+def test_metrics_with_several_elements() -> None:
+    small, large = MetricArray((2, 2), (1.0, 2.0, 3.0, math.nan)), MetricArray((101,), (0.0,) * 101)
+    numbers = numbers_of(epoch({}, eval={"a[0,1]": 5.0}, eval_arrays={"a": small, "b": large}))
+    assert [numbers[f"eval_arrays/a[{at}]"] for at in ("0,0", "0,1", "1,0")] == [1.0, 2.0, 3.0]
+    assert math.isnan(numbers["eval_arrays/a[1,1]"])
+    assert numbers["eval/a[0,1]"] == 5.0
+    assert len([name for name in numbers if name.startswith("eval_arrays")]) == 4
 
 
 def test_every_field_of_a_rank_is_there() -> None:
