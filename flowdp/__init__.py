@@ -44,7 +44,7 @@ from flowdp.errors import (
     StateError,
     StepError,
 )
-from flowdp.observe.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnCheckpoint
+from flowdp.observe.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint, OnCheckpoint
 from flowdp.observe.loggers.files import CSVLogger, JSONLLogger
 from flowdp.observe.loggers.learning_rates import LearningRateMonitor
 from flowdp.observe.loggers.log import Log, RunLogger
@@ -87,6 +87,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "EarlyStopping",
     "ModelCheckpoint",
     "LearningRateMonitor",
+    "EMA",
     "OnCheckpoint",
     "Log",
     "RunLogger",

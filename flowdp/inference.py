@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from flowdp.checkpoint.rank_state import restore_model
@@ -24,6 +24,7 @@ from flowdp.errors import OptionError
 from flowdp.options import ProcessTuning
 from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import evaluation_means
+from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.inference import build_inference
 from flowdp.result import TrainedState
 from flowdp.start import open_evaluator
@@ -86,7 +87,7 @@ def predict(
 
 def _replicas(config: RunConfig, state: StateOption | None) -> Sequence[EvaluatedReplica]:
     check_free(config.devices)
-    return build_inference(config.replica, config.devices, _loading(config.replica.model, state))
+    return build_inference(config.replica, config.devices, _loading(config.replica, state))
 
 
 def _leave(_module: nn.Module) -> None:
@@ -97,24 +98,35 @@ def _tuning(config: RunConfig) -> ProcessTuning:
     return as_tuning(config.runtime.tune_process)
 
 
-def _loading(model: object, state: StateOption | None) -> Callable[[nn.Module], None]:
-    """A function that puts the weights into a module.
+def _loading(config: ReplicaConfig, state: StateOption | None) -> Callable[[nn.Module], None]:
+    """A function that puts the weights into a module: their moving average, where the run keeps one.
 
     Raises:
         CheckpointError: The state cannot be read.
         OptionError: It is none, or there is none.
     """
     if state is None:
-        if not isinstance(model, nn.Module):
+        if not isinstance(config.model, nn.Module):
             raise OptionError(
                 "the Trainer's model is a factory, which makes new weights each time: give state=, a "
                 "TrainedState or the path of a checkpoint"
             )
         return _leave
     if isinstance(state, TrainedState):
-        return partial(restore_model, model=state.state_dict, buffers=None)
+        model = _evaluated(config, state.state_dict, state.ema)
+        return partial(restore_model, model=model, buffers=None)
     if not isinstance(state, str | PathLike):
         raise OptionError(f"state must be a TrainedState or the path of a checkpoint, not {state!r:.80}")
     found = find(fspath(state), None)
     assert found is not None
-    return partial(restore_model, model=found.model, buffers=found.buffers)
+    model = _evaluated(config, found.model, found.ema)
+    return partial(restore_model, model=model, buffers=found.buffers)
+
+
+def _evaluated(
+    config: ReplicaConfig, model: Mapping[str, Any], ema: Mapping[str, Tensor] | None
+) -> Mapping[str, Any]:
+    """The state_dict with which the run evaluates."""
+    if config.ema_decay is None or not ema:
+        return model
+    return {name: ema[name].to(value.dtype) if name in ema else value for name, value in model.items()}

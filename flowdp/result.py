@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from flowdp.checkpoint.export import save_weights
 from flowdp.checkpoint.resume import StopPosition, find
+from flowdp.checkpoint.weights import Weights, load_average
 from flowdp.device.flat_parameters import memory_key
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_metric
@@ -25,6 +26,7 @@ __all__ = [
     "Status",
     "TrainedState",
     "alone",
+    "ema_on_cpu",
     "load_checkpoint",
     "on_cpu",
     "optimizer_state",
@@ -51,6 +53,8 @@ class TrainedState:
         epochs_done: Complete epochs, without one that `max_steps` cut short; `resume` continues in that.
         interrupted: The run was stopped before its last step.
         stopped_at: Position inside an epoch, for `resume`; None where reading cannot begin there.
+        ema: `state_dict` with the moving average of `flowdp.EMA` in place of the trained parameters; None
+            without it.
     """
 
     state_dict: Mapping[str, Tensor]
@@ -60,6 +64,7 @@ class TrainedState:
     epochs_done: int
     interrupted: bool
     stopped_at: StopPosition | None = field(default=None, repr=False)
+    ema: Mapping[str, Tensor] | None = field(default=None, repr=False)
     _model: ModelOption | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -97,6 +102,14 @@ class TrainedState:
         """Copy the parameters and buffers into a module of the same structure, and return it."""
         module.load_state_dict(self.state_dict)
         return module
+
+    def load_ema_into(self, module: nn.Module) -> nn.Module:
+        """Copy `ema` into a module of the same structure, and return it.
+
+        Raises:
+            OptionError: There is none.
+        """
+        return load_average(self.ema, module)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the parameters and buffers to a file for other programs; not to resume from.
@@ -188,6 +201,12 @@ def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
     return {name: made[names.get(name, name)] for name in weights}
 
 
+def ema_on_cpu(weights: Weights) -> dict[str, Any] | None:
+    """Copy of the averaged state_dict on the CPU; None where there is none."""
+    average = weights.average
+    return None if average is None else weights_on_cpu(average)
+
+
 def load_checkpoint(path: str | PathLike[str]) -> TrainedState:
     """Read a checkpoint: to export its weights, or to go on from it in another run.
 
@@ -216,4 +235,5 @@ def load_checkpoint(path: str | PathLike[str]) -> TrainedState:
         epochs_done=position.done,
         interrupted=True,
         stopped_at=StopPosition(position, found.fingerprint or {}, first["learning_rate"], found.orders),
+        ema=Weights(found.model, found.ema).average,
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
+from flowdp.checkpoint.weights import Weights
 from flowdp.engine import active_runs
 from flowdp.engine.engine import Engine
 from flowdp.engine.interrupts import hearing_interrupts
@@ -29,7 +30,7 @@ from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
 from flowdp.protocol.messages import Requested
 from flowdp.replica.factories import ModelOption
-from flowdp.result import Status, TrainedState, alone, on_cpu, optimizer_state, weights_on_cpu
+from flowdp.result import Status, TrainedState, alone, ema_on_cpu, on_cpu, optimizer_state, weights_on_cpu
 from flowdp.timeline.timeline import Timeline
 from flowdp.validators import check_number, is_int
 
@@ -387,7 +388,7 @@ class Run:
         kept = captured.read()
         rates = kept["ranks"][0]["learning_rate"]
         return TrainedState(
-            weights_on_cpu(kept["model"]),
+            weights_on_cpu(captured.weights.model),
             on_cpu(alone(kept["ranks"][0]["optimizers"])),
             history=captured.history,
             global_step=captured.position.global_step,
@@ -396,6 +397,7 @@ class Run:
             stopped_at=self._engine.stopped_at(
                 captured.position, learning_rate=rates, orders=captured.orders
             ),
+            ema=ema_on_cpu(captured.weights),
             _model=self._model,
         )
 
@@ -536,18 +538,21 @@ class Run:
         left = self._engine.failures.forgiven
         replica = next(one for rank, one in enumerate(self._engine.replicas) if rank not in left)
         best = self._engine.saver.best if self._restores_best else None
-        model, position, stopped_at = best or replica.module.state_dict(), finish.position, None
+        average = {} if replica.average is None else replica.average.named()
+        weights = best or Weights(replica.module.state_dict(), average)
+        position, stopped_at = finish.position, None
         if position is not None and best is None:  # the best one stood elsewhere
             rates, orders = replica.learning_rate.state_dict(), self._engine.saver.orders(position)
             stopped_at = self._engine.stopped_at(position, learning_rate=rates, orders=orders)
         return TrainedState(
-            weights_on_cpu(model),
+            weights_on_cpu(weights.model),
             on_cpu(optimizer_state(replica.optimizers)),
             history=self.history,
             global_step=finish.global_step,
             epochs_done=finish.epochs_done,
             interrupted=finish.stopped,
             stopped_at=stopped_at,
+            ema=ema_on_cpu(weights),
             _model=self._model,
         )
 

@@ -187,7 +187,7 @@ def find_start(config: RunConfig, folder: CheckpointFolder | None) -> Resumed | 
         return find(state, folder)
     find(False, folder)  # its folder, too, must be its own
     return Resumed.of(
-        state.state_dict, state.optimizer_state, state.history, state.global_step, state.stopped_at
+        state.state_dict, state.optimizer_state, state.history, state.global_step, state.stopped_at, state.ema
     )
 
 

@@ -34,7 +34,7 @@ from flowdp.engine.predictor import PredictStep
 from flowdp.errors import OptionError
 from flowdp.inference import StateOption, predict, validate
 from flowdp.observe.bar import wants_progress
-from flowdp.observe.callbacks import Callback, check_callbacks, checkpoint_of, monitor_of
+from flowdp.observe.callbacks import Callback, check_callbacks, checkpoint_of, ema_decay_of, monitor_of
 from flowdp.observe.timeline_file import check_timeline
 from flowdp.options import (
     CadenceOptions,
@@ -223,6 +223,7 @@ class Trainer:
                 max_grad_norm=max_grad_norm,
                 scheduler=check_scheduler(scheduler, optimizer),
                 capture=check_capture(runtime.capture, train_step),
+                ema_decay=ema_decay_of(listed),
                 repeats=ratios is not None,
                 checks_loss=failures.check_loss,
             ),

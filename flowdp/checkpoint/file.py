@@ -67,6 +67,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "best": (float, type(None)),
     "top": (list,),
     "best_model": (dict,),
+    "ema": (dict,),
+    "best_ema": (dict,),
 }
 
 log = logging.getLogger("flowdp")
@@ -191,7 +193,8 @@ def _checked(state: object) -> dict[str, Any]:
         raise _UnusableError(
             f"it has format {number}, and this flowdp reads {FORMAT}: use the one that wrote it"
         )
-    state.setdefault("best_model", {})
+    for table in ("best_model", "ema", "best_ema"):
+        state.setdefault(table, {})
     state.setdefault("orders", None)
     state.setdefault("top", [])
     for name, kinds in FIELDS.items():
@@ -200,7 +203,7 @@ def _checked(state: object) -> dict[str, Any]:
         value = state[name]
         if type(value) not in kinds or (type(value) is int and value < 0):
             raise _UnusableError(f"its {name!r} is {value!r:.80}; use another file")
-    for table in ("model", "buffers", "best_model"):
+    for table in ("model", "buffers", "best_model", "ema", "best_ema"):
         for name, value in state[table].items():
             is_tensor = isinstance(value, Tensor) or str(name).endswith("_extra_state")
             if not isinstance(name, str) or not is_tensor:

@@ -32,8 +32,8 @@ def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
 
     Args:
         replica: Replica of the rank.
-        shared: Also "model", the module's state_dict by its own names, and "buffers", those that are not in
-            it. One rank does so for all.
+        shared: Also "model", the module's state_dict by its own names, "buffers", those that are not in it,
+            and "ema", the moving average of its parameters. One rank does so for all.
 
     Returns:
         Function that waits for the copies and returns them: a dict of "optimizers" (in the form in which the
@@ -57,6 +57,7 @@ def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
         module = replica.module
         state["model"] = dict(module.state_dict())
         state["buffers"] = _hidden_buffers(module)
+        state["ema"] = {} if replica.average is None else replica.average.named()
     leaves, form = tree_flatten(state)
     copies, arrived = _to_host(leaves, replica.lane)
 
@@ -84,6 +85,7 @@ def restore(
     state: Mapping[str, Any],
     model: Mapping[str, Any],
     buffers: Mapping[str, Tensor] | None,
+    ema: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Restore a replica from a saved state: the same bits, in the memory it has.
 
@@ -93,6 +95,7 @@ def restore(
             None.
         model: Model of the checkpoint.
         buffers: Buffers of the checkpoint; None: unknown, so those of the replica stay.
+        ema: Moving average in the checkpoint; without one, that of the replica begins at the model.
 
     Raises:
         CheckpointError: Model, optimizers or schedulers are others than those of the checkpoint.
@@ -107,6 +110,8 @@ def restore(
     try:
         with lane.on(lane.compute):
             restore_model(replica.module, model, buffers)
+            if replica.average is not None:
+                replica.average.restore(ema or {})
             _restore_optimizers(replica, state["optimizers"])
             if replica._scaler is not None and state["scaler"] is not None:
                 replica._scaler.load_state_dict(state["scaler"])

@@ -15,6 +15,7 @@ from flowdp.checkpoint.file import read
 from flowdp.checkpoint.fingerprint import differences, orders
 from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.rank_state import of_rank, restore
+from flowdp.checkpoint.weights import Weights
 from flowdp.data.source import Source
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import CheckpointOptions
@@ -59,7 +60,8 @@ class Resumed:
         buffers: Buffers that are not in that; None: unknown.
         ranks: State of each rank; at least one.
         history: Records of the epochs that were complete.
-        best: Model of the best epoch, where that was kept.
+        ema: Moving average of the parameters; empty: there is none.
+        best: Weights of the best epoch, where they were kept.
         fingerprint: Fingerprint of the run; None: unknown.
         orders: Checksums of a sampler's draws for the open epochs; None: unknown.
         path: The file; None where there is none.
@@ -72,7 +74,8 @@ class Resumed:
     ranks: Sequence[Mapping[str, Any]]
     history: Sequence[EpochMetrics] = ()
     buffers: Mapping[str, Tensor] | None = None
-    best: Mapping[str, Tensor] | None = None
+    ema: Mapping[str, Tensor] = field(default_factory=dict)
+    best: Weights | None = None
     fingerprint: Mapping[str, Any] | None = None
     orders: Mapping[int, int] | None = None
     path: Path | None = None
@@ -87,6 +90,7 @@ class Resumed:
         history: Sequence[EpochMetrics],
         global_step: int,
         stopped_at: StopPosition | None = None,
+        ema: Mapping[str, Tensor] | None = None,
     ) -> Resumed:
         """Resume from a model and its optimizers' state, at an epoch's beginning without `stopped_at`.
 
@@ -96,6 +100,7 @@ class Resumed:
             history: Records of the complete epochs.
             global_step: Steps of all ranks so far.
             stopped_at: Position inside an epoch; None: unknown.
+            ema: The state_dict with the moving average; None: there is none.
         """
         is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
         # One that `max_steps` cut short has a record, too.
@@ -107,6 +112,7 @@ class Resumed:
             ranks=[{"optimizers": [optimizers] if is_one else optimizers, **own}],
             history=history[:done],
             stopped_at=stopped_at,
+            ema=ema or {},
         )
 
     def enter(
@@ -259,7 +265,7 @@ class Resumed:
             kept = of_rank(self.ranks, rank)
             if isinstance(replica, ExactReplica):  # all take one step together, so from one state
                 kept |= {name: self.ranks[0][name] for name in ("optimizers", "scaler", "learning_rate")}
-            restore(replica, kept, self.model, self.buffers)
+            restore(replica, kept, self.model, self.buffers, self.ema)
 
     def __str__(self) -> str:
         return "the given state" if self.path is None else f"checkpoint {str(self.path)!r}"
@@ -319,7 +325,8 @@ def _resumed(
         buffers=state["buffers"],
         ranks=state["ranks"],
         history=state["history"],
-        best=state["best_model"] or None,
+        ema=state["ema"],
+        best=Weights(state["best_model"], state["best_ema"]) if state["best_model"] else None,
         fingerprint=state["fingerprint"],
         orders=state["orders"],
         path=path,

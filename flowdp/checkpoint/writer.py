@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flowdp.checkpoint.file import write
 from flowdp.checkpoint.folder import CheckpointFolder
+from flowdp.checkpoint.weights import Weights, load_average
 from flowdp.errors import CheckpointError
 from flowdp.policy.formats import format_error
 from flowdp.policy.monitor import number_of
@@ -69,16 +70,16 @@ class CapturedState:
         with self._lock:
             if self._read is None:
                 ranks = {rank: state() for rank, state in sorted(self._states.items())}
-                shared = {name: ranks[self._first].pop(name) for name in ("model", "buffers")}
+                shared = {name: ranks[self._first].pop(name) for name in ("model", "buffers", "ema")}
                 self._read = {**shared, "ranks": list(ranks.values())}
                 self._states = {}
             return self._read
 
     @property
-    def model(self) -> dict[str, Tensor]:
-        """The module's state_dict, on the CPU."""
-        model: dict[str, Tensor] = self.read()["model"]
-        return model
+    def weights(self) -> Weights:
+        """The weights, on the CPU."""
+        read = self.read()
+        return Weights(read["model"], read["ema"])
 
 
 class Checkpoint:
@@ -107,13 +108,26 @@ class Checkpoint:
 
         A copy: a change of it changes no file, nor the best model.
         """
-        model = self._state["model"]
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in model.items()}
+        return _copied(self._state["model"])
+
+    @cached_property
+    def ema(self) -> Mapping[str, Tensor] | None:
+        """The same with the moving average of `flowdp.EMA` in place of the parameters; None without it."""
+        average = Weights(self._state["model"], self._state["ema"]).average
+        return None if average is None else _copied(average)
 
     def load_into(self, module: nn.Module) -> nn.Module:
         """Copy the parameters and buffers into a module of the same structure, and return it."""
         module.load_state_dict(self.state_dict)
         return module
+
+    def load_ema_into(self, module: nn.Module) -> nn.Module:
+        """Copy `ema` into a module of the same structure, and return it.
+
+        Raises:
+            OptionError: There is none.
+        """
+        return load_average(self.ema, module)
 
     def save(self, path: str | Path) -> None:
         """Write it to another place, from where `resume=` takes it.
@@ -126,6 +140,10 @@ class Checkpoint:
     def __repr__(self) -> str:
         where = "" if self.path is None else f" in {str(self.path)!r}"
         return f"<Checkpoint {self.version} at step {self.global_step}, {self.epoch} epochs complete{where}>"
+
+
+def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +184,7 @@ class Saver:
         describe: Fingerprint of the run.
         saved: Called with each checkpoint, on the writer's thread; None: no listener.
         failed: Called where none can ever be written, as the run's state is not plain.
-        best: The best model so far, where the run keeps it.
+        best: The best weights so far, where the run keeps it.
         evaluates: Whether the run has an evaluation.
         orders: Gives the checksums of the orders that a sampler drew for the epochs that are open at a
             position; None: they are not known.
@@ -182,7 +200,7 @@ class Saver:
         describe: Mapping[str, Any],
         saved: Callable[[Checkpoint], object] | None,
         failed: Callable[[CheckpointError], object],
-        best: Mapping[str, Tensor] | None = None,
+        best: Weights | None = None,
         evaluates: bool = False,
         orders: Callable[[Position], Mapping[int, int] | None] = lambda _: None,
     ) -> None:
@@ -228,9 +246,9 @@ class Saver:
         return there[0] if there else None
 
     @property
-    def best(self) -> Mapping[str, Tensor] | None:
-        """The model of the best epoch, where the run keeps it and there was one."""
-        return self._old_best if self._best is None else self._best.model
+    def best(self) -> Weights | None:
+        """The weights of the best epoch, where the run keeps them and there was one."""
+        return self._old_best if self._best is None else self._best.weights
 
     def put(self, rank: int, state: PendingState) -> None:
         """Take a rank's saved state.
@@ -365,7 +383,7 @@ class Saver:
 
     def _write(self, job: _Job) -> None:
         position, history = job.captured.position, job.captured.history
-        best = self._old_best if job.best is None else job.best.model
+        best = self._old_best if job.best is None else job.best.weights
         state = {
             **job.captured.read(),
             "version": job.version,
@@ -378,7 +396,7 @@ class Saver:
             "best": None,
         }
         if best is not None:
-            state["best_model"] = dict(best)
+            state["best_model"], state["best_ema"] = dict(best.model), dict(best.ema)
         path = None
         if self._folder is not None:
             step = position.global_step

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import BlockMean, arithmetic, relative_drift, shift
-from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import ProtocolError
 
@@ -41,7 +41,7 @@ class SnapshotMean:
     Streams: ranks take and apply with their `compute` current; the mean is taken on `comm`.
     """
 
-    def __init__(self, replicas: Sequence[FlatReplica], lanes: Sequence[Lane]) -> None:
+    def __init__(self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane]) -> None:
         for replica in replicas:
             replica.check_like(replicas[0])
         self._replicas = tuple(replicas)

@@ -207,11 +207,13 @@ class BlockMean:
         self._rows = self._squares.unbind()
         self._scratch: dict[tuple[torch.dtype, int, int], Tensor] = {}
         self._parameters: list[_Blocks] = []
+        self._unmeasured: list[_Blocks] = []
         self._buffers: list[_Blocks] = []
         self._counts: list[_Blocks] = []
         for index, flat in enumerate(flats):
             rest = self._counts if flat.counts else self._buffers
-            spans = ((self._parameters, 0, flat.split), (rest, flat.split, flat.memory.numel()))
+            parameters = self._parameters if flat.is_measured else self._unmeasured
+            spans = ((parameters, 0, flat.split), (rest, flat.split, flat.memory.numel()))
             for blocks, start, stop in spans:
                 first, last = _bounds(start, stop, part, parts)
                 ours = _cut([memories[index] for memories in sources], first, last)
@@ -232,9 +234,9 @@ class BlockMean:
                 bad, the mean is NaN. Empty: none is. Shape (members,).
 
         Returns:
-            Over the parameters of this part: the sum of (source - mean)^2 for each member, 0 for one with
-            weight 0, then the sum of mean^2. Float64, on the device, shape (members + 1,); the next call
-            writes it anew. None without `drift`.
+            Over the measured parameters of this part: the sum of (source - mean)^2 for each member, 0 for
+            one with weight 0, then the sum of mean^2. Float64, on the device, shape (members + 1,); the next
+            call writes it anew. None without `drift`.
 
         Raises:
             ProtocolError: All weights are 0.
@@ -251,6 +253,8 @@ class BlockMean:
         squares = self._sums() if drift else None
         for ours, theirs in self._parameters:
             self._mean(ours, theirs, givers, shares, squares)
+        for ours, theirs in self._unmeasured:
+            self._mean(ours, theirs, givers, shares, None)
         for ours, theirs in self._buffers:
             self._exact_mean(ours, theirs, givers, shares)
         for ours, theirs in self._counts:

@@ -181,7 +181,7 @@ def _parts(flat: Flat) -> Iterator[_Carried]:
         memory = memory.view(torch.uint8) if memory.dtype == torch.bool else memory
         yield _Carried(memory, torch.int32 if memory.dtype == torch.int16 else memory.dtype, counts=True)
     else:
-        yield _Carried(memory[: flat.split], arithmetic(memory.dtype), drifts=True)
+        yield _Carried(memory[: flat.split], arithmetic(memory.dtype), drifts=flat.is_measured)
         yield _Carried(memory[flat.split :], torch.float64)
 
 

@@ -36,10 +36,12 @@ class Flat:
     Attributes:
         memory: The tensors, one behind the other. Shape (elements,).
         split: Where the parameters end and the buffers begin, in elements.
+        is_measured: Whether the distance of its parameters from a mean is part of the drift.
     """
 
     memory: Tensor
     split: int
+    is_measured: bool = True
 
     @property
     def counts(self) -> bool:
@@ -275,6 +277,18 @@ class FlatReplica(FlatTensors):
     def trained(self) -> list[Tensor]:
         """The parameters; see `FlatTensors.trained`."""
         return [flat.memory[: flat.split] for flat in self.flats if flat.split]
+
+    def set_parameters(self, values: Sequence[Tensor]) -> None:
+        """Give the parameters these values; those found outside by the last `gather` get them there, too.
+
+        Args:
+            values: One memory for each of `trained`.
+        """
+        for part, value in zip(self.trained(), values, strict=True):
+            part.copy_(value)
+        for index in self._moved:
+            if self._specs[index].kind == "parameter":
+                self._locations[index].tensor.data.copy_(self._views[index])
 
     @property
     def has_buffers(self) -> bool:

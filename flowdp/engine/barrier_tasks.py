@@ -68,7 +68,8 @@ class BarrierTasks:
         """
         match task:
             case Evaluate() if self._evaluator is not None:
-                return self._evaluator.run(self._rank, self._replica, wait, moved)
+                with self._replica.evaluated_weights():
+                    return self._evaluator.run(self._rank, self._replica, wait, moved)
             case SaveState() if self._saver is not None:
                 self._saver.put(self._rank, capture(self._replica, shared=task.model == self._rank))
                 return StateSaved(self._rank)

@@ -183,7 +183,7 @@ class Engine:
         self._settings.callback(self.close)
         gate = Gate(config.world_size, collective.launch)
         is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
-        snapshots = SnapshotMean([replica.flat for replica in self.replicas], lanes) if is_async else None
+        snapshots = SnapshotMean(averaged, lanes) if is_async else None
         return MeetingPoint(gate=gate, collective=collective, snapshots=snapshots)
 
     def start(self) -> None:

@@ -60,6 +60,7 @@ from flowdp.protocol.messages import (
     Updated,
     WorkerReady,
 )
+from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.replica import Replica
 from flowdp.threads.inbox import Inbox
 
@@ -129,7 +130,7 @@ class Worker:
         self._lane = replica.lane
         # Where the others continue without a rank that raises, the batches since its last mean are dealt
         # again. In exact, the parameters that have a gradient depend on the ranks that count.
-        is_known = meeting.snapshots is not None or replica.averaged is not replica.flat
+        is_known = meeting.snapshots is not None or isinstance(replica, ExactReplica)
         is_known |= self._goes_on and options.on_nan == "raise"
         is_late = self._lane.is_async and collective.masks and not is_known
         self.machine = WorkerMachine(rank, global_step, is_late=is_late)

@@ -12,9 +12,10 @@ from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
-from flowdp.validators import check_flag
+from flowdp.validators import check_flag, is_number
 
 __all__ = [
+    "EMA",
     "METHODS",
     "Callback",
     "EarlyStopping",
@@ -22,6 +23,7 @@ __all__ = [
     "OnCheckpoint",
     "check_callbacks",
     "checkpoint_of",
+    "ema_decay_of",
     "monitor_of",
 ]
 
@@ -203,6 +205,37 @@ class ModelCheckpoint(Callback):
         )
 
 
+@dataclass(frozen=True)
+class EMA(Callback):
+    """Exponential moving average of the trained parameters, updated after each step of each device.
+
+    ::
+
+        state = flowdp.Trainer(..., callbacks=[flowdp.EMA(0.999)]).fit()
+        state.load_ema_into(model)
+
+    On one device it is torch's `AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`. Devices
+    average it with their parameters, so all have the same one after each mean. Evaluations are of the
+    averaged weights, with the buffers of the model itself (BatchNorm's statistics); checkpoints hold both, a
+    resumed run goes on with it, and `TrainedState.ema` has it at the end. The module of the Trainer gets the
+    trained weights, not the average.
+
+    Attributes:
+        decay: Part of the average that stays in a step, above 0 and below 1.
+    """
+
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        """Check the decay.
+
+        Raises:
+            OptionError: It is out of its range.
+        """
+        if not is_number(self.decay) or not 0 < self.decay < 1:
+            raise OptionError(f"EMA: decay must be a number above 0 and below 1, not {self.decay!r}")
+
+
 class OnCheckpoint(Callback):
     """Callback that calls a function with every checkpoint.
 
@@ -262,6 +295,18 @@ def checkpoint_of(callbacks: Iterable[Callback], given: CheckpointOptions | None
             f"{len(found)} ModelCheckpoint: give one"
         )
     return found[0].options(given) if found else given
+
+
+def ema_decay_of(callbacks: Iterable[Callback]) -> float | None:
+    """Decay of the moving average of the weights; None: there is none.
+
+    Raises:
+        OptionError: More than one of them asks for one.
+    """
+    found = [one.decay for one in callbacks if isinstance(one, EMA)]
+    if len(found) > 1:
+        raise OptionError(f"callbacks: one EMA is kept, and there are {len(found)}, of {found}: give one")
+    return found[0] if found else None
 
 
 def monitor_of(callbacks: Iterable[Callback]) -> tuple[Monitor | None, bool]:

@@ -62,6 +62,7 @@ class ReplicaConfig:
     Attributes:
         sizes: Sizes of batches and steps.
         capture: How steps are captured; None: they are not.
+        ema_decay: Part of the weights' moving average that stays in a step; None: there is no average.
         repeats: CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
         checks_loss: Ranks check their loss now and then (exact).
     """
@@ -77,6 +78,7 @@ class ReplicaConfig:
     max_grad_norm: float | None
     scheduler: SchedulerOptions
     capture: CaptureOptions | None = None
+    ema_decay: float | None = None
     repeats: bool = False
     checks_loss: bool = False
 
@@ -127,6 +129,7 @@ def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> li
                 lane=lane,
                 precision=config.precision,
                 max_grad_norm=config.max_grad_norm,
+                ema_decay=config.ema_decay,
                 width=config.sizes.widths[rank],
                 caches_casts=len(lanes) == 1,
                 shares_generator=shares[rank],

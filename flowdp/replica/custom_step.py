@@ -77,6 +77,8 @@ class CustomStepReplica(Replica):
         """Clear the gradients that the call has left; see `Replica.step`."""
         self._update_scale()
         self.module.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update()
         return self._take_value()
 
     def backward(self, loss: Tensor, **options: Any) -> None:

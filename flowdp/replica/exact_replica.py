@@ -163,6 +163,8 @@ class ExactReplica(Replica):
         """
         touched = self.gradients.settle([member for member in outcome.members if outcome.samples[member]])
         self._launch_step(self._step_together, touched)
+        if self.average is not None:
+            self.average.update()
 
     def _step_together(self, touched: Sequence[bool]) -> None:
         if self._flat_optimizer is None:

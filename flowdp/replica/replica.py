@@ -20,6 +20,7 @@ from flowdp.device.draws import NoRedraws, OwnDraws
 from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.streams import Lane
+from flowdp.device.weight_average import AveragedTensors, WeightAverage
 from flowdp.device.worker_context import CurrentWorker, Steps
 from flowdp.errors import DataError
 from flowdp.graphs.base import Capturable, Computed, Factors, Passed, shared
@@ -94,6 +95,7 @@ class ReplicaParts:
         shares_generator: Whether other ranks draw from the device's generator, too.
         turn: Turn of this rank to launch; None where no other rank launches.
         capture: Makes the captured steps of the replica; None: they run eagerly.
+        ema_decay: Part of the parameters' moving average that stays in a step; None: there is no average.
     """
 
     module: nn.Module
@@ -108,6 +110,7 @@ class ReplicaParts:
     shares_generator: bool = False
     turn: RankTurn | None = None
     capture: Capture | None = None
+    ema_decay: float | None = None
 
 
 class Replica:
@@ -121,6 +124,7 @@ class Replica:
 
     Attributes:
         averaged: Flat memory that the ranks average.
+        average: Moving average of the parameters; None: there is none.
         watched: Memory that must stay finite; None: none.
         pieces: Least number of pieces of a micro-batch, since the device has run out of memory.
         least: Samples that a forward must have.
@@ -144,6 +148,7 @@ class Replica:
     """
 
     averaged: FlatTensors
+    average: WeightAverage | None = None
     watched: FlatTensors | None
     can_repeat = True
     steps: Steps | None = None
@@ -160,6 +165,9 @@ class Replica:
         module, flat = self.module, self.flat = parts.module, parts.flat
         self.function = function
         self.averaged = self.watched = flat
+        if parts.ema_decay is not None:
+            self.average = WeightAverage(flat, module, parts.ema_decay)
+            self.averaged = AveragedTensors(flat, self.average)
         self.width = parts.width
         self.optimizers = parts.optimizers
         self.learning_rate = parts.learning_rate
@@ -273,6 +281,8 @@ class Replica:
         """
         if self.captured is None or not self.captured.step(factor):
             self._launch_step(self._update, factor)
+        if self.average is not None:
+            self.average.update()
         return self._take_value()
 
     def _launch_step(self, step: Callable[..., None], *args: Any) -> None:
@@ -334,7 +344,7 @@ class Replica:
 
     @torch.no_grad()
     def copy_from(self, donor: Replica) -> None:
-        """Copy another replica: parameters, buffers, state of the optimizers, scale of the loss.
+        """Copy another replica: parameters and their average, buffers, optimizers, scale of the loss.
 
         The learning rate is left alone, and gradients are cleared.
 
@@ -355,10 +365,16 @@ class Replica:
                 copy_state(own, other)
             if self._flat_optimizer is not None:
                 self._flat_optimizer.reload()
+            if self.average is not None and donor.average is not None:
+                self.average.copy_from(donor.average)
             if self._scaler is not None and donor._scaler is not None:
                 self._scaler.load_state_dict(donor._scaler.state_dict())
             self._clear()
         _after(donor.lane, self.lane)
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Have the parameters in the module with which it is evaluated: their moving average, if any."""
+        return nullcontext() if self.average is None else self.average.applied()
 
     def _open_gradients(self) -> FlatGradients | None:
         return FlatGradients(self.flat) if self.steps_flat else None

@@ -14,6 +14,7 @@ from torch import nn
 
 from flowdp.checkpoint.file import read
 from flowdp.checkpoint.folder import CheckpointFolder
+from flowdp.checkpoint.weights import Weights
 from flowdp.checkpoint.writer import CapturedState, Checkpoint, PendingState, Saver
 from flowdp.errors import CheckpointError
 from flowdp.options import CheckpointOptions
@@ -36,7 +37,7 @@ def part(rank: int, value: float, *, shared: bool) -> PendingState:
     """A rank's captured state, which can be read once."""
     state: dict[str, Any] = {"optimizers": [{"rank": rank}], "scaler": None, "generator": None}
     if shared:
-        state |= {"model": {"weight": torch.tensor([value])}, "buffers": {}}
+        state |= {"model": {"weight": torch.tensor([value])}, "buffers": {}, "ema": {}}
     given = iter([state])
     return lambda: next(given)
 
@@ -105,7 +106,7 @@ def test_a_standing_is_read_once_and_holds_the_model_once(first: int) -> None:
     state = captured.read()
     assert [rank["optimizers"] for rank in state["ranks"]] == [[{"rank": 0}], [{"rank": 1}]]
     assert not any("model" in rank for rank in state["ranks"])
-    assert captured.model["weight"].item() == 7.0
+    assert captured.weights.model["weight"].item() == 7.0
     assert captured.read() is state
 
 
@@ -212,17 +213,19 @@ def test_inside_an_epoch_nothing_is_the_best(tmp_path: Path) -> None:
 def test_each_checkpoint_holds_the_best_model_of_its_own_moment(
     tmp_path: Path, slow: threading.Event
 ) -> None:
-    old = {"weight": torch.tensor([-1.0])}
+    old = Weights({"weight": torch.tensor([-1.0])}, {"weight": torch.tensor([-2.0])})
     desk = Desk(tmp_path, best=old)
     desk.put(1)
     wait_until_writing(desk.saver)
     desk.put(2, is_best=True, version=None)
     desk.put(3)
     assert desk.saver.best is not None
-    assert desk.saver.best["weight"].item() == 2.0
+    assert desk.saver.best.model["weight"].item() == 2.0
     slow.set()
     desk.close()
-    assert [read(one.path)["best_model"]["weight"].item() for one in desk.told] == [-1.0, 2.0]
+    kept = [read(one.path) for one in desk.told]
+    assert [one["best_model"]["weight"].item() for one in kept] == [-1.0, 2.0]
+    assert [len(one["best_ema"]) for one in kept] == [1, 0]
 
 
 def test_a_wish_is_answered_by_the_next_standing() -> None:
@@ -274,7 +277,7 @@ def test_a_full_disk_is_a_problem_and_no_failure(tmp_path: Path, monkeypatch: py
 
 def test_what_is_not_plain_is_a_failure_that_names_it(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    desk.saver.put(0, lambda: {"optimizers": [{"made": print}], "model": {}, "buffers": {}})
+    desk.saver.put(0, lambda: {"optimizers": [{"made": print}], "model": {}, "buffers": {}, "ema": {}})
     desk.saver.save(Save(0, at(1), version=1, snapshots=0), LOSSES)
     desk.close()
     [error] = desk.failed
