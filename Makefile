@@ -16,6 +16,7 @@ EXTRAS      ?= dev
 VENV    := .venv
 RUN     := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
 STAMP   := $(VENV)/.installed
+DEMO    := $(VENV)/.demo
 PIP     := $(RUN) -m pip --disable-pip-version-check -qq
 BENCHES := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard bench/micro/*.py bench/end_to_end/*.py))))
 
@@ -33,7 +34,7 @@ help:
 	@sed -n 's/^## //p' $(firstword $(MAKEFILE_LIST))
 
 ## make demo     train one model on two devices and watch
-demo: $(STAMP)
+demo: $(DEMO)
 	@$(RUN) examples/demo.py $(ARGS)
 
 ## make test     all tests, as many at a time as there are cores
@@ -72,10 +73,16 @@ bench: $(STAMP)
 gpu:
 	@$(PYTHON) -m bench.gpu $(ARGS)
 
-# torch comes first and by its exact pin: a resolver that may choose takes a CUDA build of gigabytes.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
-	@echo "Installing into $(VENV) (once; a few minutes)"
+# torch comes first and by its exact pin: a resolver that may choose takes a CUDA build of gigabytes. The demo needs
+# little more, so that a newcomer need not wait for the tools of development.
+$(DEMO): pyproject.toml $(CONSTRAINTS)
+	@echo "Installing into $(VENV) (once; a minute or more)"
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
+	@$(PIP) install -c $(CONSTRAINTS) -e '.[demo]'
+	@touch $@
+
+$(STAMP): $(DEMO)
+	@echo "Installing the tools of development (once; a few minutes)"
 	@$(PIP) install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@

@@ -93,7 +93,7 @@ def _losses(device: DeviceEfficiency) -> str:
 
 
 def print_tables(tables: Sequence[Table], headline: str, file: IO[str]) -> None:
-    """Print tables and a line; by rich, where that is installed.
+    """Print tables and a line; on a terminal by rich, where that is installed.
 
     Args:
         tables: Tables; those without rows are left out.
@@ -101,7 +101,7 @@ def print_tables(tables: Sequence[Table], headline: str, file: IO[str]) -> None:
         file: Terminal to print to.
     """
     filled = [table for table in tables if table.rows]
-    if find_spec("rich") is None:
+    if find_spec("rich") is None or not file.isatty():
         print("\n\n".join([*map(str, filled), headline]), file=file)
         return
     from rich import box
@@ -111,7 +111,7 @@ def print_tables(tables: Sequence[Table], headline: str, file: IO[str]) -> None:
 
     console = Console(file=file, width=_width(file))
     for table in filled:
-        drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False)
+        drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for at, head in enumerate(table.heads):
             drawn.add_column(Text(head), justify="left" if at in table.texts else "right", no_wrap=True)
         for row in table.rows:

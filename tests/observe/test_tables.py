@@ -38,13 +38,18 @@ def test_devices_with_their_largest_losses() -> None:
     )
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize("has_rich", [True, False])
 def test_names_are_text_and_no_markup(has_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def find_spec(name: str, package: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, None) if has_rich else None
 
     monkeypatch.setattr(tables, "find_spec", find_spec)
-    file = io.StringIO()
+    file = Terminal()
     print_tables([epoch_table([epoch(0, **{"[red]acc": (1.0, 1.0)})], 5), epoch_table([], 5)], "[b]end", file)
     text = file.getvalue()
     assert "[red]acc" in text
