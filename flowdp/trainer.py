@@ -27,6 +27,7 @@ from flowdp.checks import (
     check_step,
 )
 from flowdp.config import DatasetOption, RunConfig
+from flowdp.description import describe_run
 from flowdp.device.discovery import resolve_devices
 from flowdp.engine.evaluation import EvaluationOptions, check_evaluation
 from flowdp.engine.metrics import check_metrics
@@ -263,6 +264,10 @@ class Trainer:
         model = type(own.model).__name__ if isinstance(own.model, nn.Module) else "a model factory"
         devices = ", ".join(map(str, self.config.devices))
         return f"<Trainer of {model} on {devices}, policy={own.policy!r}>"
+
+    def __str__(self) -> str:
+        """Description of a run, as `print(trainer)` shows it; it opens the datasets, as `check()` does."""
+        return describe_run(self.config)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

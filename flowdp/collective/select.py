@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -20,9 +22,58 @@ from flowdp.machine.policies import ROUNDS
 from flowdp.options import Backend, LoopBackend, Policy
 from flowdp.threads.shield import interrupts_held
 
-__all__ = ["open_collective", "open_loop"]
+__all__ = ["Path", "choose_path", "open_collective", "open_loop"]
 
 log = logging.getLogger("flowdp")
+
+
+@dataclass(frozen=True)
+class Path:
+    """Path of the bytes of a run's means.
+
+    Attributes:
+        backend: Its name.
+        reason: Reason for the choice, in words.
+        otherwise: Path that is taken where this one cannot be opened; None: that is an error.
+    """
+
+    backend: Literal["nccl", "local", "cpu"]
+    reason: str
+    otherwise: Path | None = None
+
+    def __str__(self) -> str:
+        """`nccl: ...; where it cannot be opened, local`."""
+        other = "" if self.otherwise is None else f"; where it cannot be opened, {self.otherwise.backend}"
+        return f"{self.backend}: {self.reason}{other}"
+
+
+def choose_path(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> Path:
+    """Choose the path of a run's means.
+
+    "auto" is the first of these: NCCL for several CUDA devices, one rank each, unless the policy is async (a
+    kernel that waits for its peers may only be launched while all stand at the gate); local where the devices
+    reach each other; host memory.
+
+    Args:
+        backend: As the user said.
+        policy: Averaging policy.
+        devices: One per rank.
+    """
+    if len(devices) == 1:
+        return Path("local", "one device")
+    if backend != "auto":
+        return Path(backend, "as given")
+    if not reach_each_other(devices):
+        other = Path("cpu", "through host memory, for not each device reads the memory of all others")
+    elif all(device.type == "cpu" for device in devices):
+        other = Path("local", "all devices are this process's CPU")
+    else:
+        other = Path("local", "each device reads the memory of all others")
+    if not _is_one_each(devices):
+        return other
+    if ROUNDS[policy].averages == "snapshots":
+        return replace(other, reason=f"{other.reason}, and NCCL would wait for all of them at once")
+    return Path("nccl", "CUDA devices with one rank each", other)
 
 
 def open_collective(
@@ -36,9 +87,7 @@ def open_collective(
     """The collective of a run.
 
     Args:
-        backend: As the user said. "auto" is the first of these that works here: NCCL for several CUDA
-            devices, one rank each, unless the policy is async (a kernel that waits for its peers may only be
-            launched while all stand at the gate); local where the devices reach each other; host memory.
+        backend: As the user said; `choose_path` says what "auto" is.
         policy: Averaging policy.
         replicas: One per rank.
         lanes: One per rank.
@@ -52,18 +101,18 @@ def open_collective(
     Threads:
         The one that starts the run, before any other thread of it exists.
     """
-    chosen = [lane.device for lane in lanes]
-    if len(chosen) > 1:
-        if backend == "nccl":
+    path = choose_path(backend, policy, [lane.device for lane in lanes])
+    if path.backend == "nccl":
+        try:
             return NcclMean(replicas, lanes, hung=hung)
-        if backend == "auto" and _is_one_each(chosen) and ROUNDS[policy].averages != "snapshots":
-            try:
-                return NcclMean(replicas, lanes, hung=hung)
-            except CollectiveError as error:
-                log.warning("averaging without NCCL: %s", error)
-        if backend == "cpu" or (backend == "auto" and not reach_each_other(chosen)):
-            return HostMean(replicas, lanes, meet)
-    return DeviceMean(replicas, lanes) if lanes[0].is_async else HostMean(replicas, lanes, meet)
+        except CollectiveError as error:
+            if path.otherwise is None:
+                raise
+            log.warning("averaging without NCCL: %s", error)
+            path = path.otherwise
+    if path.backend == "local" and lanes[0].is_async:
+        return DeviceMean(replicas, lanes)
+    return HostMean(replicas, lanes, meet)
 
 
 def open_loop(

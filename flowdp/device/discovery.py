@@ -23,6 +23,7 @@ __all__ = [
     "cpu_name",
     "device_names",
     "devices",
+    "look_at",
     "nvml_uuid",
     "reach_each_other",
     "resolve_devices",
@@ -152,13 +153,21 @@ def devices(probe: bool = True) -> DeviceSummary:
         probe: Whether to try each CUDA device, which makes a context on it (some 500 MB); else all that are
             listed count as usable.
     """
-    found = [_look_at(torch.device("cuda", index), probe) for index in range(torch.cuda.device_count())]
+    found = [look_at(torch.device("cuda", index), probe) for index in range(torch.cuda.device_count())]
     if all(info.problem for info in found):
-        found.append(DeviceInfo(torch.device("cpu"), cpu_name(), _cpu_memory_bytes()))
+        found.append(look_at(torch.device("cpu")))
     return DeviceSummary(tuple(found))
 
 
-def _look_at(device: torch.device, probe: bool) -> DeviceInfo:
+def look_at(device: torch.device, probe: bool = False) -> DeviceInfo:
+    """Look at one device.
+
+    Args:
+        device: A CUDA device or the CPU.
+        probe: Whether to try it, where it is a CUDA device.
+    """
+    if device.type == "cpu":
+        return DeviceInfo(device, cpu_name(), _cpu_memory_bytes())
     try:
         properties = torch.cuda.get_device_properties(device)
         peers = _peers_of(device)

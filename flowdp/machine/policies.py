@@ -13,10 +13,10 @@ from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.rounds import Rounds
 from flowdp.machine.sync_rounds import SingleRounds, SyncRounds
-from flowdp.options import Policy
+from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.cadence import Cadence
 
-__all__ = ["ROUNDS", "make_rounds"]
+__all__ = ["ROUNDS", "make_rounds", "rounds_class"]
 
 ROUNDS: Mapping[Policy, type[Rounds]] = {
     "sync": SyncRounds,
@@ -27,24 +27,36 @@ ROUNDS: Mapping[Policy, type[Rounds]] = {
 """Each class names the unit that is dealt by speed (`shares`), and the averaged values (`averages`)."""
 
 
+def rounds_class(policy: Policy, ranks: int, options: CadenceOptions) -> type[Rounds]:
+    """Class of a run's rounds. One device, and a cadence of one step, need no cadence."""
+    match policy:
+        case "exact":
+            return ExactRounds
+        case _ if ranks == 1:
+            return SingleRounds
+        case "async":
+            return AsyncRounds
+        case "cadence" if options.windows:
+            return CadenceRounds
+        case "sync" | "cadence":
+            return SyncRounds
+    assert_never(policy)  # mypy finds a policy without a case
+
+
 def make_rounds(config: CoordinatorConfig, epochs: Epochs) -> Rounds:
-    """Make the rounds of a run. One device, and a cadence of one step, need no cadence.
+    """Make the rounds of a run.
 
     Raises:
         ProtocolError: The size of the global batches is missing.
     """
     ranks, options = config.world_size, config.cadence
-    match config.policy:
-        case "exact":
-            if config.global_batch is None:
-                raise ProtocolError(f"exact needs a global batch: {config}")
-            return ExactRounds(epochs, ranks, config.global_batch, config.ratios, options.speed_hint)
-        case _ if ranks == 1:
-            return SingleRounds(epochs, ranks)
-        case "async":
-            return AsyncRounds(epochs, Cadence(ranks, options, config.ratios), ranks)
-        case "cadence" if options.windows:
-            return CadenceRounds(epochs, Cadence(ranks, options, config.ratios), ranks)
-        case "sync" | "cadence":
-            return SyncRounds(epochs, ranks)
-    assert_never(config.policy)  # mypy finds a policy without a case
+    kind = rounds_class(config.policy, ranks, options)
+    if kind is ExactRounds:
+        if config.global_batch is None:
+            raise ProtocolError(f"exact needs a global batch: {config}")
+        return ExactRounds(epochs, ranks, config.global_batch, config.ratios, options.speed_hint)
+    if kind is AsyncRounds:
+        return AsyncRounds(epochs, Cadence(ranks, options, config.ratios), ranks)
+    if kind is CadenceRounds:
+        return CadenceRounds(epochs, Cadence(ranks, options, config.ratios), ranks)
+    return SingleRounds(epochs, ranks) if kind is SingleRounds else SyncRounds(epochs, ranks)

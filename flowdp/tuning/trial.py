@@ -37,6 +37,7 @@ def trial_run(config: RunConfig) -> Iterator[Run]:
         resume=False,
         callbacks=(),
         timeline=False,
+        max_ms=None,
         monitor=None,
         restores_best=False,
         runtime=replace(config.runtime, event_log=None, handle_sigterm=False),

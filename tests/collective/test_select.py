@@ -12,7 +12,7 @@ from torch import nn
 from flowdp.collective import select
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
-from flowdp.collective.select import open_collective, open_loop
+from flowdp.collective.select import choose_path, open_collective, open_loop
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.errors import CollectiveError
@@ -154,3 +154,30 @@ def test_a_loop_without_nccl_is_told_why(
     assert "gradients are summed without NCCL: cupy is not there" in caplog.text
     with pytest.raises(CollectiveError, match="cupy is not there"):
         open_loop("nccl", lanes, {})
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "policy", "text"),
+    [
+        ([CPU], "auto", "sync", "local: one device"),
+        ([CPU, CPU], "auto", "sync", "local: all devices are this process's CPU"),
+        ([CPU, CPU], "cpu", "sync", "cpu: as given"),
+        (CUDA, "auto", "sync", "nccl: CUDA devices with one rank each; where it cannot be opened, local"),
+        (CUDA, "nccl", "sync", "nccl: as given"),
+        (
+            CUDA,
+            "auto",
+            "async",
+            "local: each device reads the memory of all others, and NCCL would wait for all of them at once",
+        ),
+        ([CUDA[0], CUDA[0]], "auto", "sync", "local: each device reads the memory of all others"),
+        (
+            [CUDA[0], CPU],
+            "auto",
+            "sync",
+            "cpu: through host memory, for not each device reads the memory of all others",
+        ),
+    ],
+)
+def test_the_choice_has_a_reason(devices: list[torch.device], backend: Any, policy: Any, text: str) -> None:
+    assert str(choose_path(backend, policy, devices)) == text
