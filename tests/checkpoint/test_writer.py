@@ -53,12 +53,8 @@ class Desk:
     def __init__(self, folder: Path | None, listens: bool = True, **options: Any) -> None:
         self.told: list[Checkpoint] = []
         self.failed: list[CheckpointError] = []
-        keep_best = options.pop("keep_best", None)
-        store = (
-            None
-            if folder is None
-            else CheckpointFolder(CheckpointOptions(folder, keep_last=9, keep_best=keep_best))
-        )
+        kept = {name: options.pop(name) for name in ("keep_best", "top_k") if name in options}
+        store = None if folder is None else CheckpointFolder(CheckpointOptions(folder, keep_last=9, **kept))
         self.store = store
         self.saver = Saver(
             store, {"seed": 0}, self.told.append if listens else None, self.failed.append, **options
@@ -184,6 +180,23 @@ def test_a_slow_disk_gets_the_best_too(
     assert (tmp_path / "best.pt").exists() == (mode is not None)
     if mode is not None:
         assert read(tmp_path / "best.pt")["epoch"] == written[1]
+
+
+@pytest.mark.parametrize(("top_k", "written"), [(1, [0, 2, 4]), (2, [0, 2, 4]), (3, [0, 2, 3, 4])])
+def test_a_slow_disk_gets_the_best_few_too(
+    tmp_path: Path, slow: threading.Event, top_k: int, written: list[int]
+) -> None:
+    desk = Desk(tmp_path, keep_best=("loss", "min"), top_k=top_k)
+    desk.put(0)
+    wait_until_writing(desk.saver)
+    for epoch in (1, 2, 3, 4):  # with losses of 5, 2, 4 and 3
+        desk.put(epoch)
+    slow.set()
+    assert desk.close() == written
+    best = {3: [2, 4, 3]}.get(top_k, [2, 4][:top_k])
+    assert [one[1].rpartition("-")[2] for one in read(desk.told[-1].path)["top"]] == [
+        f"{at}.pt" for at in best
+    ]
 
 
 def test_what_the_sampler_drew_is_asked_for_while_it_is_known(tmp_path: Path, slow: threading.Event) -> None:

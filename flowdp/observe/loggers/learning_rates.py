@@ -33,7 +33,7 @@ class LearningRateMonitor(Log):
     Attributes:
         rates: Name -> steps of all ranks -> learning rate of the last step before. "lr" is the first group;
             where there are several, each is also there by its name in `EpochMetrics.group_lrs`. A resumed run
-            continues the curves; a new one begins anew.
+            continues the curves; a new one begins anew. While the run trains, look at a copy.
     """
 
     skips_dev_run = False  # it writes nothing
