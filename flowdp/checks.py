@@ -31,7 +31,7 @@ from flowdp.options import (
 from flowdp.policy.shares import normalised_ratios
 from flowdp.replica.batch_sizes import Sizes
 from flowdp.replica.factories import check_closure, several_optimizers
-from flowdp.validators import check_flag, check_int, is_int, is_number, one_of
+from flowdp.validators import check_flag, check_int, check_number, is_int, is_number, one_of
 
 __all__ = [
     "check_backend",
@@ -39,6 +39,7 @@ __all__ = [
     "check_capture",
     "check_checkpoint",
     "check_checkpoints",
+    "check_clipping",
     "check_failures",
     "check_length",
     "check_limits",
@@ -298,6 +299,21 @@ def check_resume(resume: object, checkpoint: CheckpointOptions | None) -> None:
         raise OptionError("resume=True takes the newest checkpoint of the folder: give checkpoint='a folder'")
     if not isinstance(resume, (bool, str, PathLike)) or resume == "":
         raise OptionError(f"resume must be True, the path of a checkpoint or a TrainedState, not {resume!r}")
+
+
+def check_clipping(max_norm: object, max_value: object) -> None:
+    """Check the limits of the gradients.
+
+    Raises:
+        OptionError: One is no positive number, or there are two.
+    """
+    check_number("max_grad_norm", max_norm, above=True, optional=True)
+    check_number("max_grad_value", max_value, above=True, optional=True)
+    if max_norm is not None and max_value is not None:
+        raise OptionError(
+            f"max_grad_norm={max_norm!r} and max_grad_value={max_value!r} clip the same gradients, and the "
+            "result would depend on which comes first: give one of them"
+        )
 
 
 def check_failures(failures: object, policy: Policy, world_size: int) -> FailureOptions:

@@ -17,6 +17,7 @@ from flowdp.checks import (
     check_cadence,
     check_capture,
     check_checkpoint,
+    check_clipping,
     check_failures,
     check_length,
     check_limits,
@@ -56,7 +57,7 @@ from flowdp.replica.replica import LossOption
 from flowdp.result import TrainedState
 from flowdp.run import Run
 from flowdp.start import check_run, start_run
-from flowdp.validators import check_int, check_number, one_of
+from flowdp.validators import check_int, one_of
 
 __all__ = ["Trainer"]
 
@@ -119,6 +120,7 @@ class Trainer:
         seed: Seed of the order of the samples, which depends on (seed, epoch) alone, and of each CUDA
             device's generator.
         max_grad_norm: Clip each replica's gradients to this 2-norm; under "exact", the averaged gradient.
+        max_grad_value: The same by value: clip each element to this absolute value. One of the two.
         gradient_accumulation_steps: Batches of a step of one device, each with its own forward and backward;
             an epoch's last step may have fewer. Each counts for its samples.
         precision: "32"; "bf16" or "fp16" for autocast, "fp16" with a gradient scaler per replica.
@@ -171,6 +173,7 @@ class Trainer:
         global_batch_size: int | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
         gradient_accumulation_steps: int = 1,
         precision: Precision = "32",
         scheduler: SchedulerOptions | None = None,
@@ -190,7 +193,7 @@ class Trainer:
         max_ms = check_length(epochs, max_steps, max_time)
         check_model_and_optimizer(model, optimizer)
         check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
-        check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
+        check_clipping(max_grad_norm, max_grad_value)
         check_int("seed", seed, least=0)
         runtime, chosen = check_record("runtime", runtime, RuntimeOptions), resolve_devices(devices)
         check_backend(runtime.backend, policy, chosen)
@@ -222,6 +225,7 @@ class Trainer:
                 seed=seed,
                 precision=precision,
                 max_grad_norm=max_grad_norm,
+                max_grad_value=max_grad_value,
                 scheduler=check_scheduler(scheduler, optimizer),
                 capture=check_capture(runtime.capture, train_step),
                 ema_decay=ema_decay_of(listed),

@@ -168,6 +168,8 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"reading": ReadingOptions(collate_fn=list)}, "collate_fn=.* has no use for a dataset of tensors"),
         ({"reading": ReadingOptions(num_workers=2)}, "num_workers=2 has no use for a dataset of tensors"),
         ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0 or None, not 0"),
+        ({"max_grad_value": 0}, "max_grad_value must be a number above 0 or None, not 0"),
+        ({"max_grad_norm": 1, "max_grad_value": 1}, "clip the same gradients"),
         ({"max_grad_norm": "1"}, "max_grad_norm must be a number above 0 or None, not '1'"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number above 0 or None, not nan"),
         (

@@ -124,6 +124,11 @@ class FlatGradients:
         self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    def clamp(self, max_value: float) -> None:
+        """Clip each gradient to at most this absolute value; of complex ones real and imaginary part."""
+        for part in self._parts:
+            part.clamp_(-max_value, max_value)
+
     def norm(self) -> Tensor:
         """The 2-norm of all gradients. Float64, shape []."""
         blocks = [

@@ -78,6 +78,7 @@ class ReplicaConfig:
     max_grad_norm: float | None
     scheduler: SchedulerOptions
     capture: CaptureOptions | None = None
+    max_grad_value: float | None = None
     ema_decay: float | None = None
     repeats: bool = False
     checks_loss: bool = False
@@ -129,6 +130,7 @@ def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> li
                 lane=lane,
                 precision=config.precision,
                 max_grad_norm=config.max_grad_norm,
+                max_grad_value=config.max_grad_value,
                 ema_decay=config.ema_decay,
                 width=config.sizes.widths[rank],
                 caches_casts=len(lanes) == 1,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from flowdp.device.worker_context import CurrentWorker
@@ -111,11 +111,10 @@ class CustomStepReplica(Replica):
             )
         scaler = self._scaler
         with torch.autocast(self.device.type, enabled=False):
-            if scaler is not None and self._max_grad_norm is not None:
-                scaler.unscale_(optimizer)
-            if self._max_grad_norm is not None:
-                own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                self._grad_norms.append(nn.utils.clip_grad_norm_(own, self._max_grad_norm))
+            if self._clips:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                self._clip([parameter for group in optimizer.param_groups for parameter in group["params"]])
             if scaler is None:
                 optimizer.step()
             else:

@@ -88,6 +88,7 @@ class ReplicaParts:
         lane: Lane of the device where all of it lies.
         precision: "bf16" and "fp16" run forward and loss under autocast, "fp16" with a scaled loss.
         max_grad_norm: Gradients are clipped to this 2-norm between backward and step; None: not.
+        max_grad_value: Each element of the gradients is clipped to this absolute value; None: not.
         width: Batches of the source in a micro-batch.
         caches_casts: Whether autocast casts a weight that is used twice only once. Torch's cache of casts is
             the process's, and each rank that leaves autocast empties it: of several ranks none has it, or
@@ -105,6 +106,7 @@ class ReplicaParts:
     lane: Lane
     precision: Precision = "32"
     max_grad_norm: float | None = None
+    max_grad_value: float | None = None
     width: int = 1
     caches_casts: bool = True
     shares_generator: bool = False
@@ -183,6 +185,8 @@ class Replica:
         self._caches_casts = parts.caches_casts
         self._scaler = torch.amp.GradScaler(self.device.type) if parts.precision == "fp16" else None
         self._max_grad_norm = parts.max_grad_norm
+        self._max_grad_value = parts.max_grad_value
+        self._clips = parts.max_grad_norm is not None or parts.max_grad_value is not None
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
         self.has_stepped = False
@@ -309,10 +313,10 @@ class Replica:
     def _optimize(self, optimizer: Optimizer) -> None:
         """Clip and step; in "fp16" unless a gradient overflowed, and the scale follows."""
         scaler = self._scaler
-        if self._max_grad_norm is not None:
+        if self._clips:
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            self._grad_norms.append(self._clip(self._max_grad_norm))
+            self._clip(self.trained)
         if scaler is None:
             optimizer.step()
         else:
@@ -485,10 +489,19 @@ class Replica:
         value, self._value = self._value, None
         return value
 
-    def _clip(self, max_norm: float) -> Tensor:
-        if self.gradients is None:
-            return nn.utils.clip_grad_norm_(self.trained, max_norm)
-        return self.gradients.clip(max_norm)
+    def _clip(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Clip the gradients of these parameters: by value or by norm, which is kept."""
+        if self._max_grad_value is not None:
+            if self.gradients is None:
+                nn.utils.clip_grad_value_(parameters, self._max_grad_value)
+            else:
+                self.gradients.clamp(self._max_grad_value)
+        if self._max_grad_norm is not None:
+            if self.gradients is None:
+                norm = nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+            else:
+                norm = self.gradients.clip(self._max_grad_norm)
+            self._grad_norms.append(norm)
 
     def _check_first(self) -> None:
         """Check once for mistakes that would otherwise go unnoticed."""

@@ -101,6 +101,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "data there": {"is_streamed": False},
     "two ranks": {"ranks": 2, "policy": "sync"},
     "clipped": {"ranks": 2, "policy": "sync", "max_grad_norm": 0.1},
+    "clipped by value": {"ranks": 2, "policy": "sync", "max_grad_value": 0.01},
     "exact": EVEN,
     "exact, clipped, in pieces": {**EVEN, "max_grad_norm": 0.1, "batch_size": 3, "global_batch_size": 10},
     "accumulation": {"gradient_accumulation_steps": 3},

@@ -79,6 +79,7 @@ def plain(
     make: Make,
     loss: Callable[..., Tensor] = mse,
     clip: float | None = None,
+    clip_value: float | None = None,
     schedule: Callable[[Optimizer], Any] | None = None,
     steps: int | None = None,
     window: int = WINDOW,
@@ -91,6 +92,8 @@ def plain(
         loss(model, (X[index], Y[index])).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), clip_value)
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:
@@ -241,6 +244,17 @@ def test_narrow_precision(precision: str) -> None:
     check_equal(run)
     assert apart(model, expected) < 0.02
     assert apart(model, net()) > 0.1
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_averaged_gradient_is_clipped_by_value(devices: int) -> None:
+    model = net()
+    expected = plain(model, momentum, clip_value=0.01)
+    run = exact(model, momentum, devices, max_grad_value=0.01)
+    assert run.join().global_step == STEPS
+    assert apart(model, expected) < 1e-12
+    assert apart(model, plain(net(), momentum)) > 1e-3
+    assert run.history[0].grad_norm is None
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

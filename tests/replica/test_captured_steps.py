@@ -337,7 +337,7 @@ def test_500_captured_steps_have_the_bits_of_eager_ones(journal: Journal, kind: 
         {"policy": "exact", "ratios": [0.5, 0.5]},  # with dropout, with each rank's own numbers
         {"policy": "exact", "ratios": [0.7, 0.3], "model": layers, "global_batch_size": 16},
         {"policy": "sync", "model": layers, "gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
-        {"policy": "sync", "model": layers, "precision": "bf16"},
+        {"policy": "sync", "model": layers, "precision": "bf16", "max_grad_value": 0.01},
     ],
 )
 def test_several_ranks_have_the_bits_of_eager_ones(journal: Journal, options: dict[str, Any]) -> None:

@@ -221,14 +221,19 @@ def heads(model: nn.Module, batch: tuple[Tensor, Sequence[int]]) -> Tensor:
     return torch.stack(losses).sum()
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+@pytest.mark.parametrize("clips", [{}, {"max_grad_norm": 0.05}, {"max_grad_value": 0.001}], ids=str)
 @pytest.mark.parametrize("precision", ["32", "fp16"])
-def test_a_head_that_a_batch_leaves_out_is_not_stepped(max_grad_norm: float | None, precision: str) -> None:
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_a_head_that_a_batch_leaves_out_is_not_stepped(
+    clips: dict[str, float], precision: str, is_flat: bool
+) -> None:
     torch.manual_seed(0)
     module, twin = TwoHeads(), TwoHeads()
     twin.load_state_dict(module.state_dict())
     made, plain = (torch.optim.AdamW(one.parameters(), 0.1, fused=True) for one in (module, twin))
-    mine = Replica(parts_of(module, made, precision=precision, max_grad_norm=max_grad_norm), heads)
+    if not is_flat:
+        made.register_step_post_hook(lambda *_: None)
+    mine = Replica(parts_of(module, made, precision=precision, **clips), heads)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     worker = CurrentWorker(0, CPU, module, samples=3, sink=lambda *_: None)
     for number in range(12):
@@ -238,17 +243,36 @@ def test_a_head_that_a_batch_leaves_out_is_not_stepped(max_grad_norm: float | No
         with torch.autocast("cpu", torch.float16, enabled=precision == "fp16"):
             loss = heads(twin, batch)
         scaler.scale(loss).backward()
-        if max_grad_norm is not None:
+        if clips:
             scaler.unscale_(plain)
-            nn.utils.clip_grad_norm_(twin.parameters(), max_grad_norm)
+        if "max_grad_norm" in clips:
+            nn.utils.clip_grad_norm_(twin.parameters(), clips["max_grad_norm"])
+        if "max_grad_value" in clips:
+            nn.utils.clip_grad_value_(twin.parameters(), clips["max_grad_value"])
         scaler.step(plain)
         scaler.update()
         plain.zero_grad()
-    assert mine.steps_flat
+    assert mine.steps_flat is is_flat
     for one, other in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     for key, state in plain.state_dict()["state"].items():
         assert made.state_dict()["state"][key]["step"] == state["step"]
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_each_element_is_clipped_by_value(is_flat: bool) -> None:
+    module = nn.Linear(2, 2, bias=False)
+    before = module.weight.detach().clone()
+    optimizer = torch.optim.SGD(module.parameters(), 1.0)
+    if not is_flat:
+        optimizer.register_step_post_hook(lambda *_: None)
+    mine = Replica(parts_of(module, optimizer, max_grad_value=0.5), lambda model, x: (model.weight * x).sum())
+    gradient = torch.tensor([[3.0, -2.0], [0.25, -0.5]])
+    mine.add(gradient, CurrentWorker(0, CPU, module, samples=2, sink=lambda *_: None))
+    mine.step()
+    assert mine.steps_flat is is_flat
+    torch.testing.assert_close(before - module.weight, torch.tensor([[0.5, -0.5], [0.25, -0.5]]))
+    assert mine.take_norms() == ()
 
 
 def test_what_is_undone_has_touched_nothing() -> None:
