@@ -1,12 +1,17 @@
-"""Validation and prediction with a Trainer's settings, on all its devices, without a run."""
+"""Forwards with a Trainer's settings on all its devices, outside a run: validation, prediction, a trial."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -16,7 +21,8 @@ from flowdp.config import DatasetOption, RunConfig
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.device.process_tuning import as_tuning
 from flowdp.engine.active_runs import check_free
-from flowdp.engine.evaluation import EvaluatedReplica
+from flowdp.engine.evaluation import EvaluatedReplica, Evaluator
+from flowdp.engine.metrics import rank_metrics
 from flowdp.engine.predictor import Predictor, PredictStep, forward_step, joined
 from flowdp.engine.rank_threads import on_all_ranks
 from flowdp.engine.shared_batches import SharedBatches
@@ -26,11 +32,11 @@ from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import evaluation_means
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.inference import build_inference
+from flowdp.replica.replica import Replica
 from flowdp.result import TrainedState
-from flowdp.start import open_evaluator
 from flowdp.validators import check_function, check_int
 
-__all__ = ["StateOption", "predict", "validate"]
+__all__ = ["StateOption", "open_evaluator", "predict", "try_evaluation", "validate"]
 
 StateOption = TrainedState | str | PathLike[str]
 
@@ -83,6 +89,72 @@ def predict(
     parts = on_all_ranks(predictor.run, replicas, batches, _tuning(config), "predicts")
     outputs = {number: output for part in parts for number, output in part.items()}
     return joined([outputs[number] for number in sorted(outputs)])
+
+
+def open_evaluator(config: RunConfig) -> Evaluator | None:
+    """Open the evaluation's dataset, with metrics for each rank; None where there is no evaluation.
+
+    Raises:
+        OptionError: The dataset is wrong.
+    """
+    source = config.open_evaluation()
+    if source is None or config.evaluation is None:
+        return None
+    return Evaluator(source, config.evaluation.step, rank_metrics(config.metrics, config.world_size))
+
+
+def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
+    """Evaluate some batches before the first epoch, so that an error there is found before the training.
+
+    No trace is left: the numbers are dropped, and random numbers and buffers are as before.
+
+    Args:
+        config: Settings of the run.
+        replicas: Replicas of all ranks, newly built.
+
+    Raises:
+        DataError: The dataset failed.
+        StepError: The user's code raised.
+
+    Threads:
+        The user's, before any thread of the run exists.
+    """
+    options = config.evaluation
+    if options is None or not options.sanity_check:
+        return
+    is_less = isinstance(options.limit_batches, int) and options.limit_batches < options.sanity_check
+    few = options if is_less else replace(options, limit_batches=options.sanity_check)
+    evaluator = open_evaluator(replace(config, evaluation=few))
+    assert evaluator is not None
+
+    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> bool:
+        replicas[rank].mark()
+        try:
+            evaluator.run(rank, replica, wait, lambda: None)
+        finally:
+            replicas[rank].undo()
+        return True
+
+    with random_kept(options.dataset):
+        doing = f"tries the evaluation before the first epoch (sanity_check={options.sanity_check})"
+        on_all_ranks(task, replicas, evaluator.batches, _tuning(config), doing)
+
+
+@contextmanager
+def random_kept(dataset: object) -> Iterator[None]:
+    """Restore the generators of the process and of a DataLoader behind the block."""
+    samplers = [dataset, getattr(dataset, "sampler", None), getattr(dataset, "batch_sampler", None)]
+    found = [torch.default_generator, *(getattr(one, "generator", None) for one in samplers)]
+    own = [one for one in found if isinstance(one, torch.Generator)]
+    states = [one.get_state() for one in own]
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        for one, state in zip(own, states, strict=True):
+            one.set_state(state)
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def _replicas(config: RunConfig, state: StateOption | None) -> Sequence[EvaluatedReplica]:

@@ -20,14 +20,13 @@ from flowdp.data.source import Source
 from flowdp.device.discovery import device_names, nvml_uuid
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.engine import Engine
-from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.event_file import EventFile
 from flowdp.engine.failures import Failures
-from flowdp.engine.metrics import rank_metrics
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import Services
 from flowdp.engine.sigterm import SigtermStop, check_sigterm
+from flowdp.inference import open_evaluator, try_evaluation
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.observe.banner import tell_devices
@@ -45,7 +44,7 @@ from flowdp.settings import run_settings
 from flowdp.threads.shield import interrupts_held
 from flowdp.timeline.timeline import Timeline
 
-__all__ = ["barrier_plan", "check_run", "find_start", "open_evaluator", "open_folder", "start_run"]
+__all__ = ["barrier_plan", "check_run", "find_start", "open_folder", "start_run"]
 
 log = logging.getLogger("flowdp")
 
@@ -103,6 +102,8 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         resumed.put_back(replicas)
         log.info("going on from %s: step %d", resumed, resumed.position.global_step)
     check_checkpoints(config.checkpoint, source)
+    if resumed is None:
+        try_evaluation(config, replicas)
     total_steps = config.total_steps(source.batches)
     bar = _bar(config, source, resumed, total_steps)
     callbacks = config.callbacks if bar is None else (bar, *config.callbacks)
@@ -212,18 +213,6 @@ def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = T
         is_saved=resumed is not None and resumed.path is not None and isinstance(config.resume, bool),
         inside=inside,
     )
-
-
-def open_evaluator(config: RunConfig) -> Evaluator | None:
-    """Open the evaluation's dataset, with metrics for each rank; None where there is no evaluation.
-
-    Raises:
-        OptionError: The dataset is wrong.
-    """
-    source = config.open_evaluation()
-    if source is None or config.evaluation is None:
-        return None
-    return Evaluator(source, config.evaluation.step, rank_metrics(config.metrics, config.world_size))
 
 
 def _bar(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -254,3 +256,94 @@ def test_arguments_that_are_wrong(dataset: Any, options: Any, message: str) -> N
 def test_the_precision_is_that_of_the_training() -> None:
     found = trainer(nn.Linear(4, 3), 2, precision="bf16").predict(X)
     assert found.dtype is torch.bfloat16
+
+
+# ---------------------------------------------------------------- before the first epoch
+class Noisy(Samples):
+    """Draws from every generator of the process."""
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.rand(()) + random.random() + np.random.rand()
+        return X[index] + 0.1 * noise, Y[index]
+
+
+class Counting(nn.Module):
+    """Keeps a number in a buffer, in eval mode too, and has dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.net(x) + 0.01 * self.forwards
+
+
+def trained(sanity_check: int, evaluated: list[int]) -> flowdp.TrainedState:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        evaluated.append(len(batch[0]))
+        flowdp.record_scalar("seen", 1.0)
+        return {"loss": F.cross_entropy(model(batch[0]), batch[1])}
+
+    held_out = DataLoader(
+        Noisy(), 8, sampler=torch.utils.data.RandomSampler(range(53), generator=torch.Generator())
+    )
+    evaluation = EvaluationOptions(held_out, step=step, sanity_check=sanity_check)
+    return trainer(Counting(), 1, evaluation=evaluation, epochs=2).fit()
+
+
+def test_a_run_is_the_same_to_the_bit_with_a_sanity_check_and_without_one() -> None:
+    with_two: list[int] = []
+    without: list[int] = []
+    state, plain = trained(2, with_two), trained(0, without)
+    assert len(with_two) == len(without) + 2
+    assert state.state_dict.keys() == plain.state_dict.keys()
+    for name, value in plain.state_dict.items():
+        assert torch.equal(state.state_dict[name], value), name
+    assert [one.eval for one in state.history] == [one.eval for one in plain.history]
+    assert all("seen" not in one.scalars for one in state.history)
+
+
+def test_an_error_of_the_evaluation_is_found_before_the_first_epoch() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        assert not model.training, "nothing is trained before"
+        return F.cross_entropy(model(batch[0]), batch[1].float())
+
+    own = trainer(net(), 2, loss=loss, evaluation=(X, Y))
+    with pytest.raises(
+        StepError,
+        match=r"while it tries the evaluation before the first epoch \(sanity_check=2\): RuntimeError",
+    ):
+        own.start()
+    assert not flowdp.runs()
+    assert not [one for one in threading.enumerate() if one.name.startswith("flowdp")]
+
+
+def test_a_resumed_run_has_no_sanity_check(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        calls.append(len(batch[0]))
+        return {}
+
+    options: dict[str, Any] = {"checkpoint": tmp_path, "resume": True}
+    options["evaluation"] = EvaluationOptions((X[:8], Y[:8]), step=step, sanity_check=3)
+    trainer(net(), 1, **options).fit()
+    assert calls == [8, 8]  # one batch is all there is
+    trainer(net(), 1, epochs=2, **options).fit()
+    assert calls == [8, 8, 8]
+
+
+def test_metrics_begin_anew_behind_a_sanity_check() -> None:
+    mend_torchvision()
+    pytest.importorskip("torchmetrics")
+    from torchmetrics.classification import MulticlassConfusionMatrix
+
+    given = {"confusion": MulticlassConfusionMatrix(3)}
+    [record] = trainer(net(), evaluation=(X, Y), metrics=given).fit().history
+    assert sum(record.eval_arrays["confusion"].values) == 53

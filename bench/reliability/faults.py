@@ -180,7 +180,9 @@ class Fault:
                 tune_process=not case.waits,
             ),
             cadence=flowdp.CadenceOptions(anchor=2, max_anchor=3),
-            evaluation=flowdp.EvaluationOptions(evaluated, step=self._evaluate) if is_evaluated else None,
+            evaluation=flowdp.EvaluationOptions(evaluated, step=self._evaluate, sanity_check=0)
+            if is_evaluated
+            else None,
             checkpoint=self._folder,
             callbacks=callbacks,
             failures=flowdp.FailureOptions(

@@ -83,6 +83,9 @@ class EvaluationOptions:
         every: Epochs between two evaluations.
         limit_batches: How many batches are evaluated at most (int), or which fraction of them (float). None:
             all.
+        sanity_check: Batches that are evaluated before the first epoch, while `start()` is called, so that an
+            error there is found before an hour of training; not where a run is resumed. Their numbers go
+            nowhere, and the run is the same with and without it. 0: none.
     """
 
     dataset: Any
@@ -90,6 +93,7 @@ class EvaluationOptions:
     step: EvalStep | None = None
     every: int = 1
     limit_batches: int | float | None = None
+    sanity_check: int = 2
 
     def __post_init__(self) -> None:
         """Check the fields; the dataset is checked when a run opens it.
@@ -100,6 +104,7 @@ class EvaluationOptions:
         check_function("evaluation.step", self.step, "(model, batch)")
         check_int("evaluation.every", self.every)
         check_limit("evaluation.limit_batches", self.limit_batches)
+        check_int("evaluation.sanity_check", self.sanity_check, least=0)
 
 
 def check_evaluation(evaluation: object, train_step: object) -> EvaluationOptions | None:

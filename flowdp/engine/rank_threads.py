@@ -76,7 +76,7 @@ def on_all_ranks(
 
     make_room(len(replicas))
     lanes = [replica.lane for replica in replicas]
-    pools = open_pools([lane.device for lane in lanes], tuning)
+    pools = open_pools([lane.device for lane in lanes], tuning, adapts=True)
     with ExitStack() as stack:
         stack.callback(batches.source.close)
         if len(replicas) > 1:

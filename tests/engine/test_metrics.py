@@ -49,7 +49,7 @@ def records(model: Net, eval_step: Callable[..., Any] | None, epochs: int = 1, *
         lambda params: torch.optim.SGD(params, 0.0),
         options.pop("loss", lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])),
         dataset=(X, Y),
-        evaluation=EvaluationOptions((X, Y), step=eval_step),
+        evaluation=EvaluationOptions((X, Y), step=eval_step, sanity_check=0),
         batch_size=8,
         epochs=epochs,
         **{"devices": 2, "policy": "sync", **options},

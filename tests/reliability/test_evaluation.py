@@ -86,7 +86,7 @@ def test_the_means_are_those_of_plain_pytorch_and_each_sample_is_there_once(
         return {"loss": value, **scalars}
 
     model = Net()
-    evaluated = flowdp.EvaluationOptions(EVALUATED, step=step) if own else EVALUATED
+    evaluated = flowdp.EvaluationOptions(EVALUATED, step=step, sanity_check=0) if own else EVALUATED
     state = real(policy, devices, model=model, evaluation=evaluated).fit()
     assert [set(record.eval) for record in state.history] == [{"loss", "distance"}] * 2
     assert state.history[-1].eval == pytest.approx(plain(model), rel=1e-5)
@@ -147,7 +147,7 @@ def climbs(policy: str, devices: int, scores: list[float], **options: Any) -> fl
         "policy": policy,
         "devices": ["cpu"] * devices,
         "epochs": len(scores),
-        "evaluation": flowdp.EvaluationOptions((torch.arange(5),), step=score),
+        "evaluation": flowdp.EvaluationOptions((torch.arange(5),), step=score, sanity_check=0),
         "progress": False,
         "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     }
@@ -246,7 +246,7 @@ def test_stop_cuts_an_evaluation(tmp_path: Path, recorder: StepRecorder, policy:
         recorder,
         policy,
         devices,
-        evaluation=flowdp.EvaluationOptions((torch.arange(4000),), step=step),
+        evaluation=flowdp.EvaluationOptions((torch.arange(4000),), step=step, sanity_check=0),
         checkpoint=tmp_path,
         **ENDLESS,
     ).start()
@@ -268,7 +268,10 @@ def test_a_failing_evaluation_ends_the_run(recorder: StepRecorder, policy: str, 
         raise ValueError("mine")
 
     run = trainer(
-        recorder, policy, devices, evaluation=flowdp.EvaluationOptions((torch.arange(9),), step=step)
+        recorder,
+        policy,
+        devices,
+        evaluation=flowdp.EvaluationOptions((torch.arange(9),), step=step, sanity_check=0),
     ).start()
     with pytest.raises(StepError, match="failed while it evaluates after epoch 0: ValueError: mine"):
         run.join(WAIT_S)

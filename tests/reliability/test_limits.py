@@ -76,7 +76,7 @@ def evaluated(seen: list[int]) -> Any:
 
 def test_the_evaluation_has_a_limit_of_its_own(recorder: StepRecorder) -> None:
     seen: list[int] = []
-    evaluation = EvaluationOptions(indices(), step=evaluated(seen), limit_batches=2)
+    evaluation = EvaluationOptions(indices(), step=evaluated(seen), limit_batches=2, sanity_check=0)
     trainer(recorder, "sync", 2, epochs=1, evaluation=evaluation).fit()
     assert sorted(seen) == list(range(2 * BATCH))
     assert set(recorder.samples(0)) == set(range(SAMPLES))
@@ -86,7 +86,7 @@ def test_the_evaluation_has_a_limit_of_its_own(recorder: StepRecorder) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_batches_are_trained_and_evaluated(recorder: StepRecorder, policy: str) -> None:
     seen: list[int] = []
-    evaluation = EvaluationOptions((torch.full((5,), -1),), step=evaluated(seen))
+    evaluation = EvaluationOptions((torch.full((5,), -1),), step=evaluated(seen), sanity_check=0)
     trainer(recorder, policy, 2, overfit_batches=2, evaluation=evaluation).fit()
     first = list(range(2 * of_a_step(policy)))
     assert [sorted(recorder.samples(epoch).elements()) for epoch in range(3)] == [first] * 3
@@ -100,7 +100,7 @@ class Stream(IterableDataset[Tensor]):
 
 def test_the_first_batches_of_a_stream(recorder: StepRecorder) -> None:
     seen: list[int] = []
-    evaluation = EvaluationOptions((torch.full((5,), -1),), step=evaluated(seen))
+    evaluation = EvaluationOptions((torch.full((5,), -1),), step=evaluated(seen), sanity_check=0)
     job = trainer(recorder, "cadence", 2, dataset=Stream(), overfit_batches=2, evaluation=evaluation)
     job.fit()
     first = list(range(2 * BATCH))
@@ -153,7 +153,7 @@ def test_a_trial_calls_everything_once(
         max_steps=50,
         checkpoint=folder,
         resume=True,
-        evaluation=EvaluationOptions(indices(), step=evaluated(seen), every=4),
+        evaluation=EvaluationOptions(indices(), step=evaluated(seen), every=4, sanity_check=0),
         callbacks=[calls, logs, flowdp.EarlyStopping("samples", restore_best=True)],
         cadence=flowdp.CadenceOptions(anchor=9, speed_hint=(0, 5.0)),
         global_batch_size=3 * BATCH if policy == "exact" else None,

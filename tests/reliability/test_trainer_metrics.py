@@ -110,7 +110,7 @@ def test_metrics_of_three_devices_are_those_of_one_and_of_a_plain_loop() -> None
             devices,
             loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
             metrics=given,
-            evaluation=EvaluationOptions((X, Y, TRUE, KINDS), step=together(step, devices)),
+            evaluation=EvaluationOptions((X, Y, TRUE, KINDS), step=together(step, devices), sanity_check=0),
         )
         for devices in (1, 3)
     ]
@@ -155,7 +155,7 @@ def test_a_criterion_says_how_they_are_updated() -> None:
         3,
         loss=nn.CrossEntropyLoss(),
         metrics=torchmetrics.MetricCollection(metrics(), prefix="val_"),
-        evaluation=(X, Y),
+        evaluation=EvaluationOptions((X, Y), sanity_check=0),
     )
     assert record.eval["loss"] == pytest.approx(loss, abs=1e-6)
     assert record.eval["val_f1"] == pytest.approx(plain["f1"].compute().item(), abs=1e-6)

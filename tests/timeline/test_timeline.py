@@ -196,7 +196,7 @@ def test_a_run_that_fails_leaves_its_file(tmp_path: Path) -> None:
         raise ValueError("a bad batch")
 
     with pytest.raises(flowdp.StepError):
-        run_of(loss=loss, timeline=str(tmp_path / "run.json"))
+        run_of(loss=loss, evaluation=None, timeline=str(tmp_path / "run.json"))
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
 
 
