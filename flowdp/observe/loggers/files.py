@@ -97,15 +97,16 @@ class _RowFile:
         """Rename the file."""
         return set_aside(self.path)
 
-    def open(self) -> None:
+    def open(self) -> TextIO:
         """Open the file for more rows."""
         self._file = self.path.open("a", encoding="utf-8", newline=self.newline)
+        return self._file
 
     def write(self, text: str) -> None:
         """Write a row, and hand it to the system."""
-        assert self._file is not None
-        self._file.write(text)
-        self._file.flush()
+        file = self._file or self.open()  # a rewriting that failed, on a full disk say, has closed it
+        file.write(text)
+        file.flush()
 
     def close(self) -> None:
         """Close the file, if it is open."""

@@ -64,6 +64,7 @@ class _EventFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: Any = None
+        self._ending: Any = None  # the summary that ends a run which has not failed
 
     def begin(self, settings: Mapping[str, Setting], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import

@@ -256,3 +256,27 @@ def test_a_file_that_is_lost_is_reported_and_the_run_goes_on(tmp_path: Path) -> 
     [problem] = run.status().problems
     assert "CSVLogger.on_epoch_end raised" in problem
     assert "(2 times)" in problem
+
+
+def test_a_column_that_could_not_be_added_costs_its_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.csv"
+    one = logger(flowdp.CSVLogger, path)
+    one.begin({}, 0)
+    one.log({"a": 1.0}, 1)
+    with monkeypatch.context() as full:
+        full.setattr(
+            Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
+        with pytest.raises(OSError, match="No space left"):
+            one.log({"a": 2.0, "b": 2.0}, 2)
+    one.log({"a": 3.0}, 3)
+    one.log({"a": 4.0, "b": 4.0}, 4)
+    one.end("done")
+    assert [list(row.values()) for row in rows_of(path)] == [
+        ["1", "1.0", ""],
+        ["3", "3.0", ""],
+        ["4", "4.0", "4.0"],
+    ]
+    assert not (tmp_path / "m.csv.tmp").exists()
