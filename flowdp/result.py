@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from flowdp.checkpoint.export import save_weights
 from flowdp.checkpoint.resume import StopPosition, find
-from flowdp.checkpoint.weights import Weights, load_average
+from flowdp.checkpoint.weights import Weights, checked_average, load_average
 from flowdp.device.flat_parameters import memory_key
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_metric
@@ -111,7 +111,7 @@ class TrainedState:
         """
         return load_average(self.ema, module)
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the parameters and buffers to a file for other programs; not to resume from.
 
         Tied parameters are one tensor in the file; `safetensors.torch.load_model(model, path)` reads a
@@ -119,12 +119,14 @@ class TrainedState:
 
         Args:
             path: Its suffix says the format: `.safetensors`, `.pt` or `.pth`.
+            ema: The moving average, in place of the last weights.
 
         Raises:
-            OptionError: The suffix is another one; or safetensors is not installed, or cannot hold a value.
+            OptionError: The suffix is another one; or safetensors is not installed, or cannot hold a value;
+                or there is no moving average.
             OSError: It cannot be written.
         """
-        save_weights(path, self.state_dict)
+        save_weights(path, checked_average(self.ema) if ema else self.state_dict)
 
 
 @dataclass(frozen=True)

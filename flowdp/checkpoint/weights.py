@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowdp.errors import OptionError
 
-__all__ = ["Weights", "load_average"]
+__all__ = ["Weights", "checked_average", "load_average"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Weights:
         return {**self.model, **self.ema} if self.ema else None
 
 
-def load_average(average: Mapping[str, Tensor] | None, module: nn.Module) -> nn.Module:
-    """Copy an averaged state_dict into a module of the same structure, and return it.
+def checked_average(average: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    """Check that there is an average, and return it.
 
     Raises:
         OptionError: There is none.
@@ -40,5 +40,14 @@ def load_average(average: Mapping[str, Tensor] | None, module: nn.Module) -> nn.
         raise OptionError(
             "there is no moving average of the weights: train with callbacks=[flowdp.EMA(0.999)]"
         )
-    module.load_state_dict(average)
+    return average
+
+
+def load_average(average: Mapping[str, Tensor] | None, module: nn.Module) -> nn.Module:
+    """Copy an averaged state_dict into a module of the same structure, and return it.
+
+    Raises:
+        OptionError: There is none.
+    """
+    module.load_state_dict(checked_average(average))
     return module

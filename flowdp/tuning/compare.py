@@ -41,7 +41,7 @@ class ComparedRun:
         loss: Training loss, over the last tenth of the samples; None where the run records none.
         first_loss: Over the first tenth.
         eval: Means of the last evaluation, empty without one.
-        efficiency: Fraction of the devices' time that was spent in steps, at most 1.
+        efficiency: Throughput over that of the devices in their steps, as `Run.report()` has it.
         curve: (seconds, loss) at the end of each round, or of the rounds that ended together.
     """
 
@@ -154,12 +154,14 @@ def _compared(name: str, config: RunConfig, epochs: int, seed: int) -> ComparedR
     try:
         with trial_run(replace(config, replica=own, epochs=epochs, max_steps=None)) as run:
             rounds = list(run.metrics(every="round"))
-        return _summed(name, rounds, run.history)
+        return _summed(name, rounds, run.history, run.report().efficiency)
     except Exception as error:  # of a factory, too, which is the user's code
         return ComparedRun(name, error)
 
 
-def _summed(name: str, rounds: Sequence[RoundEnded], history: Sequence[EpochMetrics]) -> ComparedRun:
+def _summed(
+    name: str, rounds: Sequence[RoundEnded], history: Sequence[EpochMetrics], efficiency: float
+) -> ComparedRun:
     seconds = sum(epoch.epoch_ms for epoch in history) / 1e3
     samples = sum(sum(one.samples) for one in rounds)
     time_ms, curve = 0.0, []
@@ -167,7 +169,6 @@ def _summed(name: str, rounds: Sequence[RoundEnded], history: Sequence[EpochMetr
         time_ms += one.wall_ms
         if one.loss is not None:
             curve.append((time_ms / 1e3, one.loss))
-    weighted = sum(epoch.efficiency * epoch.epoch_ms for epoch in history)
     return ComparedRun(
         name,
         seconds=seconds,
@@ -175,7 +176,7 @@ def _summed(name: str, rounds: Sequence[RoundEnded], history: Sequence[EpochMetr
         loss=_mean(rounds[::-1], TAIL * samples),
         first_loss=_mean(rounds, TAIL * samples),
         eval=history[-1].eval,
-        efficiency=weighted / (1e3 * seconds) if seconds else 0.0,
+        efficiency=efficiency,
         curve=tuple(curve),
     )
 

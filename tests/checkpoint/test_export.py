@@ -89,6 +89,21 @@ def test_safetensors_reads_it_and_tied_weights_are_there_once(
     assert safetensors.load_file(tmp_path / "theirs.safetensors").keys() == stored.keys()
 
 
+def test_a_moving_average_is_written_in_place_of_the_weights(
+    tmp_path: Path, state: flowdp.TrainedState
+) -> None:
+    averaged = trainer(Tied, callbacks=[flowdp.EMA(0.9)]).fit()
+    averaged.save(tmp_path / "ema.safetensors", ema=True)
+    fresh = Tied()
+    safetensors.load_model(fresh, tmp_path / "ema.safetensors")
+    assert averaged.ema is not None
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(tensor, averaged.ema[name]), name
+    assert not torch.equal(fresh.head.weight, averaged.state_dict["head.weight"])
+    with pytest.raises(flowdp.OptionError, match=r"there is no moving average.*flowdp\.EMA"):
+        state.save(tmp_path / "none.pt", ema=True)
+
+
 def test_weights_that_are_merely_equal_are_not_tied(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     for parameter in model.parameters():
