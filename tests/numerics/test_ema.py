@@ -231,7 +231,7 @@ def test_the_best_epoch_has_its_own(tmp_path: Path) -> None:
 
     kept = Kept()
     options: dict[str, Any] = {
-        "evaluation": EvaluationOptions(DATA, step=step),
+        "evaluation": EvaluationOptions(DATA, step=step, sanity_check=0),
         "checkpoint": CheckpointOptions(tmp_path, keep_best=("score", "max")),
     }
     stopping = flowdp.EarlyStopping("score", mode="max", patience=None, restore_best=True)
