@@ -226,7 +226,7 @@ class Trainer:
                 precision=precision,
                 max_grad_norm=max_grad_norm,
                 max_grad_value=max_grad_value,
-                scheduler=check_scheduler(scheduler, optimizer),
+                scheduler=check_scheduler(scheduler, optimizer, global_batch_size),
                 capture=check_capture(runtime.capture, train_step),
                 ema_decay=ema_decay_of(listed),
                 repeats=ratios is not None,

@@ -110,11 +110,14 @@ class SchedulerOptions:
         _check_unit(self.scheduler, self.unit)
 
 
-def check_scheduler(scheduler: object, optimizer: object) -> SchedulerOptions:
-    """Check the options of the learning rate against the optimizer; None is the default.
+def check_scheduler(
+    scheduler: object, optimizer: object, global_batch_size: int | None = None
+) -> SchedulerOptions:
+    """Check the options of the learning rate against the optimizer and the batch; None is the default.
 
     Raises:
-        OptionError: They are no options, or do not belong to the optimizer.
+        OptionError: They are no options, do not belong to the optimizer, or scale the rate of a batch that
+            is the same on any number of devices.
     """
     if scheduler is None:
         return SchedulerOptions()
@@ -122,6 +125,11 @@ def check_scheduler(scheduler: object, optimizer: object) -> SchedulerOptions:
         raise OptionError(
             f"scheduler must be SchedulerOptions(..., unit='step' or 'epoch'), not {scheduler!r}: a wrong "
             "guess of the unit would be a silently wrong schedule"
+        )
+    if scheduler.lr_scaling and global_batch_size is not None:
+        raise OptionError(
+            f"lr_scaling={scheduler.lr_scaling!r} is for batches that grow with the devices, and with "
+            f"global_batch_size={global_batch_size} they do not: leave one of them out"
         )
     own = scheduler.scheduler
     if own is not None and _is_scheduler(own) and own.optimizer is not optimizer:

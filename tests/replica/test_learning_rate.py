@@ -456,6 +456,25 @@ def test_a_resumed_warm_up_has_the_same_bits(stop: int) -> None:
         assert cut.value == whole.value
 
 
+def test_a_batch_that_does_not_grow_with_the_devices_needs_no_scaling() -> None:
+    given: dict[str, Any] = {"dataset": torch.ones(8, 1), "batch_size": 2, "epochs": 1, "policy": "exact"}
+    scaled = SchedulerOptions(lr_scaling="linear", warmup_steps=3)
+    with pytest.raises(OptionError, match=r"lr_scaling='linear' is for batches that grow .*=4 they do not"):
+        Trainer(nn.Linear(1, 1), sgd_of, mse, global_batch_size=4, scheduler=scaled, **given)
+    Trainer(nn.Linear(1, 1), sgd_of, mse, scheduler=scaled, **given)
+    Trainer(
+        nn.Linear(1, 1), sgd_of, mse, global_batch_size=4, scheduler=SchedulerOptions(warmup_steps=3), **given
+    )
+
+
+def sgd_of(params: Any) -> SGD:
+    return SGD(params, 0.1)
+
+
+def mse(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.mse_loss(model(batch), batch)
+
+
 # ---------------------------------------------------------------- other schedulers than torch's
 class Cosine:
     """Like timm's: stepped with the number of the epoch, or of the update, and ignoring the other."""
