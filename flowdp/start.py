@@ -31,6 +31,7 @@ from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.observe.banner import tell_devices
 from flowdp.observe.bar import ProgressBar
+from flowdp.observe.callbacks import step_callbacks
 from flowdp.observe.observer import Observer
 from flowdp.observe.timeline_file import TimelineFile
 from flowdp.protocol.messages import Requested
@@ -133,6 +134,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             fingerprint=described,
             event_file=_open_event_file(config, records, undo),
             sigterm=_open_sigterm(config, requests, undo),
+            step_callbacks=step_callbacks(config.callbacks),
             close_observer=observer.close,
             timeline=_open_timeline(config),
         )

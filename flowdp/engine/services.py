@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from flowdp.checkpoint.writer import Saver
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import Collective
 from flowdp.data.source import Source
+from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.event_file import EventFile
 from flowdp.engine.failures import Failures
@@ -33,6 +36,7 @@ class Services:
         sigterm: Stops the run at SIGTERM; None: it does not.
         event_file: File of the coordinator's events; None: there is none.
         timeline: Recorder of spans and events; None: there is none.
+        step_callbacks: Called after each step of each rank, in its thread, with its worker and its loss.
         close_observer: Waits for the callbacks, for so many seconds at most; False: one does not return.
     """
 
@@ -46,6 +50,7 @@ class Services:
     sigterm: SigtermStop | None = None
     event_file: EventFile | None = None
     timeline: Timeline | None = None
+    step_callbacks: Sequence[Callable[[CurrentWorker, Tensor | None], object]] = ()
     close_observer: Callable[[float | None], bool] = lambda _: True
 
 

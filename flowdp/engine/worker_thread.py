@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowdp.collective.base import Averaging
 from flowdp.data.open_feeds import Feed
@@ -60,7 +61,6 @@ from flowdp.protocol.messages import (
     Updated,
     WorkerReady,
 )
-from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.replica import Replica
 from flowdp.threads.inbox import Inbox
 
@@ -130,7 +130,7 @@ class Worker:
         self._lane = replica.lane
         # Where the others continue without a rank that raises, the batches since its last mean are dealt
         # again. In exact, the parameters that have a gradient depend on the ranks that count.
-        is_known = meeting.snapshots is not None or isinstance(replica, ExactReplica)
+        is_known = meeting.snapshots is not None or replica.steps_at_gate
         is_known |= self._goes_on and options.on_nan == "raise"
         is_late = self._lane.is_async and collective.masks and not is_known
         self.machine = WorkerMachine(rank, global_step, is_late=is_late)
@@ -154,6 +154,8 @@ class Worker:
         self._post = services.requests.inbox.post
         self._failures = services.failures
         self._pool = pool
+        self._step_callbacks = tuple(services.step_callbacks)
+        self._part_loss: Tensor | None = None  # of the step that comes behind the gate (exact)
         self._fed = 0  # the machine's plans that the feed knows
         self._is_fit = False
 
@@ -297,6 +299,12 @@ class Worker:
             self._retry.run(batcher.micros, full)
         self._feed.release()
         loss = replica.step(batcher.factor)
+        current.local_step += 1
+        if self._step_callbacks:
+            if replica.steps_at_gate:
+                self._part_loss = loss
+            else:
+                self._call_back(loss, batcher.samples)
         meter.end(loss, batcher.samples, step, replica.take_norms(), replica.loss_weight)
         if not self._pool.is_fixed:
             set_own_threads(self._pool.worked(meter.step_ms, batcher.samples))
@@ -304,7 +312,18 @@ class Worker:
             self._numbers.check_losses()
         self.machine.trained(batcher.samples)
         batcher.end(step)
-        current.local_step += 1
+
+    def _call_back(self, loss: Tensor | None, samples: int) -> None:
+        """Call the callbacks of steps; an error of theirs is one of this step."""
+        current = self.current
+        current.samples = samples
+        for call in self._step_callbacks:
+            try:
+                call(current, loss)
+            except BaseException as error:
+                current.local_step -= 1  # the error names the step, which is counted already
+                error.add_note(f"in {getattr(call, '__qualname__', call)}")
+                raise
 
     def _add_compiled(self, batch: Any, current: worker_context.CurrentWorker, share: float) -> None:
         """Train a micro-batch; other ranks reuse its compilations."""
@@ -420,6 +439,9 @@ class Worker:
             replica.meet(outcome)
             self._meter.stepped(replica.take_norms())
         self.current.lr = replica.learning_rate.value
+        if self._step_callbacks and arrival.samples:
+            loss, self._part_loss = self._part_loss, None
+            self._call_back(loss, arrival.samples)
 
     def _set_lr(self, lr: float, position: int) -> None:
         self.replica.learning_rate.set(lr, position, self.current.epoch)

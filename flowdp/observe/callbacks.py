@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from torch import Tensor
+
+from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import OptionError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Monitor
@@ -25,10 +28,12 @@ __all__ = [
     "checkpoint_of",
     "ema_decay_of",
     "monitor_of",
+    "overrides",
+    "step_callbacks",
 ]
 
 METHODS = ("on_train_start", "on_round", "on_epoch_end", "on_checkpoint", "on_exception", "on_train_end")
-"""Methods that a callback may override."""
+"""Methods that a callback may override, and that the observer calls: all but `on_step`."""
 
 
 class Callback:
@@ -47,9 +52,9 @@ class Callback:
 
         flowdp.Trainer(..., callbacks=[Keep()])
 
-    All callbacks of a run are called on one thread of its own, one after another, in the order in which they
-    are listed; training goes on meanwhile. One that is slow sees everything later, but of the rounds that
-    wait the last 4,096, and of the checkpoints the last 4.
+    All methods but `on_step` are called on one thread of the run's own, one after another, in the order in
+    which callbacks are listed; training goes on meanwhile. One that is slow sees everything later, but of the
+    rounds that wait the last 4,096, and of the checkpoints the last 4.
 
     An exception of a method is logged the first time, stands in `run.status()`, and changes nothing for the
     other callbacks. It ends the run only where the class says `ends_run = True`.
@@ -66,6 +71,23 @@ class Callback:
 
     ends_run: ClassVar[bool] = False
     skips_dev_run: ClassVar[bool] = False
+
+    def on_step(self, worker: CurrentWorker, loss: Tensor | None) -> None:
+        """A device has taken a step. Called in the step, on the worker's own thread; see docs/callbacks.md.
+
+        All devices call it at once, one thread each, holding the interpreter lock from the others' steps, so
+        it must be short, and must not wait: `loss.item()` waits for the device. An exception is an error of
+        the step, as one of the loss is, and ends the run.
+
+        Args:
+            worker: Rank, device, model, epoch and learning rate, as in the loss; `samples` of the step, and
+                `local_step` with it. `worker.record(name, value)` counts a number towards the epoch's mean.
+            loss: Loss of the step, detached, on the device; under "exact" that of this device's part. Shape
+                []. Clone it to keep it. None where a `train_step` returns none.
+
+        Threads:
+            Worker `rank`; the method may be called by several at the same time.
+        """
 
     def on_train_start(self, run: Any) -> None:
         """The run has begun; training may be some steps further.
@@ -258,6 +280,20 @@ class OnCheckpoint(Callback):
     def on_checkpoint(self, checkpoint: Any) -> None:
         """Call the function."""
         self._function(checkpoint)
+
+
+StepCallback = Callable[[CurrentWorker, Tensor | None], None]
+
+
+def step_callbacks(callbacks: Iterable[Callback]) -> tuple[StepCallback, ...]:
+    """The `on_step` of those that have one of their own, in their order."""
+    return tuple(one.on_step for one in callbacks if overrides(one, "on_step"))
+
+
+def overrides(callback: Callback, method: str) -> bool:
+    """Whether a callback has a method of its own."""
+    own = getattr(callback, method)
+    return getattr(own, "__func__", own) is not getattr(Callback, method)
 
 
 def check_callbacks(callbacks: object) -> tuple[Callback, ...]:

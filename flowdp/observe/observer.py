@@ -13,7 +13,7 @@ from typing import Any
 from flowdp.engine.records import Record, Records
 from flowdp.engine.stacks import stacks
 from flowdp.errors import FlowdpError
-from flowdp.observe.callbacks import METHODS, Callback
+from flowdp.observe.callbacks import METHODS, Callback, overrides
 from flowdp.policy.formats import format_error
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
@@ -52,7 +52,7 @@ class Observer:
     ) -> None:
         self._fail = fail
         self._records = records
-        self._hooks = {name: [one for one in callbacks if _overrides(one, name)] for name in METHODS}
+        self._hooks = {name: [one for one in callbacks if overrides(one, name)] for name in METHODS}
         self._feed = records.feed(rounds=bool(self._hooks["on_round"])) if any(self._hooks.values()) else None
         self._error: Callable[[], BaseException | None] = lambda: None
         self._thread: threading.Thread | None = None
@@ -206,8 +206,3 @@ class Observer:
                 self.inside or "a callback",
                 self.stack,
             )
-
-
-def _overrides(callback: Callback, method: str) -> bool:
-    own = getattr(callback, method)
-    return getattr(own, "__func__", own) is not getattr(Callback, method)

@@ -60,6 +60,7 @@ class ExactReplica(Replica):
     """
 
     gradients: SharedGradients
+    steps_at_gate = True
 
     names_weight = True
 

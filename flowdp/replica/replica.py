@@ -138,6 +138,7 @@ class Replica:
         gradients: Gradients as flat memory; None where each parameter has its own, or none.
         gives_gradients: Never: they are the replica's own.
         names_weight: Whether its losses may name a weight, in place of samples (exact).
+        steps_at_gate: Whether the optimizer steps behind the gate, in `meet` (exact).
         may_be_flat: Whether the optimizer may step the flat memory, not parameter by parameter.
         steps_flat: Whether it does.
         has_state: Whether a forward changes what `mark` notes.
@@ -162,6 +163,7 @@ class Replica:
     gives_gradients = False
     names_weight = False
     may_be_flat = True
+    steps_at_gate = False
 
     def __init__(self, parts: ReplicaParts, function: Callable[..., Any]) -> None:
         module, flat = self.module, self.flat = parts.module, parts.flat

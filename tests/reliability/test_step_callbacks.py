@@ -1,0 +1,121 @@
+"""Tests of `Callback.on_step`: called in each step, on the worker's own thread, and nowhere without it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flowdp
+from flowdp import StepError
+from flowdp.device.worker_context import CurrentWorker
+from tests.numerics.conftest import StepRecorder
+from tests.reliability.small import BATCH, SAMPLES, WAIT_S, Counts, count, trainer
+
+POLICIES = ("sync", "cadence", "async", "exact")
+
+
+class Steps(flowdp.Callback):
+    """Notes each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int, int, int, float]] = []
+        self.losses: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def on_step(self, worker: CurrentWorker, loss: Tensor | None) -> None:
+        assert flowdp.current_worker() is worker
+        assert loss is not None
+        assert loss.shape == ()
+        assert not loss.requires_grad
+        worker.record("twice", 2.0)
+        own = threading.current_thread().name, worker.rank, worker.epoch, worker.local_step, worker.samples
+        with self._lock:
+            self.calls.append((*own, float(loss)))
+
+
+@pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_is_called_in_every_step_on_the_workers_own_thread(
+    recorder: StepRecorder, lanes: str, policy: str, devices: int
+) -> None:
+    steps = Steps()
+    state = trainer(recorder, policy, devices, callbacks=[steps]).fit()
+    if policy != "exact":
+        assert len(steps.calls) == state.global_step
+    assert all(name == f"flowdp-worker-{rank}" for name, rank, *_ in steps.calls)
+    for rank in range(devices):
+        own = [local for _, r, _, local, *_ in steps.calls if r == rank]
+        assert own == list(range(1, len(own) + 1))
+    trained: Counter[int] = Counter()
+    for _, _, epoch, _, samples, _ in steps.calls:
+        trained[epoch] += samples
+    assert trained == dict.fromkeys(range(3), SAMPLES)
+    assert all(epoch.scalars["twice"] == pytest.approx(2.0) for epoch in state.history)
+    for epoch in state.history:
+        losses = [(samples, loss) for _, _, at, _, samples, loss in steps.calls if at == epoch.epoch]
+        mean = sum(samples * loss for samples, loss in losses) / SAMPLES
+        assert epoch.loss == pytest.approx(mean, rel=1e-5)
+
+
+def test_a_step_of_several_batches_is_one_call(recorder: StepRecorder) -> None:
+    steps = Steps()
+    trainer(recorder, "sync", 2, callbacks=[steps], gradient_accumulation_steps=2, epochs=1).fit()
+    assert sorted(samples for *_, samples, _ in steps.calls) == [SAMPLES - 4 * BATCH, 2 * BATCH, 2 * BATCH]
+
+
+class Fails(flowdp.Callback):
+    def on_step(self, worker: CurrentWorker, loss: Tensor | None) -> None:
+        if worker.rank == 1 and worker.local_step == 2:
+            raise KeyError("wrong")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_exception_is_an_error_of_the_step(recorder: StepRecorder, policy: str) -> None:
+    with pytest.raises(StepError, match=r"rank 1 .* KeyError: 'wrong'; in Fails\.on_step") as caught:
+        trainer(recorder, policy, 2, callbacks=[Fails()]).start().join(WAIT_S)
+    assert (caught.value.rank, caught.value.step) == (1, 1)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_the_others_go_on_without_a_rank_that_raises_there(recorder: StepRecorder) -> None:
+    failures = flowdp.FailureOptions(on_failure="continue")
+    state = trainer(recorder, "sync", 2, callbacks=[Fails()], failures=failures).fit()
+    assert state.epochs_done == 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_one_no_worker_has_anything_to_call(recorder: StepRecorder, policy: str) -> None:
+    run = trainer(recorder, policy, 2, callbacks=[flowdp.EarlyStopping(), flowdp.EMA()]).start()
+    workers = run._engine.workers
+    run.join(WAIT_S)
+    assert all(worker._step_callbacks == () for worker in workers)
+
+
+def test_one_alone_has_no_observers_thread(recorder: StepRecorder) -> None:
+    run = trainer(recorder, "sync", 2, callbacks=[Steps()]).start()
+    assert run._observer._thread is None
+    run.join(WAIT_S)
+
+
+def test_a_step_without_a_loss() -> None:
+    losses: list[Any] = []
+
+    class Notes(flowdp.Callback):
+        def on_step(self, worker: CurrentWorker, loss: Tensor | None) -> None:
+            losses.append(loss)
+
+    def step(worker: Any, batch: Any) -> None:
+        worker.backward(count(worker.model, batch))
+        worker.step(worker.optimizers[0])
+
+    flowdp.Trainer(
+        Counts(8), lambda params: torch.optim.SGD(params, 1.0), dataset=(torch.arange(8),), batch_size=4,
+        epochs=1, train_step=step, devices=["cpu"], progress=False, callbacks=[Notes()],
+    ).fit()  # fmt: skip
+    assert losses == [None, None]
