@@ -58,7 +58,7 @@ class Timeline(TimelineRecord):
             OSError: The file cannot be written.
         """
         file = check_path(path)
-        file.write_text(WRITERS[file.suffix](self), encoding="utf-8")
+        file.write_text(WRITERS[file.suffix](self), encoding="utf-8", errors="replace")
 
     def plot(self) -> Figure:
         """Draw lanes, loss and throughput with matplotlib.

@@ -19,9 +19,16 @@ Event = dict[str, Any]
 
 
 def trace_of(timeline: TimelineRecord) -> str:
-    """The timeline as JSON text; times in microseconds since the run began."""
-    events = [*_names(timeline), *_spans(timeline), *_counters(timeline), *_instants(timeline)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
+    """The timeline as JSON text; times in microseconds since the first span began, or the run.
+
+    Threads of ranks start before the run begins, and Perfetto drops spans with times below zero.
+    """
+    timed = [*_spans(timeline), *_counters(timeline), *_instants(timeline)]
+    first = min((0.0, *(event["ts"] for event in timed)))
+    for event in timed:
+        event["ts"] = round(event["ts"] - first, 3)
+    whole = {"traceEvents": [*_names(timeline), *timed], "displayTimeUnit": "ms"}
+    return json.dumps(whole, allow_nan=False, ensure_ascii=False)  # Perfetto shows "\u2192" as it stands
 
 
 def _names(timeline: TimelineRecord) -> Iterator[Event]:

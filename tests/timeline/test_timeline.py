@@ -7,6 +7,7 @@ import math
 import sys
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -189,6 +190,18 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
     steps = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["name"] == "step"]
     assert sum(one["args"]["count"] for one in steps) == sum(run.status().local_steps)
     assert len(run.timeline.plot().axes) == 3
+
+
+def test_a_trace_has_no_time_below_zero(tmp_path: Path) -> None:
+    timeline = Timeline(["a", "b"])
+    begun_s = perf_counter()
+    timeline.begin(lambda: pytest.fail("a trace has no report"))
+    timeline.ranks[0].add(Activity.IDLE, begun_s - 1.0, begun_s)
+    timeline.note(ended(0))
+    timeline.save(tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert [(one["ts"], one["dur"]) for one in events if one["ph"] == "X"] == [(0.0, pytest.approx(1e6))]
+    assert all(one["ts"] >= 1e6 for one in events if one["ph"] == "C")
 
 
 def test_a_run_that_fails_leaves_its_file(tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""Short real runs with a timeline, for pages and traces."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import flowdp
+from flowdp.timeline.sampler import HostReading
+
+__all__ = ["timed_run"]
+
+
+def timed_run(devices: int) -> flowdp.Run:
+    """A run of two epochs on so many CPU devices, to its end."""
+    torch.manual_seed(0)
+    data = torch.randn(512, 8), torch.randn(512, 1)
+    run = flowdp.Trainer(
+        nn.Linear(8, 1),
+        lambda params: torch.optim.SGD(params, lr=0.01),
+        nn.MSELoss(),
+        dataset=data,
+        evaluation=data,
+        batch_size=4,
+        epochs=2,
+        devices=["cpu"] * devices,
+        timeline=True,
+        progress=False,
+    ).start()
+    run.join()
+    for _ in range(2):  # it may have ended before the first sample
+        run.timeline.sample(HostReading(1.0, 1e9), [])
+    return run
