@@ -1,0 +1,1 @@
+"""The same program by flowdp and by its peers."""
