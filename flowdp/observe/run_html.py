@@ -115,13 +115,13 @@ def _devices(report: EfficiencyReport) -> str:
         ]
         for row, bar in zip(table.rows, bars, strict=True)
     ]
-    return _table(table.heads, rows)
+    return _table(table.header, rows)
 
 
 def _epochs(history: Sequence[EpochMetrics]) -> str:
     table = epoch_table(history, EPOCHS)
     rows = [list(map(escape, row)) for row in table.rows]
-    return _table(map(escape, table.heads), rows) if rows else ""
+    return _table(map(escape, table.header), rows) if rows else ""
 
 
 def _problems(view: RunView) -> str:

@@ -4,44 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import IO
 
 from flowdp.policy.efficiency import DeviceEfficiency, EfficiencyReport
 from flowdp.policy.formats import format_duration, format_metric
+from flowdp.policy.table import Table
 from flowdp.policy.tally import EpochMetrics
 
-__all__ = ["Table", "device_table", "epoch_table", "print_tables"]
+__all__ = ["device_table", "epoch_table", "print_tables"]
 
 LOSSES = 2
 """Parts of a device's time that are named."""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Cells of text.
-
-    Attributes:
-        heads: Names of the columns.
-        rows: Cells of each row, as many as there are columns.
-        texts: Columns that are aligned left; the others hold numbers.
-    """
-
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    texts: tuple[int, ...] = (0,)
-
-    def __str__(self) -> str:
-        lines = (self.heads, *self.rows)
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if at in self.texts else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
 
 
 def epoch_table(history: Sequence[EpochMetrics], newest: int) -> Table:
@@ -112,7 +86,7 @@ def print_tables(tables: Sequence[Table], headline: str, file: IO[str]) -> None:
     console = Console(file=file, width=_width(file))
     for table in filled:
         drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for at, head in enumerate(table.heads):
+        for at, head in enumerate(table.header):
             drawn.add_column(Text(head), justify="left" if at in table.texts else "right", no_wrap=True)
         for row in table.rows:
             drawn.add_row(*map(Text, row))  # as text: a name may look like markup

@@ -13,6 +13,7 @@ from enum import StrEnum
 from html import escape
 
 from flowdp.policy.formats import format_duration
+from flowdp.policy.table import Table
 
 __all__ = ["PARTS", "Activity", "DeviceEfficiency", "EfficiencyReport", "RankTimes", "efficiency_of"]
 
@@ -117,19 +118,19 @@ class EfficiencyReport:
         return self.parts["training"]
 
     def __str__(self) -> str:
-        columns = [("all", self.parts), *((one.device, one.parts) for one in self.devices)]
-        widths = [max(len(name), 7) for name, _ in columns]
-        label = max(map(len, PARTS))
-        lines = [self.headline, ""]
-        names = (name.rjust(width) for (name, _), width in zip(columns, widths, strict=True))
-        lines.append("  ".join((" " * label, *names)))
-        for part in PARTS:
-            cells = (
-                f"{100 * parts[part]:.1f} %".rjust(width)
-                for (_, parts), width in zip(columns, widths, strict=True)
-            )
-            lines.append("  ".join((part.ljust(label), *cells)))
-        return "\n".join(lines)
+        return f"{self.headline}\n\n{self.table}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(self.headline)}</p>{self.table._repr_html_()}"
+
+    @property
+    def table(self) -> Table:
+        """Parts of all devices together and of each."""
+        columns = (self.parts, *(one.parts for one in self.devices))
+        return Table(
+            ("", "all", *(one.device for one in self.devices)),
+            [(part, *(f"{100 * parts[part]:.1f} %" for parts in columns)) for part in PARTS],
+        )
 
     @property
     def headline(self) -> str:
@@ -138,19 +139,6 @@ class EfficiencyReport:
             f"{self.reached:,.0f} of {self.ideal:,.0f} samples/s ({100 * self.efficiency:.1f} %) in "
             f"{format_duration(self.wall_ms)}"
         )
-
-    def _repr_html_(self) -> str:
-        heads = "".join(f"<th>{escape(name)}</th>" for name in ("", "all", *(d.device for d in self.devices)))
-        rows = "".join(
-            f"<tr><th>{escape(part)}</th>"
-            + "".join(
-                f"<td>{100 * parts[part]:.1f} %</td>"
-                for parts in (self.parts, *(one.parts for one in self.devices))
-            )
-            + "</tr>"
-            for part in PARTS
-        )
-        return f"<p>{escape(self.headline)}</p><table><tr>{heads}</tr>{rows}</table>"
 
 
 def efficiency_of(ranks: Sequence[RankTimes], names: Sequence[str]) -> EfficiencyReport:

@@ -15,7 +15,7 @@ from flowdp.config import RunConfig
 from flowdp.data.open_source import dataset_length
 from flowdp.errors import FlowdpError, OptionError, OutOfDeviceMemory
 from flowdp.observe.figure import new_figure
-from flowdp.observe.table import Table
+from flowdp.policy.table import Table
 from flowdp.replica.batch_sizes import plan_sizes
 from flowdp.trainer import Trainer
 from flowdp.tuning.trial import trial_run

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from flowdp.config import DatasetOption, RunConfig
 from flowdp.errors import OptionError
 from flowdp.observe.figure import new_figure
-from flowdp.observe.table import Table
 from flowdp.policy.formats import format_duration, format_error, format_metric
+from flowdp.policy.table import Table
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
 from flowdp.trainer import Trainer

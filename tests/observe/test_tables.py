@@ -22,7 +22,7 @@ def epoch(number: int, **scalars: tuple[float, float]) -> EpochMetrics:
 
 def test_epochs_with_the_names_of_any_of_them() -> None:
     table = epoch_table([epoch(0), epoch(1, acc=(3.0, 4.0)), epoch(2)], newest=2)
-    assert table.heads == ("epoch", "loss", "acc", "samples/s", "time")
+    assert table.header == ("epoch", "loss", "acc", "samples/s", "time")
     assert table.rows == (("2", "2.0000", "0.7500", "8", "1.0s"), ("3", "2.0000", "", "8", "1.0s"))
     assert str(table).splitlines()[1] == "2      2.0000  0.7500          8  1.0s"
 

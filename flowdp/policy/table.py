@@ -11,7 +11,7 @@ __all__ = ["Table"]
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text in rows: the first column to the left, the others to the right.
+    """Cells of text in rows.
 
     ::
 
@@ -20,10 +20,12 @@ class Table:
     Attributes:
         header: Names of the columns. Shape (columns,).
         rows: Shape (rows, columns).
+        texts: Columns that are aligned left; the others hold numbers.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    texts: Sequence[int] = (0,)
 
     def __str__(self) -> str:
         """Columns two blanks apart; a cell is one line."""
@@ -31,7 +33,8 @@ class Table:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
             "  ".join(
-                [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
+                cell.ljust(width) if at in self.texts else cell.rjust(width)
+                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
             for line in lines
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowdp.observe.table import Table
+from flowdp.policy.table import Table
 
 
 def test_columns_are_aligned() -> None:
