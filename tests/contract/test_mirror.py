@@ -16,6 +16,7 @@ FREE_FOLDERS = {
     "real": "training scripts as others write them",
     "vectors": "recorded behaviour, run through the production functions",
     "bench": "mirrors bench/",
+    "docs": "the code of the pages, and the site made of them",
     "browser": "pages, traces and notebooks in real programs",
     "simulator": "random virtual clusters, their judges, and the tests of these",
 }
