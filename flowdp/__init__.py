@@ -63,7 +63,7 @@ from flowdp.policy.efficiency import EfficiencyReport
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import EpochMetrics, RankMetrics
-from flowdp.protocol.commands import RoundEnded
+from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.replica.learning_rate import SchedulerOptions
 from flowdp.result import Status, TrainedState, load_checkpoint
 from flowdp.run import Run, runs
@@ -108,6 +108,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "RankMetrics",
     "MetricArray",
     "RoundEnded",
+    "EvaluationEnded",
     "Timeline",
     "EfficiencyReport",
     "setup",

@@ -153,7 +153,9 @@ class RunConfig:
             cadence, ratios = CadenceOptions(anchor=1, max_anchor=1, max_batch_diff=lead), None
         evaluation = self.evaluation
         if evaluation is not None:
-            evaluation = replace(evaluation, every=1, limit_batches=self.world_size, sanity_check=0)
+            evaluation = replace(
+                evaluation, every=1, unit="epoch", limit_batches=self.world_size, sanity_check=0
+            )
         return replace(
             self,
             limit=Limit(batches),

@@ -27,7 +27,7 @@ from flowdp.observe.run_html import RunView, run_html
 from flowdp.policy.efficiency import EfficiencyReport
 from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
-from flowdp.protocol.commands import RoundEnded
+from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.protocol.messages import Requested
 from flowdp.replica.factories import ModelOption
 from flowdp.result import Status, TrainedState, alone, ema_on_cpu, on_cpu, optimizer_state, weights_on_cpu
@@ -260,8 +260,10 @@ class Run:
     @overload
     def metrics(self, every: Literal["epoch"] = "epoch") -> Iterator[EpochMetrics]: ...
     @overload
+    def metrics(self, every: Literal["evaluation"]) -> Iterator[EvaluationEnded]: ...
+    @overload
     def metrics(self, every: Literal["round"] | int) -> Iterator[RoundEnded]: ...
-    def metrics(self, every: Literal["epoch", "round"] | int = "epoch") -> Iterator[Any]:
+    def metrics(self, every: Literal["epoch", "evaluation", "round"] | int = "epoch") -> Iterator[Any]:
         """Iterate over the records of the run as they come; `history` has those from before a resume.
 
         Every iterator yields all of them from the first (of rounds, the last 4,096). It ends with the run,
@@ -269,8 +271,8 @@ class Run:
         ends the run after its round, as in `join()`; a `break` does not.
 
         Args:
-            every: "epoch"; "round"; or n: the record of the round in which each further n steps of all
-                ranks were completed.
+            every: "epoch"; "evaluation", for those by steps; "round"; or n: the record of the round in which
+                each further n steps of all ranks were completed.
 
         Raises:
             OptionError: `every` is something else, or the caller is a thread of the run.
@@ -278,11 +280,14 @@ class Run:
         self._check_caller("metrics")
         if every == "epoch":
             return self._guarded(self._engine.records.epoch_records)
+        if every == "evaluation":
+            return self._guarded(self._engine.records.evaluation_records)
         if every == "round":
             return self._guarded(self._engine.records.round_records)
         if not is_int(every) or every < 1:
             raise OptionError(
-                f"every must be 'epoch', 'round' or a number of steps of at least 1, not {every!r}"
+                "every must be 'epoch', 'evaluation', 'round' or a number of steps of at least 1, not "
+                f"{every!r}"
             )
         steps = every
         return self._guarded(lambda: self._engine.records.step_records(steps))

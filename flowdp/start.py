@@ -210,6 +210,7 @@ def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = T
     return BarrierPlan(
         save=save,
         eval_every=None if config.evaluation is None else config.evaluation.every,
+        eval_unit="epoch" if config.evaluation is None else config.evaluation.unit,
         monitor=config.monitor,
         keeps_best=config.restores_best,
         is_saved=resumed is not None and resumed.path is not None and isinstance(config.resume, bool),

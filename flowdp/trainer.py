@@ -30,7 +30,7 @@ from flowdp.checks import (
 from flowdp.config import DatasetOption, RunConfig
 from flowdp.description import describe_run
 from flowdp.device.discovery import resolve_devices
-from flowdp.engine.evaluation import EvaluationOptions, check_evaluation
+from flowdp.engine.evaluation import EvaluationOptions, check_evaluation, check_judged
 from flowdp.engine.metrics import check_metrics
 from flowdp.engine.predictor import PredictStep
 from flowdp.errors import OptionError
@@ -211,6 +211,7 @@ class Trainer:
         step = None if options is None else options.step
         check_metrics(metrics, evaluates=options is not None, step=step, loss=loss)
         monitor, restores_best = monitor_of(listed)
+        check_judged(options, judges=monitor is not None or (save is not None and save.keep_best is not None))
         reading = check_record("reading", reading, ReadingOptions)
         limit = check_limits(limit_batches, overfit_batches, fast_dev_run, sizes, reading)
         config = RunConfig(

@@ -46,8 +46,10 @@ class BarrierTasks:
     def name(self, task: BarrierTask) -> str:
         """Describe a task for messages."""
         match task:
-            case Evaluate():
-                return f"evaluates after epoch {task.epoch}"
+            case Evaluate(epoch, _, None):
+                return f"evaluates after epoch {epoch}"
+            case Evaluate(_, _, global_step):
+                return f"evaluates at step {global_step}"
             case SaveState():
                 return "saves its state"
             case CopyReplica():

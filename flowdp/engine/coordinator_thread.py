@@ -30,6 +30,7 @@ from flowdp.protocol.commands import (
     CutEvaluation,
     Direct,
     EpochEnded,
+    EvaluationEnded,
     Fail,
     Finish,
     LeaveGate,
@@ -190,6 +191,9 @@ class CoordinatorShell:
                     log.info("round %d: the shares are %s from now on", command.round, shares)
                 if command.reason:
                     log.debug("round %d: %s", command.round, command.reason)
+            case EvaluationEnded():
+                self._records.add(command)
+                log.info("%s", command)
             case EpochEnded():
                 self._records.add(command.metrics)
                 log.info("%s", command.metrics)

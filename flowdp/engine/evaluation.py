@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from flowdp.modules.training_mode import put_modes
 from flowdp.policy.metric_array import MetricArray
 from flowdp.protocol.messages import Evaluated
 from flowdp.replica.replica import unpack_loss
-from flowdp.validators import check_function, check_int
+from flowdp.validators import check_function, check_int, one_of
 
 __all__ = [
     "EvalStep",
@@ -50,6 +50,7 @@ __all__ = [
     "EvaluationOptions",
     "Evaluator",
     "check_evaluation",
+    "check_judged",
     "evaluating",
     "own_generator",
     "to_lane",
@@ -80,7 +81,11 @@ class EvaluationOptions:
             (torchmetrics) of the model that it has updated; None: the loss, with the scalars that it returns.
             One with a third parameter `metrics` gets this device's copies of the Trainer's metrics by their
             names, updates them, and may return None.
-        every: Epochs between two evaluations.
+        every: Epochs or steps between two evaluations.
+        unit: "epoch" or "step". A step is one of all devices; the evaluation comes behind the first round
+            that ends there, and belongs to no epoch: its numbers are in an `EvaluationEnded`, for
+            `on_evaluation` and `run.metrics("evaluation")`. EarlyStopping and `keep_best`, which judge
+            epochs, are refused.
         limit_batches: How many batches are evaluated at most (int), or which fraction of them (float). None:
             all.
         sanity_check: Batches that are evaluated before the first epoch, while `start()` is called, so that an
@@ -92,6 +97,7 @@ class EvaluationOptions:
     _: KW_ONLY
     step: EvalStep | None = None
     every: int = 1
+    unit: Literal["epoch", "step"] = "epoch"
     limit_batches: int | float | None = None
     sanity_check: int = 2
 
@@ -103,6 +109,7 @@ class EvaluationOptions:
         """
         check_function("evaluation.step", self.step, "(model, batch)")
         check_int("evaluation.every", self.every)
+        one_of("evaluation.unit", self.unit, Literal["epoch", "step"])
         check_limit("evaluation.limit_batches", self.limit_batches)
         check_int("evaluation.sanity_check", self.sanity_check, least=0)
 
@@ -122,6 +129,19 @@ def check_evaluation(evaluation: object, train_step: object) -> EvaluationOption
             "with a function of (model, batch) that returns a mapping of means over the batch"
         )
     return options
+
+
+def check_judged(options: EvaluationOptions | None, *, judges: bool) -> None:
+    """Check that the evaluation belongs to epochs, where something judges epochs by it.
+
+    Raises:
+        OptionError: It comes every so many steps.
+    """
+    if judges and options is not None and options.unit == "step":
+        raise OptionError(
+            "evaluation.unit='step': EarlyStopping and keep_best judge epochs, and such an evaluation "
+            "belongs to none: use unit='epoch', or call run.stop() and run.checkpoint() in on_evaluation"
+        )
 
 
 class EvaluatedReplica(Protocol):

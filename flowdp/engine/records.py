@@ -12,7 +12,7 @@ from functools import partial
 
 from flowdp.checkpoint.writer import Checkpoint
 from flowdp.policy.tally import EpochMetrics
-from flowdp.protocol.commands import Finish, RoundEnded
+from flowdp.protocol.commands import EvaluationEnded, Finish, RoundEnded
 from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Record", "RecordStream", "Records"]
@@ -24,7 +24,7 @@ KEPT_CHECKPOINTS = 4
 """Checkpoints that may wait for callbacks; each holds the model and every optimizer."""
 
 
-Record = EpochMetrics | RoundEnded | Checkpoint
+Record = EpochMetrics | EvaluationEnded | RoundEnded | Checkpoint
 
 
 class RecordStream:
@@ -59,7 +59,9 @@ class RecordStream:
                 return
             waiting = self._rounds
         else:
-            waiting = self._epochs if isinstance(record, EpochMetrics) else self._checkpoints
+            waiting = (
+                self._epochs if isinstance(record, EpochMetrics | EvaluationEnded) else self._checkpoints
+            )
         with self._changed:
             if self._is_ended:
                 return
@@ -98,6 +100,7 @@ class Records:
     Attributes:
         epochs: All epoch records, in order.
         before: Number of these that were complete before.
+        evaluations: All records of evaluations by steps, in order.
         finish: How the run ended; None before, and where a failure of flowdp's own ended it.
         is_ended: The run is over, or a failure is known though some thread may not have left yet.
         is_over: Every thread has left.
@@ -107,6 +110,7 @@ class Records:
     def __init__(self, history: Sequence[EpochMetrics] = ()) -> None:
         self.epochs = list(history)
         self.before = len(self.epochs)
+        self.evaluations: list[EvaluationEnded] = []
         self.finish: Finish | None = None
         self.is_ended = False
         self.is_over = False
@@ -133,6 +137,8 @@ class Records:
                 self._round_count += 1
             elif isinstance(record, EpochMetrics):
                 self.epochs.append(record)
+            elif isinstance(record, EvaluationEnded):
+                self.evaluations.append(record)
             self._changed.notify_all()
         if self._feed is not None:
             self._feed.put(record)
@@ -240,6 +246,18 @@ class Records:
             seen += len(fresh)
             yield from fresh
 
+    def evaluation_records(self) -> Iterator[EvaluationEnded]:
+        """The records of evaluations by steps, from the first of this run; ends with it."""
+        seen = 0
+        while True:
+            with self._changed:
+                self._await(partial(self._has_more_evaluations, seen))
+                fresh = self.evaluations[seen:]
+            if not fresh:
+                return
+            seen += len(fresh)
+            yield from fresh
+
     def round_records(self) -> Iterator[RoundEnded]:
         """The round records that are kept, from the oldest; ends with the run."""
         seen = 0
@@ -274,6 +292,9 @@ class Records:
 
     def _has_more_epochs(self, seen: int) -> bool:
         return len(self.epochs) > seen or self.is_ended
+
+    def _has_more_evaluations(self, seen: int) -> bool:
+        return len(self.evaluations) > seen or self.is_ended
 
     def _has_more_rounds(self, seen: int) -> bool:
         return self._round_count > seen or self.is_ended

@@ -16,7 +16,7 @@ from flowdp.errors import ProtocolError
 from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.monitor import Best, Monitor, judge
 from flowdp.policy.tally import EpochMetrics, evaluation_means
-from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, Fail, Save, Send
+from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, EvaluationEnded, Fail, Save, Send
 from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,
@@ -29,7 +29,7 @@ from flowdp.protocol.messages import (
 )
 from flowdp.protocol.position import Position
 
-__all__ = ["MINUTE_MS", "Barrier", "BarrierPlan", "SavePlan", "SaveSchedule"]
+__all__ = ["MINUTE_MS", "Barrier", "BarrierPlan", "SavePlan", "Schedule"]
 
 
 MINUTE_MS = 60_000.0
@@ -54,7 +54,8 @@ class BarrierPlan:
 
     Attributes:
         save: When a checkpoint is due; None: only when it is asked for.
-        eval_every: Epochs between two evaluations; None: there are none.
+        eval_every: Epochs or steps of all ranks between two evaluations; None: there are none.
+        eval_unit: Unit of that.
         monitor: Number that ends the run when it does not improve; None: none does.
         keeps_best: The state at the best epoch is saved.
         is_saved: The run resumes from a checkpoint in its own folder.
@@ -67,10 +68,23 @@ class BarrierPlan:
     keeps_best: bool = False
     is_saved: bool = False
     inside: bool = True
+    eval_unit: Literal["epoch", "step"] = "epoch"
+
+    @property
+    def evaluates_epochs(self) -> bool:
+        """Whether evaluations belong to epochs, and are judged with them."""
+        return self.eval_every is not None and self.eval_unit == "epoch"
+
+    @property
+    def evaluation(self) -> SavePlan | None:
+        """Schedule of evaluations that are due at a step; None: there are none."""
+        if self.eval_every is None or self.eval_unit == "epoch":
+            return None
+        return SavePlan(self.eval_every, self.eval_unit)
 
     def evaluates(self, epoch: int) -> bool:
         """Whether an evaluation follows this epoch."""
-        return self.eval_every is not None and (epoch + 1) % self.eval_every == 0
+        return self.eval_every is not None and self.evaluates_epochs and (epoch + 1) % self.eval_every == 0
 
     def saves(self, epoch: int) -> bool:
         """Whether a checkpoint follows this epoch."""
@@ -82,12 +96,12 @@ class BarrierPlan:
         return self.evaluates(epoch) or self.saves(epoch) or self.monitor is not None
 
 
-class SaveSchedule:
-    """Next checkpoint that is due by steps or minutes; no second one is due at the same step.
+class Schedule:
+    """Next checkpoint or evaluation that is due by steps or minutes; none is due twice at the same step.
 
     Args:
         plan: Unit and interval; None: none is due by itself.
-        saved_step: Global step of the last checkpoint; -1 before the first.
+        saved_step: Global step of the last one; -1 before the first.
     """
 
     def __init__(self, plan: SavePlan | None, saved_step: int = -1) -> None:
@@ -99,16 +113,16 @@ class SaveSchedule:
 
     @property
     def limit(self) -> int | None:
-        """Global step at which the next checkpoint is due; None: none is due at a step."""
+        """Global step at which the next one is due; None: none is due at a step."""
         return self._next_step
 
     @property
     def deadline_ms(self) -> float | None:
-        """Time at which the next checkpoint is due; None: none is due by the clock."""
+        """Time at which the next one is due; None: none is due by the clock."""
         return None if math.isinf(self._next_ms) else self._next_ms
 
     def begin(self, now_ms: float, global_step: int) -> None:
-        """Plan the next checkpoint, at the beginning or behind another one."""
+        """Plan the next one, at the beginning or behind another one."""
         plan = self._plan
         if plan is not None and plan.unit == "step":
             every = int(plan.every)
@@ -117,7 +131,7 @@ class SaveSchedule:
             self._next_ms = now_ms + plan.every * MINUTE_MS
 
     def is_due(self, now_ms: float, global_step: int) -> bool:
-        """Whether a checkpoint is due now."""
+        """Whether one is due now."""
         if now_ms >= self._next_ms:
             self._is_late, self._next_ms = True, math.inf
         is_due = self._is_late or (self.limit is not None and global_step >= self.limit)
@@ -128,7 +142,7 @@ class SaveSchedule:
         return self._plan is not None and self._saved_step != global_step
 
     def saved(self, now_ms: float, global_step: int) -> None:
-        """A checkpoint of this step is being written."""
+        """The one of this step is being written, or has been evaluated."""
         self._saved_step, self._is_late = global_step, False
         self.begin(now_ms, global_step)
 
@@ -154,6 +168,7 @@ class Barrier:
     Attributes:
         versions: Checkpoints so far, those of the run that this one continues included.
         saves: Checkpoints that are due by steps or minutes.
+        evaluations: Evaluations that are due by steps.
     """
 
     def __init__(self, tasks: BarrierPlan, position: Position | None = None) -> None:
@@ -168,11 +183,18 @@ class Barrier:
         self._wishes = self._asked_wishes = self._answered = 0  # for a snapshot
         self._wants_save = self._is_best = False
         saved_step = -1 if position is None or not tasks.is_saved else position.global_step
-        self.saves = SaveSchedule(tasks.save, saved_step)
+        self.saves = Schedule(tasks.save, saved_step)
+        self.evaluations = Schedule(tasks.evaluation)
+        self._wants_evaluation = False  # due by steps
 
     def best(self, epochs: int) -> Best:
         """Best monitored number after so many epochs, no fewer than this run began with."""
         return self._best_before.get(epochs, self._best)
+
+    @property
+    def limit(self) -> int | None:
+        """Global step at which the next task is due; None: none is due at a step."""
+        return min((s.limit for s in (self.saves, self.evaluations) if s.limit is not None), default=None)
 
     @property
     def is_enough(self) -> bool:
@@ -184,7 +206,7 @@ class Barrier:
     def is_wanted(self) -> bool:
         """Whether a barrier is wanted or in progress."""
         wants_capture = self._wants_save or self._is_best or self._answered < self._wishes
-        return bool(self._asked or self._to_heal or self._ended) or wants_capture
+        return bool(self._asked or self._to_heal or self._ended) or self._wants_evaluation or wants_capture
 
     @property
     def is_asked(self) -> bool:
@@ -215,9 +237,15 @@ class Barrier:
         self._ended.append(metrics)
         return []
 
+    def begin(self, now_ms: float, global_step: int) -> None:
+        """Plan the first tasks that are due by steps or minutes."""
+        self.saves.begin(now_ms, global_step)
+        self.evaluations.begin(now_ms, global_step)
+
     def look(self, now_ms: float, global_step: int) -> None:
-        """See whether a checkpoint is due by steps or minutes."""
+        """See whether a checkpoint or an evaluation is due by steps or minutes."""
         self._wants_save |= self.saves.is_due(now_ms, global_step)
+        self._wants_evaluation |= self.evaluations.is_due(now_ms, global_step)
 
     # ------------------------------------------------------------------ answers
     def take(self, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
@@ -259,10 +287,12 @@ class Barrier:
             if asked is not None:
                 commands += self._finish(asked, now_ms, stand)
             else:
-                commands += self._next(present, leaves=leaves)
+                commands += self._next(now_ms, present, stand, leaves=leaves)
         return commands
 
-    def _next(self, present: Sequence[int], *, leaves: bool) -> list[Command]:
+    def _next(
+        self, now_ms: float, present: Sequence[int], stand: Callable[[], Position], *, leaves: bool
+    ) -> list[Command]:
         """Begin the first task."""
         if self._to_heal:
             bad, self._to_heal = self._to_heal, ()
@@ -274,6 +304,13 @@ class Barrier:
                 self._evaluations += 1
                 return self._ask(Evaluate(metrics.epoch, self._evaluations - 1), present)
             return self._report(self._ended.pop(0))
+        if self._wants_evaluation:  # before a checkpoint of the step: a run that resumes there is behind it
+            self._wants_evaluation, position = False, stand()
+            self.evaluations.saved(now_ms, position.global_step)
+            if leaves:
+                return []
+            self._evaluations += 1
+            return self._ask(Evaluate(position.done, self._evaluations - 1, position.global_step), present)
         self._asked_wishes = self._wishes
         self._captures += 1
         return self._ask(SaveState(self._captures - 1, present[0]), present)
@@ -285,6 +322,9 @@ class Barrier:
     def _finish(self, asked: _Asked, now_ms: float, stand: Callable[[], Position]) -> list[Command]:
         """All answers are there."""
         match asked.task:
+            case Evaluate(epoch, _, int(global_step)):
+                means = evaluation_means(asked.results)
+                return [] if asked.is_cut else [EvaluationEnded(global_step, epoch, means, asked.arrays)]
             case Evaluate():
                 metrics = self._ended.pop(0)
                 if not asked.is_cut:
@@ -302,7 +342,7 @@ class Barrier:
         self._best_before[metrics.epoch] = self._best
         monitor = self._tasks.monitor
         if monitor is not None:
-            evaluates = self._tasks.eval_every is not None
+            evaluates = self._tasks.evaluates_epochs
             self._best, error = judge(self._best, monitor, metrics, evaluates=evaluates)
             self._is_best = self._best.epoch == metrics.epoch and self._tasks.keeps_best
             if error is not None:

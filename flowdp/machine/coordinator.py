@@ -214,7 +214,7 @@ class Coordinator:
             self.phase = Phase.RUNNING
             self.epochs.start(now_ms)
             self._end_ms = None if self.config.max_ms is None else now_ms + self.config.max_ms
-            self.barrier.saves.begin(now_ms, self.global_step)
+            self.barrier.begin(now_ms, self.global_step)
         if self.phase is Phase.RUNNING and self.error is None:
             commands += self._run(now_ms)
         if self.phase in (Phase.STARTING, Phase.RUNNING, Phase.LEAVING) and self.error is not None:
@@ -245,7 +245,7 @@ class Coordinator:
         commands += self._direct()
         stands = self.barrier.is_wanted or self.rounds.wants_meeting
         hold = self._ends or self._wants_pause or stands
-        constraints = Constraints(hold, self._wants_meeting, self.barrier.saves.limit)
+        constraints = Constraints(hold, self._wants_meeting, self.barrier.limit)
         orders = self.rounds.decide(now_ms, constraints)
         if self._wants_meeting and any(isinstance(c, Send) and _is_meeting(c.order) for c in orders):
             # Armed behind the directive, so its outcome will tell the learning rate if no earlier one did.
@@ -285,7 +285,7 @@ class Coordinator:
         for command in commands:
             if isinstance(command, EpochEnded):
                 metrics = command.metrics
-                is_seen = self.config.tasks.eval_every is None or metrics.is_evaluated
+                is_seen = not self.config.tasks.evaluates_epochs or metrics.is_evaluated
                 self.epochs.metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
                 if is_seen and self.epochs.metric is None:
                     text = (

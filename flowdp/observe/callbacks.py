@@ -14,7 +14,7 @@ from flowdp.errors import OptionError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import EpochMetrics
-from flowdp.protocol.commands import RoundEnded
+from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.validators import check_flag, is_number
 
 __all__ = [
@@ -32,7 +32,15 @@ __all__ = [
     "step_callbacks",
 ]
 
-METHODS = ("on_train_start", "on_round", "on_epoch_end", "on_checkpoint", "on_exception", "on_train_end")
+METHODS = (
+    "on_train_start",
+    "on_round",
+    "on_evaluation",
+    "on_epoch_end",
+    "on_checkpoint",
+    "on_exception",
+    "on_train_end",
+)
 """Methods that a callback may override, and that the observer calls: all but `on_step`."""
 
 
@@ -98,6 +106,9 @@ class Callback:
 
     def on_round(self, record: RoundEnded) -> None:
         """A round has ended; called very often."""
+
+    def on_evaluation(self, record: EvaluationEnded) -> None:
+        """An evaluation by steps has ended (`EvaluationOptions(unit="step")`)."""
 
     def on_epoch_end(self, metrics: EpochMetrics) -> None:
         """An epoch is complete, and evaluated where it was to be."""

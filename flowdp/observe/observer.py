@@ -16,7 +16,7 @@ from flowdp.errors import FlowdpError
 from flowdp.observe.callbacks import METHODS, Callback, overrides
 from flowdp.policy.formats import format_error
 from flowdp.policy.tally import EpochMetrics
-from flowdp.protocol.commands import RoundEnded
+from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Observer"]
@@ -164,6 +164,8 @@ class Observer:
             self._call("on_round", record)
         elif isinstance(record, EpochMetrics):
             self._call("on_epoch_end", record)
+        elif isinstance(record, EvaluationEnded):
+            self._call("on_evaluation", record)
         else:
             self._call("on_checkpoint", record)
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flowdp.policy.formats import format_metric
+from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.messages import Directives, Order
 from flowdp.protocol.position import Position
@@ -20,6 +22,7 @@ __all__ = [
     "CutEvaluation",
     "Direct",
     "EpochEnded",
+    "EvaluationEnded",
     "Fail",
     "Finish",
     "LeaveGate",
@@ -147,6 +150,27 @@ class EpochEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationEnded:
+    """An evaluation between two epochs' ends has come to its own end (`EvaluationOptions(unit="step")`).
+
+    Attributes:
+        global_step: Steps of all ranks so far.
+        epoch: Epoch under way, or that begins next.
+        eval: Means and metrics by their names.
+        eval_arrays: Metrics with several elements.
+    """
+
+    global_step: int
+    epoch: int
+    eval: Mapping[str, float]
+    eval_arrays: Mapping[str, MetricArray] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        numbers = (f"eval {name} {format_metric(value)}" for name, value in self.eval.items())
+        return " | ".join([f"step {self.global_step:,}", *numbers])
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveGate:
     """Take a rank that is gone out of the gate, for good."""
 
@@ -241,6 +265,7 @@ Command = (
     | RoundAbandoned
     | RoundEnded
     | EpochEnded
+    | EvaluationEnded
     | Paused
     | Fail
     | Finish

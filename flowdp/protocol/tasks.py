@@ -26,12 +26,14 @@ class Evaluate:
     """All ranks stand still: evaluate the replicas, which are equal, on the batches of the evaluation.
 
     Attributes:
-        epoch: The epoch that has ended.
+        epoch: The epoch that has ended, or that is under way.
         number: Index of the evaluation in the run.
+        global_step: Steps of all ranks at which it was due; None: at the end of the epoch.
     """
 
     epoch: int
     number: int
+    global_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from flowdp.observe import observer as observer_module
 from flowdp.observe.callbacks import METHODS, Callback, EarlyStopping, OnCheckpoint
 from flowdp.observe.observer import Observer
 from flowdp.policy.tally import EpochMetrics, Tally
-from flowdp.protocol.commands import Finish, RoundEnded
+from flowdp.protocol.commands import EvaluationEnded, Finish, RoundEnded
 
 FINISH = Finish(None, False, 10, 2)
 
@@ -55,6 +55,9 @@ class Writes(Callback):
 
     def on_round(self, record: RoundEnded) -> None:
         self.write("on_round", record.round)
+
+    def on_evaluation(self, record: EvaluationEnded) -> None:
+        self.write("on_evaluation", record.global_step)
 
     def on_epoch_end(self, metrics: EpochMetrics) -> None:
         self.write("on_epoch_end", metrics.epoch)
@@ -121,6 +124,7 @@ class Case:
         """A whole run of one epoch."""
         self.start()
         self.records.add(round_record(0))
+        self.records.add(EvaluationEnded(1, 0, {"loss": 1.0}))
         self.records.add(epoch_record(0))
         self.records.add(Saved(1))
         self.end()

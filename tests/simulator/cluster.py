@@ -23,6 +23,7 @@ from flowdp.protocol.commands import (
     Command,
     CutEvaluation,
     EpochEnded,
+    EvaluationEnded,
     Fail,
     Finish,
     LeaveGate,
@@ -189,6 +190,8 @@ class JudgedWorld(World):
                     self.disturbed_until = len(self.records)
                 cadence = self.coordinator.rounds.cadence
                 self.rules.reported(command, () if cadence is None else cadence.quotas, now_ms)
+            case EvaluationEnded():
+                self.rules.standing.evaluation_ended(command)
             case EpochEnded():
                 self.rules.ended(command)
             case Paused():

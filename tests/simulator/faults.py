@@ -185,6 +185,9 @@ def _draw_tasks(rng: random.Random, scenario: Scenario, span_ms: float) -> Scena
         monitor=monitor if watches else None,
         keeps_best=watches and rng.random() < 0.5,
     )
+    if eval_every is not None and scenario.seed % 4 == 1:
+        steps = 1 + scenario.seed % 37
+        tasks = replace(tasks, eval_every=steps, eval_unit="step", monitor=None, keeps_best=False)
     step_ms = max(scenario.ms_per_step)
     return replace(
         scenario,

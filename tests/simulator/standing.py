@@ -6,7 +6,7 @@ import math
 
 from flowdp.machine.barrier_tasks import MINUTE_MS
 from flowdp.policy.monitor import Best
-from flowdp.protocol.commands import EpochEnded, Finish, RoundEnded, Save
+from flowdp.protocol.commands import EpochEnded, EvaluationEnded, Finish, RoundEnded, Save
 from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,
@@ -69,6 +69,8 @@ class Standing:
         self._captures = 0
         self._results: dict[int, tuple[float, float]] = {}  # of the evaluation: batch -> samples, value
         self._evaluated: int | None = None  # epoch of the evaluation
+        self._evaluation: Evaluate | None = None
+        self._evaluated_step = -1  # the last evaluation's by steps
         self._is_best = False
         self._waiting: dict[str, int] = {}  # what is due -> rounds since
         self._wished = self._answered = 0  # snapshots
@@ -102,15 +104,39 @@ class Standing:
         self._serving[rank] = task
         match task:
             case Evaluate():
-                if self.is_stopped or not self._tasks.evaluates(task.epoch):
+                if self.is_stopped or not self._is_due(task):
                     raise Violation("S22", f"{task} is not due")
-                if task.epoch != self._evaluated:
-                    self._evaluated, self._results = task.epoch, {}
+                if task != self._evaluation:
+                    self._evaluation, self._evaluated, self._results = task, task.epoch, {}
             case SaveState():
                 self._captures = task.number + 1
             case CopyReplica():
                 if rank not in self._told_bad | self._heard or task.donor in self._bad:
                     raise Violation("S21", f"rank {rank} is to adopt rank {task.donor}, bad are {self._bad}")
+
+    def _is_due(self, task: Evaluate) -> bool:
+        """Whether an evaluation is due: at an epoch's end, or once for each further so many steps."""
+        plan = self._tasks.evaluation
+        if task.global_step is None or plan is None:
+            return plan is None and self._tasks.evaluates(task.epoch)
+        last = max(self._evaluated_step, self._first_step)
+        at = self._effect.global_step
+        return task.global_step == at and at // plan.every > last // plan.every
+
+    def evaluation_ended(self, event: EvaluationEnded) -> None:
+        """An evaluation by steps has ended."""
+        asked = self._evaluation
+        is_whole = len(self._results) == self._scenario.eval_batches
+        if asked is None or asked.global_step != event.global_step or not is_whole or self._serving:
+            raise Violation("S22", f"{event} is reported with {asked} and {self._results}")
+        if event.global_step == self._evaluated_step:
+            raise Violation("S22", f"{event} is reported twice")
+        weight = sum(count for count, _ in self._results.values())
+        expected = math.fsum(count * value for count, value in self._results.values()) / weight
+        if not math.isclose(event.eval["score"], expected, rel_tol=1e-9, abs_tol=1e-12):
+            raise Violation("S22", f"{event} is reported, its evaluation says {expected}")
+        self._evaluated_step = event.global_step
+        self._waiting.pop("evaluation", None)
 
     def answered(self, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
         """The coordinator hears of the end of a barrier task."""
@@ -205,6 +231,13 @@ class Standing:
             self._waiting[what] += 1
             if self._waiting[what] > PATIENCE:
                 raise Violation("L6", f"a {what} was due {PATIENCE} rounds ago")
+        plan = self._tasks.evaluation
+        if self.is_stopped:
+            self._waiting.pop("evaluation", None)
+        elif plan is not None:
+            last = max(self._evaluated_step, self._first_step)
+            if record.global_step // plan.every > last // plan.every:
+                self._waiting.setdefault("evaluation", 0)
         save = self._tasks.save
         if save is None:
             return
@@ -241,7 +274,7 @@ class Standing:
             told is not None and not math.isclose(told, expected or 0.0, rel_tol=1e-9, abs_tol=1e-12)
         ):
             raise Violation("S22", f"epoch {metrics.epoch} says {metrics.eval}, its evaluation {expected}")
-        self._judge_best(metrics.epoch, metrics.loss if self._tasks.eval_every is None else told)
+        self._judge_best(metrics.epoch, told if self._tasks.evaluates_epochs else metrics.loss)
         if self._tasks.saves(metrics.epoch):
             self._waiting.setdefault("checkpoint", 0)
 
@@ -322,6 +355,8 @@ class Standing:
             self._effect.judge_position(finish.position)
         if self._answered < self._wished:
             raise Violation("L6", f"{self._wished} snapshots were asked for, {self._answered} taken")
+        if self.is_stopped:
+            self._waiting.pop("evaluation", None)
         if self._waiting:
             raise Violation("L6", f"the run ends without {sorted(self._waiting)}")
         is_saved = self._saved_step == finish.global_step

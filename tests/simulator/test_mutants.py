@@ -15,7 +15,7 @@ import pytest
 
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
 from flowdp.machine.async_rounds import AsyncRounds
-from flowdp.machine.barrier_tasks import Barrier, BarrierPlan, SaveSchedule
+from flowdp.machine.barrier_tasks import Barrier, BarrierPlan, Schedule
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.epochs import Epochs
@@ -30,7 +30,7 @@ from flowdp.policy.ledger import Deal, Ledger
 from flowdp.policy.recovery import OutlierFilter
 from flowdp.policy.shares import part_sizes
 from flowdp.policy.tally import EpochMetrics, RankSums
-from flowdp.protocol.commands import AbortGate, Command, EpochEnded, Finish, Send
+from flowdp.protocol.commands import AbortGate, Command, EpochEnded, EvaluationEnded, Finish, Send
 from flowdp.protocol.messages import (
     Abort,
     Arrival,
@@ -937,6 +937,26 @@ def an_epoch_is_reported_before_its_evaluation(patch: Patch) -> None:
 
 
 @mutant("S22", Lives(500))
+def an_evaluation_by_steps_comes_again(patch: Patch) -> None:
+    finish = Barrier._finish
+
+    def again(self: Barrier, *given: Any) -> list[Command]:
+        commands = finish(self, *given)
+        self._wants_evaluation |= any(isinstance(command, EvaluationEnded) for command in commands)
+        return commands
+
+    patch.setattr(Barrier, "_finish", again)
+
+
+@mutant("L6", Lives(500))
+def an_evaluation_by_steps_is_forgotten(patch: Patch) -> None:
+    def look(self: Barrier, now_ms: float, global_step: int) -> None:
+        self._wants_save |= self.saves.is_due(now_ms, global_step)
+
+    patch.setattr(Barrier, "look", look)
+
+
+@mutant("S22", Lives(500))
 def a_stop_waits_for_the_evaluation(patch: Patch) -> None:
     decide = Barrier.decide
     patch.setattr(
@@ -974,7 +994,7 @@ def the_best_epoch_is_not_known(patch: Patch) -> None:
 
 @mutant("L6", Lives(100))
 def a_checkpoint_waits_for_the_end_of_the_epoch(patch: Patch) -> None:
-    patch.setattr(SaveSchedule, "limit", None)
+    patch.setattr(Schedule, "limit", None)
 
 
 @mutant("L6", Lives(200))
