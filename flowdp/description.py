@@ -163,7 +163,7 @@ def _evaluation(config: RunConfig) -> str:
         return "none"
     length = dataset_length(options.dataset)
     samples = "" if length is None else f" on {length:,} samples"
-    return f"after {_each(options.every, 'epoch')}{samples}"
+    return f"after {_each(options.every, options.unit)}{samples}"
 
 
 def _checkpoints(options: CheckpointOptions) -> list[str]:

@@ -187,3 +187,8 @@ def test_what_is_not_known_and_what_will_fail_is_said() -> None:
         "not known, and start() will fail: drop_last=True leaves no batch"
     )
     assert str(trainer(model=lambda: nn.Linear(2, 1))).startswith("Trainer of a model of ")
+
+
+def test_an_evaluation_by_steps_is_described_by_its_unit() -> None:
+    own = flowdp.EvaluationOptions((torch.zeros(9, 4), torch.zeros(9, 1)), every=500, unit="step")
+    assert "after every 500 steps" in str(trainer(evaluation=own))
