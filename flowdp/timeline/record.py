@@ -16,6 +16,7 @@ from flowdp.policy.formats import format_metric
 from flowdp.protocol.commands import (
     Command,
     EpochEnded,
+    EvaluationEnded,
     LeaveGate,
     Paused,
     Quarantined,
@@ -47,8 +48,8 @@ class TimelineEvent:
 
     Attributes:
         at_ms: Time since the run began.
-        kind: "epoch", "anchor", "shares", "throttle", "guard", "checkpoint", "pause", "rank", or "round" of
-            one that was no ordinary one.
+        kind: "epoch", "evaluation" (by steps), "anchor", "shares", "throttle", "guard", "checkpoint",
+            "pause", "rank", or "round" of one that was no ordinary one.
         text: Description.
         rank: The rank concerned; None: all.
     """
@@ -213,6 +214,8 @@ class TimelineRecord:
             case EpochEnded(metrics):
                 loss = "" if metrics.loss is None else f", loss {format_metric(metrics.loss)}"
                 self._event("epoch", f"epoch {metrics.epoch + 1}{loss}")
+            case EvaluationEnded():
+                self._event("evaluation", str(command))
             case Send(rank, Throttle(limit, reason)):
                 self._event("throttle", f"held at step {limit}: {reason}", rank)
             case Save(version=int(version)):

@@ -16,7 +16,7 @@ from torch import nn
 
 import flowdp
 from flowdp.policy.efficiency import Activity
-from flowdp.protocol.commands import EpochEnded, Paused, Quarantined, RoundEnded, Save, Send
+from flowdp.protocol.commands import EpochEnded, EvaluationEnded, Paused, Quarantined, RoundEnded, Save, Send
 from flowdp.protocol.messages import SyncNow, Throttle
 from flowdp.protocol.position import Position
 from flowdp.timeline.record import EVENTS
@@ -60,6 +60,7 @@ def test_commands_become_events_and_rounds() -> None:
         Quarantined(0, None),
         Save(0, Position(global_step=4, done=0, round=2, world_size=2), version=1, snapshots=0),
         Paused(True),
+        EvaluationEnded(8, 0, {"loss": 0.5}),
     ):
         timeline.note(command)
     assert [(event.kind, event.rank, event.text) for event in timeline.events] == [
@@ -71,6 +72,7 @@ def test_commands_become_events_and_rounds() -> None:
         ("guard", 0, "NaN or infinite parameters"),
         ("checkpoint", None, "checkpoint 1"),
         ("pause", None, "paused"),
+        ("evaluation", None, "step 8 | eval loss 0.5000"),
     ]
     assert [(one.rounds, one.loss, one.anchor, one.samples) for one in timeline.rounds] == [
         (1, 1.0, 1, (6, 2)),

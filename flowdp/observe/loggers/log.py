@@ -9,7 +9,7 @@ from flowdp.errors import OptionError
 from flowdp.observe.callbacks import Callback
 from flowdp.observe.loggers.numbers import Number, numbers_of
 from flowdp.policy.tally import EpochMetrics
-from flowdp.protocol.commands import RoundEnded
+from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.validators import is_int
 
 __all__ = ["Every", "Log", "RunLogger", "Setting"]
@@ -63,7 +63,7 @@ class Log(Callback):
 
         flowdp.Trainer(..., callbacks=[flowdp.Log(Printer())])
 
-    Epochs are always logged, with the numbers of their evaluation.
+    Epochs and evaluations are always logged.
 
     Args:
         logger: An object with the methods of `RunLogger`.
@@ -111,12 +111,16 @@ class Log(Callback):
         """Log the epoch."""
         self._log(metrics)
 
+    def on_evaluation(self, record: EvaluationEnded) -> None:
+        """Log the evaluation."""
+        self._log(record)
+
     def on_train_end(self, _state: Any) -> None:
         """Close the logger."""
         run, self._run = self._run, None
         if run is not None:
             self._logger.end(run.status().phase)
 
-    def _log(self, record: EpochMetrics | RoundEnded) -> None:
+    def _log(self, record: EpochMetrics | EvaluationEnded | RoundEnded) -> None:
         if self._run is not None:
             self._logger.log(numbers_of(record), record.global_step)

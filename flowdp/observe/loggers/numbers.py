@@ -11,7 +11,7 @@ from itertools import product
 
 from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import EpochMetrics, RankMetrics
-from flowdp.protocol.commands import RoundEnded
+from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 
 __all__ = ["Number", "numbers_of"]
 
@@ -24,7 +24,7 @@ APART = "scalars/"
 """Prefix of recorded scalars that are called like a number of flowdp's own."""
 
 
-def numbers_of(record: EpochMetrics | RoundEnded) -> dict[str, Number]:
+def numbers_of(record: EpochMetrics | EvaluationEnded | RoundEnded) -> dict[str, Number]:
     """Numbers of a record by name; fields that are None are left out.
 
     ::
@@ -41,7 +41,13 @@ def numbers_of(record: EpochMetrics | RoundEnded) -> dict[str, Number]:
     A recorded scalar with the name of a number of flowdp's own is `train/scalars/<name>`. Characters that
     UTF-8 does not have (lone surrogates) are written as escapes.
     """
-    return _of_round(record) if isinstance(record, RoundEnded) else _of_epoch(record)
+    match record:
+        case RoundEnded():
+            return _of_round(record)
+        case EvaluationEnded():
+            return {"epoch": record.epoch, **_evaluated(record)}
+        case EpochMetrics():
+            return _of_epoch(record)
 
 
 def _of_epoch(metrics: EpochMetrics) -> dict[str, Number]:
@@ -54,9 +60,7 @@ def _of_epoch(metrics: EpochMetrics) -> dict[str, Number]:
         {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "grad_norm_max": metrics.grad_norm_max},
         metrics.scalars,
     )
-    numbers |= {f"eval/{_encodable(name)}": value for name, value in metrics.eval.items()}
-    for name, array in metrics.eval_arrays.items():
-        numbers |= _elements(f"eval_arrays/{_encodable(name)}", array)
+    numbers |= _evaluated(metrics)
     numbers |= _present(
         "run/",
         {
@@ -71,6 +75,13 @@ def _of_epoch(metrics: EpochMetrics) -> dict[str, Number]:
     )
     for rank, part in enumerate(metrics.per_rank):
         numbers |= _of_rank(rank, part, metrics.share[rank], metrics.throughput[rank])
+    return numbers
+
+
+def _evaluated(record: EpochMetrics | EvaluationEnded) -> dict[str, Number]:
+    numbers: dict[str, Number] = {f"eval/{_encodable(name)}": value for name, value in record.eval.items()}
+    for name, array in record.eval_arrays.items():
+        numbers |= _elements(f"eval_arrays/{_encodable(name)}", array)
     return numbers
 
 

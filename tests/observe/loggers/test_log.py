@@ -79,6 +79,14 @@ def test_rounds_where_they_are_asked_for() -> None:
     assert every.steps("epoch") == fifth.steps("epoch") == [6, 12]
 
 
+def test_evaluations_by_steps_are_logged() -> None:
+    book = Book()
+    data = X, X.sum(1, keepdim=True)
+    evaluation = flowdp.EvaluationOptions(data, every=4, unit="step", sanity_check=0)
+    trainer(flowdp.Log(book), evaluation=evaluation).fit()
+    assert book.steps("eval/loss") == [4, 8, 12]
+
+
 def test_a_logger_of_epochs_is_not_woken_by_rounds() -> None:
     asked: list[bool] = []
 
