@@ -17,7 +17,7 @@ import flowdp
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PLAIN, MOVED, GAN = "02_plain_pytorch.py", "02_flowdp.py", "04_gan.py"
-RESUMED = "06_checkpoint_resume.py"
+RESUMED, COMPLETE = "06_checkpoint_resume.py", "07_complete.py"
 
 
 @pytest.fixture
@@ -124,3 +124,20 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.Captu
     assert said.count(" | eval accuracy ") == len(accuracies)
     assert f"stopped at step {first.global_step}, in epoch {first.epochs_done + 1}" in said
     assert said.count("checkpoint at step") >= 2
+
+
+def test_a_complete_program_has_16_lines_at_most_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (EXAMPLES / COMPLETE).read_text()
+    program = text.split("the program\n")[1].splitlines()
+    assert text.count("import flowdp") == 1
+    assert 1 + len([line for line in program if line.strip()]) <= 16
+    monkeypatch.setattr("sys.argv", [COMPLETE, str(tmp_path)])
+    torch.set_default_dtype(torch.float32)
+    first = example(COMPLETE)["state"]
+    assert first.epochs_done == 2
+    assert {"best.pt"} < {file.name for file in tmp_path.iterdir()}
+    assert "eval loss" in capsys.readouterr().out
+    again = example(COMPLETE)["state"]
+    assert (again.global_step, again.history) == (first.global_step, first.history)
