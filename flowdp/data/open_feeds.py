@@ -16,6 +16,7 @@ from flowdp.data.tensor_source import TensorSource
 from flowdp.device.memory import empty_cache, read_memory, reset_peak
 from flowdp.device.streams import QUIET, Lane
 from flowdp.policy.budget import fits
+from flowdp.timeline.spans import RankSpans
 
 __all__ = ["DirectFeed", "Feed", "open_feeds"]
 
@@ -26,6 +27,7 @@ def open_feeds(
     *,
     held: Sequence[int] | None = None,
     rows: int | None = None,
+    spans: Sequence[RankSpans] = (),
 ) -> list[Feed]:
     """One feed per rank: direct on the CPU, on CUDA resident where the dataset fits, else prefetched.
 
@@ -37,6 +39,7 @@ def open_feeds(
         lanes: One per rank.
         held: Batches that each rank uses at a time; None: one.
         rows: Samples of a part, for which a prefetched one has a slot; None: batches are taken whole.
+        spans: Recorders of the ranks' spans; empty: there is no timeline.
 
     Threads:
         The one that made the dataset's tensors, before the workers exist.
@@ -69,6 +72,7 @@ def open_feeds(
                     neighbours=neighbours[lane.device],
                     held=1 if held is None else held[rank],
                     rows=rows,
+                    spans=spans[rank] if spans else None,
                 )
             )
     return feeds

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from flowdp.data.batches import Portion, taken_apart
+from flowdp.data.copy_spans import CopySpans
 from flowdp.data.feed import Feed
 from flowdp.data.slots import (
     HostSlots,
@@ -43,6 +44,7 @@ from flowdp.device.streams import Lane
 from flowdp.errors import ProtocolError
 from flowdp.policy.budget import Memory, payload_depth, prefetch_depth
 from flowdp.protocol.messages import SampleRange
+from flowdp.timeline.spans import RankSpans
 
 __all__ = ["PrefetchFeed"]
 
@@ -82,6 +84,7 @@ class PrefetchFeed(Feed):
         neighbours: The feeds of all ranks on this device; this one joins them.
         held: Most batches in use at a time.
         rows: Most samples of a part, for which a slot has room. None: batches are taken whole.
+        spans: Recorder of the rank's spans; None: there is no timeline.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class PrefetchFeed(Feed):
         neighbours: list[PrefetchFeed] | None = None,
         held: int = 1,
         rows: int | None = None,
+        spans: RankSpans | None = None,
     ) -> None:
         self._source = source
         self._rank = rank
@@ -104,10 +108,12 @@ class PrefetchFeed(Feed):
         self._notify: Callable[[int, int], None]
         self._thread: threading.Thread | None = None
         self._held = held
+        self._spans = spans
         self._in_use: list[Slot] = []  # the worker's
 
         # The prefetch thread's.
         self._host = HostSlots(lane)
+        self._copies: CopySpans | None = None
         sizes = [n for n in (source.batch_size, source.samples) if n is not None]
         self._rows = rows or min(sizes, default=1)  # of a full batch: where they differ, the first one
         self._tensors: TensorSource | None = None  # its batches are gathered here
@@ -254,8 +260,11 @@ class PrefetchFeed(Feed):
         try:
             set_own_threads(1)  # the cores belong to the workers
             with torch.no_grad(), self._lane.on(self._lane.copy):
+                self._copies = None if self._spans is None else CopySpans(self._lane, self._spans)
                 while (fetched := self._fetch()) is not None:
                     self._load(fetched)
+                if self._copies is not None:
+                    self._copies.close()
         except BaseException as error:  # the waiting worker must hear of it
             self._fail(error)
 
@@ -302,9 +311,13 @@ class PrefetchFeed(Feed):
         if slot is None:
             return
         self._lane.copy.wait_event(slot.free)
+        if self._copies is not None:
+            self._copies.begin()
         slot.batch = None
         slot.batch = fill(slot)
         slot.ready.record(self._lane.copy)
+        if self._copies is not None:
+            self._copies.end()
         with self._changed:
             if fetched.is_dropped:
                 pool.give_back(slot)

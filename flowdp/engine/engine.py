@@ -110,7 +110,11 @@ class Engine:
         lanes = [replica.lane for replica in self.replicas]
         meeting = self._open_meeting(backend, lanes)
         self._feeds = open_feeds(
-            self._source, lanes, held=list(config.groups or (1,) * config.world_size), rows=_rows(config)
+            self._source,
+            lanes,
+            held=list(config.groups or (1,) * config.world_size),
+            rows=_rows(config),
+            spans=() if services.timeline is None else services.timeline.ranks,
         )
         for lane, feed in zip(lanes, self._feeds, strict=True):
             self._settings.callback(lane.drain)

@@ -30,7 +30,7 @@ class Activity(StrEnum):
     HEAL = "healing"
     IDLE = "no orders"
     TRANSFER = "transfer"
-    """Copies of batches to the device, which run beside the steps."""
+    """Batches brought to the device, beside the steps: gathered in pinned memory, and copied."""
 
 
 @dataclass(slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,8 @@ from flowdp.engine import meter as module
 from flowdp.engine.device_meter import PAGE, DeviceMeter
 from flowdp.engine.meter import HostMeter, Meter, OrderSums
 from flowdp.machine.worker import Done, Step
+from flowdp.policy.efficiency import Activity
+from flowdp.timeline.spans import RankSpans
 from tests.fakes import FakeCuda
 
 CPU = torch.device("cpu")
@@ -38,7 +42,7 @@ def meter(request: pytest.FixtureRequest, lane: CudaLane) -> Meter:
 
 def steps(meter: Meter, *losses: float, samples: int = 4) -> None:
     for loss in losses:
-        meter.begin(0.0)
+        meter.begin(perf_counter())
         meter.end(torch.tensor(loss), samples, STEP)
 
 
@@ -218,3 +222,47 @@ def test_norms_of_gradients_are_summed_but_those_of_a_scaled_loss_that_overflowe
     for value in (3.0, math.inf, 5.0, math.nan):
         sums.norm(value)
     assert sums.norms == (8.0, 5.0, 2)
+
+
+# ---------------------------------------------------------------- spans
+def test_spans_are_the_sums_in_their_places(meter: Meter) -> None:
+    meter.spans = RankSpans()
+    steps(meter, 1.0, 2.0)
+    meter.meet()
+    meter.met(lambda: Averaging(0.0, None))
+    meter.stepped()
+    meter.averaged(perf_counter())
+    report = closed(meter, 2)
+    rows = {activity: meter.spans.read(activity) for activity in Activity}
+    assert rows[Activity.STEP][:, 3].tolist() == [1, 1, 0]
+    assert rows[Activity.STEP][:, 2].sum() * 1e3 == pytest.approx(report.work.busy_ms)
+    assert rows[Activity.GATE][:, 2].sum() * 1e3 == pytest.approx(report.wait_ms, abs=1e-6)
+    assert len(rows[Activity.AVERAGE]) >= 1
+    everything = sorted(row for table in rows.values() for row in table[:, :2].tolist())
+    assert all(one[1] <= two[0] + 1e-6 for one, two in pairwise(everything))
+
+
+def test_without_a_timeline_nothing_is_recorded(meter: Meter) -> None:
+    assert meter.spans is None
+    steps(meter, 1.0)
+    closed(meter, 1)
+
+
+def test_the_host_waits_for_data_in_a_span_of_its_own() -> None:
+    meter = HostMeter()
+    meter.spans = RankSpans()
+    meter.begin(perf_counter())
+    meter.waited(0.25)
+    meter.end(None, 4, STEP)
+    [(start, end, busy, count)] = meter.spans.read(Activity.DATA).tolist()
+    assert (end - start, busy, count) == (pytest.approx(0.25), pytest.approx(0.25), 1)
+
+
+def test_averaging_beside_the_training_is_no_work(meter: Meter) -> None:
+    steps(meter, 1.0)
+    begun = perf_counter()
+    meter.averaged(begun)
+    reports: list[OrderSums] = []
+    meter.close(reports.append)
+    meter.settle()
+    assert 0.0 < reports[0].sync_ms < 1e3 * (perf_counter() - begun) + 50.0
