@@ -167,6 +167,7 @@ class RunConfig:
             checkpoint=None,
             resume=False,
             callbacks=tuple(one for one in self.callbacks if not one.skips_dev_run),
+            timeline=bool(self.timeline),
         )
 
     def total_steps(self, batches: int | None) -> int | None:

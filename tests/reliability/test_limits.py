@@ -157,6 +157,7 @@ def test_a_trial_calls_everything_once(
         callbacks=[calls, logs, flowdp.EarlyStopping("samples", restore_best=True)],
         cadence=flowdp.CadenceOptions(anchor=9, speed_hint=(0, 5.0)),
         global_batch_size=3 * BATCH if policy == "exact" else None,
+        timeline=tmp_path / "run.html",
     )
     assert job.total_steps == (1 if policy == "exact" else devices)
     state = job.start().join(WAIT_S)
@@ -170,7 +171,7 @@ def test_a_trial_calls_everything_once(
     assert calls.seen == ONCE
     assert [one.path for one in calls.checkpoints] == [None]
     assert not logs.seen
-    assert not folder.exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_trial_of_a_stream_and_of_steps_of_several_batches(recorder: StepRecorder) -> None:
