@@ -28,7 +28,7 @@ QUICK   := tests/policy tests/protocol tests/machine tests/threads tests/test_do
 CHECKED := $(if $(filter check,$(MAKECMDGOALS)),--ignore=tests/contract)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check sizes sim soak bench gpu
+.PHONY: help demo test test-fast check docs docs-serve sizes sim soak bench gpu
 
 help:
 	@sed -n 's/^## //p' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,15 @@ check: $(STAMP)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 	@$(RUN) -m pytest tests/contract
+
+## make docs     the documentation as a site, in site/; without network
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet $(ARGS)
+	@echo "Built site/index.html; make docs-serve has the search, too"
+
+## make docs-serve  the site on http://127.0.0.1:8000, built anew at each change
+docs-serve: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve $(ARGS)
 
 ## make sizes    the longest modules and functions
 sizes:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import flowdp
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(
@@ -73,6 +75,11 @@ def test_page(file: Path) -> None:
     if file.name != "CHANGELOG.md":  # it may speak of names that are gone
         assert unknown_names(page) == []
         assert [path for path in CODE_PATH.findall(page) if not (ROOT / path).exists()] == []
+
+
+def test_the_page_of_the_api_has_every_public_name() -> None:
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: flowdp\.(\w+)$", page, re.MULTILINE)) == sorted(flowdp.__all__)
 
 
 def test_the_rules_bite(tmp_path: Path) -> None:

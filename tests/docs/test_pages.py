@@ -7,6 +7,7 @@ devices, and a few steps.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ NOT_RUN = 1
 BLOCK = re.compile(
     r"(?:^<!-- (with|not run): (.+?) -->\n+)?^```(python|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
+DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def blocks(page: str) -> list[Block]:
     return [
         Block(
             line=page.count("\n", 0, match.start(4)) + 1,
-            code=new_lines(match[4]) if match[3] == "diff" else match[4],
+            code=side(match[4], "+") if match[3] == "diff" else match[4],
             preamble=match[2] if match[1] == "with" else None,
             runs=match[1] != "not run",
         )
@@ -61,9 +63,9 @@ def blocks(page: str) -> list[Block]:
     ]
 
 
-def new_lines(diff: str) -> str:
-    """A diff without its old lines; they stay as empty ones, so that line numbers are those of the page."""
-    return "\n".join("" if line.startswith("-") else line[1:] for line in diff.splitlines())
+def side(diff: str, sign: str) -> str:
+    """One side of a diff, "+" or "-"; lines of the other are empty, and line numbers those of the page."""
+    return "\n".join(line[1:] if line[:1] in ("", " ", sign) else "" for line in diff.splitlines())
 
 
 def code(page: str) -> list[Block]:
@@ -141,6 +143,13 @@ def test_the_page_runs(page: str, made: list[SmallTrainer], capsys: pytest.Captu
 @pytest.mark.parametrize(("page", "test"), ELSEWHERE.items())
 def test_pages_that_run_elsewhere_do(page: str, test: str) -> None:
     assert Path(page).name in (ROOT / "tests" / test).read_text(encoding="utf-8")
+
+
+def test_the_old_sides_of_diffs_are_programs() -> None:
+    diffs = [diff for page in PAGES for diff in DIFF.findall((ROOT / page).read_text(encoding="utf-8"))]
+    assert len(diffs) >= 5
+    for diff in diffs:
+        ast.parse(side(diff, "-"))
 
 
 def test_few_blocks_are_not_run() -> None:

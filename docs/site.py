@@ -1,0 +1,97 @@
+"""Hooks of the site: pages that lie outside docs/, and docstrings as Markdown.
+
+Links on every page are those of the repository, so that they work where it is read as files; here they become
+those of the site.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+from griffe import Extension, Object
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+__all__ = ["MarkdownDocstrings", "on_files", "on_page_markdown", "site_links"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "bench/README.md": "bench/README.md",
+    "bench/LOG.md": "bench/LOG.md",
+}
+"""Pages outside docs/, by their paths in the repository, and their paths in the site."""
+
+LINK = re.compile(r"(?<=\]\()[^)\s#]+|(?<= src=\")[^\"#]+|(?<= srcset=\")[^\"#]+")
+TEXT_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+LITERAL = re.compile(r"^( *)::\n\n((?:(?:\1    .*)?\n)+)", re.MULTILINE)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that lie outside docs/."""
+    for path, uri in OUTSIDE.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn the repository's links on a page into the site's."""
+    del config
+    return site_links(markdown, page.file.src_uri, {file.src_uri for file in files})
+
+
+def site_links(markdown: str, uri: str, known: set[str]) -> str:
+    """The text of a page with the links of the site.
+
+    Args:
+        markdown: The text, with links of the repository.
+        uri: Path of the page in the site.
+        known: Paths of all files of the site. A link to another file of the repository becomes its text.
+    """
+    folder = posixpath.dirname(_in_repository(uri))
+
+    def target(link: str) -> str | None:
+        """The path in the site of a file of the repository; None: it is no link to one."""
+        path = posixpath.normpath(posixpath.join(folder, link))
+        return _in_site(path) if (ROOT / path).exists() else None
+
+    def text(match: re.Match[str]) -> str:
+        found = target(match[2].partition("#")[0])
+        return match[0] if found is None or found in known or match[2].startswith("#") else match[1]
+
+    def moved(match: re.Match[str]) -> str:
+        found = target(match[0])
+        return match[0] if found is None else posixpath.relpath(found, posixpath.dirname(uri) or ".")
+
+    return LINK.sub(moved, TEXT_LINK.sub(text, markdown))
+
+
+def _in_repository(uri: str) -> str:
+    return {uri: path for path, uri in OUTSIDE.items()}.get(uri, f"docs/{uri}")
+
+
+def _in_site(path: str) -> str:
+    return OUTSIDE.get(path, path.removeprefix("docs/"))
+
+
+class MarkdownDocstrings(Extension):
+    """Examples behind `::` as blocks of Python, in place of reStructuredText's."""
+
+    def on_object(self, *, obj: Object, **kwargs: Any) -> None:
+        """Rewrite one docstring."""
+        del kwargs
+        if obj.docstring is not None:
+            obj.docstring.value = LITERAL.sub(_fenced, obj.docstring.value + "\n").rstrip()
+
+
+def _fenced(match: re.Match[str]) -> str:
+    code = dedent(match[2]).strip("\n")
+    return "\n".join(match[1] + line for line in ("```python", *code.splitlines(), "```")) + "\n\n"
