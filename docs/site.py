@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 from typing import Any
 
 from griffe import Extension, Object
@@ -93,5 +93,8 @@ class MarkdownDocstrings(Extension):
 
 
 def _fenced(match: re.Match[str]) -> str:
-    code = dedent(match[2]).strip("\n")
-    return "\n".join(match[1] + line for line in ("```python", *code.splitlines(), "```")) + "\n\n"
+    return indent(_fence(dedent(match[2]).strip("\n")), match[1]) + "\n\n"
+
+
+def _fence(code: str) -> str:
+    return f"```python\n{code}\n```"
