@@ -26,6 +26,9 @@ __all__ = ["ProgressBar", "wants_progress"]
 EPOCHS = 12
 """Newest epochs in the summary."""
 
+FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+"""That of tqdm without steps per second: samples per second say it, and a line has room for the shares."""
+
 
 def wants_progress(progress: bool | Literal["auto"]) -> bool:
     """Whether to draw the bar; "auto": where tqdm is installed and the output is seen.
@@ -97,7 +100,12 @@ class ProgressBar(Callback):
         with self._lock:
             # With a fixed `miniters` tqdm's monitor thread never draws it by itself.
             self._bar = tqdm(
-                total=self._total_steps, initial=self._start, unit="step", dynamic_ncols=True, miniters=1
+                total=self._total_steps,
+                initial=self._start,
+                unit="step",
+                dynamic_ncols=True,
+                miniters=1,
+                bar_format=None if self._total_steps is None else FORMAT,
             )
             if self._inside:
                 self._bar.clear()
