@@ -28,7 +28,7 @@ QUICK   := tests/policy tests/protocol tests/machine tests/threads tests/test_do
 CHECKED := $(if $(filter check,$(MAKECMDGOALS)),--ignore=tests/contract)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check docs docs-serve sizes sim soak bench gpu
+.PHONY: help demo test test-fast check docs docs-serve sizes sim soak bench pictures gpu
 
 help:
 	@sed -n 's/^## //p' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +77,10 @@ soak: $(STAMP)
 ## make bench    every bench in turn; ARGS=--save writes bench/results
 bench: $(STAMP)
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(RUN) -m $$bench $(ARGS); done
+
+## make pictures  the pictures of README and docs, from real runs in Chromium, JupyterLab and tmux
+pictures: $(STAMP)
+	@$(RUN) -m docs.pictures
 
 ## make gpu      the checks for a machine with CUDA, on $(PYTHON) as it is: no .venv
 gpu:

@@ -29,7 +29,7 @@ STYLE = """<style>
 .flowdp table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0; }
 .flowdp td, .flowdp th { padding: 1px 14px 1px 0; text-align: right; font-weight: 400; border: 0; }
 .flowdp tr, .flowdp td, .flowdp th { background: none; } .flowdp th { opacity: .65; }
-.flowdp td:first-child, .flowdp th:first-child { text-align: left; }
+.flowdp td:first-child, .flowdp th:first-child, .flowdp .devices :is(td, th):last-child { text-align: left; }
 .flowdp .share { display: inline-block; height: 9px; border-radius: 2px; background: #0072b2; }
 .flowdp .bad { color: #d55e00; }
 </style>"""
@@ -115,7 +115,7 @@ def _devices(report: EfficiencyReport) -> str:
         ]
         for row, bar in zip(table.rows, bars, strict=True)
     ]
-    return _table(table.header, rows)
+    return f'<div class="devices">{_table(table.header, rows)}</div>'
 
 
 def _epochs(history: Sequence[EpochMetrics]) -> str:

@@ -54,9 +54,9 @@ class Terminal:
         """Signal a channel that the script waits for."""
         self.command("wait-for", "-S", channel)
 
-    def screen(self, *options: str) -> str:
-        """Text of the screen; with "-e" as escape sequences."""
-        return self.command("capture-pane", "-p", *options)
+    def screen(self) -> str:
+        """Text of the screen."""
+        return self.command("capture-pane", "-p")
 
 
 @contextmanager
