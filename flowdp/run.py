@@ -125,8 +125,14 @@ class Run:
         Raises:
             OptionError: ipywidgets is not installed.
         """
-        last = self._engine.records.last_round
-        return run_dashboard(self, self._repr_html_, self._is_over_in, 0.0 if last is None else last.lr)
+        return run_dashboard(self, self._repr_html_, self._is_over_in, self._lr())
+
+    def _lr(self) -> float:
+        """Learning rate of the last round, or of the first step; 0.0 of a run that ended before both."""
+        last, replicas = self._engine.records.last_round, self._engine.replicas
+        if last is not None:
+            return last.lr
+        return replicas[0].learning_rate.value if replicas else 0.0
 
     def _is_over_in(self, seconds: float) -> bool:
         return self._engine.records.wait(over=True, timeout_s=seconds)

@@ -100,6 +100,8 @@ def test_a_run_is_watched_and_stopped_in_jupyterlab(browser: Browser, tmp_path: 
                 "([one, before]) => one.innerText !== before", arg=[shown.element_handle(), step]
             )
         picture.write_bytes(page.screenshot())  # with a path, playwright would leave a thread
+        rate = page.locator(".jupyter-widgets input[type=number]")
+        assert rate.input_value() == "0.001"
         stop = page.locator(".jupyter-button", has_text="Stop")
         stop.click()
         for shown in (cell, dashboard):
