@@ -29,8 +29,8 @@ run = flowdp.Trainer(
     devices=["cpu"] * 2,
 ).start()
 subprocess.run(["tmux", "wait-for", "seen"], check=True)
-run.stop()
-run.join()
+for _ in run.metrics():
+    run.stop()
 """
 
 
