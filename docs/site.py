@@ -6,6 +6,7 @@ those of the site.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -17,7 +18,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-__all__ = ["MarkdownDocstrings", "on_files", "on_page_markdown", "site_links"]
+__all__ = ["MarkdownDocstrings", "notebook_text", "on_files", "on_page_markdown", "site_links"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,6 +28,7 @@ OUTSIDE = {
     "CHANGELOG.md": "CHANGELOG.md",
     "bench/README.md": "bench/README.md",
     "bench/LOG.md": "bench/LOG.md",
+    "examples/notebook.ipynb": "tutorial.md",
 }
 """Pages outside docs/, by their paths in the repository, and their paths in the site."""
 
@@ -38,8 +40,18 @@ LITERAL = re.compile(r"^( *)::\n\n((?:(?:\1    .*)?\n)+)", re.MULTILINE)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that lie outside docs/."""
     for path, uri in OUTSIDE.items():
-        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+        text = (ROOT / path).read_text(encoding="utf-8")
+        content = notebook_text(text) if path.endswith(".ipynb") else text
+        files.append(File.generated(config, uri, content=content))
     return files
+
+
+def notebook_text(notebook: str) -> str:
+    """The cells of a notebook as Markdown; it is kept without outputs."""
+    return "\n\n".join(
+        "".join(cell["source"]) if cell["cell_type"] == "markdown" else _fence("".join(cell["source"]))
+        for cell in json.loads(notebook)["cells"]
+    )
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
