@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,7 +73,9 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert "<b>done</b>" in shown[0].data["text/html"]
     assert "application/vnd.jupyter.widget-view+json" in dashboard[0].data
     assert "running" in meanwhile[0].text
-    assert "test accuracy 9" in end[0].text
+    accuracy = re.search(r"test accuracy (\d+)", end[0].text)
+    assert accuracy is not None
+    assert int(accuracy[1]) > 80  # 92 as a rule
     assert "slower device" in report[0].data["text/html"]
     assert "image/png" in plot[0].data
     widgets = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"].values()
