@@ -164,7 +164,7 @@ def test_records_of_rounds_and_of_every_so_many_steps(policy: str) -> None:
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "step", None])
 def test_records_of_something_else(every: Any) -> None:
     run = trainer().start()
-    with pytest.raises(OptionError, match=r"'epoch', 'round' or a number of steps of at least 1, not"):
+    with pytest.raises(OptionError, match=r"'evaluation', 'round' or a number of steps of at least 1, not"):
         run.metrics(every)
     run.join()
 

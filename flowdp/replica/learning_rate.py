@@ -241,6 +241,7 @@ class LearningRate:
             "plain": list(self._plain),
             "base": list(self._base),
             "factor": self._factor if self._is_set else None,
+            "warm_up": self._warm_up,
             "schedulers": [
                 {"kind": type(scheduler).__name__, "state": copy.deepcopy(scheduler.state_dict())}
                 for scheduler in self._schedulers
@@ -277,6 +278,8 @@ class LearningRate:
             scheduler.load_state_dict(saved["state"])
         self._count = state["count"]
         self._plain, self._base = list(state["plain"]), list(state["base"])
+        if self._warmup_steps:  # a rank may take no step after a resume at the end
+            self._warm_up = state.get("warm_up", 1.0)
         if state["factor"] is not None:
             self._factor, self._is_set = state["factor"], True
         self._write()

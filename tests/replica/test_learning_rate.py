@@ -435,6 +435,20 @@ def test_a_rate_that_is_set_within_the_warm_up_goes_on_from_there() -> None:
     assert rates.value == pytest.approx(0.4)
 
 
+def test_a_resumed_warm_up_is_there_before_a_step() -> None:
+    """A rank may have none left, and its optimizer's rate is the user's to read."""
+    options = SchedulerOptions(warmup_steps=10)
+    before = LearningRate([sgd()], options)
+    before.advance(6, 0)
+    optimizer = sgd()
+    after = LearningRate([optimizer], options)
+    after.load_state_dict(before.state_dict())
+    assert after.value == before.value == optimizer.param_groups[0]["lr"]
+    plain = LearningRate([sgd()], SchedulerOptions())
+    plain.load_state_dict(before.state_dict())  # a run without a warm-up goes on with the whole rate
+    assert plain.value == pytest.approx(before.value / 0.7)
+
+
 @pytest.mark.parametrize("stop", [3, 7, 20])
 def test_a_resumed_warm_up_has_the_same_bits(stop: int) -> None:
     def fresh() -> tuple[SGD, LearningRate]:
