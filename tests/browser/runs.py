@@ -27,7 +27,7 @@ def timed_run(devices: int) -> flowdp.Run:
         timeline=True,
         progress=False,
     ).start()
+    run.timeline.sample(HostReading(0.5, 1e9), [])  # it may end before the sampler's first one
     run.join()
-    for _ in range(2):  # it may have ended before the first sample
-        run.timeline.sample(HostReading(1.0, 1e9), [])
+    run.timeline.sample(HostReading(1.0, 2e9), [])
     return run
