@@ -56,6 +56,9 @@ def _parts(config: RunConfig) -> Iterator[tuple[str, str | Sequence[str]]]:
     yield "steps", _steps(config)
     yield "learning rate", _learning_rate(config)
     clipped = "" if own.max_grad_norm is None else f", gradients clipped to a norm of {own.max_grad_norm:g}"
+    clipped += (
+        "" if own.max_grad_value is None else f", gradients clipped to values of {own.max_grad_value:g}"
+    )
     yield "precision", ("float32" if own.precision == "32" else f"{own.precision} by autocast") + clipped
     yield "evaluation", _evaluation(config)
     yield "checkpoints", "none" if config.checkpoint is None else _checkpoints(config.checkpoint)

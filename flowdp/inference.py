@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -19,7 +15,9 @@ from flowdp.checkpoint.rank_state import restore_model
 from flowdp.checkpoint.resume import find
 from flowdp.config import DatasetOption, RunConfig
 from flowdp.data.open_evaluation import open_evaluation
+from flowdp.data.open_source import loader_generators
 from flowdp.device.process_tuning import as_tuning
+from flowdp.device.seeding import generators_kept
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.evaluation import EvaluatedReplica, Evaluator
 from flowdp.engine.metrics import rank_metrics
@@ -135,26 +133,9 @@ def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
             replicas[rank].undo()
         return True
 
-    with random_kept(options.dataset):
+    with generators_kept(own=loader_generators(options.dataset)):
         doing = f"tries the evaluation before the first epoch (sanity_check={options.sanity_check})"
         on_all_ranks(task, replicas, evaluator.batches, _tuning(config), doing)
-
-
-@contextmanager
-def random_kept(dataset: object) -> Iterator[None]:
-    """Restore the generators of the process and of a DataLoader behind the block."""
-    samplers = [dataset, getattr(dataset, "sampler", None), getattr(dataset, "batch_sampler", None)]
-    found = [torch.default_generator, *(getattr(one, "generator", None) for one in samplers)]
-    own = [one for one in found if isinstance(one, torch.Generator)]
-    states = [one.get_state() for one in own]
-    python, arrays = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        for one, state in zip(own, states, strict=True):
-            one.set_state(state)
-        random.setstate(python)
-        np.random.set_state(arrays)
 
 
 def _replicas(config: RunConfig, state: StateOption | None) -> Sequence[EvaluatedReplica]:

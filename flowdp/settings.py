@@ -41,6 +41,7 @@ def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
         "seed": own.seed,
         "precision": own.precision,
         "max_grad_norm": own.max_grad_norm,
+        "max_grad_value": own.max_grad_value,
         "torch": str(torch.__version__),
     }
     for name, optimizer in _named(replica.optimizers):

@@ -192,3 +192,7 @@ def test_what_is_not_known_and_what_will_fail_is_said() -> None:
 def test_an_evaluation_by_steps_is_described_by_its_unit() -> None:
     own = flowdp.EvaluationOptions((torch.zeros(9, 4), torch.zeros(9, 1)), every=500, unit="step")
     assert "after every 500 steps" in str(trainer(evaluation=own))
+
+
+def test_clipping_by_value_is_said() -> None:
+    assert "gradients clipped to values of 0.25" in str(trainer(max_grad_value=0.25))

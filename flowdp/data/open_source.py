@@ -60,6 +60,16 @@ def loader_order(dataset: object) -> dict[str, Any] | None:
     }
 
 
+def loader_generators(dataset: object) -> list[torch.Generator]:
+    """Generators of a DataLoader and its samplers; empty of anything else."""
+    if not isinstance(dataset, DataLoader):
+        return []
+    inner = getattr(dataset.batch_sampler, "sampler", None)
+    owners = (dataset, dataset.sampler, dataset.batch_sampler, inner)
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
 def open_source(
     dataset: object,
     *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -51,11 +51,14 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def generators_kept(cuda: Sequence[torch.device] | None = None) -> Iterator[None]:
+def generators_kept(
+    cuda: Sequence[torch.device] | None = None, own: Iterable[torch.Generator] = ()
+) -> Iterator[None]:
     """Context that puts the generators of `seed_everything` back to where they were.
 
     Args:
         cuda: CUDA devices whose generators are kept; None: all.
+        own: More generators to put back.
 
     Threads:
         Any, while nothing else draws.
@@ -64,9 +67,12 @@ def generators_kept(cuda: Sequence[torch.device] | None = None) -> Iterator[None
     if cuda is None:  # a device without a context has drawn nothing, and asking for its state would make one
         count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
         cuda = [torch.device("cuda", index) for index in range(count)]
+    states = [(generator, generator.get_state()) for generator in own]
     try:
         with torch.random.fork_rng(devices=cuda):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        for generator, state in states:
+            generator.set_state(state)

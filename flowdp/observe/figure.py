@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flowdp.errors import OptionError
+from flowdp.validators import check_installed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,10 +26,9 @@ def new_figure(x: str, y: str) -> tuple[Figure, Axes]:
     Threads:
         Any; a figure belongs to one at a time.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OptionError("a plot needs matplotlib: pip install 'flowdp[plot]'") from error
+    check_installed("a plot", "matplotlib", "plot")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7.0, 4.0), layout="constrained")
     axes = figure.add_subplot(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)

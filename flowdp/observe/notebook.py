@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flowdp.errors import OptionError
+from flowdp.validators import check_installed
 
 if TYPE_CHECKING:
     from ipywidgets import Widget
@@ -71,10 +72,9 @@ def run_dashboard(run: Steered, html: Callable[[], str], wait: Callable[[float],
     Raises:
         OptionError: ipywidgets is not installed.
     """
-    try:
-        import ipywidgets
-    except ImportError as error:
-        raise OptionError("a dashboard needs ipywidgets: pip install 'flowdp[notebook]'") from error
+    check_installed("a dashboard", "ipywidgets", "notebook")
+    import ipywidgets
+
     view = ipywidgets.HTML(html())
     pause = ipywidgets.ToggleButton(description="Pause", icon="pause")
     stop = ipywidgets.Button(description="Stop", icon="stop", button_style="warning")

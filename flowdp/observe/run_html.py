@@ -23,7 +23,7 @@ POINTS = 400
 
 STYLE = """<style>
 .flowdp { font: 13px/1.5 system-ui, sans-serif; max-width: 760px; }
-.flowdp b { font-weight: 600; } .flowdp .faint { opacity: .65; }
+.flowdp b { font-weight: 600; }
 .flowdp .rail { height: 6px; border-radius: 3px; background: #8884; overflow: hidden; margin: 4px 0 8px; }
 .flowdp .rail i { display: block; height: 100%; background: #0072b2; }
 .flowdp table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0; }

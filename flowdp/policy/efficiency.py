@@ -95,7 +95,8 @@ class EfficiencyReport:
 
     "training" is time in steps; "slower device" the wait for other ranks; "interpreter" the wait for
     Python's lock, and the loop around the steps; "no orders" the time before the first step and behind the
-    last, and pauses. The rate of a device is measured in this run, beside the others: if they slow each other
+    last, and pauses. On a CUDA device "data" is all time between two steps, also where its host was late to
+    launch. The rate of a device is measured in this run, beside the others: if they slow each other
     down within a step, by sharing memory or cores, that is part of it.
 
     Attributes:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flowdp.errors import OptionError
 from flowdp.policy.efficiency import Activity
 from flowdp.timeline.record import TimelineRecord
 from flowdp.timeline.spans import ORDER
+from flowdp.validators import check_installed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,10 +35,9 @@ def figure_of(timeline: TimelineRecord) -> Figure:
     Raises:
         OptionError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OptionError("a plot needs matplotlib: pip install 'flowdp[plot]'") from error
+    check_installed("a plot", "matplotlib", "plot")
+    from matplotlib.figure import Figure
+
     ranks = len(timeline.devices)
     figure = Figure(figsize=(10.0, 4.4 + 0.4 * ranks), layout="constrained")
     lanes, loss, rate = figure.subplots(3, 1, sharex=True, height_ratios=(0.6 + 0.4 * ranks, 1.6, 1.6))

@@ -25,7 +25,7 @@ SPANS = 3000
 EVENTS = 500
 """Newest events of each kind on the page."""
 
-LAUNCH = "#8a8a00"
+INTERPRETER = "#8a8a00"
 """Colour of the one part of the report that is no activity."""
 
 
@@ -106,7 +106,7 @@ def _events(timeline: TimelineRecord) -> list[dict[str, Any]]:
 
 
 def _report(report: EfficiencyReport) -> dict[str, Any]:
-    colours = [COLOURS[activities[0]] if activities else LAUNCH for activities in PARTS.values()]
+    colours = [COLOURS[activities[0]] if activities else INTERPRETER for activities in PARTS.values()]
     columns: list[tuple[str, EfficiencyReport | DeviceEfficiency]] = [("all", report)]
     columns += [(one.device, one) for one in report.devices]
     return {

@@ -49,7 +49,7 @@ class GpuReading:
 
 
 UNKNOWN = GpuReading(math.nan, math.nan, math.nan)
-"""Of a device that cannot be read: a 0 would say that it is idle."""
+"""Reading where NVML gives none; a 0 would say that the device is idle."""
 
 
 class HostSensor:

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-import torch
-from torch.utils.data import DataLoader
-
-from flowdp.config import DatasetOption, RunConfig
+from flowdp.config import RunConfig
+from flowdp.data.open_source import loader_generators
 from flowdp.device.seeding import generators_kept
 from flowdp.run import Run
 from flowdp.start import start_run
@@ -44,24 +42,8 @@ def trial_run(config: RunConfig) -> Iterator[Run]:
         has_bar=False,
         tells_devices=False,
     )
-    with generators_kept(), _own_generators_kept(config.dataset), ExitStack() as undo:
+    with generators_kept(own=loader_generators(config.dataset)), ExitStack() as undo:
         run = start_run(quiet, undo, fills_model=False)
         undo.pop_all()
         with run:
             yield run
-
-
-@contextmanager
-def _own_generators_kept(dataset: DatasetOption) -> Iterator[None]:
-    generators = {}
-    if isinstance(dataset, DataLoader):
-        inner = getattr(dataset.batch_sampler, "sampler", None)
-        for owner in (dataset, dataset.sampler, dataset.batch_sampler, inner):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generators[generator] = generator.get_state()
-    try:
-        yield
-    finally:
-        for generator, state in generators.items():
-            generator.set_state(state)

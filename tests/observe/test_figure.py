@@ -31,6 +31,6 @@ print("matplotlib.pyplot" in sys.modules)
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(OptionError, match=r"pip install 'flowdp\[plot\]'"):
         new_figure("x", "y")

@@ -248,7 +248,7 @@ def test_a_folder_that_is_not_there_is_refused_before_the_run(tmp_path: Path) ->
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(flowdp.OptionError, match=r"flowdp\[plot\]"):
         Timeline(["a"]).plot()
 
