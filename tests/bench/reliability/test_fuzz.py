@@ -36,7 +36,7 @@ def test_half_of_them_have_right_checksums_and_all_can_be_made_again(tmp_path: P
 @pytest.mark.posix
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("raises", "KeyError: \"'x'\""), ("ends", "the process died"), ("hangs", "no answer for 0.5 s")],
+    [("raises", "KeyError: \"'x'\""), ("ends", "the process died"), ("hangs", "no answer for 5")],
 )
 def test_what_goes_wrong_is_seen_with_its_seed_and_the_rest_read_on(what: str, said: str) -> None:
     calls = []  # the child's own counter: a new process begins at 0
@@ -51,7 +51,8 @@ def test_what_goes_wrong_is_seen_with_its_seed_and_the_rest_read_on(what: str, s
             os.kill(os.getpid(), signal.SIGKILL)
         return read(path)
 
-    report = fuzz(10, first=20, hang_s=0.5, reader=reader)
+    # On a busy machine a reader that is well may take long, too: only one that hangs is waited for in vain.
+    report = fuzz(10, first=20, hang_s=5.0 if what == "hangs" else 120.0, reader=reader)
     [(seed, happened)] = report.failures
     assert seed == 25
     assert said in happened
