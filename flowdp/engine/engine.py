@@ -156,7 +156,7 @@ class Engine:
             self._source,
             self.threads,
             self.event_log.tail,
-            steps_at_gate=ROUNDS[config.policy].averages == "gradients",
+            steps_at_gate=self.workers[0].replica.steps_at_gate,
             readers=partial(_waits_of, services),
         )
         self._report: Callable[[str, int], str] = diagnostics.report

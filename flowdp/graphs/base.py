@@ -290,14 +290,6 @@ class Recorder(Protocol):
         """
         ...
 
-    def step(self, factor: float) -> bool:
-        """Take the optimizer's step by a graph of its own; False: there is none, and it is taken eagerly.
-
-        Args:
-            factor: On loss and gradients; see `Replica.step`.
-        """
-        ...
-
     def forget(self) -> None:
         """Free the graphs and their memory: something that they depend on has changed."""
         ...

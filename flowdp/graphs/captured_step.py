@@ -120,10 +120,6 @@ class Captured:
                 worker.sink(name, value, weight)
         return computed
 
-    def step(self, factor: float) -> bool:
-        """See `Recorder.step`."""
-        return self.ended is None and self._recorder is not None and self._recorder.step(factor)
-
     def give_up(self, reason: str) -> None:
         """Run steps eagerly from now on, for a reason that is logged; a second time does nothing."""
         if self.ended is None:

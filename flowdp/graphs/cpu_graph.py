@@ -147,10 +147,6 @@ class CpuRecorder:
             gives=self._step.gives_gradients,
         )
 
-    def step(self, _factor: float) -> bool:  # there is no graph of it on the CPU
-        """See `Recorder.step`: the optimizer steps flat memory eagerly, which is a few calls."""
-        return False
-
     def forget(self) -> None:
         """See `Recorder.forget`; the other ranks may still need the shared graphs."""
 

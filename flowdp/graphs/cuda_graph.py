@@ -100,10 +100,6 @@ class CudaGraphs:
             raise NotCaptured(refusal)
         return graph
 
-    def step(self, _factor: float) -> bool:  # there is no graph of it
-        """The optimizer steps eagerly; see `Recorder.step`."""
-        return False
-
     def forget(self) -> None:
         """Free all graphs and their own memory; see `Recorder.forget`."""
         if self._pool is not None:

@@ -30,10 +30,10 @@ ROUNDS: Mapping[Policy, type[Rounds]] = {
 def rounds_class(policy: Policy, ranks: int, options: CadenceOptions) -> type[Rounds]:
     """Class of a run's rounds. One device, and a cadence of one step, need no cadence."""
     match policy:
-        case "exact":
-            return ExactRounds
         case _ if ranks == 1:
             return SingleRounds
+        case "exact":
+            return ExactRounds
         case "async":
             return AsyncRounds
         case "cadence" if options.windows:

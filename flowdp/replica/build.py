@@ -48,6 +48,7 @@ from flowdp.replica.factories import (
 from flowdp.replica.flat_optimizer import group_keys, obstacle
 from flowdp.replica.launch_turns import open_turns
 from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
+from flowdp.replica.lone_replica import LoneReplica
 from flowdp.replica.replica import Capture, LossOption, Replica, ReplicaParts, loss_function
 
 __all__ = ["ReplicaConfig", "build_replicas"]
@@ -100,7 +101,8 @@ def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> li
     if averages == "gradients":
         check_embeddings(modules[0], "policy='exact'", is_shared=len(devices) > 1)
     flats = equal_start(modules, lanes)
-    if averages == "gradients" and min_part_size(plain_layers(modules[0])) > 1:
+    is_cut = len(devices) > 1 or (config.sizes.window or 0) > max(config.sizes.parts, default=0)
+    if averages == "gradients" and is_cut and min_part_size(plain_layers(modules[0])) > 1:
         log.warning(
             "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
             "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is, and "
@@ -194,13 +196,9 @@ def _replica(
         return CustomStepReplica(parts, config.train_step)
     if ROUNDS[config.policy].averages != "gradients":
         return Replica(parts, function)
+    size, checks = config.sizes.parts[parts.flat.rank], config.checks_loss
+    seed = config.seed if config.repeats else None
+    if touched.world_size == 1:
+        return LoneReplica(parts, function, size=size, seed=seed, checks=checks)
     check_dense(all_of(parts.optimizers)[0])
-    return ExactReplica(
-        parts,
-        function,
-        size=config.sizes.parts[parts.flat.rank],
-        touched=touched,
-        groups=groups,
-        seed=config.seed if config.repeats else None,
-        checks=config.checks_loss,
-    )
+    return ExactReplica(parts, function, size=size, touched=touched, groups=groups, seed=seed, checks=checks)

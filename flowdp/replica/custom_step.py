@@ -73,7 +73,7 @@ class CustomStepReplica(Replica):
         with self.casting():
             return self.function(worker, batch)
 
-    def step(self, _factor: float = 1.0) -> Tensor | None:  # there is nothing to scale
+    def step(self, _factor: float | Tensor = 1.0) -> Tensor | None:  # there is nothing to scale
         """Clear the gradients that the call has left; see `Replica.step`."""
         self._update_scale()
         self.module.zero_grad(set_to_none=True)

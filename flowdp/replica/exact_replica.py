@@ -1,48 +1,34 @@
-"""The replica of policy="exact": gradients are averaged, and all ranks take the same step behind the gate.
+"""The replica of policy="exact" on several devices: gradients are averaged, and all ranks take the same step.
 
-A rank's part of a window is trained in micro-batches. Each one's mean loss counts for its samples in the
-part, so the gradient that a rank brings is the mean over its samples; and the mean of the ranks' gradients,
-weighted by their samples, is that of the whole window. Where a loss names its weight, say its tokens, it
-counts for that; the weights are averaged with the gradients, which are divided by them.
+The gradient that a rank brings is the mean over the samples of its part (`WindowReplica`), so the mean of
+the ranks' gradients, weighted by their samples, is that of the whole window. Weights that losses name are
+averaged with the gradients, which are divided by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
-from flowdp.data.batches import Portion, cuts
-from flowdp.data.trees import tensors_of
-from flowdp.device.compiled import as_written
-from flowdp.device.draws import OwnDraws
 from flowdp.device.flat_gradients import SharedGradients, Touched
 from flowdp.device.streams import QUIET
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
-from flowdp.modules.whole_batch import Written
-from flowdp.policy.recheck import is_due_at
 from flowdp.protocol.messages import Outcome, SampleRange
-from flowdp.replica.loss_check import check_mean
-from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
+from flowdp.replica.replica import NOT_OURS, Loss, ReplicaParts
+from flowdp.replica.window_replica import WindowReplica
 
 __all__ = ["ExactReplica"]
 
 CHECKSUMS = 8
 """Checksums that may be on their way to the host: more than rounds can be under way on a device."""
 
-IGNORED = -100
-"""Label that torch's losses leave out by default."""
 
-LABELS = (torch.int8, torch.int16, torch.int32, torch.int64)
-"""Types of labels that can be that."""
-
-
-class ExactReplica(Replica):
+class ExactReplica(WindowReplica):
     """Replica whose optimizer steps by the mean gradient of all ranks.
 
     Args:
@@ -62,8 +48,6 @@ class ExactReplica(Replica):
     gradients: SharedGradients
     steps_at_gate = True
 
-    names_weight = True
-
     def __init__(
         self,
         parts: ReplicaParts,
@@ -76,10 +60,7 @@ class ExactReplica(Replica):
         checks: bool = False,
     ) -> None:
         self._touched = touched
-        super().__init__(parts, loss)
-        self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
-        self._checks = checks
-        self._has_looked = False
+        super().__init__(parts, loss, size=size, seed=seed, checks=checks)
         self._is_part = touched.world_size > 1  # its part of a window
         self._groups = groups
         self._norms = SharedStatistics(self.module)
@@ -89,9 +70,6 @@ class ExactReplica(Replica):
         self.averaged = self.gradients
         # An overflow of a scaled loss is the scaler's: it finds it in the mean, and leaves the step out.
         self.watched = self.gradients if self._scaler is None else None
-        self._size = size
-        self.least = min(self.least, size)  # with batch_size=1 each forward equals that of one device
-        self._named: Any = None  # the weight of the micro-batch's loss, if it names one
         self._unnamed = 0.0  # weight of the part's losses that name none
         if self._scaler is not None:
             # Else a rank without samples in the first window would not have made its scale by then.
@@ -100,38 +78,12 @@ class ExactReplica(Replica):
             self._sums = self.lane.pinned((CHECKSUMS,), torch.int64).unbind()
         self._summed = 0
 
-    def add(self, batch: Portion, worker: CurrentWorker, _share: float = 1.0) -> None:  # the only one
-        """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
-        samples = batch.samples
-        # By the window, which all ranks count alike: a slow one may have no part of some.
-        is_due = not self._has_looked or is_due_at(worker.global_step + 1)
-        if self._checks and samples > 1 and is_due:
-            self._has_looked = True
-            self._check_loss(batch, worker)
-        part = self.part or SampleRange(0, samples)
-        pieces = part.forwards or self.forwards(batch, samples)
-        written = None
-        if not self.has_stepped and self.flat.rank == 0 and (pieces > 1 or self._is_part):
-            written = Written(self.module)
-        with (
-            self._groups.taking_part(self.flat.rank, worker.global_step, part.ranks) as group,
-            # Its gradients are those of the mean over its samples.
-            self._norms.among(group, samples),
-        ):
-            # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
-            if self._seed is not None:
-                self.draws = OwnDraws(self._seed, self.flat.rank, worker.global_step)
-            for start, stop in cuts(samples, pieces):
-                worker.samples = stop - start
-                self._compute(batch.rows(start, stop), worker, Factors(worker.samples / samples, samples))
-        if not self.has_stepped:
-            self._check_first()
-        if written is not None:
-            written.tell()
-
-    def forwards(self, _batch: Any, samples: int) -> int:  # a part can always be cut
-        """See `Replica.forwards`."""
-        return max(1, min(samples // self.least, -(-samples // self._size) * self.pieces))
+    @contextmanager
+    def _beside_others(self, part: SampleRange, worker: CurrentWorker, samples: int) -> Iterator[None]:
+        taking_part = self._groups.taking_part(self.flat.rank, worker.global_step, part.ranks)
+        # Its gradients are those of the mean over its samples.
+        with taking_part as group, self._norms.among(group, samples):
+            yield
 
     def leave(self) -> None:
         """Wake ranks that wait for this one in a SyncBatchNorm: it comes no more."""
@@ -142,7 +94,7 @@ class ExactReplica(Replica):
         super().undo()
         self._unnamed = 0.0
 
-    def step(self, _factor: float = 1.0) -> Tensor | None:  # the shares sum to 1
+    def step(self, _factor: float | Tensor = 1.0) -> Tensor | None:  # the shares sum to 1
         """The loss of the part; the optimizer steps in `meet`. See `Replica.step`.
 
         Where losses name weights, it is the mean of loss x weight: the part's own weight may be 0, and the
@@ -183,50 +135,8 @@ class ExactReplica(Replica):
         at.copy_(self.flat.checksum(), non_blocking=True)
         return lambda: int(at)
 
-    def _check_loss(self, batch: Portion, worker: CurrentWorker) -> None:
-        samples = min(batch.samples, max(2, self._size))
-        starts = (min(start, batch.samples - samples) for start in range(0, batch.samples, samples))
-        # A mean that leaves labels out differs from one over samples only where there are such labels.
-        at = next((start for start in starts if _ignores(batch.rows(start, start + samples))), None)
-        if at is None and self.flat.rank:
-            return  # the first rank looks at any other
-        begin = at or 0
-
-        def rows(start: int, stop: int) -> Any:
-            worker.samples = stop - start
-            return batch.rows(begin + start, begin + stop)
-
-        sink, worker.sink = worker.sink, lambda *_: None  # it is no step, and records nothing
-        try:
-            self._checks = check_mean(self.module, self._under_autocast, rows, samples, self.device)
-        finally:
-            worker.sink = sink
-
-    def _under_autocast(self, module: nn.Module, batch: Any) -> Any:
-        with self.casting():
-            # As written: in a trial dynamo would take it for one that cannot be compiled.
-            return as_written(self.function)(module, batch)
-
     def _open_gradients(self) -> SharedGradients:
         return SharedGradients(self.flat, self.module, self._touched)
-
-    def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
-        """See `Replica.compute`."""
-        self._named = None
-        with nullcontext() if self.draws is None else self.draws:
-            return super().compute(batch, worker, factors)
-
-    def weigh(self, loss: Tensor, share: float | Tensor, of: int | Tensor) -> tuple[Tensor, Tensor | None]:
-        """The loss times its weight, by sample of the part; see `Replica.weigh`."""
-        named, self._named = self._named, None
-        if named is None:
-            return super().weigh(loss, share, of)
-        weight = torch.as_tensor(named, dtype=torch.float64, device=self.device).detach()
-        if weight.numel() != 1:
-            raise ValueError(f"the weight of the loss must be one number, not of shape {tuple(weight.shape)}")
-        weight = weight.reshape(()) / of
-        # The mean over nothing is NaN, and would stay so times 0.
-        return torch.where(weight > 0, loss, 0.0) * weight, weight
 
     def count(self, computed: Computed, factors: Factors) -> None:
         """See `Replica.count`."""
@@ -240,14 +150,3 @@ class ExactReplica(Replica):
     def _check_gradients(self) -> None:
         if not self.gradients.is_touched:
             raise ValueError(NOT_OURS)
-
-    def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
-        if isinstance(result, Mapping) and "weight" in result:
-            self._named = result["weight"]
-            result = {name: value for name, value in result.items() if name != "weight"}
-        return super()._unpack(result, worker)
-
-
-def _ignores(batch: Any) -> bool:
-    """Whether a label of the batch is the one that losses leave out."""
-    return any(bool((leaf == IGNORED).any()) for leaf in tensors_of(batch) if leaf.dtype in LABELS)

@@ -272,7 +272,7 @@ class Replica:
         if not self.has_stepped:
             self._check_first()
 
-    def step(self, factor: float = 1.0) -> Tensor | None:
+    def step(self, factor: float | Tensor = 1.0) -> Tensor | None:
         """Clip the micro-batches' gradients and step the optimizer.
 
         Args:
@@ -285,8 +285,7 @@ class Replica:
         Streams:
             As `add`; but optimizers that a gradient scaler has to ask (all not fused) are waited for.
         """
-        if self.captured is None or not self.captured.step(factor):
-            self._launch_step(self._update, factor)
+        self._launch_step(self._update, factor)
         if self.average is not None:
             self.average.update()
         return self._take_value()
@@ -298,15 +297,16 @@ class Replica:
         else:
             self.turn.launch_step(step, *args)
 
-    def _update(self, factor: float) -> None:
+    def _update(self, factor: float | Tensor) -> None:
+        is_scaled = isinstance(factor, Tensor) or factor != 1.0  # a tensor is not read back
         if self._flat_optimizer is None or self.gradients is None:
-            if factor != 1.0:
+            if is_scaled:
                 self._rescale(factor)
             self._optimize(self._optimizer)
             self._optimizer.zero_grad(set_to_none=True)
             return
         touched = self.gradients.collect()
-        if factor != 1.0:
+        if is_scaled:
             self._rescale(factor)
         self._optimize(self._flat_optimizer.prepare(touched))
         self._flat_optimizer.finish()
@@ -479,7 +479,7 @@ class Replica:
             loss.backward(**options)
         self._redraws.passed()
 
-    def _rescale(self, factor: float) -> None:
+    def _rescale(self, factor: float | Tensor) -> None:
         if self.gradients is None:
             torch._foreach_mul_([p.grad for p in self.trained if p.grad is not None], factor)
         else:

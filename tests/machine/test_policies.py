@@ -38,7 +38,7 @@ def made(**given: Any) -> Rounds:
         ({"policy": "cadence", "cadence": CadenceOptions(max_batch_diff=0)}, SyncRounds, False),
         ({"policy": "async", "cadence": CadenceOptions(max_batch_diff=0)}, AsyncRounds, True),
         (EXACT, ExactRounds, False),
-        ({**EXACT, "world_size": 1}, ExactRounds, False),
+        ({**EXACT, "world_size": 1}, SingleRounds, False),
     ],
 )
 def test_the_class_of_a_run(given: dict[str, Any], rounds: type, has_cadence: bool) -> None:

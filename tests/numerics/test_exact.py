@@ -305,7 +305,8 @@ def test_a_rank_without_samples_takes_every_step() -> None:
 
 
 # ---------------------------------------------------------------- weighted losses
-def test_a_weight_that_is_not_the_samples() -> None:
+@pytest.mark.parametrize(("devices", "size"), [(1, 1), (1, WINDOW), (3, 1)])
+def test_a_weight_that_is_not_the_samples(devices: int, size: int) -> None:
     """A mean over tokens: over those with a target in each window, however it is split."""
     targets = torch.randint(-3, 2, (SAMPLES, 6), generator=torch.Generator().manual_seed(2)).clamp(min=-1)
     torch.manual_seed(1)
@@ -329,7 +330,7 @@ def test_a_weight_that_is_not_the_samples() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    run = exact(model, momentum, 3, weighted, dataset=(inputs, targets), batch_size=1)
+    run = exact(model, momentum, devices, weighted, dataset=(inputs, targets), batch_size=size)
     assert any((targets[index] < 0).all() for index in range(SAMPLES)), "micro-batches without a token"
     assert apart(model, expected) < 1e-12
     for epoch, first in zip(run.history, range(0, len(losses), 11), strict=True):

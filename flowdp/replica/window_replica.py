@@ -1,0 +1,150 @@
+"""Replicas of policy="exact" before they meet: forward and backward of a global batch, or a part of it.
+
+A rank's part of a window is trained in micro-batches. Each one's mean loss counts for its samples in the
+part, so the gradient is the mean over its samples. Where a loss names its weight, say its tokens, it counts
+for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.data.batches import Portion, cuts
+from flowdp.data.trees import tensors_of
+from flowdp.device.compiled import as_written
+from flowdp.device.draws import OwnDraws
+from flowdp.device.worker_context import CurrentWorker
+from flowdp.graphs.base import Computed, Factors
+from flowdp.modules.whole_batch import Written
+from flowdp.policy.recheck import is_due_at
+from flowdp.protocol.messages import SampleRange
+from flowdp.replica.loss_check import check_mean
+from flowdp.replica.replica import Loss, Replica, ReplicaParts
+
+__all__ = ["WindowReplica"]
+
+IGNORED = -100
+"""Label that torch's losses leave out by default."""
+
+LABELS = (torch.int8, torch.int16, torch.int32, torch.int64)
+"""Types of labels that can be that."""
+
+
+class WindowReplica(Replica):
+    """Replica that trains a global batch, or a part of one, in micro-batches.
+
+    Args:
+        parts: Objects and settings of this rank.
+        loss: Loss of (module, batch).
+        size: Samples of a micro-batch, at most.
+        seed: Seed of this rank's reproducible draws; None: torch's own generator.
+        checks: Whether the loss is checked, in the windows 1, 2, 4, 8, ... (by the first rank, and by others
+            that have a label which losses leave out); see `check_mean`.
+    """
+
+    names_weight = True
+    _is_part = False  # of a window that other ranks share
+
+    def __init__(
+        self, parts: ReplicaParts, loss: Loss, *, size: int, seed: int | None = None, checks: bool = False
+    ) -> None:
+        super().__init__(parts, loss)
+        self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
+        self._checks = checks
+        self._has_looked = False
+        self._size = size
+        self.least = min(self.least, size)  # with batch_size=1 each forward equals that of one device
+        self._named: Any = None  # the weight of the micro-batch's loss, if it names one
+
+    def add(self, batch: Portion, worker: CurrentWorker, _share: float = 1.0) -> None:  # the only one
+        """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
+        samples = batch.samples
+        # By the window, which all ranks count alike: a slow one may have no part of some.
+        is_due = not self._has_looked or is_due_at(worker.global_step + 1)
+        if self._checks and samples > 1 and is_due:
+            self._has_looked = True
+            self._check_loss(batch, worker)
+        part = self.part or SampleRange(0, samples)
+        pieces = part.forwards or self.forwards(batch, samples)
+        written = None
+        if not self.has_stepped and self.flat.rank == 0 and (pieces > 1 or self._is_part):
+            written = Written(self.module)
+        with self._beside_others(part, worker, samples):
+            # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
+            if self._seed is not None:
+                self.draws = OwnDraws(self._seed, self.flat.rank, worker.global_step)
+            for start, stop in cuts(samples, pieces):
+                worker.samples = stop - start
+                self._compute(batch.rows(start, stop), worker, Factors(worker.samples / samples, samples))
+        if not self.has_stepped:
+            self._check_first()
+        if written is not None:
+            written.tell()
+
+    def _beside_others(
+        self, _part: SampleRange, _worker: CurrentWorker, _samples: int
+    ) -> AbstractContextManager[object]:
+        """Context of the forwards of a part, for layers that meet the other ranks."""
+        return nullcontext()
+
+    def forwards(self, _batch: Any, samples: int) -> int:  # a part can always be cut
+        """See `Replica.forwards`."""
+        return max(1, min(samples // self.least, -(-samples // self._size) * self.pieces))
+
+    def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
+        """See `Replica.compute`."""
+        self._named = None
+        with nullcontext() if self.draws is None else self.draws:
+            return super().compute(batch, worker, factors)
+
+    def weigh(self, loss: Tensor, share: float | Tensor, of: int | Tensor) -> tuple[Tensor, Tensor | None]:
+        """The loss times its weight, by sample of the part; see `Replica.weigh`."""
+        named, self._named = self._named, None
+        if named is None:
+            return super().weigh(loss, share, of)
+        weight = torch.as_tensor(named, dtype=torch.float64, device=self.device).detach()
+        if weight.numel() != 1:
+            raise ValueError(f"the weight of the loss must be one number, not of shape {tuple(weight.shape)}")
+        weight = weight.reshape(()) / of
+        # The mean over nothing is NaN, and would stay so times 0.
+        return torch.where(weight > 0, loss, 0.0) * weight, weight
+
+    def _check_loss(self, batch: Portion, worker: CurrentWorker) -> None:
+        samples = min(batch.samples, max(2, self._size))
+        starts = (min(start, batch.samples - samples) for start in range(0, batch.samples, samples))
+        # A mean that leaves labels out differs from one over samples only where there are such labels.
+        at = next((start for start in starts if _ignores(batch.rows(start, start + samples))), None)
+        if at is None and self.flat.rank:
+            return  # the first rank looks at any other
+        begin = at or 0
+
+        def rows(start: int, stop: int) -> Any:
+            worker.samples = stop - start
+            return batch.rows(begin + start, begin + stop)
+
+        sink, worker.sink = worker.sink, lambda *_: None  # it is no step, and records nothing
+        try:
+            self._checks = check_mean(self.module, self._under_autocast, rows, samples, self.device)
+        finally:
+            worker.sink = sink
+
+    def _under_autocast(self, module: nn.Module, batch: Any) -> Any:
+        with self.casting():
+            # As written: in a trial dynamo would take it for one that cannot be compiled.
+            return as_written(self.function)(module, batch)
+
+    def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
+        if isinstance(result, Mapping) and "weight" in result:
+            self._named = result["weight"]
+            result = {name: value for name, value in result.items() if name != "weight"}
+        return super()._unpack(result, worker)
+
+
+def _ignores(batch: Any) -> bool:
+    """Whether a label of the batch is the one that losses leave out."""
+    return any(bool((leaf == IGNORED).any()) for leaf in tensors_of(batch) if leaf.dtype in LABELS)
