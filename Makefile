@@ -18,6 +18,12 @@ RUN     := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
 STAMP   := $(VENV)/.installed
 DEMO    := $(VENV)/.demo
 PIP     := $(RUN) -m pip --disable-pip-version-check -qq
+# Lightning and Accelerate are not what `make test` has, so they have an environment of their own.
+PEERS       := .venv-peers
+PEERS_RUN   := $(PEERS)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
+PEERS_STAMP := $(PEERS)/.installed
+PEERS_PIP   := $(PEERS_RUN) -m pip --disable-pip-version-check -qq
+
 BENCHES := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard bench/micro/*.py bench/end_to_end/*.py))))
 
 # Several processes, each with one test at a time: tests may count threads and change settings of their process.
@@ -28,7 +34,7 @@ QUICK   := tests/policy tests/protocol tests/machine tests/threads tests/test_do
 CHECKED := $(if $(filter check,$(MAKECMDGOALS)),--ignore=tests/contract)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check docs docs-serve sizes sim soak bench pictures gpu
+.PHONY: help demo test test-fast check docs docs-serve sizes sim soak bench bench-peers pictures gpu
 
 help:
 	@sed -n 's/^## //p' $(firstword $(MAKEFILE_LIST))
@@ -78,6 +84,10 @@ soak: $(STAMP)
 bench: $(STAMP)
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(RUN) -m $$bench $(ARGS); done
 
+## make bench-peers  flowdp beside DDP, Accelerate, Lightning and Fabric; a quarter of an hour; ARGS=--quick
+bench-peers: $(PEERS_STAMP)
+	@$(PEERS_RUN) -m bench.peers $(ARGS)
+
 ## make pictures  the pictures of README and docs, from real runs in Chromium, JupyterLab and tmux
 pictures: $(STAMP)
 	@$(RUN) -m docs.pictures
@@ -98,4 +108,11 @@ $(DEMO): pyproject.toml $(CONSTRAINTS)
 $(STAMP): $(DEMO)
 	@echo "Installing the tools of development (once; a few minutes)"
 	@$(PIP) install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(PEERS_STAMP): pyproject.toml $(CONSTRAINTS)
+	@echo "Installing into $(PEERS) (once; a few minutes)"
+	@test -x $(PEERS_RUN) || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS_PIP) install "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
+	@$(PEERS_PIP) install -c $(CONSTRAINTS) -e '.[peers]'
 	@touch $@

@@ -1,0 +1,1 @@
+"""One program per library, each as its own documentation writes a training loop."""
