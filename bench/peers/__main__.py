@@ -1,16 +1,20 @@
 """flowdp beside other libraries that train on two devices: `make bench-peers`.
 
 Two CPU devices of one thread each, three models, the same data, batches and AdamW. Each side is a program in
-`bench/peers/sides`, run in fresh processes; a round has all of them once, in shuffled order.
+`bench/peers/sides`, run in fresh processes; a round has all of them once, in shuffled order. Ctrl-C
+ends it, and keeps the runs until then.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from itertools import product
+from statistics import median
 
 from bench.harness import report
 from bench.peers.cases import KINDS, SIDES, Measured, as_record, measure, wait_us
@@ -25,13 +29,17 @@ def main() -> None:
     began = time.monotonic()
     waits = {"cnn": wait_us("cnn")} if "unequal" in options.kind else {}
     runs: list[Measured] = []
-    for turn in range(options.rounds):
-        for kind, model, name in plan(options, turn):
-            measured = measure(turn, kind, model, name, wait=waits.get(model, 0.0), part=options.part)
-            runs.append(measured)
-            print(line(measured, time.monotonic() - began), flush=True)
+    loads = []
+    with suppress(KeyboardInterrupt):  # the record has the runs until then
+        for turn in range(options.rounds):
+            for kind, model, name in plan(options, turn):
+                loads.append(os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
+                measured = measure(turn, kind, model, name, wait=waits.get(model, 0.0), part=options.part)
+                runs.append(measured)
+                print(line(measured, time.monotonic() - began), flush=True)
     record = {
-        "rounds": options.rounds,
+        "rounds": 1 + max((one.turn for one in runs), default=0),
+        "load": round(median(loads or [0.0]), 1),
         "versions": {name: version(name) for name in ("torch", "lightning", "accelerate")},
         "wait_us": waits,
         "minutes": round((time.monotonic() - began) / 60, 1),
@@ -80,8 +88,8 @@ def line(measured: Measured, passed_s: float) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.peers", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="one round of a third of the steps")
+    parser.add_argument("--rounds", type=int, help="runs of each side (3; 1 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="one round, a third of the steps")
     parser.add_argument("--only", action="append", choices=TASKS, metavar="MODEL", help=", ".join(TASKS))
     parser.add_argument("--side", action="append", choices=SIDES, metavar="NAME", help=", ".join(SIDES))
     parser.add_argument("--kind", action="append", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
@@ -90,7 +98,8 @@ def arguments() -> argparse.Namespace:
     options.only = options.only or list(TASKS)
     options.side = options.side or list(SIDES)
     options.kind = options.kind or list(KINDS)
-    options.rounds, options.part = (1, 1 / 3) if options.quick else (options.rounds, 1.0)
+    options.rounds = options.rounds or (1 if options.quick else 3)
+    options.part = 1 / 3 if options.quick else 1.0
     return options
 
 

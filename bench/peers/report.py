@@ -216,7 +216,17 @@ def origin(record: Record) -> str:
     return (
         f"`make bench-peers`, {record['date']}, {record['commit']}: {machine['cores']} cores "
         f"({machine['cpu']}), torch {versions['torch']},\n{others}; "
-        f"medians of {record['rounds']} rounds, with the least and the largest in brackets."
+        f"medians of {record['rounds']} rounds, with the least and the largest in brackets.{beside(record)}"
+    )
+
+
+def beside(record: Record) -> str:
+    """Warning that other programs ran at the same time: two devices make a load of about 2."""
+    if record["load"] <= 1.5 * 2:
+        return ""
+    return (
+        f"\n**Other programs ran beside it** (load {record['load']} on {record['machine']['cores']} cores): "
+        "the ratios are rough, and the times of a\nquiet machine are shorter."
     )
 
 
