@@ -270,10 +270,17 @@ def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:
     )
 
 
-def _global_batch(sizes: Sizes, source: Source, first: Replica) -> GlobalBatch | None:
+def _global_batch(sizes: Sizes, source: Source, replicas: Sequence[Replica]) -> GlobalBatch | None:
     if sizes.window is None or source.samples is None:
         return None
-    return GlobalBatch(sizes.window, source.samples, first.least, sizes.parts if first.meets else None)
+    first = replicas[0]
+    return GlobalBatch(
+        sizes.window,
+        source.samples,
+        first.least,
+        sizes.parts if first.meets else None,
+        may_be_alone=not first.meets and not any(replica.lane.is_async for replica in replicas),
+    )
 
 
 def _plan(
@@ -290,7 +297,7 @@ def _plan(
         cadence=config.cadence,
         ratios=config.ratios,
         wait_for_metric=first.learning_rate.waits_for_metric,
-        global_batch=_global_batch(sizes, source, first),
+        global_batch=_global_batch(sizes, source, replicas),
         groups=sizes.groups,
         tasks=barrier_plan(config, resumed, inside=source.can_resume_inside and source.unseeded is None),
         on_failure=config.failures.on_failure,

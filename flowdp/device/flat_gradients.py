@@ -214,6 +214,14 @@ class SharedGradients(FlatGradients, FlatTensors):
                 part.div_(self.weight)
         return self._touched.union(self._turn, members)
 
+    def settle_alone(self) -> list[bool]:
+        """Divide this rank's own sum by its weight; returns which parameters it touched."""
+        touched = self.collect()
+        if self.is_weighted:
+            for part in self._parts:
+                part.div_(self.weight)
+        return touched
+
     def clear(self) -> None:
         """See `FlatGradients.clear`."""
         super().clear()

@@ -98,7 +98,7 @@ class NanGuard:
         on_nan: OnNan,
     ) -> None:
         lane = self._lane = replica.lane
-        self._watched = replica.watched
+        self._replica = replica
         self._machine = machine
         self._meter = meter
         self._place = place
@@ -129,7 +129,8 @@ class NanGuard:
         losses = self._meter.losses()
         if self._machine.is_bad or not self._machine.steps or last is None:
             return None
-        parts = [] if self._watched is None else self._watched.trained()
+        watched = self._replica.watched
+        parts = [] if watched is None else watched.trained()
         if not parts and losses is None:
             return None
         note_nonfinite(parts, losses, self._odd)
@@ -214,7 +215,8 @@ class NanGuard:
             self._meter.bad = {at: step for at, step in self._meter.bad.items() if at >= first}
 
     def _look(self, last: Step) -> None:
-        finite = self._watched is None or is_finite(self._watched)
+        watched = self._replica.watched
+        finite = watched is None or is_finite(watched)
         step = self._meter.bad.get(self._meter.round)
         if step is not None:
             self.mark_bad(step, _LOSS)

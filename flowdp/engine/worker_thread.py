@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import Averaging
+from flowdp.collective.base import Averaging, Reading
 from flowdp.data.open_feeds import Feed
 from flowdp.device import worker_context
 from flowdp.device.compiled import FirstCalls
@@ -126,6 +126,7 @@ class Worker:
         self._is_bound = False  # the other ranks wait for this one
         self.rank = rank
         self.replica = replica
+        self._replicas = replicas
         self.inbox = inbox
         self._lane = replica.lane
         # Where the others continue without a rank that raises, the batches since its last mean are dealt
@@ -298,10 +299,10 @@ class Worker:
                 return
             self._retry.run(batcher.micros, full)
         self._feed.release()
-        loss = replica.step(batcher.factor)
+        loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
         current.local_step += 1
         if self._step_callbacks:
-            if replica.steps_at_gate:
+            if replica.steps_at_gate and not step.alone:
                 self._part_loss = loss
             else:
                 self._call_back(loss, batcher.samples)
@@ -349,7 +350,10 @@ class Worker:
             self._numbers.decide()
             self._is_bound = True
             outcome = self._gate.enter(self.machine.judged(action.arrival))
-            reading = self._collective.average(self.rank, outcome)
+            if action.arrival.alone:
+                reading = self._take_over(outcome)
+            else:
+                reading = self._collective.average(self.rank, outcome)
         except CollectiveAborted:
             # Another rank failed, and the coordinator knows: its order to leave is on its way.
             self._await_leave()
@@ -367,6 +371,17 @@ class Worker:
         if done is not None:
             self._close(done, outcome)
         self._numbers.met()
+
+    def _take_over(self, outcome: Outcome) -> Reading:
+        """Copy the replica that has taken all steps of the round; its rank waits meanwhile (exact)."""
+        start_s = perf_counter()
+        # None, where what it trained is not finite: it copies one of the others' replicas at a barrier.
+        alone = next((rank for rank in outcome.members if outcome.samples[rank]), self.rank)
+        if alone != self.rank:
+            self.replica.copy_from(self._replicas[alone])
+        self._gate.finish(self.rank)
+        averaging = Averaging((perf_counter() - start_s) * 1e3, None)
+        return lambda: averaging
 
     def _close(self, done: Done, outcome: Outcome | None = None) -> None:
         """Close an order, with a mean or without one."""

@@ -24,6 +24,7 @@ class ArmedRounds:
         deal: The batches.
         every: Steps of each rank in one of the rounds. Shape (world_size,).
         predicted_ms: Expected duration; infinite while no speed is known.
+        alone: The rank that trains all of the batches (exact); None: all ranks train.
         start_ms: Time of the beginning.
         acks: Acknowledgments so far, by rank.
     """
@@ -34,6 +35,7 @@ class ArmedRounds:
     deal: Deal
     every: tuple[int, ...]
     predicted_ms: float
+    alone: int | None = None
     start_ms: float = math.nan
     acks: dict[int, SyncAck] = field(default_factory=dict)
 
@@ -124,6 +126,15 @@ class HeldRounds:
         """Averaging time of a rank, all rounds together."""
         ack = self.armed.acks.get(rank)
         return 0.0 if ack is None else ack.sync_ms * self.rounds
+
+    @property
+    def longest_ms(self) -> float:
+        """Time of all rounds held: of the rank whose work, waits and averagings took longest."""
+        own_ms = (
+            work.busy_ms + work.data_ms + self.wait_ms[rank] + self.rank_sync_ms(rank)
+            for rank, work in enumerate(self.works)
+        )
+        return max(own_ms)
 
     @property
     def bad(self) -> dict[int, tuple[int, int] | None]:

@@ -22,12 +22,14 @@ class GlobalBatch:
         least: Fewest samples of a rank's part, where it has any.
         forwards: Samples of a micro-batch of each rank, where all ranks make each forward together; None:
             each makes its own. Shape (world_size,).
+        may_be_alone: One rank may train it alone where that takes less time, for all ranks lie in one memory.
     """
 
     size: int
     samples: int
     least: int = 1
     forwards: Sequence[int] | None = None
+    may_be_alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

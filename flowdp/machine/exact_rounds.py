@@ -19,14 +19,19 @@ from flowdp.machine.epochs import Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Averages, Shares
 from flowdp.policy.ledger import Deal, Ledger
+from flowdp.policy.recheck import is_due_at
 from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
+from flowdp.policy.sharing import Sharing
 from flowdp.protocol.commands import Command, Fail
 from flowdp.protocol.messages import SampleRange, StartEpoch, SyncAck
 
 __all__ = ["ExactRounds", "split"]
 
-CALIBRATION = 3
+CALIBRATION = 2
 """Measurements before the first split by speed; until then an order is one round."""
+
+TRIAL = 8
+"""An order in which sharing is tried, or its opposite, is this part of another one."""
 
 INTERVAL = 1
 """Orders between two splits. Waiting longer gains nothing on noisy times, and shows a slower rank later."""
@@ -63,7 +68,11 @@ class ExactRounds(PlannedRounds):
         self._ratios = ratios
         first = weights_from([0.0] * world_size, speed_hint)
         self._balance = ThroughputBalance(first, calibration=CALIBRATION, interval=INTERVAL, floor=FLOOR)
-        self._orders_held = 0
+        self._is_warm = False  # the first order was held
+        self._is_split = ratios is not None
+        self._sharing = Sharing() if batch.may_be_alone and ratios is None and world_size > 1 else None
+        self._lone_rank = 0
+        self._next_alone: int | None = None  # of the order that is dealt
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -72,9 +81,18 @@ class ExactRounds(PlannedRounds):
 
     def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
         # The ledger gives them to rank 0; the share of each rank is in the parts.
-        is_split = self._ratios is not None or self._orders_held > CALIBRATION
-        count = min(self.times.steps_at_once if is_split else 1, ledger.remaining, self._room)
-        return count, ledger.deal((count, *(0,) * (self.world_size - 1)), [1.0] * self.world_size)
+        count = min(self.times.steps_at_once if self._is_split else 1, ledger.remaining, self._room)
+        self._next_alone = None
+        if self._sharing is not None and self._is_split:
+            is_trial = self._sharing.plan()
+            if is_trial:
+                count = -(-count // TRIAL)
+                if self._sharing.is_shared:
+                    self._lone_rank = self.ratios.index(max(self.ratios))
+            if self._sharing.is_shared == is_trial:
+                self._next_alone = self._lone_rank
+        deal = ledger.deal((count, *(0,) * (self.world_size - 1)), [1.0] * self.world_size)
+        return (count if self._next_alone is None else 1), deal
 
     def _order(self, armed: ArmedRounds, rank: int) -> StartEpoch:
         return StartEpoch(
@@ -83,13 +101,21 @@ class ExactRounds(PlannedRounds):
             armed.deal[0],
             armed.sync,
             metric=self.epochs.metric,
-            parts=tuple(parts[rank] for parts in self._parts(armed.deal[0])),
+            parts=tuple(parts[rank] for parts in self._parts(armed.deal[0], armed.alone)),
+            alone=armed.alone is not None,
         )
 
-    def _parts(self, batches: Sequence[int]) -> list[tuple[SampleRange, ...]]:
+    @property
+    def _alone(self) -> int | None:
+        return self._next_alone
+
+    def _parts(self, batches: Sequence[int], alone: int | None = None) -> list[tuple[SampleRange, ...]]:
         """The parts of each global batch. Shape (batches, world_size)."""
         whole = self._batch
         sizes = [min(whole.size, whole.samples - number * whole.size) for number in batches]
+        if alone is not None:
+            ranks = range(self.world_size)
+            return [tuple(SampleRange(0, size if rank == alone else 0) for rank in ranks) for size in sizes]
         parts = {size: split(size, self.ratios, whole.least, whole.forwards) for size in set(sizes)}
         return [parts[size] for size in sizes]
 
@@ -103,14 +129,27 @@ class ExactRounds(PlannedRounds):
 
     def _count_back(self, held: HeldRounds) -> None:
         # A rank without a sample has taken the step, too.
-        self.epochs.count_back(held.armed.epoch, 0, held.armed.deal[0], held.rounds)
+        alone = held.armed.alone
+        trained = held.rounds if alone is None else held.works[alone].steps
+        self.epochs.count_back(held.armed.epoch, 0, held.armed.deal[0], trained)
+
+    def _void(self) -> None:
+        super()._void()
+        if self._sharing is not None:
+            self._sharing.dropped()
 
     def _measure(self, held: HeldRounds) -> str:
-        # The first round fills caches that all later ones use: its times say nothing about the speeds.
-        if self._orders_held > 0:
-            works = held.works
-            self._balance.update([work.samples for work in works], [work.busy_ms for work in works])
-        self._orders_held += 1
+        # The first round fills caches that all later ones use, and in some the loss is checked, by the first
+        # rank as a rule: their times say nothing about the speeds.
+        armed, steps = held.armed, max(work.steps for work in held.works)
+        first = armed.sync.global_step + 1
+        is_checked = any(map(is_due_at, range(first, first + steps)))
+        if self._is_warm and not is_checked and armed.alone is None:
+            samples, busy_ms = zip(*((work.samples, work.busy_ms) for work in held.works), strict=True)
+            self._is_split |= self._balance.update(samples, busy_ms)
+        if self._is_warm and self._is_split and self._sharing is not None and steps:
+            self._sharing.measured(armed.alone is None, held.longest_ms / steps)
+        self._is_warm = True
         return super()._measure(held)
 
     def _settle(self, held: HeldRounds, now_ms: float) -> list[Command]:

@@ -35,7 +35,7 @@ def decide(
     for arrival in arrivals.values():
         if (arrival.round, arrival.global_step) != (first.round, first.global_step):
             raise ProtocolError(f"ranks meet in different rounds: {first} and {arrival}")
-        if arrival.together != first.together:
+        if (arrival.together, arrival.alone) != (first.together, first.alone):
             raise ProtocolError(f"ranks meet for rounds of different kinds: {first} and {arrival}")
     steps, samples = [0] * world_size, [0] * world_size
     for rank in members:
@@ -56,7 +56,8 @@ def decide(
         # A mean of one replica is that replica; a distance of 0 would tell the guard that all is well.
         drift=sum(map(bool, samples)) > 1 and any(arrival.drift for arrival in arrivals.values()),
         # A stop makes this the last round, which was unknown when it was armed.
-        compare=any(arrival.compare for arrival in arrivals.values()) or (first.together and directives.stop),
+        compare=any(arrival.compare for arrival in arrivals.values())
+        or ((first.together or first.alone) and directives.stop),
         halt=directives.halt,
         bad=tuple(rank for rank in members if arrivals[rank].bad or arrivals[rank].was_bad),
         late=all(arrival.late for arrival in arrivals.values()),

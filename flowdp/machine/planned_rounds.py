@@ -221,6 +221,11 @@ class PlannedRounds(Rounds):
         return self.times.slowest_ms > 0
 
     @property
+    def _alone(self) -> int | None:
+        """The rank that trains the order that was dealt last by itself (exact); None: all ranks train."""
+        return None
+
+    @property
     def _predicted_pace_ms(self) -> Sequence[float]:
         """Time of one step per rank, to predict the duration of a round; empty where none is predicted."""
         return ()
@@ -291,7 +296,7 @@ class PlannedRounds(Rounds):
         )
         times = zip(taken, self._predicted_pace_ms, strict=False)
         predicted_ms = max((steps * ms for steps, ms in times), default=math.inf)
-        armed = ArmedRounds(self._plan, sync, ledger.epoch, deal, every, predicted_ms)
+        armed = ArmedRounds(self._plan, sync, ledger.epoch, deal, every, predicted_ms, self._alone)
         if not self._armed:
             armed.start_ms = now_ms
         self._armed.append(armed)

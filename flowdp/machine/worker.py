@@ -55,6 +55,7 @@ class Step:
         metric: Loss of the epoch before, where a scheduler waits for it.
         part: The samples of its one batch that are this rank's, at least one; the optimizer steps after the
             meeting that follows (exact). None: whole batches.
+        alone: The part is the whole batch, and the optimizer steps at once: others take over the replica.
     """
 
     epoch: int
@@ -62,6 +63,7 @@ class Step:
     position: int
     metric: float | None = None
     part: SampleRange | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,8 @@ class WorkerMachine:
             self.samples,
             left=planned - self._in_round + self._cut_steps,
             drift=sync.drift,
-            together=order.parts is not None,
+            together=order.parts is not None and not order.alone,
+            alone=order.alone,
             compare=sync.compare and self._held == sync.count - 1,
             late=self.is_late,
         )
@@ -389,8 +392,9 @@ class WorkerMachine:
 
     def _step(self, order: StartEpoch, position: int) -> Step:
         if order.parts is not None:
-            window = (order.batches[self._held],)
-            return Step(order.epoch, window, position, order.metric, order.parts[self._held])
+            at = self._held + self._in_round
+            window = (order.batches[at],)
+            return Step(order.epoch, window, position, order.metric, order.parts[at], order.alone)
         batches = order.batches[self._taken : self._taken + order.group]
         return Step(order.epoch, batches, position, order.metric)
 

@@ -111,9 +111,9 @@ def shard_sizes(batch_size: int, ratios: Sequence[float], least: int = 1) -> tup
 def part_sizes(samples: int, ratios: Sequence[float], least: int = 1) -> tuple[int, ...]:
     """Split the samples of one step of all ranks so that they finish together.
 
-    Unlike with `shard_sizes` no rank pays for the rounding of the others: equal ratios give sizes that differ
-    by one sample at most, where every rank has some. Every rank gets at least `least`, so that its speed
-    stays known, while they last; else the slowest ranks get none.
+    Unlike with `shard_sizes` no rank pays for the rounding of the others, and the last one finishes as early
+    as whole samples allow: ratios that are nearly equal give equal sizes. Every rank gets at least `least`,
+    so that its speed stays known, while they last; else the slowest ranks get none.
 
     Args:
         samples: To split.
@@ -126,7 +126,7 @@ def part_sizes(samples: int, ratios: Sequence[float], least: int = 1) -> tuple[i
     fastest_first = sorted(range(len(ratios)), key=lambda rank: -ratios[rank])
     for count in range(len(ratios), 0, -1):
         taking = sorted(fastest_first[:count])
-        sizes = list(proportional_sizes(samples, [ratios[rank] for rank in taking]))
+        sizes = _finishing_together(samples, [ratios[rank] for rank in taking])
         while samples >= least * count and min(sizes) < least:
             sizes[sizes.index(max(sizes))] -= 1
             sizes[sizes.index(min(sizes))] += 1
@@ -134,6 +134,16 @@ def part_sizes(samples: int, ratios: Sequence[float], least: int = 1) -> tuple[i
             break
     whole = dict(zip(taking, sizes, strict=True))
     return tuple(whole.get(rank, 0) for rank in range(len(ratios)))
+
+
+def _finishing_together(samples: int, speeds: Sequence[float]) -> list[int]:
+    """Sizes whose longest time is the shortest: each sample left by rounding ends as early as it can."""
+    whole = sum(speeds)
+    sizes = [math.floor(samples * speed / whole) for speed in speeds]
+    for _ in range(samples - sum(sizes)):
+        soonest = min(range(len(sizes)), key=lambda rank: (sizes[rank] + 1) / speeds[rank])
+        sizes[soonest] += 1
+    return sizes
 
 
 class ThroughputBalance:

@@ -23,6 +23,7 @@ class Arrival:
         left: Steps of its order that it did not take, because it was hurried.
         drift: Whether its order wants the distance from the mean measured.
         together: Whether the steps of all ranks are one step of the run (exact).
+        alone: Whether one rank has taken all steps, and the others take over its replica (exact).
         compare: Whether its order wants the replicas compared after the step (exact).
         bad: Its replica has NaN or inf parameters: it weighs nothing.
         was_bad: It weighed nothing in the round before, as its host knows by now; in this one it may.
@@ -37,6 +38,7 @@ class Arrival:
     left: int = 0
     drift: bool = False
     together: bool = False
+    alone: bool = False
     compare: bool = False
     bad: bool = False
     was_bad: bool = False

@@ -135,6 +135,8 @@ class StartEpoch:
         metric: Loss of the epoch before, where a scheduler waits for it.
         parts: Samples of each batch that are this rank's; every rank gets the same batches then, and meets
             after each (exact). None: the batches are this rank's alone. Shape (batches,).
+        alone: One rank trains all batches, with a step after each, and the others take over its replica at
+            the meeting behind them (exact).
         group: Batches that make one step of this rank; the last step of an epoch may have fewer.
         report_every: Steps after which this rank reports, where `sync` is None; 0: at the end of the order.
     """
@@ -146,6 +148,7 @@ class StartEpoch:
     pace: Pace | None = None
     metric: float | None = None
     parts: tuple[SampleRange, ...] | None = None
+    alone: bool = False
     group: int = 1
     report_every: int = 0
 

@@ -105,6 +105,21 @@ class ExactReplica(WindowReplica):
         self.loss_weight = self.gradients.weight if self.gradients.is_weighted else None
         return self._take_value()
 
+    def step_alone(self) -> Tensor | None:
+        """Step the optimizer by this rank's gradients, of a whole window; returns the loss as `step` does.
+
+        Streams:
+            As `Replica.step`.
+        """
+        loss = self.step()
+        weight = self.loss_weight
+        self.loss_weight = None if weight is None else weight.clone()  # the gradients' own is cleared
+        self._launch_step(self._step_together, self.gradients.settle_alone())
+        if self.average is not None:
+            self.average.update()
+        self.watched = self.flat  # no gradient is left to show what the step made of it
+        return loss
+
     def meet(self, outcome: Outcome) -> None:
         """Take the step of the window; the gradients are the mean of all ranks' now.
 
@@ -114,6 +129,7 @@ class ExactReplica(WindowReplica):
         Streams:
             As `Replica.step`.
         """
+        self.watched = self.gradients if self._scaler is None else None
         touched = self.gradients.settle([member for member in outcome.members if outcome.samples[member]])
         self._launch_step(self._step_together, touched)
         if self.average is not None:

@@ -325,6 +325,10 @@ class Replica:
             scaler.step(optimizer)
             scaler.update()
 
+    def step_alone(self) -> Tensor | None:
+        """See `ExactReplica.step_alone`: elsewhere every step is."""
+        return self.step()
+
     def take_norms(self) -> Sequence[Tensor]:
         """The 2-norms of the gradients that were clipped since the last call, before that. Shape [] each."""
         if not self._grad_norms:

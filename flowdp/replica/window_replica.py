@@ -119,8 +119,8 @@ class WindowReplica(Replica):
         starts = (min(start, batch.samples - samples) for start in range(0, batch.samples, samples))
         # A mean that leaves labels out differs from one over samples only where there are such labels.
         at = next((start for start in starts if _ignores(batch.rows(start, start + samples))), None)
-        if at is None and self.flat.rank:
-            return  # the first rank looks at any other
+        if at is None and self.part is not None and self.part.start:
+            return  # the rank with the first part looks at any other
         begin = at or 0
 
         def rows(start: int, stop: int) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from flowdp.machine.config import GlobalBatch
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.exact_rounds import CALIBRATION, ExactRounds
+from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.rounds import Constraints
 from flowdp.protocol.commands import Command, Fail, RoundEnded, Send
 from flowdp.protocol.messages import Outcome, SampleRange, StartEpoch, SyncAck, SyncNow, SyncPoints, Work
@@ -23,7 +24,8 @@ def rounds(
 ) -> ExactRounds:
     epochs = Epochs(windows, given.pop("epochs", 1), None, world_size)
     samples = (windows - 1) * window + (window if last is None else last)
-    batch = GlobalBatch(window, samples, given.pop("least", 1), given.pop("forwards", None))
+    alone = given.pop("may_be_alone", False)
+    batch = GlobalBatch(window, samples, given.pop("least", 1), given.pop("forwards", None), alone)
     return ExactRounds(epochs, world_size, batch, **given)
 
 
@@ -133,12 +135,12 @@ def test_the_first_round_measures_and_then_one_lies_ready() -> None:
 def test_parts_follow_the_measured_speeds() -> None:
     armed = drained(rounds(), (1.0, 2.5))
     split = [sizes(block) for block in armed]
-    # The first round is ignored; the next three, and the two armed by then, have equal parts.
-    assert split[: CALIBRATION + 2] == [[32, 32]] * (CALIBRATION + 2)
-    assert all(both == [46, 18] for both in split[CALIBRATION + 2 :])
+    # Windows 1, 2 and 4 are ignored, 3 and 5 measure; these and the one armed by then have equal parts.
+    assert split[:6] == [[32, 32]] * 6
+    assert all(both == [46, 18] for both in split[6:])
     # Until then single rounds measure; blocks of a fifth of a second follow.
-    assert [sync(block).count for block in armed][:CALIBRATION] == [1] * CALIBRATION
-    assert {sync(block).count for block in armed[CALIBRATION + 5 : -1]} == {4}
+    assert [sync(block).count for block in armed][:6] == [1] * 6
+    assert {sync(block).count for block in armed[9:-1]} == {4}
 
 
 def test_the_first_round_is_not_believed() -> None:
@@ -259,6 +261,74 @@ def test_a_round_in_progress_is_never_hurried() -> None:
 def test_one_device_takes_whole_windows() -> None:
     armed = drained(rounds(5, world_size=1), (1.0,))
     assert all(sizes(block) == [64] for block in armed)
+
+
+def lone_acks(block: Block, ms_per_step: float) -> list[SyncAck]:
+    """Acknowledgments of an order that one rank trains, which takes this time for each window."""
+    first = sync(block)
+    [rank] = [rank for rank, order in enumerate(block) if order.parts and order.parts[0].samples]
+    parts = block[rank].parts
+    assert parts is not None
+    assert all(order.alone for order in block)
+    steps, samples = len(parts), sum(part.samples for part in parts)
+    there = [int(at == rank) for at in range(len(block))]
+    outcome = Outcome(
+        first.round,
+        first.global_step + steps,
+        tuple(range(len(block))),
+        tuple(steps * one for one in there),
+        tuple(samples * one for one in there),
+    )
+    busy_ms = steps * ms_per_step
+    work = Work(0, steps, samples, busy_ms, pace_ms=ms_per_step)
+    idle = SyncAck(0, outcome, Work(0, 0, 0), 0.1, wait_ms=busy_ms)
+    return [
+        SyncAck(at, outcome, work, 0.1) if at == rank else replace(idle, rank=at) for at in range(len(block))
+    ]
+
+
+def test_short_windows_are_trained_by_one_rank_where_that_is_faster() -> None:
+    machine = rounds(4000, may_be_alone=True)
+    blocks = decide(machine)
+    lone = []
+    for block in blocks:
+        is_lone = block[0].alone
+        lone.append(is_lone)
+        # A shared window takes 1.6 ms and 1 ms of averaging, one of one rank 2 ms.
+        settle(machine, lone_acks(block, 2.0) if is_lone else acks(block, (0.05, 0.05)))
+        blocks += decide(machine)
+    trial = lone.index(True)
+    usual = sync(blocks[trial + 1]).count
+    assert (sync(blocks[trial]).count, sync(blocks[trial]).every) == (1, -(-usual // 8))
+    # The order behind it was armed before it was known how the trial went.
+    assert lone[trial + 1] is False
+    assert lone[trial + 2 :].count(False) < len(lone[trial + 2 :]) / 8
+    assert machine.epochs.of(0).is_complete
+
+
+@pytest.mark.parametrize(("ms", "alone_ms"), [(0.05, 5.0), (1.0, 2.0)], ids=["slower alone", "long windows"])
+def test_windows_stay_shared(ms: float, alone_ms: float) -> None:
+    machine = rounds(3000, may_be_alone=True)
+    blocks = decide(machine)
+    for block in blocks:
+        settle(machine, lone_acks(block, alone_ms) if block[0].alone else acks(block, (ms, ms)))
+        blocks += decide(machine)
+    lone = [block for block in blocks if block[0].alone]
+    windows = sum(len(block[0].batches) for block in lone)
+    assert bool(lone) == (ms < 1.0)  # long windows are not even tried
+    assert windows < 3000 / 50
+    assert machine.epochs.of(0).is_complete
+
+
+def test_the_fastest_rank_is_the_one_alone() -> None:
+    machine = rounds(1000, may_be_alone=True)
+    blocks = decide(machine)
+    for block in blocks:
+        settle(machine, lone_acks(block, 1.0) if block[0].alone else acks(block, (0.08, 0.03)))
+        blocks += decide(machine)
+    lone = [block for block in blocks if block[0].alone]
+    assert lone
+    assert all(order.parts[0].samples == (64 if rank else 0) for b in lone for rank, order in enumerate(b))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -142,6 +143,45 @@ def test_as_one_device(make: Make, devices: int, clip: float | None, schedule: A
     assert run.join().global_step == STEPS
     assert apart(model, expected) < 1e-12
     check_equal(run)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize(("make", "clip", "schedule"), [(momentum, None, None), (adamw, 0.1, cosine)])
+def test_windows_of_one_rank_alone(
+    monkeypatch: pytest.MonkeyPatch, make: Make, devices: int, clip: float | None, schedule: Any
+) -> None:
+    """In turns with windows that all ranks share, however long each way takes."""
+    for name, value in (("SHORT_MS", math.inf), ("GAIN", math.inf), ("FIRST_TRIAL", 1)):
+        monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
+    model = net()
+    expected = plain(model, make, clip=clip, schedule=schedule)
+    ranks_of: dict[int, set[int]] = {}
+    lock = threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        worker = current_worker()
+        with lock:
+            ranks_of.setdefault(worker.global_step, set()).add(worker.rank)
+        # Named weights are divided by in the step of one rank, too.
+        return {"loss": mse(model, batch), "weight": len(batch[0])}
+
+    options: dict[str, Any] = {
+        "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))
+    }
+    if schedule is not None:
+        options["scheduler"] = flowdp.SchedulerOptions(schedule, unit="step")
+    run = exact(model, make, devices, loss, max_grad_norm=clip, callbacks=[flowdp.EMA(0.5)], **options)
+    assert run.join().global_step == STEPS
+    if not run._engine.replicas[0].lane.is_async:  # those always share
+        assert {len(ranks) for ranks in ranks_of.values()} >= {1, devices}
+    assert apart(model, expected) < 1e-12
+    check_equal(run)
+    first, *others = [replica.average for replica in run._engine.replicas]
+    for other in others:
+        assert first is not None
+        assert other is not None
+        for name, average in first.named().items():
+            assert torch.equal(average, other.named()[name])
 
 
 class Read(Dataset[Any]):

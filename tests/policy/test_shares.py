@@ -116,6 +116,23 @@ def test_equal_speeds_give_equal_parts(samples, ranks):
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_speeds_that_differ_by_noise_give_equal_parts():
+    assert part_sizes(32, [0.494, 0.506]) == (16, 16)
+    assert part_sizes(32, [0.47, 0.53]) == (15, 17)
+
+
+@given(st.integers(1, 40), st.floats(0.05, 20.0))
+def test_no_other_split_finishes_earlier(samples, speed):
+    def longest_ms(sizes):
+        return max(sizes[0] / speed, sizes[1])
+
+    sizes = part_sizes(samples, [speed, 1.0])
+    others = [(first, samples - first) for first in range(samples + 1)]
+    if samples > 1:  # each rank keeps one, to be measured
+        others = [pair for pair in others if min(pair) > 0]
+    assert longest_ms(sizes) == pytest.approx(min(map(longest_ms, others)))
+
+
 def test_a_very_slow_rank_keeps_one_sample():
     assert part_sizes(8, [1.0, 1.0, 1e-6]) == (3, 4, 1)
     assert part_sizes(2, [1.0, 1.0, 1e-6]) == (1, 1, 0)

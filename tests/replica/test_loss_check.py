@@ -145,8 +145,8 @@ def test_a_label_that_is_ignored_later_is_found(at: int, devices: int) -> None:
     run = start(mean, **given)
     with pytest.raises(StepError, match="'weight'"):
         run.join()
-    assert max(run.status().local_steps) <= at // 8 + 1
-    assert min(run.status().local_steps) == at // 8
+    # One of two devices may have trained some windows alone.
+    assert max(run.status().local_steps) in (at // 8, at // 8 + 1)
     assert start(mean, **given, failures=flowdp.FailureOptions(check_loss=False)).join().global_step == 8
 
 

@@ -59,7 +59,7 @@ class Effect:
     def __init__(self, scenario: Scenario, memory: Memory) -> None:
         world_size = scenario.config.world_size
         self._scenario = scenario
-        self._is_exact = scenario.config.policy == "exact"
+        self._is_exact = scenario.config.policy == "exact" and world_size > 1
         self.trained = memory.trained.copy()
         self.steps_in = memory.steps_in.copy()
         self.steps = [0] * world_size

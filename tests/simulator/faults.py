@@ -127,7 +127,9 @@ def _draw_exact(rng: random.Random, scenario: Scenario) -> Scenario:
         config=replace(
             config,
             policy="exact",
-            global_batch=GlobalBatch(window, samples, least=1 + scenario.seed % 2),
+            global_batch=GlobalBatch(
+                window, samples, least=1 + scenario.seed % 2, may_be_alone=scenario.seed % 3 > 0
+            ),
             ratios=_draw_ratios(rng, ranks) if rng.random() < 0.3 else None,
         ),
         batch_size=-(-window // ranks),

@@ -114,7 +114,8 @@ class Rules:
         self._ends_ms: dict[int, float] = {}  # epoch -> when the reader knew
         # rank -> the batch it waits for, since when
         self._waits: dict[int, tuple[tuple[int, int], float]] = {}
-        self._windows = Windows(scenario) if config.policy == "exact" else None
+        is_shared = config.policy == "exact" and world_size > 1  # one rank has its windows to itself
+        self._windows = Windows(scenario) if is_shared else None
         self._lead = config.cadence.max_batch_diff if config.policy == "cadence" else None
         self._leads = Leads(scenario) if config.policy == "async" else None
 
@@ -327,7 +328,8 @@ class Rules:
         if rank == outcome.members[0]:
             self._obeys(outcome)
             if self._windows is not None:
-                self.effect.is_trained(*self._windows.held(outcome))
+                for window in self._windows.held(outcome):
+                    self.effect.is_trained(*window)
 
     def snapped(self, rank: int, round: int, steps: int, samples: int) -> None:
         """A rank has put its snapshot down."""
@@ -387,7 +389,8 @@ class Rules:
         if record.global_step < self.global_step:
             raise Violation("S4", f"global step fell from {self.global_step} to {record.global_step}")
         if record.global_step != self.global_step + (
-            sum(record.steps) if self._windows is None else record.rounds
+            # A round of windows that one rank trains alone has as many steps.
+            sum(record.steps) if self._windows is None else max(record.rounds, *record.steps)
         ):
             raise Violation("S4", f"{record} follows global step {self.global_step}")
         self.global_step = record.global_step

@@ -469,11 +469,25 @@ def max_steps_counts_what_never_existed(patch: Patch) -> None:
 def the_last_window_is_taken_for_a_whole_one(patch: Patch) -> None:
     parts = ExactRounds._parts
 
-    def whole(self: ExactRounds, windows: Any) -> Any:
+    def whole(self: ExactRounds, *given: Any) -> Any:
         self._batch = replace(self._batch, samples=10**9)
-        return parts(self, windows)
+        return parts(self, *given)
 
     patch.setattr(ExactRounds, "_parts", whole)
+
+
+@mutant("S16", 300)
+def all_ranks_train_the_windows_of_one_alone(patch: Patch) -> None:
+    parts = ExactRounds._parts
+    patch.setattr(ExactRounds, "_parts", lambda self, windows, _: parts(self, windows))
+
+
+@mutant("S1", 500)
+def the_windows_of_one_rank_count_as_one(patch: Patch) -> None:
+    def by_rounds(self: ExactRounds, held: Any) -> None:
+        self.epochs.count_back(held.armed.epoch, 0, held.armed.deal[0], held.rounds)
+
+    patch.setattr(ExactRounds, "_count_back", by_rounds)
 
 
 @mutant("S15", 200)

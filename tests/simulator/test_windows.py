@@ -31,7 +31,8 @@ def train(judge: Windows, parts: Sequence[tuple[int, int]], window: int = 0, pos
 def hold(parts: Sequence[tuple[int, int]], window: int = 0, position: int = 0) -> tuple[int, int]:
     judge = Windows(SCENARIO)
     train(judge, parts, window, position)
-    return judge.held(outcome(1))
+    [window_held] = judge.held(outcome(1))
+    return window_held
 
 
 def test_parts_in_any_order_tile_a_window() -> None:
@@ -50,7 +51,7 @@ def test_parts_that_do_not_tile_it(parts: list[tuple[int, int]]) -> None:
 def test_a_part_too_small_for_batch_norm() -> None:
     judge = Windows(replace(SCENARIO, config=replace(CONFIG, global_batch=GlobalBatch(8, 13, least=2))))
     train(judge, [(0, 6), (6, 8)])
-    assert judge.held(outcome(1)) == (0, 0)
+    assert judge.held(outcome(1)) == [(0, 0)]
     train(judge, [(0, 7), (7, 8)])
     with pytest.raises(Violation, match=r"^S15: .* one is too small"):
         judge.held(outcome(1))
@@ -69,6 +70,20 @@ def test_ranks_in_different_windows() -> None:
         judge.held(outcome(1))
 
 
+def alone(judge: Windows, positions: Sequence[int], steps: tuple[int, ...] = (2, 0, 0)) -> object:
+    for window, (position, stop) in enumerate(zip(positions, (8, 5), strict=True)):
+        judge.trained(Step(0, (window,), position, part=SampleRange(0, stop), alone=True))
+    return judge.held(Outcome(0, 2, (0, 1, 2), steps, (13, 0, 0)))
+
+
+def test_steps_of_one_rank_alone() -> None:
+    assert alone(Windows(SCENARIO), [0, 1]) == [(0, 0), (0, 1)]
+    with pytest.raises(Violation, match=r"^S16: .* not the step at 1"):
+        alone(Windows(SCENARIO), [0, 0])
+    with pytest.raises(Violation, match=r"^S16: .* one rank takes alone"):
+        alone(Windows(SCENARIO), [0, 1], (1, 1, 0))
+
+
 def test_a_round_of_nothing() -> None:
     with pytest.raises(Violation, match=r"^S16: "):
         hold([])
@@ -78,7 +93,7 @@ def test_ranks_at_different_places_of_the_schedule() -> None:
     judge = Windows(SCENARIO)
     train(judge, [(0, 4)], position=0)
     train(judge, [(4, 8)], position=1)
-    with pytest.raises(Violation, match=r"^S16: .* not the one step"):
+    with pytest.raises(Violation, match=r"^S16: .* not the step at 0"):
         judge.held(outcome(1))
 
 

@@ -29,13 +29,22 @@ class Windows:
         """A rank has trained its part."""
         self._round.append(step)
 
-    def held(self, outcome: Outcome) -> tuple[int, int]:
-        """All parts have met; returns the (epoch, window) that they make."""
+    def held(self, outcome: Outcome) -> list[tuple[int, int]]:
+        """All parts have met; returns the (epoch, window) of each window that they make."""
         steps, self._round = self._round, []
+        if not any(step.alone for step in steps):
+            return [self._window(steps, outcome, outcome.global_step - 1)]
+        if sum(map(bool, outcome.steps)) != 1:
+            raise Violation("S16", f"{outcome} is of steps that one rank takes alone")
+        first = outcome.global_step - len(steps)
+        return [self._window([step], outcome, first + at) for at, step in enumerate(steps)]
+
+    def _window(self, steps: list[Step], outcome: Outcome, position: int) -> tuple[int, int]:
+        """The window that these parts make, at this position."""
         if len({(step.epoch, *step.batches) for step in steps}) != 1:
             raise Violation("S16", f"round {outcome.round} is not of one window: {steps}")
-        if {step.position for step in steps} != {outcome.global_step - 1}:
-            raise Violation("S16", f"{steps} are not the one step before {outcome}")
+        if {step.position for step in steps} != {position}:
+            raise Violation("S16", f"{steps} are not the step at {position} before {outcome}")
         epoch, window = steps[0].epoch, steps[0].batches[0]
         stop = 0
         parts = sorted((step.part.start, step.part.stop) for step in steps if step.part is not None)
