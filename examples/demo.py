@@ -46,7 +46,7 @@ def main() -> None:
         optimizer=lambda params: torch.optim.Adam(params, lr=2e-3),
         loss=SlowRank(model, (train[0][:batch_size], train[1][:batch_size]), options.slowdown),
         dataset=train,
-        batch_size=batch_size,
+        per_device_batch_size=batch_size,
         epochs=options.epochs or (1 if is_large else 40),
         devices=["cpu", "cpu"],
         policy=options.policy,

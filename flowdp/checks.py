@@ -118,8 +118,8 @@ def check_limits(
         limit = Limit(overfit_batches, is_fixed=True)
     if limit is not None and is_int(limit.batches) and len(set(sizes.widths)) > 1:
         raise OptionError(
-            f"{said[0]} cannot count batches where each device has a batch_size of its own: give one "
-            "batch_size, or a fraction, limit_batches=0.1"
+            f"{said[0]} cannot count batches where the devices' batch sizes differ: give one "
+            "per_device_batch_size, or a fraction, limit_batches=0.1"
         )
     return limit
 

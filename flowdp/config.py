@@ -86,6 +86,11 @@ class RunConfig:
         return self.replica.sizes
 
     @property
+    def forward_size(self) -> int:
+        """Samples of the largest forward of a device, for forwards without a gradient."""
+        return max(self.sizes.forwards(self.dataset) or (1,))
+
+    @property
     def watched(self) -> list[str] | None:
         """Name and mode of the metric that early stopping watches; None: there is none."""
         return None if self.monitor is None else [self.monitor.name, self.monitor.mode]
@@ -108,7 +113,7 @@ class RunConfig:
         return open_source(
             self.dataset,
             batch_size=self.sizes.source,
-            window=self.sizes.window,
+            shares_batches=self.sizes.window is not None,
             seed=self.replica.seed,
             epochs=self.epochs,
             world_size=self.world_size,
@@ -129,7 +134,7 @@ class RunConfig:
         is_overfitted = self.limit is not None and self.limit.is_fixed
         return open_evaluation(
             self.dataset if is_overfitted else self.evaluation.dataset,
-            batch_size=self.sizes.forward(self.dataset),
+            batch_size=self.forward_size,
             collate_fn=self.reading.collate_fn,
             num_workers=self.reading.num_workers,
             world_size=self.world_size,

@@ -25,6 +25,7 @@ from flowdp.machine.sync_rounds import SingleRounds
 from flowdp.options import CheckpointOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.schedule import lr_factor
+from flowdp.replica.batch_sizes import listed
 from flowdp.result import TrainedState
 from flowdp.start import check_run
 
@@ -109,20 +110,16 @@ def _policy(config: RunConfig) -> str:
 
 
 def _batch_size(config: RunConfig) -> str:
-    sizes, loader_batch = config.sizes, getattr(config.dataset, "batch_size", None)
+    sizes = config.sizes
+    forwards, together = sizes.forwards(config.dataset), sizes.together(config.dataset)
+    if forwards is None or together is None:
+        return "as the DataLoader's batches are, each for one device"
     if sizes.window is not None:
-        return f"{sizes.window} in all; forwards of at most {_listed(sizes.parts)}"
-    unit = sizes.source or loader_batch
-    groups = sizes.groups or (1,) * config.world_size
-    if not isinstance(unit, int):
-        return "as the DataLoader's batches are"
-    forwards, steps = [unit * one for one in sizes.widths], [unit * one for one in groups]
-    in_steps = "" if forwards == steps else f", {_listed(steps)} in a step"
-    return f"{_listed(forwards)} on each device{in_steps}; {sum(steps)} in all"
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return str(sizes[0]) if len(set(sizes)) == 1 else " | ".join(map(str, sizes))
+        return f"{together} in all; forwards of at most {listed(forwards)}"
+    each = f"{listed(forwards)} on each device"
+    if sum(forwards) != together and sizes.groups is not None:
+        each += f", {listed([together * group // sum(sizes.groups) for group in sizes.groups])} in a step"
+    return f"{together} in all; {each}"
 
 
 def _steps(config: RunConfig) -> list[str]:

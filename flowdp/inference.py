@@ -76,7 +76,7 @@ def predict(
     replicas = _replicas(config, state)
     source = open_evaluation(
         dataset,
-        batch_size=batch_size or config.sizes.forward(config.dataset),
+        batch_size=batch_size or config.forward_size,
         collate_fn=config.reading.collate_fn,
         num_workers=config.reading.num_workers,
         world_size=config.world_size,

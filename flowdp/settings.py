@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from flowdp.config import RunConfig
 from flowdp.observe.loggers.log import Setting
+from flowdp.replica.batch_sizes import listed
 from flowdp.replica.factories import Optimizers
 from flowdp.replica.replica import Replica
 
@@ -27,6 +27,7 @@ def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
         replica: One of its replicas, before the first step: model and optimizers as they were built.
     """
     own, sizes = config.replica, config.sizes
+    forwards = sizes.forwards(config.dataset)
     trained = [one.numel() for one in replica.module.parameters() if one.requires_grad]
     settings: dict[str, Any] = {
         "model": type(replica.module).__name__,
@@ -34,8 +35,8 @@ def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
         "devices": ", ".join(map(str, config.devices)),
         "world_size": config.world_size,
         "policy": own.policy,
-        "batch_size": _batch_size(config),
-        "global_batch_size": sizes.window,
+        "batch_size": sizes.together(config.dataset),
+        "per_device_batch_size": None if forwards is None else listed(forwards),
         "epochs": config.epochs,
         "max_steps": config.max_steps,
         "seed": own.seed,
@@ -54,20 +55,6 @@ def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
         if record is not None:
             settings |= {f"{name}.{field.name}": getattr(record, field.name) for field in fields(record)}
     return {name: _plain(value) for name, value in settings.items()}
-
-
-def _batch_size(config: RunConfig) -> int | str | None:
-    """Samples of a forward, or those of each device where they differ; None: as a batch sampler says."""
-    sizes, source = config.sizes, config.sizes.source
-    if source is None and isinstance(config.dataset, DataLoader):
-        source = config.dataset.batch_size
-    if sizes.parts:
-        each: tuple[int, ...] = sizes.parts
-    elif source is None:
-        return None
-    else:
-        each = tuple(source * width for width in sizes.widths)
-    return each[0] if len(set(each)) == 1 else ", ".join(map(str, each))
 
 
 def _named(optimizers: Optimizers) -> list[tuple[str, Optimizer]]:

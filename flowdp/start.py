@@ -251,12 +251,11 @@ def _open_sigterm(config: RunConfig, requests: Requests, undo: ExitStack) -> Sig
 def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:
     """Data of the run that must be equal where a checkpoint of it is resumed."""
     order = loader_order(config.dataset) or {
-        "batch_size": config.sizes.source,
+        "batch_size": None,
         "shuffle": config.reading.shuffle is not False,
         "drop_last": bool(config.reading.drop_last),
     }
-    if config.sizes.window is not None:
-        order["batch_size"] = None  # batches are made anew
+    order["batch_size"] = config.sizes.source or order["batch_size"]
     if config.limit is not None:
         order["overfit_batches" if config.limit.is_fixed else "limit_batches"] = config.limit.batches
     return fingerprint(
@@ -264,7 +263,6 @@ def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:
         all_of(replica.optimizers),
         dataset_length=dataset_length(config.dataset),
         monitor=config.watched,
-        global_batch_size=config.sizes.window,
         seed=config.replica.seed,
         **order,
     )

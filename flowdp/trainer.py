@@ -48,7 +48,7 @@ from flowdp.options import (
     RuntimeOptions,
 )
 from flowdp.policy.metric_array import MetricArray
-from flowdp.replica.batch_sizes import plan_sizes
+from flowdp.replica.batch_sizes import plan_sizes, policy_of
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.custom_step import TrainStep
 from flowdp.replica.factories import ModelOption, OptimizerOption
@@ -88,7 +88,12 @@ class Trainer:
             than samples: tokens, say); or a criterion, called as `criterion(model(x), y)`.
         dataset: Tensors of equal length (a tuple or a mapping), a map-style dataset, an IterableDataset, or a
             DataLoader.
-        batch_size: Samples of one forward of one device; or one number for each device.
+        batch_size: Samples of one step of all devices together, so that a number which was found on one
+            device holds on any number of them. Under "exact" they share each batch by their speed; under the
+            other policies each device takes steps of an equal part, rounded up. A DataLoader has its own.
+        per_device_batch_size: Samples of one forward of one device, or a number for each device. Under
+            "exact" the most of one forward; without a `batch_size`, that is their sum. Under the other
+            policies it stands in place of `batch_size`; beside a DataLoader, of the loader's.
         epochs: Passes over the dataset.
         max_steps: Steps of all devices together after which the run ends.
         max_time: Time of training after which the run ends as by `stop()`, with a last checkpoint: seconds, a
@@ -109,20 +114,17 @@ class Trainer:
             of scalars ("loss" among them is the loss of the step) or None. One call is one step of its
             device.
         devices: "auto", a number, or a list of devices; a device may repeat.
-        policy: How the replicas are kept one model. "sync" averages after every step; "cadence" after rounds
-            in which each device takes as many steps as its speed allows; "async" averages while the devices
-            train on; "exact" averages gradients, so that all devices together take the step that one device
-            would take on the whole batch.
+        policy: How the replicas are kept one model. "exact" averages gradients, so that all devices together
+            take the step that one device would take on the whole batch. "sync" averages parameters after
+            every step; "cadence" after rounds in which each device takes as many steps as its speed allows;
+            "async" averages while the devices train on.
         cadence: Length of the rounds.
-        global_batch_size: Samples of one step of all devices together, under "exact": each device has a part
-            of them, in micro-batches of at most `batch_size`. None: the sum of the devices' batch sizes. A
-            DataLoader's dataset is batched anew.
         seed: Seed of the order of the samples, which depends on (seed, epoch) alone, and of each CUDA
             device's generator.
         max_grad_norm: Clip each replica's gradients to this 2-norm; under "exact", the averaged gradient.
         max_grad_value: The same by value: clip each element to this absolute value. One of the two.
-        gradient_accumulation_steps: Batches of a step of one device, each with its own forward and backward;
-            an epoch's last step may have fewer. Each counts for its samples.
+        gradient_accumulation_steps: Batches of a step, each with its own forward and backward; an epoch's
+            last step may have fewer. Each counts for its samples. Under "exact" all devices share them.
         precision: "32"; "bf16" or "fp16" for autocast, "fp16" with a gradient scaler per replica.
         scheduler: Schedule of the learning rate; None: the rate is constant.
         evaluation: Dataset on which all devices together evaluate the averaged model after every epoch, or
@@ -159,7 +161,8 @@ class Trainer:
         loss: LossOption | None = None,
         *,
         dataset: DatasetOption,
-        batch_size: int | Sequence[int] | None = None,
+        batch_size: int | None = None,
+        per_device_batch_size: int | Sequence[int] | None = None,
         epochs: int | None = None,
         max_steps: int | None = None,
         max_time: float | timedelta | str | None = None,
@@ -168,9 +171,8 @@ class Trainer:
         fast_dev_run: bool = False,
         train_step: TrainStep | None = None,
         devices: Literal["auto"] | int | Sequence[torch.device | str | int] = "auto",
-        policy: Policy = "cadence",
+        policy: Policy = "exact",
         cadence: CadenceOptions | None = None,
-        global_batch_size: int | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
@@ -192,15 +194,16 @@ class Trainer:
         one_of("precision", precision, Precision)
         max_ms = check_length(epochs, max_steps, max_time)
         check_model_and_optimizer(model, optimizer)
+        runtime, chosen = check_record("runtime", runtime, RuntimeOptions), resolve_devices(devices)
+        policy = policy_of(policy, len(chosen), dataset, train_step)
         check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
         check_clipping(max_grad_norm, max_grad_value)
         check_int("seed", seed, least=0)
-        runtime, chosen = check_record("runtime", runtime, RuntimeOptions), resolve_devices(devices)
         check_backend(runtime.backend, policy, chosen)
         ratios = check_ratios(runtime.partition_ratios, policy, len(chosen))
         failures = check_failures(failures, policy, len(chosen))
         sizes = plan_sizes(
-            dataset, batch_size, global_batch_size, gradient_accumulation_steps, policy, len(chosen)
+            dataset, batch_size, per_device_batch_size, gradient_accumulation_steps, policy, len(chosen)
         )
         sizes.check_end(max_steps)
         listed = check_callbacks(callbacks)
@@ -227,7 +230,9 @@ class Trainer:
                 precision=precision,
                 max_grad_norm=max_grad_norm,
                 max_grad_value=max_grad_value,
-                scheduler=check_scheduler(scheduler, optimizer, global_batch_size),
+                scheduler=check_scheduler(
+                    scheduler, optimizer, grows=per_device_batch_size is not None and batch_size is None
+                ),
                 capture=check_capture(runtime.capture, train_step),
                 ema_decay=ema_decay_of(listed),
                 repeats=ratios is not None,
@@ -301,8 +306,8 @@ class Trainer:
         if total is None:
             raise OptionError(
                 "total_steps is not known before the run ends: an IterableDataset has no length (give "
-                "max_steps), or with a batch_size per device it depends on their speeds (schedule by epochs, "
-                "or use policy='sync')"
+                "max_steps), or with a per_device_batch_size that differs it depends on the devices' speeds "
+                "(schedule by epochs, or use policy='sync' or 'exact')"
             )
         return total
 

@@ -12,7 +12,12 @@ from flowdp import Trainer
 
 
 def trainer(**options: Any) -> Trainer:
-    given: dict[str, Any] = {"batch_size": 2, "epochs": 3, "devices": 2, "progress": False} | options
+    given: dict[str, Any] = {
+        "batch_size": 2,
+        "epochs": 3,
+        "devices": 2,
+        "progress": False,
+    } | options
     return Trainer(
         torch.nn.Linear(2, 1),
         lambda params: torch.optim.SGD(params, lr=0.1),
@@ -35,7 +40,7 @@ def test_settings_cannot_be_changed() -> None:
         ({"max_steps": 7}, 5, 7),
         ({"epochs": None, "max_steps": 7}, None, 7),
         ({}, None, None),
-        ({"gradient_accumulation_steps": 2}, 5, 9),
+        ({"policy": "sync", "gradient_accumulation_steps": 2}, 5, 9),
     ],
 )
 def test_steps_of_a_run(options: dict[str, Any], batches: int | None, steps: int | None) -> None:

@@ -18,11 +18,12 @@ DATA = torch.arange(130.0).reshape(65, 2)
 
 def trainer(**options: Any) -> flowdp.Trainer:
     given: dict[str, Any] = {
+        "policy": "cadence",
         "model": nn.Linear(2, 1),
         "optimizer": lambda params: torch.optim.SGD(params, lr=1e-4),
         "loss": lambda model, batch: model(batch[0] if isinstance(batch, list) else batch).mean(),
         "dataset": DATA,
-        "batch_size": 4,
+        "per_device_batch_size": 4,
         "epochs": 3,
         "devices": ["cpu", "cpu"],
         "progress": False,
@@ -56,10 +57,10 @@ def test_it_is_aligned_text_and_repr_stays_one_line() -> None:
     [
         {},
         {"policy": "exact"},
-        {"policy": "sync", "batch_size": [4, 8]},
+        {"policy": "sync", "per_device_batch_size": [4, 8]},
         {"policy": "sync", "gradient_accumulation_steps": 3},
         {"max_steps": 7},
-        {"dataset": DataLoader(TensorDataset(DATA), 8), "batch_size": None},
+        {"policy": "cadence", "dataset": DataLoader(TensorDataset(DATA), 8), "per_device_batch_size": None},
         {"reading": flowdp.ReadingOptions(drop_last=True)},
         {"limit_batches": 5},
     ],
@@ -97,14 +98,25 @@ def test_the_policy_is_that_which_is_really_held(options: dict[str, Any], text: 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "4 on each device; 8 in all"),
-        ({"batch_size": [4, 8]}, "4 | 8 on each device; 12 in all"),
-        ({"gradient_accumulation_steps": 3}, "4 on each device, 12 in a step; 24 in all"),
-        ({"policy": "exact", "global_batch_size": 30}, "30 in all; forwards of at most 4"),
-        ({"dataset": DataLoader(TensorDataset(DATA), 8), "batch_size": None}, "8 on each device; 16 in all"),
+        ({}, "8 in all; 4 on each device"),
+        ({"per_device_batch_size": [4, 8]}, "12 in all; 4 | 8 on each device"),
+        ({"gradient_accumulation_steps": 3}, "24 in all; 4 on each device, 12 in a step"),
+        ({"policy": "exact", "batch_size": 30}, "30 in all; forwards of at most 4"),
         (
-            {"dataset": DataLoader(TensorDataset(DATA), None), "batch_size": None},
-            "as the DataLoader's batches are",
+            {
+                "policy": "cadence",
+                "dataset": DataLoader(TensorDataset(DATA), 8),
+                "per_device_batch_size": None,
+            },
+            "8 in all; 4 on each device",
+        ),
+        (
+            {
+                "policy": "cadence",
+                "dataset": DataLoader(TensorDataset(DATA), None),
+                "per_device_batch_size": None,
+            },
+            "as the DataLoader's batches are, each for one device",
         ),
     ],
 )
@@ -180,7 +192,7 @@ def test_what_is_not_known_and_what_will_fail_is_said() -> None:
         "not known before the end: 3 epochs",
         "an unknown number in an epoch",
     ]
-    mixed = parts(trainer(batch_size=[4, 8], policy="async"))["steps"]
+    mixed = parts(trainer(per_device_batch_size=[4, 8], policy="async"))["steps"]
     assert mixed == ["not known before the end: 3 epochs", "an unknown number in an epoch of 65 samples"]
     short = trainer(dataset=DATA[:3], reading=flowdp.ReadingOptions(drop_last=True))
     assert parts(short)["steps"][0].startswith(

@@ -43,7 +43,8 @@ def loss(model, batch):
 def trainer(loss=loss, epochs=3, **options):
     return flowdp.Trainer(
         torch.nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), loss,
-        dataset=torch.ones(20, 1), batch_size=2, epochs=epochs, devices=2, progress=False, **options)
+        dataset=torch.ones(20, 1), per_device_batch_size=2, epochs=epochs, devices=2,
+        progress=False, **({"policy": "cadence"} | options))
 
 def endless(loss=loss, **options):
     return trainer(loss, epochs=None, max_steps=10**9, **options)

@@ -48,7 +48,7 @@ def trainer(model: Any, devices: int = 3, **options: Any) -> Trainer:
         "optimizer": lambda params: torch.optim.SGD(params, 0.1),
         "loss": nn.CrossEntropyLoss(),
         "dataset": (X, Y),
-        "batch_size": 8,
+        "per_device_batch_size": 8,
         "epochs": 1,
         "devices": ["cpu"] * devices,
         "policy": "sync",

@@ -22,7 +22,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 def trainer(model: object, **options: object) -> flowdp.Trainer:
     given = {
         "dataset": DATA,
-        "batch_size": 2,
+        "per_device_batch_size": 2,
         "epochs": 2,
         "policy": "sync",
         "devices": ["cpu"],

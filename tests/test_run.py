@@ -50,10 +50,11 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 
 def trainer(loss: Callable[..., Any] = mse, **options: Any) -> Trainer:
     given: dict[str, Any] = {
+        "policy": "cadence",
         "model": nn.Linear(1, 1),
         "optimizer": lambda params: torch.optim.SGD(params, 1e-3),
         "dataset": torch.arange(float(SAMPLES)).unsqueeze(1) / SAMPLES,
-        "batch_size": 2,
+        "per_device_batch_size": 2,
         "epochs": 3,
         "devices": 2,
         "cadence": CadenceOptions(anchor=3, max_anchor=3),
@@ -515,7 +516,8 @@ def test_records_carry_the_norm_of_the_gradients_that_are_clipped(policy: str, l
         return model(batch).sum() / len(batch)
 
     run = trainer(
-        loss, model=nn.Linear(1, 1, bias=False), dataset=data, batch_size=4 if policy != "exact" else 2,
+        loss, model=nn.Linear(1, 1, bias=False), dataset=data,
+        per_device_batch_size=4 if policy != "exact" else 2,
         reading=ReadingOptions(shuffle=False), max_grad_norm=0.1, policy=policy, epochs=2,
     ).start()  # fmt: skip
     rounds = [record for record in run.metrics("round") if record.grad_norm is not None]
@@ -553,7 +555,7 @@ def test_shares_that_change_are_told_and_logged(policy: str, caplog: pytest.LogC
             pass
         return mse(model, batch)
 
-    extra = {"global_batch_size": 20} if policy == "exact" else {"batch_size": 1}
+    extra = {"batch_size": 20} if policy == "exact" else {"per_device_batch_size": 1}
     run = trainer(loss, policy=policy, **extra).start()
     told = [record.share for record in run.metrics("round") if record.share]
     run.join()
@@ -883,7 +885,9 @@ def test_one_long_step_does_not_end_the_work_of_a_device() -> None:
         computes.wait(next(hiccups, 0.002) if is_hiccup else 0.002)
         return mse(model, batch)
 
-    run = trainer(loss, policy="cadence", batch_size=6, epochs=24, cadence=CadenceOptions()).start()
+    run = trainer(
+        loss, policy="cadence", per_device_batch_size=6, epochs=24, cadence=CadenceOptions()
+    ).start()
     steps = [metrics.per_rank[1].steps for metrics in run.metrics()]
     assert sum(steps[6:]) > 0, steps
 

@@ -15,8 +15,9 @@ X = torch.zeros(8, 2)
 
 def settings(optimizer: Any, **options: Any) -> dict[str, Any]:
     given = {
+        "policy": "cadence",
         "loss": lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
-        "batch_size": 2,
+        "per_device_batch_size": 2,
         "max_steps": 2,
         "dataset": (X, X[:, :1]),
     }
@@ -46,7 +47,7 @@ def test_arguments_and_records_of_options() -> None:
         "devices": "cpu, cpu",
         "world_size": 2,
         "policy": "sync",
-        "batch_size": 2,
+        "per_device_batch_size": 2,
         "seed": 3,
         "max_steps": 2,
         "epochs": None,
@@ -66,11 +67,12 @@ def test_sizes_of_batches() -> None:
     def sgd(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.1)
 
-    assert settings(sgd, batch_size=[1, 2], max_steps=None, epochs=1)["batch_size"] == "1, 2"
-    exact = settings(sgd, policy="exact", global_batch_size=4)
-    assert (exact["batch_size"], exact["global_batch_size"]) == (2, 4)
+    differing = settings(sgd, policy="cadence", per_device_batch_size=[1, 2], max_steps=None, epochs=1)
+    assert (differing["per_device_batch_size"], differing["batch_size"]) == ("1 | 2", 3)
+    exact = settings(sgd, policy="exact", batch_size=4)
+    assert (exact["per_device_batch_size"], exact["batch_size"]) == (2, 4)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, X[:, :1]), batch_size=4)
-    assert settings(sgd, batch_size=None, dataset=loader)["batch_size"] == 4
+    assert settings(sgd, per_device_batch_size=None, dataset=loader)["batch_size"] == 4
 
 
 def test_several_optimizers_and_groups() -> None:

@@ -23,8 +23,9 @@ from flowdp.start import barrier_plan, check_run, find_start, open_folder
 
 def config(**options: Any) -> RunConfig:
     given: dict[str, Any] = {
+        "policy": "cadence",
         "dataset": torch.ones(8, 2),
-        "batch_size": 2,
+        "per_device_batch_size": 2,
         "epochs": 1,
         "devices": 1,
     } | options
@@ -153,8 +154,9 @@ def test_a_wrong_dataset_is_named_before_a_thread_starts(
     started: list[str] = []
     monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name))
     given: dict[str, Any] = {
+        "policy": "cadence",
         "dataset": torch.ones(8, 2),
-        "batch_size": 2,
+        "per_device_batch_size": 2,
         "epochs": 1,
         "devices": 1,
     } | options

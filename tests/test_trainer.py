@@ -51,7 +51,8 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def trainer(**options: Any) -> Trainer:
     given: dict[str, Any] = {
-        "model": nn.Linear(1, 1), "optimizer": sgd, "loss": mse, "dataset": DATA, "batch_size": 4,
+        "policy": "cadence", "model": nn.Linear(1, 1), "optimizer": sgd, "loss": mse, "dataset": DATA,
+        "per_device_batch_size": 4,
         "epochs": 2, "devices": 2, "cadence": CadenceOptions(anchor=3, max_anchor=3),
     } | options  # fmt: skip
     return Trainer(**given)
@@ -109,26 +110,49 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
             {"dataset": Stream(), "reading": ReadingOptions(shuffle=True)},
             "shuffle=True has no use for Stream",
         ),
-        ({"batch_size": None}, "batch_size is missing"),
-        ({"batch_size": 0}, "batch_size must be an int of at least 1, not 0"),
-        ({"batch_size": True}, "not True"),
-        ({"batch_size": 2.0}, "not 2.0"),
-        ({"batch_size": 61, "reading": ReadingOptions(drop_last=True)}, "drop_last=True leaves no batch"),
-        ({"dataset": LOADER}, "batch_size=4 was given beside a DataLoader"),
+        ({"per_device_batch_size": None}, "batch_size is missing"),
+        ({"per_device_batch_size": 0}, "per_device_batch_size must be an int of at least 1, not 0"),
+        ({"per_device_batch_size": True}, "not True"),
+        ({"per_device_batch_size": 2.0}, "not 2.0"),
         (
-            {"dataset": LOADER, "batch_size": None, "reading": ReadingOptions(shuffle=False)},
+            {"per_device_batch_size": 61, "reading": ReadingOptions(drop_last=True)},
+            "drop_last=True leaves no batch",
+        ),
+        ({"dataset": LOADER, "batch_size": 4}, "batch_size=4 was given beside a DataLoader"),
+        (
+            {
+                "policy": "cadence",
+                "dataset": LOADER,
+                "per_device_batch_size": None,
+                "reading": ReadingOptions(shuffle=False),
+            },
             "shuffle=False was given beside",
         ),
         (
-            {"dataset": LOADER, "batch_size": None, "reading": ReadingOptions(drop_last=True)},
+            {
+                "policy": "cadence",
+                "dataset": LOADER,
+                "per_device_batch_size": None,
+                "reading": ReadingOptions(drop_last=True),
+            },
             "drop_last=True was given beside",
         ),
         (
-            {"dataset": LOADER, "batch_size": None, "reading": ReadingOptions(num_workers=2)},
+            {
+                "policy": "cadence",
+                "dataset": LOADER,
+                "per_device_batch_size": None,
+                "reading": ReadingOptions(num_workers=2),
+            },
             "num_workers=2 was given beside",
         ),
         (
-            {"dataset": LOADER, "batch_size": None, "reading": ReadingOptions(collate_fn=list)},
+            {
+                "policy": "cadence",
+                "dataset": LOADER,
+                "per_device_batch_size": None,
+                "reading": ReadingOptions(collate_fn=list),
+            },
             "collate_fn=.* was given beside",
         ),
         ({"epochs": None}, "epochs, max_steps or max_time must say how long to train"),
@@ -403,10 +427,17 @@ class Squares(Dataset[Any]):
         ({}, 30),
         ({"max_steps": 7}, 7),
         ({"epochs": None, "max_steps": 40}, 40),
-        ({"batch_size": 7, "reading": ReadingOptions(drop_last=True)}, 16),
+        ({"per_device_batch_size": 7, "reading": ReadingOptions(drop_last=True)}, 16),
         ({"dataset": {"x": DATA[0], "y": DATA[1]}, "loss": lambda m, b: mse(m, (b["x"], b["y"]))}, 30),
         ({"dataset": Squares(), "reading": ReadingOptions(num_workers=1)}, 30),
-        ({"dataset": DataLoader(Squares(), 8, num_workers=2), "batch_size": None}, 16),
+        (
+            {
+                "policy": "cadence",
+                "dataset": DataLoader(Squares(), 16, num_workers=2),
+                "per_device_batch_size": None,
+            },
+            16,
+        ),
         ({"loss": nn.MSELoss()}, 30),
         ({"runtime": RuntimeOptions(tune_process=ProcessTuning(openmp=False))}, 30),
         ({"runtime": RuntimeOptions(tune_process=False)}, 30),

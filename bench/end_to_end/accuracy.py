@@ -171,7 +171,7 @@ def run_once(configuration: Configuration, row: Row, train: Data, test: Data, ep
         optimizer=lambda params: torch.optim.Adam(params, lr=LR),
         loss=SlowLoss(),
         dataset=train,
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         epochs=epochs,
         devices=["cpu"] * configuration.devices,
         policy=configuration.policy,

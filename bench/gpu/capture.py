@@ -63,7 +63,7 @@ def trainer(place: Place, ranks: int, steps: int, *, capture: bool, dropout: flo
         lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
         loss,
         dataset=texts(BATCH_SIZE * place.pick(100, 10), LENGTH, TOKENS),
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         max_steps=steps,
         devices=[place.device] * ranks,
         policy="cadence" if ranks > 1 else "sync",

@@ -246,7 +246,7 @@ def faults_of(
             optimizer,
             recorder,
             dataset=Single(data) if is_streamed else data,
-            batch_size=BATCH_SIZE,
+            per_device_batch_size=BATCH_SIZE,
             epochs=EPOCHS,
             devices=list(devices),
             progress=False,

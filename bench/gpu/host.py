@@ -24,7 +24,7 @@ from flowdp.engine.meter import HostMeter
 from flowdp.engine.worker_thread import Worker
 from flowdp.machine.worker import WorkerMachine
 from flowdp.replica.learning_rate import LearningRate
-from flowdp.replica.replica import Replica
+from flowdp.replica.lone_replica import LoneReplica
 
 SAMPLES, BATCH_SIZE = 64_000, 8
 
@@ -84,7 +84,7 @@ def null_step_us(place: Place, steps: int) -> float:
     loss = torch.zeros((), device=place.device)
     place.wait()
     x = torch.zeros(SAMPLES, 1)
-    with replaced(Replica, "add", lambda *_: None), replaced(Replica, "step", lambda *_: loss):
+    with replaced(LoneReplica, "add", lambda *_: None), replaced(LoneReplica, "step", lambda *_: loss):
         run = flowdp.Trainer(
             nn.Linear(1, 1),
             lambda params: torch.optim.SGD(params, lr=0.1),

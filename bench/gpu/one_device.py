@@ -117,7 +117,7 @@ def measure(place: Place) -> Iterator[Finding]:
     for case in cases(place):
         there = tuple(tensor.to(place.device) for tensor in case.data)
         hand = partial(hand_ms, place, case, partial(gathered, there, case.batch_size))
-        ours = partial(flowdp_ms, place, case, case.data, batch_size=case.batch_size)
+        ours = partial(flowdp_ms, place, case, case.data, per_device_batch_size=case.batch_size)
         yield compare(f"{case.name}, data there", {"flowdp": ours, "hand": hand}, pairs=place.pick(7, 1))
 
 

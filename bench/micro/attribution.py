@@ -159,7 +159,7 @@ def train(**settings: Any) -> flowdp.Run:
     run = flowdp.Trainer(
         nn.Linear(4, 1),
         lambda params: torch.optim.SGD(params, lr=1e-3),
-        batch_size=BATCH,
+        per_device_batch_size=BATCH,
         progress=False,
         reading=flowdp.ReadingOptions(shuffle=False),
         **settings,

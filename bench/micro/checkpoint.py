@@ -42,7 +42,7 @@ def measure(millions: float, pairs: int) -> tuple[list[float], list[float], floa
             optimizer=lambda params: torch.optim.AdamW(params, lr=1e-6),
             loss=lambda model, batch: model(batch).square().mean(),
             dataset=torch.randn(64, width),
-            batch_size=1,
+            per_device_batch_size=1,
             max_steps=10**9,
             devices=["cpu", "cpu"],
             policy="sync",

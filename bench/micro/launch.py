@@ -167,7 +167,7 @@ class Task:
             optimizer=partial(adamw, is_fused=variant.is_fused),
             loss=predict_next,
             dataset=texts(SAMPLES, self.length, TOKENS),
-            batch_size=1,
+            per_device_batch_size=1,
             epochs=10**6,
             devices=self.devices(ranks),
             cadence=flowdp.CadenceOptions(max_anchor=10),

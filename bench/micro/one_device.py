@@ -26,7 +26,7 @@ from bench.models import MODELS, Gpt, classify, images, predict_next, texts
 from flowdp.data.open_source import TensorSource
 from flowdp.device.openmp import pause_openmp
 from flowdp.device.process_tuning import keep_freed_memory
-from flowdp.replica.replica import Replica
+from flowdp.replica.lone_replica import LoneReplica
 
 WARM_UP = 20
 SAMPLES = 60_000  # as in Fashion-MNIST
@@ -119,11 +119,11 @@ def flowdp_ms(name: str, steps: int, make: Make = fused_adam) -> float:
 
 def null_step_us(steps: int = 20_000) -> float:
     """Microseconds of flowdp's own code in a step that does nothing: no batch gathered, no model run."""
-    add, step, take = Replica.add, Replica.step, TensorSource.take
+    add, step, take = LoneReplica.add, LoneReplica.step, TensorSource.take
     loss = torch.zeros(())
     nothing: dict[str, Any] = {"add": lambda *_: None, "step": lambda *_: loss, "take": lambda *_: ()}
     try:
-        Replica.add, Replica.step = nothing["add"], nothing["step"]  # type: ignore[method-assign]
+        LoneReplica.add, LoneReplica.step = nothing["add"], nothing["step"]  # type: ignore[method-assign]
         TensorSource.take = nothing["take"]  # type: ignore[method-assign]
         run = flowdp.Trainer(
             model=nn.Linear(1, 1),
@@ -138,7 +138,7 @@ def null_step_us(steps: int = 20_000) -> float:
         records = list(run.metrics("round"))[3:]
         run.join()
     finally:
-        Replica.add, Replica.step, TensorSource.take = add, step, take  # type: ignore[method-assign]
+        LoneReplica.add, LoneReplica.step, TensorSource.take = add, step, take  # type: ignore[method-assign]
     return 1e3 * sum(r.wall_ms for r in records) / sum(sum(r.steps) for r in records)
 
 

@@ -60,8 +60,8 @@ def flowdp(folder: Path, devices: int, *, resume: bool) -> None:
         lambda params: torch.optim.SGD(params, lr=0.01),
         loss,
         dataset=Numbers(),
-        batch_size=BATCH,
-        max_steps=None if resume else devices * STEPS,
+        batch_size=2 * BATCH,  # of two devices, as theirs are together
+        max_steps=None if resume else STEPS,
         epochs=1,
         devices=["cpu"] * devices,
         checkpoint=folder / "flowdp",

@@ -168,7 +168,7 @@ class Fault:
             reading=flowdp.ReadingOptions(
                 collate_fn=self._collate if case.site == "collate" else None, shuffle=False
             ),
-            batch_size=BATCH_SIZE,
+            per_device_batch_size=BATCH_SIZE,
             epochs=EPOCHS,
             devices=["cpu"] * case.devices,
             policy=case.policy,

@@ -50,7 +50,7 @@ def make(folder: Path, **options: Any) -> flowdp.Trainer:
     given: dict[str, Any] = {
         "model": torch.nn.Linear(1, 1), "optimizer": lambda params: torch.optim.SGD(params, 1e-3),
         "loss": lambda model, batch: (model(batch) - batch).square().mean(), "dataset": _Ones(),
-        "batch_size": 2, "epochs": 1, "devices": 2, "policy": "sync", "evaluation": _Ones(),
+        "per_device_batch_size": 2, "epochs": 1, "devices": 2, "policy": "sync", "evaluation": _Ones(),
         "checkpoint": folder, "resume": True, "callbacks": [_Listener()], "progress": False,
         "runtime": flowdp.RuntimeOptions(event_log=folder / "events.jsonl", handle_sigterm=True),
     } | options  # fmt: skip

@@ -102,7 +102,7 @@ def trainer(plan: Plan, folder: Path, **options: Any) -> flowdp.Trainer:
         lambda params: torch.optim.SGD(params, 0.05, momentum=0.9),
         _loss,
         dataset=tensors if plan.reads == "tensors" else Rows(tensors),
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         epochs=EPOCHS,
         devices=["cpu"] * DEVICES,
         policy=plan.policy,

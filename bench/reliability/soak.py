@@ -163,7 +163,7 @@ def _trainer(draw: random.Random, ending: str, folders: Path | None) -> flowdp.T
         lambda params: torch.optim.AdamW(params, 1e-3),
         _loss(draw.randint(1, 300) if "failure" in ending else None),
         dataset=dataset,
-        batch_size=None if reads == "processes" else BATCH_SIZE,
+        per_device_batch_size=None if reads == "processes" else BATCH_SIZE,
         epochs=None if is_endless else draw.randint(1, 12),
         max_steps=10**9 if is_endless else None,
         devices=["cpu"] * devices,

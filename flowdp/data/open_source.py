@@ -81,7 +81,7 @@ def open_source(
     num_workers: int | None,
     epochs: int | None,
     world_size: int = 1,
-    window: int | None = None,
+    shares_batches: bool = False,
     start: Position | None = None,
     on_demand: bool = False,
     keeps: bool = False,
@@ -112,7 +112,8 @@ def open_source(
     Args:
         dataset: Tensors of equal length (one, a tuple, a list or a mapping of them), a map-style dataset, an
             IterableDataset, or a torch DataLoader.
-        batch_size: Samples of a batch.
+        batch_size: Samples of a batch; None: as the DataLoader says. Another one than its own makes its
+            batches anew.
         shuffle: None is True.
         seed: Seed of the order, >= 0.
         drop_last: Leave out an epoch's last batch where it is not full. None is False.
@@ -120,8 +121,7 @@ def open_source(
         num_workers: Processes that read. None is 0: the reader thread reads by itself.
         epochs: Epochs that will be read; None: without end.
         world_size: Ranks that take batches: sets how far reading runs ahead of them.
-        window: Samples of a batch that all ranks share; a DataLoader's own batches are made anew. None: each
-            batch is one rank's.
+        shares_batches: Each batch is for all ranks, a part of it for each; else it is one rank's.
         start: Where the run stands, in batches of this `batch_size`; None: at the beginning.
         on_demand: Begin each epoch when a rank waits for it. Else reading runs ahead into the next one.
         keeps: Keep batches until they are settled; see `Source`.
@@ -139,15 +139,14 @@ def open_source(
     else:
         _check_options(**options)
         in_work = 2 * (num_workers or 0)
-    # Two batches for each rank (a window is one batch for all), and two for the road; with processes at least
+    # Two batches for each rank (one that is shared is for all), and two for the road; with processes at least
     # their batches in work, so that none of them waits for a rank that is late.
-    ahead = max(2 * (world_size if window is None else 1) + 2, in_work)
+    ahead = max(2 * (1 if shares_batches else world_size) + 2, in_work)
     limit = limit or Limit()
     read_limit = limit.of_unknown if is_stream(dataset) else None
     plan = ReadPlan(epochs, ahead, start or NOTHING_TRAINED, on_demand, keeps, read_limit)
     if isinstance(dataset, DataLoader):
-        given = options if window is None else {**options, "batch_size": None}
-        return _from_loader(dataset, given, seed, plan, window, limit)
+        return _from_loader(dataset, options, seed, plan, limit)
     return _from_dataset(dataset, options, seed, plan, limit)
 
 
@@ -299,11 +298,11 @@ def _from_loader(
     options: Mapping[str, Any],
     seed: int,
     plan: ReadPlan,
-    window: int | None,
     limit: Limit,
 ) -> Source:
+    batch_size = options["batch_size"]
     for name, value in options.items():
-        if value is not None:
+        if value is not None and name != "batch_size":
             raise OptionError(
                 f"{name}={value!r} was given beside a DataLoader; give it to the DataLoader alone"
             )
@@ -325,9 +324,14 @@ def _from_loader(
     dataset, collate = loader.dataset, loader.collate_fn
     if isinstance(dataset, IterableDataset):
         return StreamReader(
-            dataset, loader.batch_size, plan, collate_fn=collate, drop_last=loader.drop_last, **options
+            dataset,
+            batch_size or loader.batch_size,
+            plan,
+            collate_fn=collate,
+            drop_last=loader.drop_last,
+            **options,
         )
-    order = _order_of(loader, _length(dataset), seed, window, limit)
+    order = _order_of(loader, _length(dataset), seed, batch_size, limit)
     order.limit(limit)
     order.begin_at(plan.start.done)
     if isinstance(order, SamplerOrder) and any(one.position > len(one.missing) for one in plan.start.open):
@@ -341,9 +345,7 @@ def _from_loader(
     return Reader(dataset, order, plan, collate_fn=collate, **options)
 
 
-def _order_of(
-    loader: DataLoader[Any], length: int, seed: int, window: int | None, limit: Limit
-) -> BatchOrder:
+def _order_of(loader: DataLoader[Any], length: int, seed: int, given: int | None, limit: Limit) -> BatchOrder:
     own: Any = loader.batch_sampler
     if own is not None and type(own) is not BatchSampler:
         _check_sampler(own, "batch_sampler")
@@ -351,7 +353,7 @@ def _order_of(
         return BatchSamplerOrder(own)
     # Without a batch sampler each item is a batch.
     sampler: Any = loader.sampler if own is None else own.sampler
-    batch_size, drop_last = (1, False) if own is None else (window or own.batch_size, own.drop_last)
+    batch_size, drop_last = (1, False) if own is None else (given or own.batch_size, own.drop_last)
     _check_sampler(sampler, "sampler")
     _check_batches(len(sampler), batch_size, drop_last)
     if len(sampler) == length:

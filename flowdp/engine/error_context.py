@@ -98,9 +98,10 @@ class ErrorContext:
         if free is None and isinstance(self._lane, CudaLane):
             free = self._lane.cuda.mem_get_info(self._lane.device)[0]
         error = OutOfDeviceMemory(
-            f"rank {self._current.rank} on {self._lane.device} ran out of memory {self}: {why}. A list gives "
-            "this device alone a smaller batch_size, batch_size=[...]; gradient_accumulation_steps makes "
-            f"large steps of small batches. torch says: {said}",
+            f"rank {self._current.rank} on {self._lane.device} ran out of memory {self}: {why}. "
+            "per_device_batch_size limits the samples of one forward, per_device_batch_size=[...] those of "
+            "each device; gradient_accumulation_steps makes large steps of small batches. torch says: "
+            f"{said}",
             rank=self._current.rank,
             needed_bytes=_bytes(r"Tried to allocate ([\d.]+) (\w+)", said),
             free_bytes=free,

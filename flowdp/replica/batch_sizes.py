@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -20,7 +19,7 @@ from flowdp.machine.policies import ROUNDS
 from flowdp.options import Policy
 from flowdp.validators import check_int
 
-__all__ = ["Sizes", "plan_sizes"]
+__all__ = ["Sizes", "listed", "plan_sizes", "policy_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Sizes:
     """Sizes of batches and steps.
 
     Attributes:
-        source: `batch_size` of the source; None: as the DataLoader says.
+        source: Samples of a batch of the source; None: as the DataLoader says.
         widths: Batches of the source in a micro-batch. Shape (world_size,).
         groups: And in a step; None: one each. Shape (world_size,).
         window: Samples that all ranks train together for one step (exact); None elsewhere.
@@ -62,21 +61,28 @@ class Sizes:
             tail += 1
         return rounds * len(groups) + tail
 
-    def forward(self, dataset: object) -> int:
-        """Samples of the largest forward of a device; of a DataLoader's batches as it says.
+    def forwards(self, dataset: object) -> tuple[int, ...] | None:
+        """Samples of a forward of each rank, at most; None where the DataLoader's batches are of any size.
 
         Args:
             dataset: As the user gave it.
         """
-        if isinstance(dataset, DataLoader):
-            own: int | None = dataset.batch_size
-            return own or 1
-        return max(self.parts) if self.parts else (self.source or 1) * max(self.widths)
+        unit = self._unit(dataset)
+        return self.parts or (None if unit is None else tuple(unit * width for width in self.widths))
+
+    def together(self, dataset: object) -> int | None:
+        """Samples of one step of all ranks; None as above."""
+        unit = self._unit(dataset)
+        return self.window or (None if unit is None else unit * sum(self.groups or self.widths))
 
     def samples(self, dataset: object, batches: int) -> int:
         """Samples of so many batches of the source; of batches of any size their number."""
+        return batches * (self._unit(dataset) or 1)
+
+    def _unit(self, dataset: object) -> int | None:
+        """Samples of a batch of the source."""
         own = dataset.batch_size if isinstance(dataset, DataLoader) else None
-        return batches * (self.source or own or 1)
+        return self.source or own
 
     def check_end(self, max_steps: int | None) -> None:
         """Check that a run can end after so many steps.
@@ -86,15 +92,26 @@ class Sizes:
         """
         if max_steps is not None and len(set(self.groups or (1,))) > 1:
             raise OptionError(
-                "max_steps cannot be kept with a batch_size per device: how many steps the batches make then "
-                "depends on who trains them; give epochs"
+                "max_steps cannot be kept with a per_device_batch_size that differs: how many steps the "
+                "batches make then depends on the devices that train them; give epochs"
             )
+
+
+def listed(sizes: Sequence[int]) -> int | str:
+    """Sizes of the ranks, for people: one number where they are equal."""
+    return sizes[0] if len(set(sizes)) == 1 else " | ".join(map(str, sizes))
+
+
+def policy_of(policy: Policy, world_size: int, dataset: object, train_step: object) -> Policy:
+    """Policy of a run: on one device all are alike, so what "exact" cannot split is trained under "sync"."""
+    is_free = train_step is not None or is_stream(dataset) or _has_own_batches(dataset)
+    return "sync" if policy == "exact" and world_size == 1 and is_free else policy
 
 
 def plan_sizes(
     dataset: object,
-    batch_size: int | Sequence[int] | None,
-    global_batch_size: int | None,
+    batch_size: int | None,
+    per_device: int | Sequence[int] | None,
     accumulation: int,
     policy: Policy,
     world_size: int,
@@ -102,9 +119,9 @@ def plan_sizes(
     """Check the sizes, and derive those of the source and the ranks.
 
     Args:
-        dataset: As the user gave it.
-        batch_size: Samples of one forward, or one number for each rank; None: as the DataLoader says.
-        global_batch_size: Samples of a step of all ranks (exact); None: the sum of theirs.
+        dataset: As the user gave it; a DataLoader's own batch size stands for `batch_size`.
+        batch_size: Samples of one step of all ranks together; None: the sum of theirs.
+        per_device: Samples of one forward of a rank, or one number for each; None: as `batch_size` says.
         accumulation: Micro-batches of a step.
         policy: How the replicas are kept one model.
         world_size: Ranks.
@@ -113,81 +130,104 @@ def plan_sizes(
         OptionError: They contradict each other, or the policy.
     """
     check_int("gradient_accumulation_steps", accumulation)
-    sizes = _per_rank(dataset, batch_size, world_size)
+    whole = _whole(dataset, batch_size)
+    each = _each(per_device, world_size)
     if ROUNDS[policy].averages == "gradients":
-        if accumulation > 1:
-            raise OptionError(
-                "gradient_accumulation_steps has no use with policy='exact', which cuts each window of "
-                "global_batch_size samples into micro-batches of batch_size anyway: give these two"
-            )
-        return _exact(dataset, sizes, global_batch_size, world_size)
-    if global_batch_size is not None:
+        return _exact(dataset, whole, each, accumulation, world_size)
+    is_loader = isinstance(dataset, DataLoader)
+    if whole is not None and each is not None and not is_loader:
         raise OptionError(
-            f"global_batch_size={global_batch_size!r} is for policy='exact', where all devices share one "
-            f"step; with policy={policy!r} each device takes steps of its own, of batch_size samples"
+            f"batch_size={whole} is that of all devices together, and with policy={policy!r} "
+            f"per_device_batch_size={per_device!r} says the same in another way: give one of them"
         )
+    if whole is None and each is None and not is_loader:
+        raise OptionError("batch_size is missing: how many samples all devices train together in one step")
     if accumulation > 1 and is_stream(dataset):
         raise OptionError(
             "gradient_accumulation_steps needs a dataset of a known length, and an IterableDataset has none: "
             "let it yield larger batches, or wrap it in a map-style dataset"
         )
-    if sizes is None:
-        groups = (accumulation,) * world_size
-        return Sizes(None, (1,) * world_size, groups if accumulation > 1 else None)
-    unit = math.gcd(*sizes)
-    widths = tuple(size // unit for size in sizes)
+    if each is not None and _has_own_batches(dataset):
+        raise OptionError(
+            f"per_device_batch_size={per_device!r} was given beside a DataLoader whose batches are its own "
+            "(a batch_sampler, or batch_size=None), and they cannot be made anew: leave it out"
+        )
+    if each is None:
+        if whole is None or _has_own_batches(dataset):  # each device trains whole batches of the loader
+            groups = (accumulation,) * world_size
+            return Sizes(None, (1,) * world_size, groups if accumulation > 1 else None)
+        each = (-(-whole // world_size),) * world_size
+    unit = math.gcd(*each)
+    widths = tuple(size // unit for size in each)
     groups = tuple(width * accumulation for width in widths)
     if max(groups) > 1 and is_stream(dataset):
         raise OptionError(
-            "a batch_size per device needs a dataset of a known length, and an IterableDataset has none"
+            "a per_device_batch_size that differs between devices needs a dataset of a known length, and an "
+            "IterableDataset has none"
         )
-    given = None if isinstance(dataset, DataLoader) else unit
-    return Sizes(given, widths, groups if max(groups) > 1 else None)
+    return Sizes(unit, widths, groups if max(groups) > 1 else None)
 
 
-def _per_rank(dataset: object, batch_size: object, world_size: int) -> tuple[int, ...] | None:
-    """The batch size of each rank; None where the DataLoader has none, or it alone knows."""
+def _whole(dataset: object, batch_size: object) -> int | None:
+    """Samples of a step of all ranks; None where they are not given, or the DataLoader has no size."""
     if isinstance(dataset, DataLoader):
-        if isinstance(batch_size, Sequence):
-            raise OptionError(
-                f"batch_size={batch_size!r} was given beside a DataLoader, whose batches have one size: for "
-                "a batch_size per device give its dataset"
-            )
         if batch_size is not None:
             raise OptionError(
                 f"batch_size={batch_size!r} was given beside a DataLoader; give it to the DataLoader alone"
             )
-        own: Any = dataset.batch_size
-        return None if own is None else (own,) * world_size
-    if batch_size is None:
-        raise OptionError("batch_size is missing: how many samples one device trains in one step")
-    if not isinstance(batch_size, Sequence) or isinstance(batch_size, str):
-        check_int("batch_size", batch_size)
-        return (int(str(batch_size)),) * world_size
-    for size in batch_size:
-        check_int("each batch_size", size)
-    if len(batch_size) != world_size:
+        own: int | None = dataset.batch_size
+        return own
+    if isinstance(batch_size, Sequence) and not isinstance(batch_size, str):
         raise OptionError(
-            f"batch_size={tuple(batch_size)!r} names {len(batch_size)} sizes for {world_size} devices"
+            f"batch_size={batch_size!r} is one number, for all devices together; a number for each is "
+            f"per_device_batch_size={list(batch_size)!r}"
         )
-    return tuple(batch_size)
+    check_int("batch_size", batch_size, optional=True)
+    return None if batch_size is None else int(str(batch_size))
+
+
+def _each(per_device: object, world_size: int) -> tuple[int, ...] | None:
+    """Samples of a forward of each rank; None where they are not given."""
+    if per_device is None:
+        return None
+    if not isinstance(per_device, Sequence) or isinstance(per_device, str):
+        check_int("per_device_batch_size", per_device)
+        return (int(str(per_device)),) * world_size
+    for size in per_device:
+        check_int("each per_device_batch_size", size)
+    if len(per_device) != world_size:
+        raise OptionError(
+            f"per_device_batch_size={tuple(per_device)!r} names {len(per_device)} sizes for {world_size} "
+            "devices"
+        )
+    return tuple(per_device)
+
+
+def _has_own_batches(dataset: object) -> bool:
+    """Whether a dataset is a DataLoader whose batches cannot be made anew with another size."""
+    if not isinstance(dataset, DataLoader):
+        return False
+    own = dataset.batch_sampler
+    return dataset.batch_size is None or (own is not None and type(own) is not BatchSampler)
 
 
 def _exact(
-    dataset: object, sizes: tuple[int, ...] | None, global_batch_size: object, world_size: int
+    dataset: object, whole: int | None, each: tuple[int, ...] | None, accumulation: int, world_size: int
 ) -> Sizes:
     if is_stream(dataset):
         raise OptionError(
-            "policy='exact' splits windows of a known size, and an IterableDataset has no length: use "
-            "policy='sync', or a map-style dataset"
+            "policy='exact', the default, splits batches of a known size, and an IterableDataset has no "
+            "length: use policy='sync', or a map-style dataset"
         )
-    sampler = dataset.batch_sampler if isinstance(dataset, DataLoader) else None
-    if sizes is None or (sampler is not None and type(sampler) is not BatchSampler):
+    if _has_own_batches(dataset):
         raise OptionError(
-            "policy='exact' makes windows of global_batch_size samples by itself: give the DataLoader a "
-            "batch_size and a sampler, not a batch_sampler, nor batch_size=None"
+            "policy='exact', the default, makes batches of batch_size samples by itself: give the DataLoader "
+            "a batch_size and a sampler, not a batch_sampler, nor batch_size=None, or use policy='sync'"
         )
-    if global_batch_size is not None:
-        check_int("global_batch_size", global_batch_size)
-    window = sum(sizes) if global_batch_size is None else int(str(global_batch_size))
-    return Sizes(window, (1,) * world_size, None, window, sizes)
+    if whole is None and each is None:
+        raise OptionError("batch_size is missing: how many samples all devices train together in one step")
+    whole = sum(each or ()) if whole is None else whole
+    window = whole * accumulation
+    # With accumulation a forward is at most as large as without it.
+    parts = each or (whole if accumulation > 1 else window,) * world_size
+    return Sizes(window, (1,) * world_size, None, window, parts)

@@ -110,10 +110,13 @@ class SchedulerOptions:
         _check_unit(self.scheduler, self.unit)
 
 
-def check_scheduler(
-    scheduler: object, optimizer: object, global_batch_size: int | None = None
-) -> SchedulerOptions:
+def check_scheduler(scheduler: object, optimizer: object, *, grows: bool = False) -> SchedulerOptions:
     """Check the options of the learning rate against the optimizer and the batch; None is the default.
+
+    Args:
+        scheduler: As the user gave it.
+        optimizer: As the user gave it.
+        grows: Whether all devices together train more samples in a step than one.
 
     Raises:
         OptionError: They are no options, do not belong to the optimizer, or scale the rate of a batch that
@@ -126,10 +129,11 @@ def check_scheduler(
             f"scheduler must be SchedulerOptions(..., unit='step' or 'epoch'), not {scheduler!r}: a wrong "
             "guess of the unit would be a silently wrong schedule"
         )
-    if scheduler.lr_scaling and global_batch_size is not None:
+    if scheduler.lr_scaling and not grows:
         raise OptionError(
-            f"lr_scaling={scheduler.lr_scaling!r} is for batches that grow with the devices, and with "
-            f"global_batch_size={global_batch_size} they do not: leave one of them out"
+            f"lr_scaling={scheduler.lr_scaling!r} is for a batch that grows with the devices, and batch_size "
+            "is that of all devices together: leave lr_scaling out, or give per_device_batch_size in place "
+            "of batch_size"
         )
     own = scheduler.scheduler
     if own is not None and _is_scheduler(own) and own.optimizer is not optimizer:

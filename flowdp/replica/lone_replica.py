@@ -9,6 +9,7 @@ from torch import Tensor
 from flowdp.data.batches import Portion
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
+from flowdp.replica.replica import whole_batch
 from flowdp.replica.window_replica import WindowReplica
 
 __all__ = ["LoneReplica"]
@@ -23,11 +24,17 @@ class LoneReplica(WindowReplica):
     def add(self, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:
         """Forward and backward of a global batch; see `Replica.add`."""
         samples = worker.samples
-        is_plain = samples <= self._size and self.pieces == 1 and self._seed is None
-        if is_plain and self.has_stepped:
-            self._compute(batch, worker, Factors(share, samples))
-        else:
+        if samples > self._size or self.pieces > 1 or self._seed is not None:
             super().add(Portion.of(batch, samples), worker, share)
+            return
+        # Its loss may be anything, and the batch need not be one that can be cut.
+        self._compute(batch, worker, Factors(share, samples))
+        if not self.has_stepped:
+            self._check_first()
+
+    def forwards(self, batch: Any, samples: int) -> int:
+        """Number of forwards for a batch of this many samples; 1 where it cannot be cut."""
+        return 1 if whole_batch(batch, samples) is None else super().forwards(batch, samples)
 
     def undo(self) -> None:
         """Forget forward and backward; see `Replica.undo`."""

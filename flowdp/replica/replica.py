@@ -44,6 +44,7 @@ __all__ = [
     "casting",
     "loss_function",
     "unpack_loss",
+    "whole_batch",
 ]
 
 LossOption = Callable[..., Any] | nn.Module
@@ -338,7 +339,7 @@ class Replica:
 
     def forwards(self, batch: Any, samples: int) -> int:
         """Number of forwards for a micro-batch of this many samples."""
-        if self.pieces == 1 or _whole(batch, samples) is None:
+        if self.pieces == 1 or whole_batch(batch, samples) is None:
             return 1
         return max(1, min(self.pieces, samples // self.least))
 
@@ -399,7 +400,7 @@ class Replica:
             self._flat_optimizer.drop_strays()
 
     def _add_pieces(self, batch: Any, worker: CurrentWorker, share: float) -> None:
-        samples, whole = worker.samples, _whole(batch, worker.samples)
+        samples, whole = worker.samples, whole_batch(batch, worker.samples)
         for start, stop in cuts(samples, self.forwards(batch, samples)):
             worker.samples = stop - start
             factors = Factors(share * worker.samples / samples, worker.samples)
@@ -564,7 +565,7 @@ def _describe(result: object) -> str:
     return type(result).__name__
 
 
-def _whole(batch: Any, samples: int) -> Portion | None:
+def whole_batch(batch: Any, samples: int) -> Portion | None:
     """A micro-batch as something to cut; None where it cannot be."""
     try:
         return Portion.of(batch, samples)

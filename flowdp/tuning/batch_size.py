@@ -74,7 +74,7 @@ class BatchSizes:
 
     ::
 
-        flowdp.Trainer(..., batch_size=sizes.fastest)
+        flowdp.Trainer(..., per_device_batch_size=sizes.fastest)
 
     Attributes:
         ranks: Result of each rank's device; ranks of one device share it. Shape (world_size,).
@@ -165,7 +165,7 @@ def find_batch_size(trainer: Trainer, *, most: int = MOST, steps: int = 10) -> B
     if isinstance(config.dataset, DataLoader):
         raise OptionError(
             "find_batch_size cannot change the batches of a DataLoader: give the Trainer its dataset, with "
-            "batch_size=, and for the loader's settings reading=ReadingOptions(...)"
+            "batch_size=..., and for the loader's settings reading=ReadingOptions(...)"
         )
     length = dataset_length(config.dataset)
     bound = "most" if length is None or most <= length else "the dataset"

@@ -45,7 +45,7 @@ def trainer(model: Any, **options: Any) -> flowdp.Trainer:
     given: dict[str, Any] = {
         "loss": loss,
         "dataset": torch.randint(TOKENS, (24, 2), generator=torch.Generator().manual_seed(1)),
-        "batch_size": 4,
+        "per_device_batch_size": 4,
         "epochs": 1,
         "devices": ["cpu", "cpu"],
         "policy": "sync",

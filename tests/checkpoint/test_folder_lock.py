@@ -42,7 +42,8 @@ time.sleep(60)
 
 def trainer(folder: Path, **options: Any) -> flowdp.Trainer:
     given: dict[str, Any] = {
-        "dataset": torch.ones(40, 1), "batch_size": 2, "epochs": None, "max_steps": 10**9, "devices": 2,
+        "policy": "cadence", "dataset": torch.ones(40, 1), "per_device_batch_size": 2, "epochs": None,
+        "max_steps": 10**9, "devices": 2,
         "checkpoint": folder, "resume": True,
         "loss": lambda model, batch: (model(batch) - batch).square().mean(),
     } | options  # fmt: skip

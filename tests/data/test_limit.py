@@ -33,7 +33,7 @@ def opened(dataset: Any, limit: Limit | None, **options: Any) -> Source:
         "seed": 3, "epochs": None,
     } | options  # fmt: skip
     if isinstance(dataset, DataLoader):
-        given["batch_size"] = None
+        given["batch_size"] = options.get("batch_size")
     return open_source(dataset, **given, limit=limit)
 
 
@@ -66,7 +66,7 @@ def test_what_is_no_limit(limit: Any) -> None:
 
 
 def test_windows_and_samplers_are_limited() -> None:
-    window = opened(DataLoader(TensorDataset(NUMBERS), 2, shuffle=True), Limit(2), window=10)
+    window = opened(DataLoader(TensorDataset(NUMBERS), 2, shuffle=True), Limit(2), batch_size=10)
     assert (window.batches, window.samples, window.samples_in(0, 1)) == (2, 20, 10)
     weighted = WeightedRandomSampler(torch.ones(SAMPLES), 9, generator=torch.Generator().manual_seed(1))
     source = opened(DataLoader(TensorDataset(NUMBERS), 2, sampler=weighted), Limit(0.5))

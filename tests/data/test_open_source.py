@@ -528,7 +528,7 @@ class NoLength(Sampler[int]):
         (iter([1]), {}, "dataset must be tensors"),
         ("imagenet", {}, "not 'imagenet'"),
         (None, {}, "not None"),
-        (DataLoader(Pairs(), 5), {"batch_size": 5}, "batch_size=5 was given beside a DataLoader"),
+        (DataLoader(Pairs(), 5), {"shuffle": True}, "shuffle=True was given beside a DataLoader"),
         (DataLoader(Pairs(), 5), {"shuffle": False}, "shuffle=False was given beside"),
         (DataLoader(Pairs(), 5), {"drop_last": False}, "drop_last=False was given beside"),
         (DataLoader(Pairs(), 5), {"collate_fn": mapping}, "collate_fn=.* was given beside"),

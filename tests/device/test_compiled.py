@@ -133,7 +133,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(**options: Any) -> None:
-    options = {"batch_size": BATCH, "epochs": 2, "devices": ["cpu"] * RANKS, **options}
+    options = {
+        "policy": "cadence",
+        "per_device_batch_size": BATCH,
+        "epochs": 2,
+        "devices": ["cpu"] * RANKS,
+        **options,
+    }
     flowdp.Trainer(optimizer=sgd, dataset=(X, Y), progress=False, **options).fit()
 
 
@@ -159,7 +165,7 @@ def test_evaluation_is_compiled_once_more(backend: Backend) -> None:
 
 @pytest.mark.parametrize("make", [as_instance, by_method, by_loss])
 def test_exact_checks_its_loss_and_compiles_it(backend: Backend, make: Callable[[Backend], Any]) -> None:
-    train(**make(backend), policy="exact", batch_size=40, epochs=3)
+    train(**make(backend), policy="exact", per_device_batch_size=40, epochs=3)
     assert counters["frames"]["total"] == counters["frames"]["ok"] > 0
     assert backend.calls > RANKS
 

@@ -223,7 +223,7 @@ def train(devices: int, policy: Policy = "sync") -> list[int]:
         lambda params: torch.optim.SGD(params, 0.1),
         lambda module, batch: module(batch).square().mean(),
         dataset=torch.ones(32, 2),
-        batch_size=4,
+        per_device_batch_size=4,
         epochs=1,
         devices=devices,
         policy=policy,

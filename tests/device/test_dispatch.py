@@ -272,11 +272,12 @@ def by_trainer(overlap: Overlap) -> None:
         return model(batch[0]).sum()
 
     flowdp.Trainer(
+        policy="cadence",
         model=nn.Linear(2, 1),
         loss=loss,
         optimizer=partial(torch.optim.SGD, lr=0.1),
         dataset=(torch.ones(16, 2),),
-        batch_size=2,
+        per_device_batch_size=2,
         epochs=1,
         devices=["cpu"] * 2,
         progress=False,

@@ -59,7 +59,7 @@ def trainer(**options: Any) -> flowdp.Trainer:
         "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
         "loss": loss,
         "dataset": (torch.randn(64, 4), torch.randn(64, 1)),
-        "batch_size": 8,
+        "per_device_batch_size": 8,
         "epochs": 2,
         "devices": ["cpu", "cpu"],
         "policy": "sync",
@@ -206,7 +206,7 @@ def checkpoint_other_order() -> None:
     draw = torch.Generator().manual_seed(0)
     sampler = torch.utils.data.SubsetRandomSampler(range(64), draw)
     loader = torch.utils.data.DataLoader(samples, 8, sampler=sampler)
-    given = {"dataset": loader, "batch_size": None, "checkpoint": "runs/a"}
+    given = {"policy": "cadence", "dataset": loader, "per_device_batch_size": None, "checkpoint": "runs/a"}
     trainer(max_steps=4, **given).fit()
     trainer(resume=True, **given).fit()
 

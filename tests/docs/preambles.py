@@ -55,11 +55,12 @@ def small() -> Names:
         "loss": loss,
         "accuracy": accuracy,
         "options": {
+            "policy": "cadence",
             "model": model,
             "optimizer": sgd,
             "loss": loss,
             "dataset": data,
-            "batch_size": 8,
+            "per_device_batch_size": 8,
             "epochs": 1,
         },
     }

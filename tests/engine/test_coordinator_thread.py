@@ -54,7 +54,11 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 
 
 def start(policy: Any = "cadence", devices: int = 2, loss: Any = mse, **options: Any) -> Run:
-    given: dict[str, Any] = {"dataset": torch.ones(400, 1), "batch_size": 2, "epochs": 2} | options
+    given: dict[str, Any] = {
+        "dataset": torch.ones(400, 1),
+        "per_device_batch_size": 2,
+        "epochs": 2,
+    } | options
     return Trainer(
         nn.Linear(1, 1),
         lambda params: torch.optim.SGD(params, 1e-3),

@@ -171,7 +171,8 @@ def test_the_stack_of_a_run_that_hangs_is_that_of_the_users_line() -> None:
         return model(batch).mean()
 
     run = flowdp.Trainer(
-        nn.Linear(1, 1), lambda p: torch.optim.SGD(p, 1e-3), loss, dataset=torch.ones(8, 1), batch_size=2,
+        nn.Linear(1, 1), lambda p: torch.optim.SGD(p, 1e-3), loss, policy="cadence",
+        dataset=torch.ones(8, 1), per_device_batch_size=2,
         epochs=1, devices=2, progress=False,
     ).start()  # fmt: skip
     try:
@@ -222,7 +223,7 @@ def stalled(**options: Any) -> flowdp.StallError:
 def test_a_stall_names_the_process_that_does_not_deliver() -> None:
     opened = multiprocessing.get_context("fork").Event()
     loader = torch.utils.data.DataLoader(
-        Hangs(31, opened), 2, num_workers=2, multiprocessing_context="fork", prefetch_factor=1
+        Hangs(31, opened), 4, num_workers=2, multiprocessing_context="fork", prefetch_factor=1
     )
     error = stalled(dataset=loader)
     assert "waiting for data: batch " in " ".join(error.ranks)
@@ -237,6 +238,6 @@ def test_a_stall_names_the_process_that_does_not_deliver() -> None:
 
 def test_a_stall_in_an_evaluation_says_that_it_waits_for_data() -> None:
     opened = threading.Event()
-    error = stalled(dataset=torch.ones(8, 1), batch_size=2, evaluation=Hangs(5, opened))
+    error = stalled(dataset=torch.ones(8, 1), per_device_batch_size=2, evaluation=Hangs(5, opened))
     opened.set()
     assert "evaluates after epoch 0, waiting for data" in error.ranks

@@ -48,7 +48,8 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 
 def trainer(loss: Any = mse, **options: Any) -> Trainer:
     given: dict[str, Any] = {
-        "dataset": torch.ones(400, 1), "batch_size": 2, "epochs": 2, "devices": 2
+        "policy": "cadence", "dataset": torch.ones(400, 1), "per_device_batch_size": 2, "epochs": 2,
+        "devices": 2
     } | options  # fmt: skip
     return Trainer(nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), loss, **given)
 
@@ -199,7 +200,9 @@ def test_processes_that_cannot_be_started(tmp_path: Path) -> None:
     loader = DataLoader(Unpicklable(), 2, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(DataError, match=r"could not be started: TypeError: cannot pickle"):
         trainer(
-            dataset=loader, batch_size=None, runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl")
+            dataset=loader,
+            per_device_batch_size=None,
+            runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl"),
         ).start()
     assert threads() == []
     assert sys.getswitchinterval() == interval
@@ -237,7 +240,7 @@ def first(samples: list[tuple[Tensor]]) -> Tensor:
 
 def test_a_run_that_nobody_keeps_is_gone_without_the_collector(no_collector: None) -> None:
     loader = DataLoader(TensorDataset(torch.ones(64, 1)), 4, collate_fn=first)
-    run = trainer(dataset=loader, batch_size=None).start()
+    run = trainer(dataset=loader, per_device_batch_size=None).start()
     engine = weakref.ref(run._engine)
     run.join()
     del run

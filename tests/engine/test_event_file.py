@@ -40,7 +40,7 @@ def trainer(event_log: Path, **options: Any) -> Trainer:
         lambda params: torch.optim.SGD(params, 0.01),
         lambda model, batch: F.mse_loss(model(batch), batch),
         dataset=torch.ones(8, 1),
-        batch_size=2,
+        per_device_batch_size=2,
         devices=2,
         runtime=RuntimeOptions(event_log=event_log),
         **options,

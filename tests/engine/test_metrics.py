@@ -50,7 +50,7 @@ def records(model: Net, eval_step: Callable[..., Any] | None, epochs: int = 1, *
         options.pop("loss", lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])),
         dataset=(X, Y),
         evaluation=EvaluationOptions((X, Y), step=eval_step, sanity_check=0),
-        batch_size=8,
+        per_device_batch_size=8,
         epochs=epochs,
         **{"devices": 2, "policy": "sync", **options},
     ).start()
@@ -451,7 +451,7 @@ def test_metrics_that_nothing_would_update_are_refused_at_once(given: Any, messa
     given.setdefault("evaluation", EvaluationOptions((X, Y), step=given.pop("step", None)))
     given.pop("step", None)
     with pytest.raises(OptionError, match=message):
-        Trainer(Net(), torch.optim.SGD, dataset=(X, Y), batch_size=8, epochs=1, **given)
+        Trainer(Net(), torch.optim.SGD, dataset=(X, Y), per_device_batch_size=8, epochs=1, **given)
 
 
 def test_metrics_that_were_never_updated() -> None:

@@ -170,7 +170,7 @@ def start(loss: Any, **options: Any) -> flowdp.Run:
     given: dict[str, Any] = {
         "model": mlp,
         "dataset": (X, Y),
-        "batch_size": 4,
+        "per_device_batch_size": 4,
         "epochs": 2,
         "policy": "sync",
         "progress": False,
@@ -202,7 +202,7 @@ def by_hand() -> dict[str, Tensor]:
 
 EXACT = {
     "policy": "exact",
-    "global_batch_size": 8,
+    "batch_size": 8,
     "runtime": flowdp.RuntimeOptions(partition_ratios=[0.5, 0.5]),
 }
 

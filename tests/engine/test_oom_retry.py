@@ -96,7 +96,8 @@ def mlp() -> nn.Sequential:
 
 def train(loss: Any, **options: Any) -> tuple[dict[str, Tensor], flowdp.Run]:
     given: dict[str, Any] = {
-        "model": mlp, "dataset": (X, Y), "batch_size": 4, "epochs": 2, "policy": "sync", "progress": False,
+        "model": mlp, "dataset": (X, Y), "per_device_batch_size": 4, "epochs": 2, "policy": "sync",
+        "progress": False,
         "reading": flowdp.ReadingOptions(shuffle=False), "devices": ["cpu", "cpu"],
         "optimizer": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
     } | options  # fmt: skip
@@ -121,11 +122,11 @@ def assert_trained_alike(room: Room, **options: Any) -> None:
     [
         {},
         {"gradient_accumulation_steps": 3},
-        {"batch_size": [4, 8]},
+        {"per_device_batch_size": [4, 8]},
         {
             "policy": "exact",
-            "global_batch_size": 12,
-            "batch_size": 8,
+            "batch_size": 12,
+            "per_device_batch_size": 8,
             "runtime": flowdp.RuntimeOptions(partition_ratios=[0.5, 0.5]),
         },
     ],
@@ -141,7 +142,7 @@ def test_it_trains_what_it_would_have_trained(lanes: str, options: dict[str, Any
 def test_a_batch_is_halved_until_it_fits_and_stays_halved(caplog: pytest.LogCaptureFixture) -> None:
     room = Room(1, {5})
     with caplog.at_level(logging.WARNING, logger="flowdp"):
-        assert_trained_alike(room, devices=["cpu"], batch_size=6, epochs=1)
+        assert_trained_alike(room, devices=["cpu"], per_device_batch_size=6, epochs=1)
     # The last sample of batch 0 is hungry: one piece of it fails, then two, then four, then there are six.
     assert room.sizes == [3, 1, 2, 1] + [1] * 24
     texts = [record.getMessage() for record in caplog.records if "ran out of memory" in record.getMessage()]
@@ -159,7 +160,7 @@ def test_one_sample_that_has_no_room(policy: str) -> None:
         lambda params: torch.optim.SGD(params, 0.1),
         Room(0, {17}),
         dataset=(X, Y),
-        batch_size=4,
+        per_device_batch_size=4,
         epochs=2,
         policy=policy,
         reading=flowdp.ReadingOptions(shuffle=False),

@@ -46,12 +46,12 @@ def start(policy: str = "cadence", devices: int = 2, loss: Callable[..., Any] = 
         "model": lambda: nn.Linear(1, 1),
         "optimizer": lambda params: torch.optim.SGD(params, 1e-6),
         "dataset": (torch.arange(SAMPLES).float().unsqueeze(1), torch.ones(SAMPLES, 1)),
-        "batch_size": BATCH,
+        "per_device_batch_size": BATCH,
         "epochs": 3,
         "cadence": CadenceOptions(anchor=3, max_anchor=3),
     } | options
     if isinstance(given["dataset"], DataLoader):
-        del given["batch_size"]
+        del given["per_device_batch_size"]
     return Trainer(loss=loss, policy=policy, devices=devices, **given).start()
 
 
@@ -280,7 +280,7 @@ def test_a_dataset_that_raises(dataset: Any, devices: int, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_dataset_that_raises_in_another_process(policy: str) -> None:
-    error = failure_of(start(policy, 2, dataset=DataLoader(Cracked(), BATCH, num_workers=2)))
+    error = failure_of(start(policy, 2, dataset=DataLoader(Cracked(), 2 * BATCH, num_workers=2)))
     assert isinstance(error, DataError)
     assert isinstance(error.__cause__, Broken)  # torch raises a new one, with the process's traceback as text
     assert error.indices == (76, 77)
@@ -345,7 +345,7 @@ class Drains:
         return getattr(self._is_idle, "here", False)
 
 
-EXACT = {"global_batch_size": 2 * BATCH, "runtime": RuntimeOptions(partition_ratios=[0.5, 0.5])}
+EXACT = {"batch_size": 2 * BATCH, "runtime": RuntimeOptions(partition_ratios=[0.5, 0.5])}
 
 
 @pytest.mark.parametrize("lanes", ["streams"], indirect=True)

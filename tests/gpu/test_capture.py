@@ -44,7 +44,7 @@ def train(
         lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
         loss,
         dataset=Single(samples(400)),
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         max_steps=STEPS,
         devices=[device] * ranks,
         seed=2,

@@ -200,7 +200,7 @@ def start_and_stop(device: torch.device, number: int) -> None:
         lambda params: torch.optim.SGD(params, lr=1e-3),
         lambda model, batch: F.mse_loss(model(batch[0][:, 2:]), batch[1]),
         dataset=Single(data) if number % 2 else data,
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         epochs=1 if number % 3 else 1000,
         policy=("sync", "cadence", "async")[number % 3],
         runtime=flowdp.RuntimeOptions(backend=("local", "cpu")[number // 2 % 2]),

@@ -73,7 +73,7 @@ def train(device: torch.device, loss: Any, *, is_streamed: bool, **options: Any)
         lambda params: torch.optim.Adam(params, lr=1e-3, fused=True),
         loss,
         dataset=Single(data) if is_streamed else data,
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         max_steps=STEPS,
         devices=[device] * 2,
         max_grad_norm=1.0,

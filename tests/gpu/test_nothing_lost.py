@@ -51,7 +51,7 @@ def trainer(devices: Sequence[torch.device], loss: Any = error, **options: Any) 
         devices=list(devices),
         progress=False,
         **{
-            "batch_size": BATCH_SIZE,
+            "per_device_batch_size": BATCH_SIZE,
             "epochs": 3,
             "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=2),
             **options,
@@ -159,7 +159,12 @@ def test_a_batch_for_which_there_is_no_room_is_taken_in_pieces(device: torch.dev
         seen.append(x[:, 0].clone())
         return error(model, batch)
 
-    plain = {"model": lambda: nn.Linear(8, 1), "batch_size": 64, "dataset": samples(128)}
+    plain = {
+        "policy": "cadence",
+        "model": lambda: nn.Linear(8, 1),
+        "per_device_batch_size": 64,
+        "dataset": samples(128),
+    }
     wanted = trainer([device], error, **plain).fit().state_dict
     if device.type == "cuda":
         limited(24 * unit)

@@ -81,7 +81,13 @@ def test_precisions(device, count, precision):
 
 # ---------------------------------------------------------------- effects for the user
 def trainer(device: torch.device, loss: Any, **options: Any) -> flowdp.Trainer:
-    options = {"epochs": 2, "batch_size": BATCH_SIZE, "dataset": samples(), **options}
+    options = {
+        "policy": "cadence",
+        "epochs": 2,
+        "per_device_batch_size": BATCH_SIZE,
+        "dataset": samples(),
+        **options,
+    }
     return flowdp.Trainer(
         options.pop("model", model),
         lambda params: torch.optim.Adam(params, lr=1e-3, fused=True),
@@ -158,8 +164,9 @@ def test_recurrent_layers_keep_their_chunk(ranks, count):
         Recurrent(),
         lambda params: torch.optim.Adam(params, lr=0.01),
         lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        policy="cadence",
         dataset=(x, x.sum((1, 2))[:, None]),
-        batch_size=8,
+        per_device_batch_size=8,
         epochs=3,
         devices=ranks(count),
         progress=False,

@@ -59,7 +59,7 @@ def test_hooks_that_hold_the_model_hold_the_copy(devices: int) -> None:
         optimizer=lambda parameters: SGD(parameters, 0.1),
         loss=error,
         dataset=(X, Y),
-        batch_size=8 // devices,
+        per_device_batch_size=8 // devices,
         epochs=1,
         policy="exact",
         reading=flowdp.ReadingOptions(shuffle=False),

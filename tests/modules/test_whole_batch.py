@@ -25,8 +25,8 @@ def bag(**options: Any) -> nn.Module:
 def train(model: nn.Module, make: Any = torch.optim.SGD, devices: int = 2, **options: Any) -> flowdp.Run:
     given: dict[str, Any] = {
         "model": model, "optimizer": lambda params: make(params, lr=0.1), "dataset": (X,),
-        "loss": lambda model, batch: model(batch[0]).square().mean(), "batch_size": 4,
-        "global_batch_size": 8, "epochs": 1, "policy": "exact", "devices": ["cpu"] * devices,
+        "loss": lambda model, batch: model(batch[0]).square().mean(), "per_device_batch_size": 4,
+        "batch_size": 8, "epochs": 1, "policy": "exact", "devices": ["cpu"] * devices,
         "progress": False,
     }  # fmt: skip
     run = flowdp.Trainer(**given | options).start()
@@ -75,7 +75,7 @@ def test_an_optimizer_for_sparse_gradients_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(8, 3, sparse=True))
     with pytest.raises(OptionError, match=r"gradients are dense.*SparseAdam takes sparse ones alone"):
         train(model, torch.optim.SparseAdam)
-    assert train(model, torch.optim.SparseAdam, policy="sync", global_batch_size=None).state.global_step == 6
+    assert train(model, torch.optim.SparseAdam, policy="sync", batch_size=None).state.global_step == 6
     assert train(model, torch.optim.Adam).state.global_step == 3
 
 
@@ -101,8 +101,8 @@ def test_buffers_that_forward_writes_are_told(caplog: pytest.LogCaptureFixture) 
     assert "forward writes to buffer 'seen' of Counts: its buffers change once per micro-batch" in told
     caplog.clear()
     with caplog.at_level(logging.WARNING, "flowdp"):
-        train(Counts(), devices=1, batch_size=8)  # a window is one forward
-        train(Counts(), policy="sync", global_batch_size=None)
+        train(Counts(), devices=1, per_device_batch_size=8)  # a window is one forward
+        train(Counts(), policy="sync", batch_size=None)
         train(nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 1)), dataset=(X.float(),))
     assert not caplog.records
 

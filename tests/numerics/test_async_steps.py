@@ -31,7 +31,7 @@ def train(recorder: Any, model: nn.Module, loss: Any, devices: int, **options: A
         lambda params: torch.optim.SGD(params, lr=LR),
         recorder.watch(loss),
         dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 5, generator=draw, dtype=torch.float64)),
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         epochs=4,
         devices=["cpu"] * devices,
         policy="async",

@@ -101,14 +101,14 @@ FORMS = pytest.mark.parametrize("collate", [as_record, as_encoding, as_tuple])
 OPTIONS: list[dict[str, Any]] = [
     {
         "policy": "exact",
-        "global_batch_size": 16,
-        "batch_size": 4,
+        "batch_size": 16,
+        "per_device_batch_size": 4,
         "runtime": flowdp.RuntimeOptions(partition_ratios=(0.75, 0.25)),
     },
-    {"policy": "sync", "batch_size": [8, 4]},
+    {"policy": "sync", "per_device_batch_size": [8, 4]},
     {
         "policy": "sync",
-        "batch_size": 8,
+        "per_device_batch_size": 8,
         "num_workers": 1,
         "on_failure": "continue",
     },
@@ -177,8 +177,8 @@ def test_samples_in_a_class_that_is_not_known_are_not_cut_in_silence() -> None:
             collate_fn=lambda items: (torch.ones(len(items), 1), Opaque(torch.ones(len(items), 1)))
         ),
         policy="exact",
-        batch_size=4,
-        global_batch_size=16,
+        per_device_batch_size=4,
+        batch_size=16,
         epochs=1,
         devices=["cpu", "cpu"],
         progress=False,
@@ -197,7 +197,7 @@ def test_values_that_differ_between_the_batches_of_a_step_are_not_dropped() -> N
             collate_fn=lambda items: {"x": torch.ones(len(items), 1), "longest": max(items)}
         ),
         policy="sync",
-        batch_size=[8, 4],
+        per_device_batch_size=[8, 4],
         epochs=1,
         devices=["cpu", "cpu"],
         progress=False,

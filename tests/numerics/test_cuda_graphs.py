@@ -74,7 +74,7 @@ def train(
 ) -> Any:
     torch.manual_seed(1)
     data: tuple[Tensor, Tensor] = X, Y
-    settings: dict[str, Any] = {"batch_size": 8, "max_steps": STEPS, "seed": 2, **options}
+    settings: dict[str, Any] = {"per_device_batch_size": 8, "max_steps": STEPS, "seed": 2, **options}
     return flowdp.Trainer(
         model(dropout),
         lambda params: torch.optim.AdamW(params, 0.01, fused=True),
@@ -103,7 +103,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "clipped": {"ranks": 2, "policy": "sync", "max_grad_norm": 0.1},
     "clipped by value": {"ranks": 2, "policy": "sync", "max_grad_value": 0.01},
     "exact": EVEN,
-    "exact, clipped, in pieces": {**EVEN, "max_grad_norm": 0.1, "batch_size": 3, "global_batch_size": 10},
+    "exact, clipped, in pieces": {**EVEN, "max_grad_norm": 0.1, "per_device_batch_size": 3, "batch_size": 10},
     "accumulation": {"gradient_accumulation_steps": 3},
 }
 """Runs that repeat bit for bit."""

@@ -41,7 +41,7 @@ def make(policy: str, devices: int, **options: Any) -> flowdp.Trainer:
         "optimizer": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         "loss": loss,
         "dataset": DATA,
-        "batch_size": BATCH,
+        "per_device_batch_size": BATCH,
         "epochs": 2,
         "policy": policy,
         "devices": ["cpu"] * devices,
@@ -52,7 +52,7 @@ def make(policy: str, devices: int, **options: Any) -> flowdp.Trainer:
         "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     }
     if policy == "exact":
-        given["global_batch_size"] = BATCH * 2
+        given["batch_size"] = BATCH * 2
     return flowdp.Trainer(**given | options)
 
 

@@ -123,7 +123,7 @@ def test_tensors_of_any_size(recorder, policy, devices):
             tensors(samples),
             policy,
             devices,
-            batch_size=batch_size,
+            per_device_batch_size=batch_size,
             reading=flowdp.ReadingOptions(drop_last=drop_last),
         ).fit()
         for epoch in range(3):
@@ -140,7 +140,7 @@ def test_tensors_of_any_size(recorder, policy, devices):
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_single_samples(recorder, policy, devices):
-    state = trainer(recorder, Map(23), policy, devices, batch_size=4).fit()
+    state = trainer(recorder, Map(23), policy, devices, per_device_batch_size=4).fit()
     check(recorder, state, Counter(range(23)))
 
 
@@ -162,7 +162,7 @@ def test_worker_processes(recorder, policy, devices):
 def test_a_file_read_by_seek_and_read(tmp_path, recorder, policy, devices):
     dataset = SeekingFile(tmp_path / "samples", 301)
     try:
-        state = trainer(recorder, dataset, policy, devices, batch_size=5).fit()
+        state = trainer(recorder, dataset, policy, devices, per_device_batch_size=5).fit()
     finally:
         dataset.file.close()
     check(recorder, state, Counter(range(301)))
@@ -176,7 +176,7 @@ def test_a_stop_in_the_middle_trains_nothing_twice_and_counts_everything(recorde
         recorder.steps.clear()
         door = Door()
         recorder.before = lambda _, count, at=at, door=door: door.wait() if count == at else None
-        run = trainer(recorder, tensors(23), policy, devices, batch_size=4, epochs=10_000).start()
+        run = trainer(recorder, tensors(23), policy, devices, per_device_batch_size=4, epochs=10_000).start()
         assert door.reached.wait(WAIT_S)
         run.stop()
         door.opened.set()
@@ -202,7 +202,7 @@ def test_pauses_lose_and_double_nothing(recorder, policy, devices):
         return door
 
     door = meet(3)
-    run = trainer(recorder, tensors(23), policy, devices, batch_size=4, epochs=40).start()
+    run = trainer(recorder, tensors(23), policy, devices, per_device_batch_size=4, epochs=40).start()
     for further in (1, 8, 21):
         assert door.reached.wait(WAIT_S)
         run.pause()
@@ -295,7 +295,7 @@ def test_a_rank_that_stalls_now_and_then(recorder, policy, kind, devices, lanes,
     monkeypatch.setattr(CoordinatorShell, "_obey", watched)
     cadence = flowdp.CadenceOptions(anchor=4, max_anchor=8, divergence_guard=False)
     options = {
-        "batch_size": 2,
+        "per_device_batch_size": 2,
         "cadence": cadence,
         "runtime": flowdp.RuntimeOptions(partition_ratios=[1 / devices] * devices),
     }
@@ -311,7 +311,7 @@ def test_a_rank_that_stalls_now_and_then(recorder, policy, kind, devices, lanes,
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_max_steps_ends_inside_an_epoch_with_its_first_batches(recorder, policy, devices):
-    options: dict[str, Any] = {"batch_size": 4, "epochs": None}
+    options: dict[str, Any] = {"per_device_batch_size": 4, "epochs": None}
     trainer(recorder, tensors(23), "sync", 1, max_steps=12, **options).fit()
     order = [step.indices for step in recorder.steps]
     for steps in (1, 5, 6, 10):
@@ -369,7 +369,7 @@ def test_an_iterable_dataset(recorder, policy, devices, num_workers):
         Stream(*counts),
         policy,
         devices,
-        batch_size=4,
+        per_device_batch_size=4,
         reading=flowdp.ReadingOptions(num_workers=num_workers),
     ).fit()
     assert (state.epochs_done, state.global_step) == (3, len(recorder.steps))
@@ -393,7 +393,7 @@ def test_a_batch_sampler(recorder, policy, devices, num_workers):
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_max_steps_of_an_iterable_dataset(recorder, policy, devices):
-    options: dict[str, Any] = {"batch_size": 4, "epochs": None}
+    options: dict[str, Any] = {"per_device_batch_size": 4, "epochs": None}
     # Six batches, then two, then six ...
     for steps, epochs in ((5, 1), (6, 1), (7, 2), (8, 2), (20, 5)):
         recorder.steps.clear()
@@ -406,13 +406,13 @@ def test_max_steps_of_an_iterable_dataset(recorder, policy, devices):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_epoch_without_samples_is_an_error(recorder, policy):
     with pytest.raises(flowdp.DataError, match="epoch 1 of Stream has no batch"):
-        trainer(recorder, Stream(9, 0), policy, 2, batch_size=4).fit()
+        trainer(recorder, Stream(9, 0), policy, 2, per_device_batch_size=4).fit()
 
 
 def test_sync_on_an_iterable_dataset_depends_on_no_clock(recorder):
     def weights() -> Tensor:
         torch.manual_seed(1)
-        return trainer(recorder, Stream(46, 9), "sync", 3, batch_size=2).fit().state_dict["weight"]
+        return trainer(recorder, Stream(46, 9), "sync", 3, per_device_batch_size=2).fit().state_dict["weight"]
 
     first = weights()
     recorder.before = lambda worker, count: sum(range(20_000 * ((worker.rank + count) % 3)))

@@ -105,8 +105,8 @@ def plain(
 def exact(model: nn.Module, make: Make, devices: int, loss: Any = mse, **options: Any) -> flowdp.Run:
     given: dict[str, Any] = {
         "dataset": (X, Y),
-        "batch_size": 4,
-        "global_batch_size": WINDOW,
+        "per_device_batch_size": 4,
+        "batch_size": WINDOW,
         "epochs": EPOCHS,
         "runtime": flowdp.RuntimeOptions(
             partition_ratios=RATIOS[devices], tune_process=flowdp.ProcessTuning(openmp=False)
@@ -200,8 +200,8 @@ class Read(Dataset[Any]):
         (Read(), {}),
         (Read(), {"runtime": flowdp.RuntimeOptions(partition_ratios=None)}),
         (Read(), {"reading": flowdp.ReadingOptions(num_workers=2)}),
-        (DataLoader(Read(), 4, shuffle=True), {"batch_size": None}),
-        (DataLoader(TensorDataset(X, Y), 4, shuffle=True), {"batch_size": None}),
+        (DataLoader(Read(), WINDOW, shuffle=True), {"batch_size": None}),
+        (DataLoader(TensorDataset(X, Y), WINDOW, shuffle=True), {"batch_size": None}),
     ],
     ids=["read", "by speed", "processes", "loader", "loader of tensors"],
 )
@@ -230,8 +230,8 @@ def test_batch_sizes_of_their_own_cut_the_parts() -> None:
         momentum,
         2,
         loss,
-        batch_size=(16, 4),
-        global_batch_size=None,
+        per_device_batch_size=(16, 4),
+        batch_size=None,
         runtime=flowdp.RuntimeOptions(partition_ratios=(0.8, 0.2)),
     )
     assert apart(model, expected) < 1e-12
@@ -331,7 +331,7 @@ def test_a_rank_without_samples_takes_every_step() -> None:
         adamw,
         3,
         loss,
-        global_batch_size=2,
+        batch_size=2,
         max_steps=STEPS,
         runtime=flowdp.RuntimeOptions(partition_ratios=(0.9, 0.05, 0.05)),
         scheduler=flowdp.SchedulerOptions(cosine, unit="step"),
@@ -340,7 +340,7 @@ def test_a_rank_without_samples_takes_every_step() -> None:
     assert apart(model, expected) < 1e-12
     check_equal(run)
     assert len({replica.learning_rate.value for replica in run._engine.replicas}) == 1
-    narrow = exact(net().float(), adamw, 3, float_loss, global_batch_size=2, max_steps=9, precision="fp16")
+    narrow = exact(net().float(), adamw, 3, float_loss, batch_size=2, max_steps=9, precision="fp16")
     check_equal(narrow)
 
 
@@ -370,7 +370,7 @@ def test_a_weight_that_is_not_the_samples(devices: int, size: int) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    run = exact(model, momentum, devices, weighted, dataset=(inputs, targets), batch_size=size)
+    run = exact(model, momentum, devices, weighted, dataset=(inputs, targets), per_device_batch_size=size)
     assert any((targets[index] < 0).all() for index in range(SAMPLES)), "micro-batches without a token"
     assert apart(model, expected) < 1e-12
     for epoch, first in zip(run.history, range(0, len(losses), 11), strict=True):
@@ -403,7 +403,7 @@ def test_a_rate_that_follows_a_weighted_loss_is_that_of_one_device() -> None:
             loss,
             dataset=(inputs, labels),
             epochs=12,
-            global_batch_size=16,
+            batch_size=16,
             scheduler=flowdp.SchedulerOptions(plateau, unit="epoch"),
             runtime=flowdp.RuntimeOptions(partition_ratios=None),
         )
@@ -524,8 +524,8 @@ def test_a_rate_that_is_set_takes_effect_for_all_at_once() -> None:
         momentum,
         loss,
         dataset=(X, Y),
-        batch_size=4,
-        global_batch_size=WINDOW,
+        per_device_batch_size=4,
+        batch_size=WINDOW,
         epochs=EPOCHS,
         devices=["cpu"] * 3,
         policy="exact",
@@ -589,7 +589,7 @@ def test_the_sum_of_bits_tells_replicas_apart() -> None:
 def test_batch_norm_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     with caplog.at_level(logging.WARNING, "flowdp"):
-        run = exact(model, momentum, 2, batch_size=20, epochs=1, dataset=(X[:200], Y[:200]))
+        run = exact(model, momentum, 2, per_device_batch_size=20, epochs=1, dataset=(X[:200], Y[:200]))
         assert "BatchNorm takes its statistics from each micro-batch" in caplog.text
     check_equal(run)
     caplog.clear()
@@ -603,7 +603,7 @@ def test_batch_norm_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     [
         {"runtime": flowdp.RuntimeOptions(partition_ratios=(1, 30))},
         {"runtime": flowdp.RuntimeOptions(partition_ratios=None)},
-        {"batch_size": 2},
+        {"per_device_batch_size": 2},
     ],
 )
 def test_no_device_gets_a_single_sample_for_batch_norm(options: dict[str, Any]) -> None:
@@ -631,7 +631,7 @@ def normed() -> nn.Module:
 def test_batch_norm_over_all_devices(devices: int) -> None:
     """The parts of the windows have unequal sizes, and one rank has no part of the last one."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
-    run = exact(model, momentum, devices, batch_size=WINDOW, max_grad_norm=1.0)
+    run = exact(model, momentum, devices, per_device_batch_size=WINDOW, max_grad_norm=1.0)
     wanted = plain(normed(), momentum, clip=1.0)
     assert apart(model, wanted) < 1e-10
     assert [type(layer) for layer in model].count(nn.SyncBatchNorm) == 2
@@ -684,7 +684,8 @@ def test_a_rank_that_leaves_a_layer_out_is_told() -> None:
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_where_no_batch_is_shared_a_converted_model_is_refused(policy: Any) -> None:
     trainer = flowdp.Trainer(
-        nn.SyncBatchNorm.convert_sync_batchnorm(normed()), momentum, mse, dataset=(X, Y), batch_size=4,
+        nn.SyncBatchNorm.convert_sync_batchnorm(normed()), momentum, mse, dataset=(X, Y),
+        per_device_batch_size=4,
         epochs=1, devices=["cpu"] * 2, policy=policy, progress=False,
     )  # fmt: skip
     with pytest.raises(OptionError, match=rf"under policy='{policy}' each device trains batches of its own"):
@@ -722,8 +723,7 @@ def test_batches_that_cannot_be_cut() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"gradient_accumulation_steps": 2}, "has no use with policy='exact'"),
-        ({"global_batch_size": 0}, "global_batch_size must be an int of at least 1, not 0"),
+        ({"batch_size": 0}, "batch_size must be an int of at least 1 or None, not 0"),
         ({"dataset": DataLoader(Read(), batch_size=None), "batch_size": None}, "not a batch_sampler"),
         (
             {"dataset": DataLoader(Read(), batch_sampler=list(BatchSampler(SequentialSampler(X), 4, False))),

@@ -72,7 +72,7 @@ def trained(is_flat: bool, kind: str, monkeypatch: pytest.MonkeyPatch, **options
         made,
         loss,
         dataset=data,
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         epochs=EPOCHS,
         reading=flowdp.ReadingOptions(shuffle=False),
         progress=False,

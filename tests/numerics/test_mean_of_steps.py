@@ -78,11 +78,15 @@ def train(recorder: Any, model: nn.Module, devices: int, momentum: float = 0.0, 
         lambda params: torch.optim.SGD(params, lr=LR, momentum=momentum),
         recorder.watch(loss),
         dataset=data(),
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         epochs=EPOCHS,
         devices=["cpu"] * devices,
         progress=False,
-        **{"runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))} | options,
+        **{
+            "policy": "cadence",
+            "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
+        }
+        | options,
     ).start()
 
 
@@ -179,7 +183,7 @@ def test_the_learning_rate_grows_with_the_devices(recorder, policy, ratio, facto
         lambda params: torch.optim.SGD(params, lr=LR),
         recorder.watch(lambda model, batch: model(batch[1]).mean()),
         dataset=data(),
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         max_steps=1,
         devices=["cpu"] * 3,
         policy=policy,

@@ -82,7 +82,7 @@ def trainer(**options: Any) -> Callable[[nn.Module, int], None]:
             model=model,
             optimizer=lambda parameters: SGD(parameters, 0.1),
             dataset=(X, Y),
-            batch_size=4,
+            per_device_batch_size=4,
             epochs=1,
             devices=["cpu"] * devices,
             progress=False,

@@ -28,7 +28,7 @@ def train(recorder: Any, policy: Any, devices: int, seed: int) -> flowdp.Trained
         lambda params: torch.optim.Adam(params, lr=0.01),
         recorder.watch(loss),
         dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 20)),
-        batch_size=BATCH_SIZE,
+        per_device_batch_size=BATCH_SIZE,
         epochs=EPOCHS,
         devices=["cpu"] * devices,
         policy=policy,

@@ -45,7 +45,8 @@ def adamw(params: Any) -> AdamW:
 
 def train(model: nn.Module, devices: int, policy: Any, loss: Any = mse, **options: Any) -> flowdp.Run:
     given: dict[str, Any] = {
-        "dataset": (X, Y), "batch_size": 4, "epochs": 3, "progress": False, "optimizer": adamw,
+        "dataset": (X, Y), "per_device_batch_size": 4, "epochs": 3,
+        "progress": False, "optimizer": adamw,
         "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
         "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=2),
     } | options  # fmt: skip
@@ -107,7 +108,7 @@ class Unequal(Dataset[Any]):
         {},
         {"dataset": Read()},
         {"dataset": Read(), "reading": flowdp.ReadingOptions(num_workers=2)},
-        {"dataset": DataLoader(Read(), 4, shuffle=True), "batch_size": None},
+        {"dataset": DataLoader(Read(), 4, shuffle=True), "per_device_batch_size": None},
         {
             "dataset": Unequal(),
             "reading": flowdp.ReadingOptions(collate_fn=Unequal.collate),
@@ -139,7 +140,7 @@ def test_batches_of_any_size_count_for_their_samples() -> None:
         optimizer.step()
         optimizer.zero_grad()
     loader = DataLoader(Read(), batch_sampler=batches)
-    options = {"dataset": loader, "batch_size": None, "epochs": 1}
+    options = {"dataset": loader, "per_device_batch_size": None, "epochs": 1}
     train(model, 1, "sync", gradient_accumulation_steps=3, **options)
     assert apart(model, expected) < 1e-12
 
@@ -157,7 +158,14 @@ def test_every_sample_once_in_steps_of_several(policy: str, devices: int, record
     steps = math.ceil(math.ceil(SAMPLES / 4) / 4)
     assert run.join().global_step == 3 * steps
     trainer = flowdp.Trainer(
-        net(), adamw, mse, dataset=(X, Y), batch_size=4, epochs=3, gradient_accumulation_steps=4
+        net(),
+        adamw,
+        mse,
+        policy="cadence",
+        dataset=(X, Y),
+        per_device_batch_size=4,
+        epochs=3,
+        gradient_accumulation_steps=4,
     )
     assert trainer.total_steps == 3 * steps
 
@@ -225,9 +233,10 @@ def test_a_pause_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) ->
         net(),
         adamw,
         loss,
+        policy="cadence",
         dataset=dataset,
         reading=flowdp.ReadingOptions(shuffle=False),
-        batch_size=4,
+        per_device_batch_size=4,
         epochs=1,
         devices=1,
         gradient_accumulation_steps=2,
@@ -261,7 +270,7 @@ def test_each_device_has_its_size(policy: str, options: dict[str, Any]) -> None:
             seen.update(batch[0][:, 0].tolist())
         return mse(model, batch)
 
-    train(net(), 2, policy, loss, batch_size=(6, 4), **options)
+    train(net(), 2, policy, loss, per_device_batch_size=(6, 4), **options)
     whole = {size for size in sizes if size[1] in (6, 4)}
     assert whole >= {(0, 6), (1, 4)}
     assert max(size for rank, size in sizes if rank == 0) == 6
@@ -277,14 +286,16 @@ def test_a_step_on_two_devices_is_the_mean_of_their_steps() -> None:
     index = epoch_order(SAMPLES, 0, 0)
     mse(expected, (X[index], Y[index])).backward()
     sgd.step()
-    train(model, 2, "sync", batch_size=(38, 19), epochs=1, optimizer=lambda params: SGD(params, 0.1))
+    train(
+        model, 2, "sync", per_device_batch_size=(38, 19), epochs=1, optimizer=lambda params: SGD(params, 0.1)
+    )
     assert apart(model, expected) < 1e-12
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("sizes", [(6, 4), (4, 6), (2, 2), (1, 5)])
 def test_total_steps_in_lockstep(sizes: tuple[int, int], accumulation: int) -> None:
-    options: dict[str, Any] = {"batch_size": sizes, "gradient_accumulation_steps": accumulation}
+    options: dict[str, Any] = {"per_device_batch_size": sizes, "gradient_accumulation_steps": accumulation}
     run = train(net(), 2, "sync", **options)
     trainer = flowdp.Trainer(
         net(), adamw, mse, dataset=(X, Y), epochs=3, devices=["cpu"] * 2, policy="sync", **options
@@ -300,7 +311,7 @@ def test_accumulation_with_a_batch_size_per_device() -> None:
         sizes[current_worker().rank].append(len(batch[0]))
         return mse(model, batch)
 
-    run = train(net(), 2, "sync", loss, batch_size=(6, 3), gradient_accumulation_steps=2, epochs=1)
+    run = train(net(), 2, "sync", loss, per_device_batch_size=(6, 3), gradient_accumulation_steps=2, epochs=1)
     assert sizes[0] == [6] * 6 + [3]
     assert sizes[1] == [3] * 6
     assert run.join().global_step == 7
@@ -315,20 +326,26 @@ class Endless(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"batch_size": (4, 4, 4)}, "names 3 sizes for 2 devices"),
-        ({"batch_size": (4, 0)}, "each batch_size must be an int of at least 1, not 0"),
+        ({"per_device_batch_size": (4, 4, 4)}, "names 3 sizes for 2 devices"),
+        ({"per_device_batch_size": (4, 0)}, "each per_device_batch_size must be an int of at least 1, not 0"),
         (
-            {"batch_size": (4, 2), "dataset": DataLoader(Read(), 4)},
-            "beside a DataLoader, whose batches have one",
+            {"per_device_batch_size": (4, 2), "dataset": DataLoader(Read(), batch_size=None)},
+            "beside a DataLoader whose batches are its own",
         ),
-        ({"batch_size": (4, 2), "max_steps": 5}, "max_steps cannot be kept with a batch_size per device"),
-        ({"batch_size": (4, 2), "dataset": Endless()}, "an IterableDataset has none"),
+        (
+            {"per_device_batch_size": (4, 2), "max_steps": 5},
+            "max_steps cannot be kept with a per_device_batch_size that differs",
+        ),
+        (
+            {"per_device_batch_size": (4, 2), "dataset": Endless()},
+            "an IterableDataset has none",
+        ),
         ({"gradient_accumulation_steps": 2, "dataset": Endless()}, "an IterableDataset has none"),
         (
             {"gradient_accumulation_steps": 0},
             "gradient_accumulation_steps must be an int of at least 1, not 0",
         ),
-        ({"global_batch_size": 8}, "is for policy='exact'"),
+        ({"batch_size": 8}, "per_device_batch_size=4 says the same in another way: give one of them"),
     ],
 )
 def test_what_cannot_be(options: dict[str, Any], match: str) -> None:
@@ -338,9 +355,16 @@ def test_what_cannot_be(options: dict[str, Any], match: str) -> None:
 
 def test_total_steps_by_speed_are_not_known() -> None:
     trainer = flowdp.Trainer(
-        net(), adamw, mse, dataset=(X, Y), batch_size=(4, 2), epochs=3, devices=["cpu"] * 2
+        net(),
+        adamw,
+        mse,
+        policy="cadence",
+        dataset=(X, Y),
+        per_device_batch_size=(4, 2),
+        epochs=3,
+        devices=["cpu"] * 2,
     )
-    with pytest.raises(OptionError, match="depends on their speeds"):
+    with pytest.raises(OptionError, match="depends on the devices' speeds"):
         _ = trainer.total_steps
 
 
@@ -351,4 +375,4 @@ def test_lists_cannot_be_put_together() -> None:
         "loss": Unequal.loss,
     }
     with pytest.raises(flowdp.StepError, match="nothing in the batch is as long as the batch"):
-        train(net(), 2, "cadence", batch_size=(6, 3), **options)
+        train(net(), 2, "cadence", per_device_batch_size=(6, 3), **options)

@@ -44,7 +44,7 @@ def fit(**options: Any) -> None:
         lambda params: torch.optim.SGD(params, 0.1),
         lambda model, batch: model(batch).mean(),
         dataset=torch.ones(8, 1),
-        batch_size=2,
+        per_device_batch_size=2,
         epochs=1,
         devices=2,
         **options,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import flowdp
 from flowdp.device.worker_context import CurrentWorker
@@ -46,7 +47,7 @@ def trainer(recorder: StepRecorder, policy: Any, devices: int, **options: Any) -
         "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
         "loss": recorder.watch(options.pop("loss", count)),
         "dataset": indices(samples),
-        "batch_size": BATCH,
+        "per_device_batch_size": BATCH,
         "epochs": 3,
         "policy": policy,
         # Rounds of a third of an epoch, so that a run can be stopped within it.
@@ -55,8 +56,11 @@ def trainer(recorder: StepRecorder, policy: Any, devices: int, **options: Any) -
         "progress": False,
         "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
     }
+    if isinstance(options.get("dataset"), DataLoader):
+        given["per_device_batch_size"] = options["dataset"].batch_size  # its batches are those of one device
+    elif policy == "exact":
+        given["batch_size"] = 2 * BATCH  # for any number of devices
     if policy == "exact":
-        given["global_batch_size"] = 2 * BATCH  # for any number of devices
         # `count` is a sum, so that each sample adds the same.
         given["failures"] = flowdp.FailureOptions(check_loss=False)
     return flowdp.Trainer(**given | options)

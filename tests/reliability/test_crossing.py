@@ -25,7 +25,7 @@ def fit(policy: Any, folder: Path, epochs: int) -> flowdp.TrainedState:
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
         loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         dataset=(inputs, (inputs.sum(1) > 0).long()),
-        batch_size=4,
+        per_device_batch_size=4,
         epochs=epochs,
         policy=policy,
         devices=["cpu", "cpu"],
@@ -72,7 +72,7 @@ def loaded(folder: Path, loader: Any, **options: Any) -> flowdp.Trainer:
 
 def test_the_order_of_a_loader_stays_inside_an_epoch(tmp_path: Path) -> None:
     loaded(tmp_path, DataLoader(Numbers(), batch_size=4), max_steps=5).fit()
-    with pytest.raises(flowdp.CheckpointError, match="batch_size was 4, it is 8 now"):
+    with pytest.raises(flowdp.CheckpointError, match="in batches of 4 samples, and is now in those of 8"):
         loaded(tmp_path, DataLoader(Numbers(), batch_size=8), epochs=1, resume=True).start()
     with pytest.raises(flowdp.CheckpointError, match="sampler was 'SequentialSampler'"):
         loaded(tmp_path, DataLoader(Numbers(), batch_size=4, shuffle=True), epochs=1, resume=True).start()
@@ -94,7 +94,7 @@ def test_an_unseeded_sampler_is_refused_inside_an_epoch(tmp_path: Path) -> None:
 
 def test_what_is_watched_may_change(tmp_path: Path) -> None:
     numbers = (torch.arange(SAMPLES, dtype=torch.float32)[:, None],)
-    given = {"batch_size": 4, "resume": True}
+    given = {"per_device_batch_size": 4, "resume": True}
 
     def worse(model: nn.Module, batch: Any) -> Any:
         worker = flowdp.current_worker()
@@ -131,7 +131,7 @@ def test_what_is_done_to_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
     state = loaded(
         tmp_path,
         torch.ones(SAMPLES, 1),
-        batch_size=4,
+        per_device_batch_size=4,
         epochs=2,
         callbacks=[best, flowdp.OnCheckpoint(spoil)],
     ).fit()
@@ -141,6 +141,6 @@ def test_what_is_done_to_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_not_there_is_said(tmp_path: Path) -> None:
     options: Any = flowdp.CheckpointOptions(tmp_path, keep_best=("acuracy", "max"))
-    run = loaded(options, torch.ones(SAMPLES, 1), batch_size=4, epochs=1).start()
+    run = loaded(options, torch.ones(SAMPLES, 1), per_device_batch_size=4, epochs=1).start()
     run.join()
     assert any("'acuracy'" in problem for problem in run.status().problems)

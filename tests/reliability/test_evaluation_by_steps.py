@@ -34,7 +34,7 @@ def trainer(policy: Any, **options: Any) -> Trainer:
         lambda params: torch.optim.SGD(params, 0.05),
         nn.MSELoss(),
         dataset=(X, Y),
-        batch_size=4,
+        per_device_batch_size=4,
         epochs=2,
         devices=["cpu"] * 2,
         policy=policy,

@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "exact": {
         "policy": "exact",
         "devices": 2,
-        "global_batch_size": 12,
+        "batch_size": 12,
         "runtime": flowdp.RuntimeOptions(partition_ratios=[1, 2]),
     },
 }
@@ -60,11 +60,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 def make(case: str, **options: Any) -> flowdp.Trainer:
     given: dict[str, Any] = {
+        "policy": "cadence",
         "model": net,
         "optimizer": adamw,
         "loss": loss,
         "dataset": DATA,
-        "batch_size": 4,
+        "per_device_batch_size": 4,
         "epochs": EPOCHS,
         "max_grad_norm": 1.0,
         "scheduler": flowdp.SchedulerOptions(

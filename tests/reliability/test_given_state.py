@@ -62,12 +62,12 @@ def test_what_max_steps_has_cut_goes_on_there(recorder: StepRecorder) -> None:
 def test_what_max_steps_has_cut_is_begun_anew_with_other_batches(recorder: StepRecorder) -> None:
     first = trainer(recorder, "sync", 1, epochs=None, max_steps=8).fit()
     recorder.steps.clear()
-    trainer(recorder, "sync", 1, resume=first, epochs=2, batch_size=2).fit()
+    trainer(recorder, "sync", 1, resume=first, epochs=2, per_device_batch_size=2).fit()
     assert recorder.samples(0) == Counter()
     assert recorder.samples(1) == ALL
 
 
-@pytest.mark.parametrize("changed", [{"batch_size": 5}, {"samples": 22}, {"seed": 1}])
+@pytest.mark.parametrize("changed", [{"per_device_batch_size": 5}, {"samples": 22}, {"seed": 1}])
 def test_where_the_batches_are_others_the_epoch_begins_anew(
     recorder: StepRecorder, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,7 +153,7 @@ def test_the_learning_rate_goes_on_with_other_batches_too(recorder: StepRecorder
         ),
     }
     state = trainer(recorder, "sync", 1, epochs=None, max_steps=steps, **options).fit()
-    again = trainer(recorder, "sync", 1, resume=state, epochs=5, batch_size=2, **options).fit()
+    again = trainer(recorder, "sync", 1, resume=state, epochs=5, per_device_batch_size=2, **options).fit()
     assert max(record.lr for record in again.history[3:]) < 0.11  # 1.0 in the first epochs of a new one
 
 
@@ -206,7 +206,10 @@ def test_processes_do_not_draw_the_same_numbers_again(recorder: StepRecorder) ->
 
     draw = torch.Generator().manual_seed(3)
     loader = DataLoader(Drawing(), 4, shuffle=True, num_workers=1, generator=draw)
-    options: dict[str, Any] = {"dataset": loader, "batch_size": None, "loss": loss}
+    options: dict[str, Any] = {
+        "dataset": loader,
+        "loss": loss,
+    }
     state = stop_at(recorder, 9, trainer(recorder, "sync", 1, **options))
     trainer(recorder, "sync", 1, resume=state, **options).fit()
     assert len(set(drawn)) == len(drawn)

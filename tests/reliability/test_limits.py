@@ -156,7 +156,7 @@ def test_a_trial_calls_everything_once(
         evaluation=EvaluationOptions(indices(), step=evaluated(seen), every=4, sanity_check=0),
         callbacks=[calls, logs, flowdp.EarlyStopping("samples", restore_best=True)],
         cadence=flowdp.CadenceOptions(anchor=9, speed_hint=(0, 5.0)),
-        global_batch_size=3 * BATCH if policy == "exact" else None,
+        batch_size=3 * BATCH if policy == "exact" else None,
         timeline=tmp_path / "run.html",
     )
     assert job.total_steps == (1 if policy == "exact" else devices)
@@ -181,7 +181,7 @@ def test_a_trial_of_a_stream_and_of_steps_of_several_batches(recorder: StepRecor
     trainer(recorder, "cadence", 2, gradient_accumulation_steps=2, fast_dev_run=True).fit()
     assert Counter(step.rank for step in recorder.steps) == {0: 2, 1: 2}
     recorder.steps.clear()
-    trainer(recorder, "sync", 2, batch_size=[4, 2], fast_dev_run=True).fit()
+    trainer(recorder, "sync", 2, per_device_batch_size=[4, 2], fast_dev_run=True).fit()
     assert {step.rank: len(step.indices) for step in recorder.steps} == {0: 4, 1: 2}
 
 
@@ -198,8 +198,8 @@ def test_a_trial_of_a_stream_and_of_steps_of_several_batches(recorder: StepRecor
             {"overfit_batches": 1, "reading": flowdp.ReadingOptions(shuffle=True)},
             "shuffle=True contradicts overfit_batches=1",
         ),
-        ({"limit_batches": 2, "batch_size": [4, 2]}, "limit_batches=2 cannot count batches"),
-        ({"overfit_batches": 2, "batch_size": [4, 2]}, "overfit_batches=2 cannot count batches"),
+        ({"limit_batches": 2, "per_device_batch_size": [4, 2]}, "limit_batches=2 cannot count batches"),
+        ({"overfit_batches": 2, "per_device_batch_size": [4, 2]}, "overfit_batches=2 cannot count batches"),
     ],
 )
 def test_contradictions_are_refused(recorder: StepRecorder, options: dict[str, Any], match: str) -> None:

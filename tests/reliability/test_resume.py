@@ -203,7 +203,7 @@ def test_a_loader_with_processes(tmp_path: Path, recorder: StepRecorder, policy:
     def loader() -> Any:
         return DataLoader(Map(), 4, shuffle=True, num_workers=1)
 
-    options: dict[str, Any] = {"batch_size": None, "checkpoint": tmp_path}
+    options: dict[str, Any] = {"checkpoint": tmp_path}
     stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=loader(), **options))
     check(recorder, trainer(recorder, policy, 2, dataset=loader(), resume=True, **options).fit(), 3)
 
@@ -216,7 +216,7 @@ def test_a_sampler_of_the_users(tmp_path: Path, recorder: StepRecorder, policy: 
         draw = torch.Generator().manual_seed(4)
         return DataLoader(Map(), 2, sampler=SubsetRandomSampler(chosen, generator=draw))
 
-    options: dict[str, Any] = {"batch_size": None, "checkpoint": tmp_path}
+    options: dict[str, Any] = {"checkpoint": tmp_path}
     stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=loader(), **options))
     state = trainer(recorder, policy, 3, dataset=loader(), resume=True, **options).fit()
     check(recorder, state, 3, Counter(chosen))
@@ -288,8 +288,8 @@ def test_an_end_before_the_checkpoint_is_refused(tmp_path: Path, recorder: StepR
     [
         ({"model": nn.Linear(1, 1)}, "another model: 'trained' is float32"),
         ({"samples": 22, "model": Counts()}, "the dataset had 23 samples, it has 22 samples now"),
-        ({"batch_size": 5}, "batch_size was 4, it is 5 now"),
-        ({"policy": "exact"}, "global_batch_size was None, it is 8 now"),
+        ({"per_device_batch_size": 5}, "in batches of 4 samples, and is now in those of 5"),
+        ({"policy": "exact"}, "in batches of 4 samples, and is now in those of 8"),
         ({"seed": 1}, "seed was 0, it is 1 now"),
         ({"reading": flowdp.ReadingOptions(shuffle=False)}, "shuffle was True, it is False now"),
         ({"reading": flowdp.ReadingOptions(drop_last=True)}, "drop_last was False, it is True now"),

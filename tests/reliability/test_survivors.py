@@ -117,7 +117,7 @@ def test_in_sync_every_step_has_left_its_mark_just_once(recorder: StepRecorder) 
         "sync",
         3,
         samples=24,
-        batch_size=2,
+        per_device_batch_size=2,
         loss=Fails(2, 1),
         failures=flowdp.FailureOptions(on_failure="continue"),
         epochs=1,
@@ -208,11 +208,12 @@ def test_many_rounds_are_cut_short_after_a_rank_has_left() -> None:
         return model(batch[0]).square().mean()
 
     run = flowdp.Trainer(
+        policy="cadence",
         model=nn.Linear(1, 1),
         optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
         loss=fail_once,
         dataset=(torch.randn(64, 1),),
-        batch_size=1,
+        per_device_batch_size=1,
         max_steps=10**9,
         devices=["cpu"] * 3,
         failures=flowdp.FailureOptions(on_failure="continue"),
@@ -342,7 +343,7 @@ def test_what_was_read_is_trained_by_the_others(
         model=model,
         dataset=dataset,
         optimizer=lambda params: Stumbling(params, fails if place == "step" else None),
-        batch_size=None if isinstance(dataset, DataLoader) else BATCH,
+        per_device_batch_size=(dataset.batch_size or None) if isinstance(dataset, DataLoader) else BATCH,
         failures=flowdp.FailureOptions(on_failure="continue"),
         epochs=4,
         cadence=flowdp.CadenceOptions(anchor=2, max_anchor=2),
@@ -364,7 +365,9 @@ def test_what_was_read_is_trained_by_the_others(
 
 @pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("sizes", [{"gradient_accumulation_steps": 2}, {"batch_size": [2, 4]}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"gradient_accumulation_steps": 2}, {"per_device_batch_size": [2, 4]}], ids=str
+)
 def test_steps_of_several_batches(
     recorder: StepRecorder, lanes: str, policy: str, sizes: dict[str, Any]
 ) -> None:
@@ -381,7 +384,8 @@ def test_steps_of_several_batches(
         dataset=Rows(),
         failures=flowdp.FailureOptions(on_failure="continue"),
         epochs=4,
-        **{"batch_size": 2, "runtime": flowdp.RuntimeOptions(partition_ratios=equal(policy, 2))} | sizes,
+        **{"per_device_batch_size": 2, "runtime": flowdp.RuntimeOptions(partition_ratios=equal(policy, 2))}
+        | sizes,
     ).start()
     assert run.join(WAIT_S).epochs_done == 4
     assert len(run.status().problems) == 1

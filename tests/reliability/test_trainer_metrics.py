@@ -78,7 +78,7 @@ def evaluated(model: nn.Module, devices: int, **options: Any) -> Any:
             model,
             lambda params: torch.optim.SGD(params, 0.0),
             dataset=(X, Y),
-            batch_size=64,
+            per_device_batch_size=64,
             devices=["cpu"] * devices,
             policy="sync",
             **{"max_steps": 3, **options},

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from flowdp.errors import OptionError
-from flowdp.replica.batch_sizes import Sizes, plan_sizes
+from flowdp.replica.batch_sizes import Sizes, plan_sizes, policy_of
 
 DATA = TensorDataset(torch.ones(20, 1))
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "accumulation", "expected"),
+    ("per_device", "accumulation", "expected"),
     [
         (8, 1, Sizes(8, (1, 1))),
         ([8, 8], 1, Sizes(8, (1, 1))),
@@ -27,27 +27,43 @@ DATA = TensorDataset(torch.ones(20, 1))
         ((7, 5), 1, Sizes(1, (7, 5), (7, 5))),
     ],
 )
-def test_what_the_ranks_take(batch_size: Any, accumulation: int, expected: Sizes) -> None:
-    assert plan_sizes(DATA, batch_size, None, accumulation, "cadence", 2) == expected
+def test_what_the_ranks_take(per_device: Any, accumulation: int, expected: Sizes) -> None:
+    assert plan_sizes(DATA, None, per_device, accumulation, "cadence", 2) == expected
+
+
+@pytest.mark.parametrize(("batch_size", "ranks", "each"), [(64, 1, 64), (64, 2, 32), (64, 3, 22), (2, 4, 1)])
+@pytest.mark.parametrize("is_loader", [False, True])
+def test_devices_that_average_parameters_divide_the_batch(
+    batch_size: int, ranks: int, each: int, is_loader: bool
+) -> None:
+    data, given = (DataLoader(DATA, batch_size), None) if is_loader else (DATA, batch_size)
+    assert plan_sizes(data, given, None, 1, "cadence", ranks) == Sizes(each, (1,) * ranks)
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "window", "expected"),
+    ("batch_size", "per_device", "accumulation", "expected"),
     [
-        (8, None, Sizes(16, (1, 1), None, 16, (8, 8))),
-        (8, 100, Sizes(100, (1, 1), None, 100, (8, 8))),
-        ((6, 4), None, Sizes(10, (1, 1), None, 10, (6, 4))),
+        (64, None, 1, Sizes(64, (1, 1), None, 64, (64, 64))),
+        (64, None, 3, Sizes(192, (1, 1), None, 192, (64, 64))),
+        (None, 8, 1, Sizes(16, (1, 1), None, 16, (8, 8))),
+        (100, 8, 1, Sizes(100, (1, 1), None, 100, (8, 8))),
+        (None, (6, 4), 1, Sizes(10, (1, 1), None, 10, (6, 4))),
+        (None, (6, 4), 2, Sizes(20, (1, 1), None, 20, (6, 4))),
     ],
 )
-def test_what_a_window_is(batch_size: Any, window: int | None, expected: Sizes) -> None:
-    assert plan_sizes(DATA, batch_size, window, 1, "exact", 2) == expected
+def test_what_a_window_is(
+    batch_size: int | None, per_device: Any, accumulation: int, expected: Sizes
+) -> None:
+    assert plan_sizes(DATA, batch_size, per_device, accumulation, "exact", 2) == expected
 
 
 def test_of_a_loader() -> None:
     loader = DataLoader(DATA, 5)
-    assert plan_sizes(loader, None, None, 1, "sync", 2) == Sizes(None, (1, 1))
-    assert plan_sizes(loader, None, None, 2, "sync", 2) == Sizes(None, (1, 1), (2, 2))
-    assert plan_sizes(loader, None, None, 1, "exact", 2) == Sizes(10, (1, 1), None, 10, (5, 5))
+    assert plan_sizes(loader, None, None, 1, "sync", 2) == Sizes(3, (1, 1))
+    assert plan_sizes(loader, None, 5, 1, "sync", 2) == Sizes(5, (1, 1))
+    assert plan_sizes(loader, None, None, 2, "sync", 2) == Sizes(3, (1, 1), (2, 2))
+    assert plan_sizes(loader, None, None, 1, "exact", 2) == Sizes(5, (1, 1), None, 5, (5, 5))
+    assert plan_sizes(loader, None, 2, 1, "exact", 2) == Sizes(5, (1, 1), None, 5, (2, 2))
     unsized: DataLoader[Any] = DataLoader(DATA, batch_size=None)
     assert plan_sizes(unsized, None, None, 1, "sync", 2) == Sizes(None, (1, 1))
 
@@ -72,16 +88,47 @@ def test_steps_of_an_epoch(
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "match"),
+    ("batch_size", "per_device", "match"),
     [
-        (None, "batch_size is missing"),
-        (True, "not True"),
-        ("ab", "not 'ab'"),
-        ((1, 2.0), "each batch_size must be an int of at least 1, not 2.0"),
-        ((1,), "names 1 sizes for 2 devices"),
-        ((), "names 0 sizes"),
+        (None, None, "batch_size is missing"),
+        (True, None, "not True"),
+        ("ab", None, "not 'ab'"),
+        ([4, 8], None, r"is one number, .* is per_device_batch_size=\[4, 8\]"),
+        (None, "ab", "per_device_batch_size must be an int"),
+        (None, (1, 2.0), "each per_device_batch_size must be an int of at least 1, not 2.0"),
+        (None, (1,), "names 1 sizes for 2 devices"),
+        (None, (), "names 0 sizes"),
+        (8, 4, "says the same in another way"),
     ],
 )
-def test_no_sizes(batch_size: Any, match: str) -> None:
+def test_no_sizes(batch_size: Any, per_device: Any, match: str) -> None:
     with pytest.raises(OptionError, match=match):
-        plan_sizes(DATA, batch_size, None, 1, "sync", 2)
+        plan_sizes(DATA, batch_size, per_device, 1, "sync", 2)
+
+
+@pytest.mark.parametrize("policy", ["sync", "exact"])
+def test_a_loader_has_a_size_of_its_own(policy: Any) -> None:
+    with pytest.raises(OptionError, match="batch_size=8 was given beside a DataLoader"):
+        plan_sizes(DataLoader(DATA, 5), 8, None, 1, policy, 2)
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(DATA.tensors[0])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "train_step"),
+    [
+        (Endless(), None),
+        (DataLoader(Endless(), 4), None),
+        (DataLoader(DATA, batch_size=None), None),
+        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), None),
+        (DATA, print),
+    ],
+)
+def test_one_device_trains_what_exact_cannot_split(dataset: Any, train_step: Any) -> None:
+    assert policy_of("exact", 1, dataset, train_step) == "sync"
+    assert policy_of("exact", 2, dataset, train_step) == "exact"
+    assert policy_of("cadence", 1, dataset, train_step) == "cadence"
+    assert policy_of("exact", 1, DATA, None) == "exact"

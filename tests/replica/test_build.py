@@ -31,7 +31,7 @@ def settings(policy: Any = "cadence", devices: int = 2, **given: Any) -> Replica
         "loss": lambda model, batch: model(batch).mean(),
         "train_step": None,
         "policy": policy,
-        "sizes": plan_sizes(torch.ones(40, 2), 4, None, 1, policy, devices),
+        "sizes": plan_sizes(torch.ones(40, 2), None, 4, 1, policy, devices),
         "seed": 0,
         "precision": "32",
         "max_grad_norm": None,

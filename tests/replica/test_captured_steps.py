@@ -107,7 +107,7 @@ class Journal:
             lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
             loss,
             dataset=dataset,
-            batch_size=4,
+            per_device_batch_size=4,
             max_steps=steps,
             progress=False,
             runtime=flowdp.RuntimeOptions(tune_process=False, capture=capture, partition_ratios=ratios),
@@ -335,7 +335,7 @@ def test_500_captured_steps_have_the_bits_of_eager_ones(journal: Journal, kind: 
     [
         {"policy": "sync", "model": layers},
         {"policy": "exact", "ratios": [0.5, 0.5]},  # with dropout, with each rank's own numbers
-        {"policy": "exact", "ratios": [0.7, 0.3], "model": layers, "global_batch_size": 16},
+        {"policy": "exact", "ratios": [0.7, 0.3], "model": layers, "batch_size": 16},
         {"policy": "sync", "model": layers, "gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
         {"policy": "sync", "model": layers, "precision": "bf16", "max_grad_value": 0.01},
     ],
@@ -397,8 +397,9 @@ def test_a_run_says_that_it_is_not_captured() -> None:
         layers,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1]), {"x": 1.0}),
+        policy="cadence",
         dataset=(IMAGES, LABELS),
-        batch_size=4,
+        per_device_batch_size=4,
         max_steps=8,
         devices=["cpu", "cpu"],
         progress=False,
@@ -414,9 +415,10 @@ def test_an_own_step_is_refused() -> None:
         flowdp.Trainer(
             layers,
             torch.optim.SGD,
+            policy="cadence",
             train_step=print,
             dataset=IMAGES,
-            batch_size=1,
+            per_device_batch_size=1,
             epochs=1,
             runtime=flowdp.RuntimeOptions(capture=True),
         )

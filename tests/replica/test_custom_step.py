@@ -82,7 +82,8 @@ def plain_gan(model: Gan, batches: list[Any], clip: Any = None) -> Gan:
 
 def train(model: Any, step: Any, devices: int = 2, **options: Any) -> flowdp.Run:
     given: dict[str, Any] = {
-        "dataset": (REAL, NOISE), "batch_size": 6, "epochs": 4, "policy": "sync", "progress": False,
+        "dataset": (REAL, NOISE), "per_device_batch_size": 6, "epochs": 4, "policy": "sync",
+        "progress": False,
         "reading": flowdp.ReadingOptions(shuffle=False), "optimizer": lambda model: optimizers(model),
     } | options  # fmt: skip
     run = flowdp.Trainer(model=model, train_step=step, devices=["cpu"] * devices, **given).start()
@@ -369,7 +370,7 @@ def test_with_a_loss_the_worker_has_no_steps() -> None:
 
     trainer = flowdp.Trainer(
         nn.Linear(3, 1), lambda params: SGD(params, 0.1), loss,
-        dataset=(REAL, NOISE), batch_size=6, epochs=1, devices=1, progress=False,
+        policy="cadence", dataset=(REAL, NOISE), per_device_batch_size=6, epochs=1, devices=1, progress=False,
     )  # fmt: skip
     with pytest.raises(StepError, match=r"are for Trainer\(train_step=\.\.\.\)"):
         trainer.fit()
@@ -384,7 +385,7 @@ TWO = [SGD([MODEL.weight], 0.1), SGD([MODEL.bias], 0.1)]
     [
         ({"loss": lambda model, batch: 0}, "loss and train_step each define a step"),
         ({"train_step": 3}, r"must be a function of \(worker, batch\), not 3"),
-        ({"policy": "exact"}, "steps as it likes"),
+        ({"policy": "exact", "devices": 2}, "steps as it likes"),
         ({"gradient_accumulation_steps": 2}, "one call gets one batch and is one step"),
         ({"optimizer": []}, r"optimizer=\[\] holds none"),
         ({"optimizer": {"a": 3}}, "a torch optimizer or a factory of one, not 3"),
@@ -395,8 +396,9 @@ TWO = [SGD([MODEL.weight], 0.1), SGD([MODEL.bias], 0.1)]
 )
 def test_what_is_refused(options: dict[str, Any], match: str) -> None:
     given: dict[str, Any] = {
-        "model": MODEL, "optimizer": SGD(MODEL.parameters(), 0.1), "train_step": gan_step, "epochs": 1,
-        "dataset": (REAL, NOISE), "batch_size": 6, "devices": 1,
+        "policy": "cadence", "model": MODEL, "optimizer": SGD(MODEL.parameters(), 0.1),
+        "train_step": gan_step, "epochs": 1,
+        "dataset": (REAL, NOISE), "per_device_batch_size": 6, "devices": 1,
     } | options  # fmt: skip
     with pytest.raises(OptionError, match=match):
         flowdp.Trainer(**given)
@@ -405,7 +407,7 @@ def test_what_is_refused(options: dict[str, Any], match: str) -> None:
 def test_several_optimizers_of_a_factory_need_a_step() -> None:
     trainer = flowdp.Trainer(
         nn.Linear(3, 1), lambda params: [SGD(params, 0.1)] * 2, lambda model, batch: model(batch[0]).mean(),
-        dataset=(REAL, NOISE), batch_size=6, epochs=1, devices=1,
+        policy="cadence", dataset=(REAL, NOISE), per_device_batch_size=6, epochs=1, devices=1,
     )  # fmt: skip
     with pytest.raises(OptionError, match="gives 2 optimizers, and with a loss one takes the step"):
         trainer.start()
@@ -423,8 +425,9 @@ def worst(model: nn.Module) -> float:
 def test_an_optimizer_with_a_closure_has_a_step_of_its_own() -> None:
     model = nn.Linear(3, 1)
     options: dict[str, Any] = {
+        "policy": "cadence",
         "dataset": REAL,
-        "batch_size": 12,
+        "per_device_batch_size": 12,
         "epochs": 1,
         "devices": ["cpu", "cpu"],
         "progress": False,

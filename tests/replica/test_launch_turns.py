@@ -39,7 +39,8 @@ def mse(model: nn.Module, batch: Any) -> Tensor:
 
 def trainer(loss: Any = mse, **options: Any) -> Trainer:
     given: dict[str, Any] = {
-        "dataset": torch.ones(400, 1), "batch_size": 2, "epochs": 2, "devices": 2
+        "policy": "cadence", "dataset": torch.ones(400, 1), "per_device_batch_size": 2, "epochs": 2,
+        "devices": 2
     } | options  # fmt: skip
     return Trainer(nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), loss, **given)
 
@@ -73,7 +74,7 @@ def test_ranks_whose_forwards_meet_have_no_turn_to_launch() -> None:
         dataset=torch.ones(64, 1),
         policy="exact",
         devices=2,
-        batch_size=4,
+        per_device_batch_size=4,
         epochs=1,
     ).start()
     assert run._engine.turn is None

@@ -344,7 +344,7 @@ def curve(devices: int, policy: str, is_instance: bool = False, **options: Any) 
         optimizer,
         loss,
         dataset=torch.randn(BATCHES * 2 - 1, 1),
-        batch_size=2,
+        per_device_batch_size=2,
         epochs=EPOCHS,
         devices=devices,
         policy=policy,
@@ -471,14 +471,17 @@ def test_a_resumed_warm_up_has_the_same_bits(stop: int) -> None:
 
 
 def test_a_batch_that_does_not_grow_with_the_devices_needs_no_scaling() -> None:
-    given: dict[str, Any] = {"dataset": torch.ones(8, 1), "batch_size": 2, "epochs": 1, "policy": "exact"}
+    given: dict[str, Any] = {
+        "dataset": torch.ones(8, 1),
+        "per_device_batch_size": 2,
+        "epochs": 1,
+        "policy": "exact",
+    }
     scaled = SchedulerOptions(lr_scaling="linear", warmup_steps=3)
-    with pytest.raises(OptionError, match=r"lr_scaling='linear' is for batches that grow .*=4 they do not"):
-        Trainer(nn.Linear(1, 1), sgd_of, mse, global_batch_size=4, scheduler=scaled, **given)
+    with pytest.raises(OptionError, match="lr_scaling='linear' is for a batch that grows with"):
+        Trainer(nn.Linear(1, 1), sgd_of, mse, batch_size=4, scheduler=scaled, **given)
     Trainer(nn.Linear(1, 1), sgd_of, mse, scheduler=scaled, **given)
-    Trainer(
-        nn.Linear(1, 1), sgd_of, mse, global_batch_size=4, scheduler=SchedulerOptions(warmup_steps=3), **given
-    )
+    Trainer(nn.Linear(1, 1), sgd_of, mse, batch_size=4, scheduler=SchedulerOptions(warmup_steps=3), **given)
 
 
 def sgd_of(params: Any) -> SGD:

@@ -32,7 +32,7 @@ def start(loss: Callable[[nn.Module, Any], Any], model: Any = None, **options: A
         "optimizer": lambda params: torch.optim.SGD(params, 0.1),
         "loss": loss,
         "dataset": (X, Y),
-        "batch_size": 6,
+        "per_device_batch_size": 6,
         "epochs": 1,
         "reading": flowdp.ReadingOptions(shuffle=False),
         "policy": "exact",
@@ -70,7 +70,7 @@ def contrastive(model: nn.Module, batch: Any) -> Tensor:
 )
 def test_a_loss_that_counts_by_something_else_is_an_error(loss: Any, says: str, devices: int) -> None:
     with pytest.raises(StepError, match=says) as caught:
-        start(loss, devices=["cpu"] * devices).join()
+        start(loss, devices=["cpu"] * devices, batch_size=12).join()
     assert caught.value.rank == 0
     assert "FailureOptions(check_loss=False)" in str(caught.value)
 
@@ -95,7 +95,7 @@ def test_what_differs_from_call_to_call_is_told(caplog: pytest.LogCaptureFixture
         return mean(model, batch) * len(calls)
 
     with caplog.at_level(logging.WARNING, "flowdp"):
-        start(drifting, devices=["cpu"]).join()
+        start(drifting, devices=["cpu"], batch_size=12).join()
     assert "could not be checked that the loss is a mean" in caplog.text
 
 
@@ -138,7 +138,7 @@ def test_a_label_that_is_ignored_later_is_found(at: int, devices: int) -> None:
         return {"loss": mean(model, batch), "weight": (batch[1] >= 0).sum()}
 
     given: dict[str, Any] = {
-        "dataset": (inputs, labels), "batch_size": 2, "global_batch_size": 8,
+        "dataset": (inputs, labels), "per_device_batch_size": 2, "batch_size": 8,
         "devices": ["cpu"] * devices, "model": nn.Linear(4, 3),
     }  # fmt: skip
     assert start(weighted, **given).join().global_step == 8
@@ -157,7 +157,9 @@ def test_a_loss_is_looked_at_ever_more_rarely() -> None:
         calls.append(len(calls))
         return mean(model, batch)
 
-    start(counted, batch_size=1, global_batch_size=2, devices=["cpu"], model=nn.Linear(4, 3), epochs=3).join()
+    start(
+        counted, per_device_batch_size=1, batch_size=2, devices=["cpu"], model=nn.Linear(4, 3), epochs=3
+    ).join()
     assert len(calls) == 18 * 2 + 5 * 3  # windows 1, 2, 4, 8, 16: the loss of two samples, and of each
 
 

@@ -135,11 +135,12 @@ def run_of(**options: Any) -> flowdp.Run:
     torch.manual_seed(0)
     data = torch.randn(192, 6), torch.randn(192, 1)
     settings: dict[str, Any] = {
+        "policy": "cadence",
         "model": nn.Linear(6, 1),
         "optimizer": lambda params: torch.optim.SGD(params, lr=0.01),
         "loss": nn.MSELoss(),
         "dataset": data,
-        "batch_size": 4,
+        "per_device_batch_size": 4,
         "epochs": 2,
         "devices": ["cpu"] * 2,
         "evaluation": data,

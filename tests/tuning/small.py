@@ -33,7 +33,7 @@ def trainer(**options: Any) -> flowdp.Trainer:
         "optimizer": sgd,
         "loss": None if "train_step" in options else loss,
         "dataset": DATA,
-        "batch_size": 4,
+        "per_device_batch_size": 4,
         "epochs": 1,
         "devices": ["cpu"],
         "policy": "sync",

@@ -85,7 +85,7 @@ def test_another_error_is_that_of_the_run() -> None:
 
 
 def test_a_loader_has_batches_of_its_own() -> None:
-    given = trainer(dataset=DataLoader(TensorDataset(*DATA), 4), batch_size=None)
+    given = trainer(dataset=DataLoader(TensorDataset(*DATA), 4), per_device_batch_size=None)
     with pytest.raises(
         flowdp.OptionError, match="cannot change the batches of a DataLoader: give the Trainer"
     ):

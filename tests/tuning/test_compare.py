@@ -15,7 +15,7 @@ from tests.tuning.small import DATA, loss, trainer
 
 
 def test_the_same_settings_give_the_same_losses_from_the_same_start() -> None:
-    runs = {"a": trainer(), "b": trainer(seed=7), "c": trainer(batch_size=8)}
+    runs = {"a": trainer(), "b": trainer(seed=7), "c": trainer(per_device_batch_size=8)}
     found = compare(runs, epochs=2)
     assert [run.name for run in found.runs] == ["a", "b", "c"]
     a, b, c = found.runs
@@ -68,7 +68,9 @@ def test_different_data_are_not_compared() -> None:
     with pytest.raises(flowdp.OptionError, match="'a' and 'b' have different datasets"):
         compare({"a": trainer(), "b": trainer(dataset=other)})
     same = TensorDataset(x, y)
-    loaders = {f"{size}": trainer(dataset=DataLoader(same, size), batch_size=None) for size in (4, 8)}
+    loaders = {
+        f"{size}": trainer(dataset=DataLoader(same, size), per_device_batch_size=None) for size in (4, 8)
+    }
     assert [run.samples for run in compare(loaders).runs] == [67, 67]
     mapped = {name: trainer(dataset={"x": x}, loss=lambda m, b: m(b["x"]).square().mean()) for name in "ab"}
     assert compare(mapped)["b"].samples == 67

@@ -90,7 +90,7 @@ def test_model_and_optimizer_are_left_alone() -> None:
         {"loss": lambda model, batch: (loss(model, batch), {"other": 1.0})},
         {"loss": lambda model, batch: {"loss": loss(model, batch)}},
         {"gradient_accumulation_steps": 3},
-        {"batch_size": [4, 8], "devices": ["cpu"] * 2},
+        {"per_device_batch_size": [4, 8], "devices": ["cpu"] * 2},
         {"precision": "bf16", "max_grad_norm": 1.0},
         {
             "runtime": flowdp.RuntimeOptions(partition_ratios=[1, 2]),

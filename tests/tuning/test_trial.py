@@ -35,7 +35,7 @@ def test_model_optimizer_and_generators_are_left_alone(tmp_path: Path) -> None:
         model=model,
         optimizer=optimizer,
         dataset=DataLoader(dataset, 4, sampler=RandomSampler(dataset, replacement=True, generator=generator)),
-        batch_size=None,
+        per_device_batch_size=None,
         checkpoint=tmp_path / "run",
         callbacks=[Told()],
         runtime=flowdp.RuntimeOptions(event_log=tmp_path / "log"),

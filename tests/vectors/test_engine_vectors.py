@@ -85,8 +85,9 @@ def mse(model: nn.Module, batch: Tensor) -> Tensor:
 
 def trainer(loss: Callable[..., Any] = mse, lr: float = 0.1, **options: Any) -> Trainer:
     given: dict[str, Any] = {
+        "policy": "cadence",
         "dataset": torch.ones(16, 1),
-        "batch_size": 4,
+        "per_device_batch_size": 4,
         "epochs": 1,
         "devices": 1,
     } | options
@@ -97,7 +98,7 @@ def trainer(loss: Callable[..., Any] = mse, lr: float = 0.1, **options: Any) -> 
 @answers("CF-009")
 def missing_batch_size(vector: dict[str, Any]) -> Answers:
     with pytest.raises(OptionError) as caught:
-        trainer(batch_size=None)
+        trainer(per_device_batch_size=None)
     missing = str(caught.value).startswith("batch_size is missing")
     return {"error": "batch_size is required" if missing else str(caught.value)}
 

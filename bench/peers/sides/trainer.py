@@ -19,15 +19,14 @@ def device_index() -> int:
 def main() -> None:
     job = Job()
     policy = next(name for name in get_args(Policy) if name == job.order.variant)
-    exact = policy == "exact"
-    # Under "exact" the devices share each batch of the loader; else each of them takes batches of its own.
+    # The devices share each batch of the loader; under "exact" in one step, else each in a step of its own.
+    steps = job.steps if policy == "exact" else job.steps * job.devices
     flowdp.Trainer(
         model=job.model(device_index),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
         loss=job.loss,
-        dataset=job.loader(processes=1 if exact else job.devices),
-        global_batch_size=job.batch_size * job.devices if exact else None,
-        max_steps=job.steps if exact else job.steps * job.devices,
+        dataset=job.loader(processes=1),
+        max_steps=steps,
         devices=["cpu"] * job.devices,
         policy=policy,
         progress=False,

@@ -42,7 +42,7 @@ def named(model: Two) -> torch.optim.Optimizer:
 def trainer(*callbacks: flowdp.Callback, **options: Any) -> flowdp.Trainer:
     given = {"loss": loss, "epochs": 2, "policy": "sync", "devices": ["cpu", "cpu"]}
     return flowdp.Trainer(
-        Two(), dataset=(X,), batch_size=2, callbacks=callbacks, progress=False, **(given | options)
+        Two(), dataset=(X,), per_device_batch_size=2, callbacks=callbacks, progress=False, **(given | options)
     )
 
 

@@ -49,7 +49,7 @@ def trainer(*callbacks: flowdp.Callback, **options: Any) -> flowdp.Trainer:
         torch.nn.Linear(2, 1),
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5),
         dataset=(X, X.sum(1, keepdim=True)),
-        batch_size=2,
+        per_device_batch_size=2,
         devices=["cpu", "cpu"],
         callbacks=callbacks,
         progress=False,

@@ -1,0 +1,157 @@
+"""Tests of the Trainer's defaults: a script that moves to several devices gets what it had on one."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import flowdp
+from flowdp.data.epoch_order import epoch_order
+from flowdp.errors import OptionError
+
+SAMPLES, BATCH, EPOCHS = 70, 16, 3
+X = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def plain(accumulation: int = 1) -> nn.Module:
+    """The loop that a user of one device would write."""
+    model = net()
+    optimizer = adamw(model.parameters())
+    for epoch in range(EPOCHS):
+        for index in epoch_order(SAMPLES, 0, epoch).split(BATCH * accumulation):
+            optimizer.zero_grad()
+            mse(model, (X[index], Y[index])).backward()
+            optimizer.step()
+    return model
+
+
+def trained(devices: int, **options: Any) -> nn.Module:
+    model = net()
+    given: dict[str, Any] = {"dataset": (X, Y), "batch_size": BATCH, "epochs": EPOCHS} | options
+    flowdp.Trainer(model, adamw, mse, devices=["cpu"] * devices, progress=False, **given).fit()
+    return model
+
+
+def assert_equal(model: nn.Module, expected: nn.Module) -> None:
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("reads", ["tensors", "loader"])
+def test_the_same_numbers_give_the_same_model_on_any_number_of_devices(devices: int, reads: str) -> None:
+    options: dict[str, Any] = {}
+    if reads == "loader":
+        options = {"dataset": DataLoader(TensorDataset(X, Y), BATCH, shuffle=True), "batch_size": None}
+    assert_equal(trained(devices, **options), plain())
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_accumulated_batches_are_one_step(devices: int) -> None:
+    assert_equal(trained(devices, gradient_accumulation_steps=2), plain(accumulation=2))
+
+
+def test_a_forward_has_at_most_the_samples_of_a_device() -> None:
+    seen, lock = set[int](), threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with lock:
+            seen.add(len(batch[0]))
+        return mse(model, batch)
+
+    model = net()
+    flowdp.Trainer(
+        model, adamw, loss, dataset=(X, Y), batch_size=BATCH, per_device_batch_size=3, epochs=EPOCHS,
+        devices=["cpu"] * 2, progress=False,
+    ).fit()  # fmt: skip
+    assert max(seen) == 3
+    assert_equal(model, plain())
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("reads", ["tensors", "loader"])
+def test_devices_that_average_parameters_share_the_batch(policy: Any, reads: str) -> None:
+    sizes: list[int] = []
+    lock = threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with lock:
+            sizes.append(len(batch[0]))
+        return mse(model, batch)
+
+    dataset: Any = (X, Y) if reads == "tensors" else DataLoader(TensorDataset(X, Y), BATCH, shuffle=True)
+    size = BATCH if reads == "tensors" else None
+    flowdp.Trainer(
+        net(), adamw, loss, dataset=dataset, batch_size=size, epochs=1, devices=["cpu"] * 2, policy=policy,
+        progress=False,
+    ).fit()  # fmt: skip
+    assert max(sizes) == BATCH // 2
+    assert sum(sizes) == SAMPLES
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(zip(X, Y, strict=True))
+
+
+@pytest.mark.parametrize("dataset", [Stream(), DataLoader(Stream(), BATCH)])
+def test_one_device_trains_what_several_cannot_share(dataset: Any) -> None:
+    size = BATCH if isinstance(dataset, Stream) else None
+    expected = net()
+    optimizer = adamw(expected.parameters())
+    for start in range(0, SAMPLES, BATCH):
+        optimizer.zero_grad()
+        mse(expected, (X[start : start + BATCH], Y[start : start + BATCH])).backward()
+        optimizer.step()
+    assert_equal(trained(1, dataset=dataset, batch_size=size, epochs=1), expected)
+    with pytest.raises(OptionError, match=r"policy='exact', the default, .* use policy='sync'"):
+        trained(2, dataset=dataset, batch_size=size, epochs=1)
+
+
+def test_a_run_goes_on_with_the_same_batches_on_another_number_of_devices(tmp_path: Any) -> None:
+    """From the middle of an epoch, and back; under the policies that divide the batch it is refused."""
+    model = net()
+    for devices, steps in ((2, 3), (1, 7), (3, None)):
+        flowdp.Trainer(
+            model, adamw, mse, dataset=(X, Y), batch_size=BATCH, epochs=EPOCHS, max_steps=steps,
+            devices=["cpu"] * devices, checkpoint=tmp_path, resume=True, progress=False,
+        ).fit()  # fmt: skip
+    assert_equal(model, plain())
+
+    other = {"dataset": (X, Y), "batch_size": BATCH, "checkpoint": tmp_path / "sync", "policy": "sync"}
+    trained(2, max_steps=2, **other)
+    with pytest.raises(flowdp.CheckpointError, match="give per_device_batch_size in place of batch_size"):
+        trained(3, resume=True, **other)
+
+
+def test_a_model_is_not_changed_by_what_is_refused() -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(OptionError, match="per_device_batch_size=4 says the same in another way"):
+        flowdp.Trainer(
+            model, adamw, mse, dataset=(X, Y), batch_size=BATCH, per_device_batch_size=4, epochs=1,
+            policy="cadence", devices=["cpu"] * 2,
+        )  # fmt: skip
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
