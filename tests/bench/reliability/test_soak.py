@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import threading
 from typing import Any
@@ -37,11 +38,13 @@ def test_files_objects_and_memory_that_stay(monkeypatch: pytest.MonkeyPatch) -> 
     def leak() -> None:
         files.append(os.open(os.devnull, os.O_RDONLY))
         objects.append(flowdp.ElChe(2))
-        memory.append(bytearray(b"x" * 8_000_000))
+        # A mapping of its own: freed memory of the tests before must not hide it.
+        memory.append(mmap.mmap(-1, 8_000_000))
+        memory[-1].write(b"x" * 8_000_000)
 
     files: list[int] = []
     objects: list[Any] = []
-    memory: list[bytearray] = []
+    memory: list[mmap.mmap] = []
     report = leaky(monkeypatch, leak, counts=True)
     for file in files:
         os.close(file)
