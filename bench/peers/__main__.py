@@ -12,6 +12,7 @@ import os
 import random
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import product
 from statistics import median
@@ -42,6 +43,7 @@ def main() -> None:
         "load": round(median(loads or [0.0]), 1),
         "versions": {name: version(name) for name in ("torch", "lightning", "accelerate")},
         "wait_us": waits,
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         "minutes": round((time.monotonic() - began) / 60, 1),
         "runs": [as_record(one) for one in runs],
     }

@@ -2,7 +2,8 @@
 
     python -m bench.peers.report    # from the newest record in bench/results
 
-The text between the marks `<!-- peers:begin -->` and `<!-- peers:end -->` is replaced.
+The text between the marks `<!-- peers:begin -->` and `<!-- peers:end -->` is replaced. README.md
+shows figures of a quiet machine only.
 """
 
 from __future__ import annotations
@@ -18,40 +19,41 @@ from bench.harness import RESULTS, ROOT
 from bench.peers.cases import SIDES
 from bench.peers.tasks import TASKS
 
-__all__ = ["blocks", "draw", "newest", "tables", "written"]
+__all__ = ["blocks", "draw", "is_quiet", "newest", "tables", "written"]
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
+
+QUIET_LOAD = 3.0
+NO_RECORD = (
+    "`make bench-peers` compares flowdp with DistributedDataParallel, Accelerate, Lightning and Fabric on\n"
+    "three models, on the CPU. There is no record of a quiet machine yet, so no figures are shown."
+)
 
 Run = Mapping[str, Any]
 Record = Mapping[str, Any]
 Row = Sequence[str]
 
 
-def newest(folder: Path = RESULTS) -> Path:
-    """The newest record of the comparison: by date, then by the time at which it was written.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
-    records = sorted(
-        folder.glob("peers_*.json"), key=lambda path: (path.name.split("_")[1], path.stat().st_mtime)
-    )
-    if not records:
-        raise FileNotFoundError(f"no peers_*.json in {folder}: make bench-peers ARGS=--save writes one")
-    return records[-1]
+def newest(folder: Path = RESULTS) -> Record | None:
+    """The record that was written last; None: there is none."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("peers_*.json")]
+    return max(records, key=lambda record: (record["date"], record["ended"]), default=None)
 
 
 def main() -> None:
-    record = json.loads(newest().read_text(encoding="utf-8"))
-    draw(record)
+    record = newest()
+    if record is not None and is_quiet(record):
+        draw(record)
     for page, block in blocks(record).items():
         path = ROOT / page
         path.write_text(written(path.read_text(encoding="utf-8"), block), encoding="utf-8")
         print(f"wrote {page}")
 
 
-def blocks(record: Record) -> dict[str, str]:
+def blocks(record: Record | None) -> dict[str, str]:
     """Text of each page, by its path."""
+    if record is None:
+        return dict.fromkeys(("README.md", "docs/performance.md"), NO_RECORD)
     return {"README.md": summary(record), "docs/performance.md": tables(record)}
 
 
@@ -119,8 +121,21 @@ def label(name: str) -> str:
     return SIDES[name].label + ("" if SIDES[name].ddp_maths else " *")
 
 
+def is_quiet(record: Record) -> bool:
+    """Whether the machine had little else to do: two devices and a launcher make a load of up to 3."""
+    quiet: bool = record["load"] <= QUIET_LOAD
+    return quiet
+
+
 def summary(record: Record) -> str:
-    """The short table and the plot."""
+    """The short table and the plot; of a busy machine, whose ratios are chance, a sentence only."""
+    if not is_quiet(record):
+        return (
+            "`make bench-peers` compares flowdp with DistributedDataParallel, Accelerate, Lightning and\n"
+            "Fabric on three models, on the CPU. The newest record is of a machine that was busy with other\n"
+            "programs, so its figures are not shown here, but in\n"
+            "[docs/performance.md](docs/performance.md#beside-other-libraries)."
+        )
     rows = [
         [
             label(name),
@@ -216,17 +231,19 @@ def origin(record: Record) -> str:
     return (
         f"`make bench-peers`, {record['date']}, {record['commit']}: {machine['cores']} cores "
         f"({machine['cpu']}), torch {versions['torch']},\n{others}; "
-        f"medians of {record['rounds']} rounds, with the least and the largest in brackets.{beside(record)}"
+        f"medians of the runs (rounds: {record['rounds']}), with the least and the largest in brackets."
+        f"{beside(record)}"
     )
 
 
 def beside(record: Record) -> str:
-    """Warning that other programs ran at the same time: two devices make a load of about 2."""
-    if record["load"] <= 1.5 * 2:
+    """Warning that other programs ran at the same time."""
+    if is_quiet(record):
         return ""
     return (
-        f"\n**Other programs ran beside it** (load {record['load']} on {record['machine']['cores']} cores): "
-        "the ratios are rough, and the times of a\nquiet machine are shorter."
+        f"\n**Other programs ran beside it** (load {record['load']} on {record['machine']['cores']} cores):\n"
+        "a side was slow or fast by what else ran at that moment, so these figures are no evidence for or\n"
+        "against any."
     )
 
 
@@ -247,7 +264,7 @@ def draw(record: Record, folder: Path = ROOT / "docs/images") -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "flowdp", "svg.fonttype": "none", "font.size": 9})
+    matplotlib.rcParams.update({"svg.hashsalt": "flowdp", "font.size": 9})
     from matplotlib.figure import Figure
 
     names = [name for name in sides(record, "equal") if name != "data_parallel"][::-1]
