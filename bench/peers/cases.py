@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.peers.job import FAILURE, Order
@@ -154,7 +155,8 @@ def measure(turn: int, kind: str, model: str, name: str, *, wait: float = 0.0, p
         if ended.code != 0:
             raise RuntimeError(f"{name} on {model} ended with {ended.code}:\n{ended.output[-4000:]}")
         marks = read_marks(Path(folder))
-        if len(marks) != side.devices and name != "setup":  # one thread calls the loss of setup
+        # One thread calls the loss of setup, and under "exact" one device may have trained all.
+        if len(marks) != side.devices and name not in ("setup", "exact"):
             raise RuntimeError(f"{name} on {model}: {len(marks)} devices have told of their steps")
     first = max(times[1][0] for times in marks.values()) - ended.launched_s
     return Measured(turn, kind, model, name, rate=throughput(marks), first_step_s=first, left=ended.left)
@@ -191,7 +193,8 @@ def read_marks(folder: Path) -> Marks:
 def throughput(marks: Marks) -> float:
     """Samples per second of all devices together, between warm-up and the last step of the first to end.
 
-    Each device's rate is taken between two of its own steps, so a step is never counted in part.
+    A device's samples between two of its steps are spread evenly over that time, so no step counts whole at
+    an edge, and a device may be idle for as long as it likes: "exact" trains short windows on one alone.
 
     Args:
         marks: Time at the beginning of a forward and its samples, in order, for each device.
@@ -203,13 +206,15 @@ def throughput(marks: Marks) -> float:
             begin = at
             break
         seen += samples
-    end = min(times[-1][0] for times in marks.values())
-    rate = 0.0
+    last = everything[-1][0]
+    # Not the end of one that has been idle for long, nor the tail in which one device trains alone.
+    end = min(times[-1][0] for times in marks.values() if times[-1][0] >= begin + 0.9 * (last - begin))
+    trained = 0.0
     for times in marks.values():
-        inside = [mark for mark in times if begin <= mark[0] <= end]
-        if len(inside) > 1:
-            rate += sum(samples for _, samples in inside[:-1]) / (inside[-1][0] - inside[0][0])
-    return rate
+        before = np.cumsum([0, *(samples for _, samples in times[:-1])])
+        at_begin, at_end = np.interp([begin, end], [at for at, _ in times], before)
+        trained += float(at_end - at_begin)
+    return trained / (end - begin)
 
 
 def wait_us(model: str, steps: int = 40) -> float:

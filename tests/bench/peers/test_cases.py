@@ -27,6 +27,11 @@ def test_the_warm_up_is_left_out() -> None:
     assert throughput({("a", 0): slow_at_first}) == pytest.approx(100, rel=1e-6)
 
 
+def test_a_device_that_is_idle_in_the_end_does_not_end_the_measurement() -> None:
+    marks: Marks = {("a", 0): steps(101, 0.1, 64), ("a", 1): steps(11, 0.1, 64)}
+    assert throughput(marks) == pytest.approx(640)
+
+
 def test_marks_are_read_by_process_and_thread(tmp_path: Path) -> None:
     (tmp_path / "marks-1.json").write_text(json.dumps([[7, 0.0, 4], [8, 0.5, 4], [7, 1.0, 4], [8, 1.5, 4]]))
     (tmp_path / "marks-2.json").write_text(json.dumps([[7, 0.0, 4], [7, 1.0, 4], [9, 1.0, 4]]))
