@@ -54,6 +54,11 @@ class ArmedRounds:
         """Global step behind all of them."""
         return self.sync.global_step + self.sync.count * self.sync.steps
 
+    def is_acknowledged(self, present: Sequence[int]) -> bool:
+        """Whether all present ranks have acknowledged it."""
+        # The number first: each of many ranks acknowledges, and only the last one need look at all.
+        return len(self.acks) >= len(present) and all(rank in self.acks for rank in present)
+
     def shorten(self, end: DataEnded) -> list[int]:
         """Drop the batches that the epoch does not have; returns the ranks that held some of them."""
         if self.epoch != end.epoch:

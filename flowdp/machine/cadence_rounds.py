@@ -87,6 +87,7 @@ class CadenceRounds(PlannedRounds):
 
     def _measure(self, held: HeldRounds) -> str:
         super()._measure(held)
-        paces = [work.pace_ms if rank in self._present else 0.0 for rank, work in enumerate(held.works)]
+        present = frozenset(self._present)
+        paces = [work.pace_ms if rank in present else 0.0 for rank, work in enumerate(held.works)]
         steps = [work.steps for work in held.works]
         return self.cadence.measured(paces, steps, held.sync_ms, held.drifts or None)

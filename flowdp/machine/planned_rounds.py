@@ -261,11 +261,12 @@ class PlannedRounds(Rounds):
     # ------------------------------------------------------------------ planning
     @property
     def _may_arm(self) -> bool:
-        # A replica that one rank reports as bad while others are still a round behind is healed first.
-        if any(armed.has_bad for armed in self._armed):
+        # The first order measures: those behind it wait for the measurement. Asked first, as it is the cheap
+        # question, and the answer to nearly every acknowledgment.
+        if len(self._armed) >= (AHEAD if self._is_paced else 1):
             return False
-        # The first order measures: those behind it wait for the measurement.
-        return len(self._armed) < (AHEAD if self._is_paced else 1)
+        # A replica that one rank reports as bad while others are still a round behind is healed first.
+        return not any(armed.has_bad for armed in self._armed)
 
     @property
     def _next_step(self) -> int:
@@ -324,7 +325,7 @@ class PlannedRounds(Rounds):
     def _settle_all(self, now_ms: float) -> list[Command]:
         """Settle the orders that all present ranks have acknowledged."""
         records: list[Command] = []
-        while self._armed and self._armed[0].acks.keys() >= set(self._present):
+        while self._armed and self._armed[0].is_acknowledged(self._present):
             held = self._armed.popleft().held(self._present, self._unreported)
             self._unreported.clear()
             records += self._settle(held, now_ms)

@@ -22,7 +22,8 @@ class SyncRounds(PlannedRounds):
         if whole:
             count = min(self.times.steps_at_once, whole, -(-self._room // len(ranks)))
             return count, ledger.deal_rounds(count, ranks)
-        quotas = tuple(int(rank in ranks) for rank in range(self.world_size))
+        getting = frozenset(ranks)
+        quotas = tuple(int(rank in getting) for rank in range(self.world_size))
         return 1, ledger.deal(quotas, [1.0] * self.world_size)
 
 

@@ -132,7 +132,9 @@ class Cadence:
         decision = None if drifts is None else self.guard.report(drifts)
         self.action = GuardAction.STABLE if decision is None else decision.action
         hold = self.action is not GuardAction.STABLE
-        paces = [self._believed(rank, ms, n) for rank, (ms, n) in enumerate(zip(pace_ms, steps, strict=True))]
+        # Read once, as each reading copies the times of all ranks; forgetting one changes no other's.
+        measured = zip(pace_ms, steps, self.el_che.ms_per_batch, strict=True)
+        paces = [self._believed(rank, ms, n, known) for rank, (ms, n, known) in enumerate(measured)]
         self._probes.held(steps, [rank for rank in range(len(steps)) if self._outliers.is_holding(rank)])
         wall_ms = [ms * n for ms, n in zip(paces, steps, strict=True)]
         # The first averaging also sets up memory and streams: its time would stretch the rounds.
@@ -147,9 +149,8 @@ class Cadence:
         self._quotas = self._fit()
         return decision.reason if decision is not None and hold else ""
 
-    def _believed(self, rank: int, ms: float, steps: int) -> float:
+    def _believed(self, rank: int, ms: float, steps: int, known: float) -> float:
         """A measured pace as far as it counts; one that is far from the known pace replaces it."""
-        known = self.el_che.ms_per_batch[rank]
         ms = self._outliers.confirmed(rank, ms if steps else 0.0, steps, known)
         if ms > 0.0 and known > 0.0 and is_far(ms, known):
             self.el_che.forget(rank)

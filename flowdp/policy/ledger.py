@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from heapq import heapify, heapreplace
+from itertools import accumulate
 
 from flowdp.errors import ProtocolError
 
@@ -125,17 +126,18 @@ class Ledger:
             count: How many.
             ranks: Ranks that get any; None: all.
         """
-        groups = [group if ranks is None or rank in ranks else 0 for rank, group in enumerate(self.groups)]
+        getting = range(len(self.groups)) if ranks is None else frozenset(ranks)
+        groups = [group if rank in getting else 0 for rank, group in enumerate(self.groups)]
         whole = sum(groups)
         if any(self.left) or self.batches - self.position < count * whole:
             raise ProtocolError(f"epoch {self.epoch}: {count} whole rounds do not remain at {self.position}")
         stop = self.position + count * whole
         deal: list[tuple[int, ...]] = []
-        for group in groups:
+        for group, before in zip(groups, accumulate(groups, initial=0), strict=False):
             if not group:
                 deal.append(())
                 continue
-            firsts = range(self.position + sum(groups[: len(deal)]), stop, whole)
+            firsts = range(self.position + before, stop, whole)
             deal.append(
                 tuple(firsts if group == 1 else (first + i for first in firsts for i in range(group)))
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator, Phase
-from flowdp.options import Policy
+from flowdp.machine.gate import GateState
+from flowdp.machine.worker import WorkerMachine
+from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import Tally
 from flowdp.protocol.commands import (
@@ -52,6 +56,7 @@ from flowdp.protocol.messages import (
     WorkerReady,
 )
 from flowdp.protocol.position import Position
+from flowdp.sim.world import VirtualRank, World
 from tests.planned import sync_now
 
 
@@ -671,3 +676,35 @@ def ended_epoch(epoch: int, training_loss: float, **means: float) -> EpochEnded:
     tally = Tally(epoch, 1)
     tally.add(0, Work(epoch, 1, 1, losses=(training_loss, 1)))
     return EpochEnded(replace(tally.result(1.0, 1, 1, None), eval=means))
+
+
+def calls_per_fact(policy: Policy, ranks: int) -> float:
+    """Python and C calls of the coordinator's machine per fact, in a run of `ranks` equal devices."""
+    config = CoordinatorConfig(
+        world_size=ranks, batches=24 * ranks, epochs=1, policy=policy, cadence=CadenceOptions(max_anchor=4)
+    )
+    devices = [VirtualRank(WorkerMachine(rank), 10.0) for rank in range(ranks)]
+    world = World(
+        Coordinator(config), GateState(ranks), devices, seed=0, sync_ms=0.5, noise=0.0, batch_size=8
+    )
+    world.run()
+    machine, calls = Coordinator(config), 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        for now_ms, fact in world.facts:
+            machine.handle(fact, now_ms)
+    finally:
+        sys.setprofile(before)
+    return calls / len(world.facts)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_the_work_per_fact_does_not_grow_with_the_ranks(policy: Policy) -> None:
+    # Each rank acknowledges each order, so work per fact that grows with the ranks is quadratic per round.
+    assert calls_per_fact(policy, 256) < 1.2 * calls_per_fact(policy, 16)
