@@ -121,6 +121,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         best=None if resumed is None else resumed.best,
         evaluates=evaluator is not None,
         orders=partial(orders, source),
+        written=requests.written,
     )
     observer = Observer(records, callbacks, requests.fail, config.failures.stall_timeout)
     with interrupts_held() as held:

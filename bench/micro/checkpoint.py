@@ -61,7 +61,7 @@ def measure(millions: float, pairs: int) -> tuple[list[float], list[float], floa
         events = [json.loads(line) for line in run._engine.event_log.lines()[1:]]
         run.stop()
         run.join()
-    starts = [event["now_ms"] for event in events if '"Capture"' in json.dumps(event["commands"])]
+    starts = [event["now_ms"] for event in events if '"SaveState"' in json.dumps(event["commands"])]
     ends = [event["now_ms"] for event in events if '"Save"' in json.dumps(event["commands"])]
     return [end - start for start, end in zip(starts, ends, strict=True)], copies, median(files)
 

@@ -188,6 +188,8 @@ class Saver:
         evaluates: Whether the run has an evaluation.
         orders: Gives the checksums of the orders that a sampler drew for the epochs that are open at a
             position; None: they are not known.
+        written: Called on the writer's thread with the number of each checkpoint that it is done with,
+            written or not. One that is dropped for a newer one is not among them.
 
     Attributes:
         problems: Failed writes, as text.
@@ -203,6 +205,7 @@ class Saver:
         best: Weights | None = None,
         evaluates: bool = False,
         orders: Callable[[Position], Mapping[int, int] | None] = lambda _: None,
+        written: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.problems: list[str] = []
         self.orders = orders
@@ -210,6 +213,7 @@ class Saver:
         self._describe = describe
         self._saved = saved
         self._failed = failed
+        self._written = written
         self._old_best = best
         self._evaluates = evaluates
         self._best: CapturedState | None = None
@@ -331,6 +335,7 @@ class Saver:
         self.orders = lambda _: None
         self._saved = None
         self._failed = lambda _: None
+        self._written = lambda _: None
 
     def _run(self) -> None:
         """The body of the writer's thread."""
@@ -346,6 +351,7 @@ class Saver:
                 failure = CheckpointError(text, version=job.version)
                 failure.__cause__ = cause
                 self._complain(failure, is_final=True)
+            self._written(job.version)
 
     def _next(self) -> _Job | None:
         with self._changed:

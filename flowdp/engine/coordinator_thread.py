@@ -39,6 +39,7 @@ from flowdp.protocol.commands import (
     RoundAbandoned,
     RoundEnded,
     Save,
+    SavesPutOff,
     Send,
 )
 from flowdp.protocol.messages import Abort, Averaged, Exiting, Failed, Requested, Tick
@@ -180,6 +181,9 @@ class CoordinatorShell:
                     self._evaluator.cut()
             case Save():
                 self._saver.save(command, self._records.epochs)
+            case SavesPutOff():
+                log.warning("%s", command)
+                self._records.complain(str(command), "saves put off")
             case Quarantined():
                 text = self._diagnostics.quarantined(command)
                 log.warning("%s", text)

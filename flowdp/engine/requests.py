@@ -7,7 +7,7 @@ import threading
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.errors import FlowdpError
-from flowdp.protocol.messages import Fact, Failed, Requested
+from flowdp.protocol.messages import CheckpointWritten, Fact, Failed, Requested
 from flowdp.threads.inbox import Inbox
 
 __all__ = ["Requests"]
@@ -44,6 +44,12 @@ class Requests:
                 self._count += 1
                 self.inbox.post(what)
             return self._count
+
+    def written(self, version: int) -> None:
+        """Tell the coordinator that the writer is done with a checkpoint; one that is gone hears nothing."""
+        with self._lock:
+            if not self._records.is_over:
+                self.inbox.post(CheckpointWritten(version))
 
     def fail(self, error: FlowdpError) -> None:
         """End the run by an error that none of its threads has raised."""

@@ -15,8 +15,19 @@ from typing import Literal
 from flowdp.errors import ProtocolError
 from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.monitor import Best, Monitor, judge
+from flowdp.policy.save_budget import SaveBudget
 from flowdp.policy.tally import EpochMetrics, evaluation_means
-from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, EvaluationEnded, Fail, Save, Send
+from flowdp.protocol.commands import (
+    Command,
+    CutEvaluation,
+    EpochEnded,
+    EvaluationEnded,
+    Fail,
+    RoundEnded,
+    Save,
+    SavesPutOff,
+    Send,
+)
 from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,
@@ -102,6 +113,9 @@ class Schedule:
     Args:
         plan: Unit and interval; None: none is due by itself.
         saved_step: Global step of the last one; -1 before the first.
+
+    Attributes:
+        is_put_off: Whether one was due at the last look, and was put off.
     """
 
     def __init__(self, plan: SavePlan | None, saved_step: int = -1) -> None:
@@ -110,16 +124,29 @@ class Schedule:
         self._next_step: int | None = None
         self._next_ms = math.inf
         self._is_late = False  # by the clock, and not saved since
+        self._free_ms = -math.inf  # the next one is put off until then
+        self._is_held = False  # as it was not free at the last look
+        self.is_put_off = False
 
     @property
     def limit(self) -> int | None:
-        """Global step at which the next one is due; None: none is due at a step."""
-        return self._next_step
+        """Global step at which the next one is due; None: none is due at a step, or it will be put off."""
+        return None if self._is_held else self._next_step
 
     @property
     def deadline_ms(self) -> float | None:
         """Time at which the next one is due; None: none is due by the clock."""
-        return None if math.isinf(self._next_ms) else self._next_ms
+        due_ms = self._free_ms if self.is_put_off else self._next_ms
+        return None if math.isinf(due_ms) else due_ms
+
+    def put_off(self, now_ms: float, free_ms: float) -> None:
+        """Let none be due before a time; called before each look.
+
+        Args:
+            now_ms: The time.
+            free_ms: That time; infinite while it is unknown.
+        """
+        self._free_ms, self._is_held = free_ms, now_ms < free_ms
 
     def begin(self, now_ms: float, global_step: int) -> None:
         """Plan the next one, at the beginning or behind another one."""
@@ -134,8 +161,10 @@ class Schedule:
         """Whether one is due now."""
         if now_ms >= self._next_ms:
             self._is_late, self._next_ms = True, math.inf
-        is_due = self._is_late or (self.limit is not None and global_step >= self.limit)
-        return is_due and global_step != self._saved_step
+        is_due = self._is_late or (self._next_step is not None and global_step >= self._next_step)
+        is_due = is_due and global_step != self._saved_step
+        self.is_put_off = is_due and self._is_held
+        return is_due and not self._is_held
 
     def is_last_due(self, global_step: int) -> bool:
         """Whether the end of the run is to be saved, too."""
@@ -143,7 +172,7 @@ class Schedule:
 
     def saved(self, now_ms: float, global_step: int) -> None:
         """The one of this step is being written, or has been evaluated."""
-        self._saved_step, self._is_late = global_step, False
+        self._saved_step, self._is_late, self.is_put_off = global_step, False, False
         self.begin(now_ms, global_step)
 
 
@@ -182,6 +211,9 @@ class Barrier:
         self._evaluations = self._captures = 0
         self._wishes = self._asked_wishes = self._answered = 0  # for a snapshot
         self._wants_save = self._is_best = False
+        self._budget = None if tasks.save is None or tasks.save.unit == "epoch" else SaveBudget()
+        self._begin_ms = 0.0  # of the capture
+        self._is_told = False  # that checkpoints are put off
         saved_step = -1 if position is None or not tasks.is_saved else position.global_step
         self.saves = Schedule(tasks.save, saved_step)
         self.evaluations = Schedule(tasks.evaluation)
@@ -244,10 +276,33 @@ class Barrier:
 
     def look(self, now_ms: float, global_step: int) -> None:
         """See whether a checkpoint or an evaluation is due by steps or minutes."""
+        if self._budget is not None:
+            self.saves.put_off(now_ms, self._budget.free_ms)
         self._wants_save |= self.saves.is_due(now_ms, global_step)
         self._wants_evaluation |= self.evaluations.is_due(now_ms, global_step)
 
+    def notices(self) -> list[Command]:
+        """The first time that a checkpoint is put off for its known cost: a command that tells of it."""
+        plan, budget = self._tasks.save, self._budget
+        if self._is_told or plan is None or budget is None or not self.saves.is_put_off:
+            return []
+        cost, wait_ms, step_ms = budget.cost, budget.wait_ms, budget.step_ms
+        if cost is None:  # the file before is being written
+            return []
+        self._is_told = True
+        return [SavesPutOff(plan.every, plan.unit, cost, wait_ms, round(wait_ms / step_ms) if step_ms else 0)]
+
     # ------------------------------------------------------------------ answers
+    def trained(self, record: RoundEnded, now_ms: float) -> None:
+        """Rounds have ended: their times tell the cost of a checkpoint."""
+        if self._budget is not None:
+            self._budget.trained(now_ms, record.wall_ms, sum(record.steps))
+
+    def written(self, version: int, now_ms: float) -> None:
+        """The writer is done with this checkpoint and all before it."""
+        if self._budget is not None and version == self.versions:
+            self._budget.written(now_ms)
+
     def take(self, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
         """Take an answer.
 
@@ -311,7 +366,7 @@ class Barrier:
                 return []
             self._evaluations += 1
             return self._ask(Evaluate(position.done, self._evaluations - 1, position.global_step), present)
-        self._asked_wishes = self._wishes
+        self._asked_wishes, self._begin_ms = self._wishes, now_ms
         self._captures += 1
         return self._ask(SaveState(self._captures - 1, present[0]), present)
 
@@ -358,5 +413,7 @@ class Barrier:
         position = stand()
         if is_due:
             self.saves.saved(now_ms, position.global_step)
+            if self._budget is not None:
+                self._budget.saved(self._begin_ms, now_ms)
         version = self.versions if is_due else None
         return Save(capture.number, position, version, self._answered, capture.model, is_best)

@@ -33,10 +33,12 @@ from flowdp.protocol.commands import (
     LeaveGate,
     Paused,
     Quarantined,
+    RoundEnded,
     Send,
 )
 from flowdp.protocol.messages import (
     Abort,
+    CheckpointWritten,
     DataEnded,
     Directives,
     Evaluated,
@@ -119,6 +121,9 @@ class Coordinator:
             ProtocolError: The fact is one that the protocol rules out.
         """
         commands = self._take(fact, now_ms)
+        for command in commands:
+            if isinstance(command, RoundEnded):
+                self.barrier.trained(command, now_ms)
         commands += self._decide(now_ms)
         return commands
 
@@ -158,6 +163,8 @@ class Coordinator:
                 if self.phase in (Phase.STARTING, Phase.RUNNING):
                     self.epochs.end(fact.epoch, fact.batches)
                     return self.rounds.end(fact)
+            case CheckpointWritten():
+                self.barrier.written(fact.version, now_ms)  # in any phase: the writer may be late
             case Evaluated() | StateSaved() | ReplicaCopied() if self.phase is Phase.RUNNING:
                 self.barrier.take(fact)
                 if isinstance(fact, ReplicaCopied):
@@ -236,6 +243,7 @@ class Coordinator:
         for metrics in self.epochs.ended(now_ms, anchor, self.global_step, is_idle=is_idle):
             commands += self.barrier.ended(metrics)
         self.barrier.look(now_ms, self.global_step)
+        commands += self.barrier.notices()
         commands += self._judge_numbers()
         if self.rounds.is_idle and self.error is None:
             commands += self._stand(now_ms)

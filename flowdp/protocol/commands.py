@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flowdp.policy.formats import format_metric
+from flowdp.policy.formats import format_duration, format_metric
 from flowdp.policy.metric_array import MetricArray
+from flowdp.policy.save_budget import SHARE, SaveCost
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.messages import Directives, Order
 from flowdp.protocol.position import Position
@@ -31,6 +32,7 @@ __all__ = [
     "RoundAbandoned",
     "RoundEnded",
     "Save",
+    "SavesPutOff",
     "Send",
 ]
 
@@ -204,6 +206,37 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class SavesPutOff:
+    """Scheduled checkpoints follow each other faster than their cost allows, and are put off (told once).
+
+    Attributes:
+        every: Interval of the schedule ...
+        unit: ... in "step" or "minute".
+        cost: Cost of the checkpoint before.
+        wait_ms: Time from that one to the next.
+        steps: About so many steps of all ranks in that time; 0: unknown.
+    """
+
+    every: float
+    unit: str
+    cost: SaveCost
+    wait_ms: float
+    steps: int
+
+    def __str__(self) -> str:
+        stands, slowed, write = map(
+            format_duration, (self.cost.stands_ms, self.cost.slowed_ms, self.cost.write_ms)
+        )
+        steps = f", about {self.steps:,} steps" if self.steps else ""
+        return (
+            f"checkpoints of every={self.every:g}, unit={self.unit!r} are put off: they would cost more "
+            f"than {SHARE:.0%} of the training. The last one stopped all devices for {stands}, and cost them "
+            f"at most {slowed} more while its file was written in {write}. The next one follows it after at "
+            f"most {format_duration(self.wait_ms)}{steps}. Requested ones and the last one never wait"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Paused:
     """All workers stand still (`value` True) or move again (False)."""
 
@@ -259,6 +292,7 @@ Command = (
     | CutEvaluation
     | Quarantined
     | Save
+    | SavesPutOff
     | Direct
     | AbortGate
     | Average

@@ -14,6 +14,7 @@ from flowdp.policy.tally import Work
 from flowdp.protocol.gate import Arrival, Directives, Outcome
 from flowdp.protocol.tasks import (
     BarrierTask,
+    CheckpointWritten,
     CopyReplica,
     Evaluate,
     Evaluated,
@@ -29,6 +30,7 @@ __all__ = [
     "Averaged",
     "BarrierTask",
     "BatchReady",
+    "CheckpointWritten",
     "CopyReplica",
     "DataEnded",
     "Directives",
@@ -408,6 +410,7 @@ Fact = (
     | DataEnded
     | Evaluated
     | StateSaved
+    | CheckpointWritten
     | ReplicaCopied
     | Exiting
     | Failed

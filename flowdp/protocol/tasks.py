@@ -11,6 +11,7 @@ from flowdp.policy.metric_array import MetricArray
 
 __all__ = [
     "BarrierTask",
+    "CheckpointWritten",
     "CopyReplica",
     "Evaluate",
     "Evaluated",
@@ -89,6 +90,17 @@ class StateSaved:
     """This rank's state is on its way to the host."""
 
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """The writer is done with a checkpoint and all before it; those that failed are none the less done.
+
+    Attributes:
+        version: Number of the checkpoint.
+    """
+
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

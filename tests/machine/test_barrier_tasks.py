@@ -10,7 +10,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.barrier_tasks import MINUTE_MS, Barrier, BarrierPlan, SavePlan
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import EpochMetrics, Tally, Work
-from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, Fail, Save, Send
+from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, Fail, Save, SavesPutOff, Send
 from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
 from flowdp.protocol.position import Position
 
@@ -152,12 +152,53 @@ def test_checkpoints_by_the_clock() -> None:
     assert still.barrier.saves.deadline_ms is None  # it has passed, and must not wake the coordinator again
     still.now_ms, still.global_step = 0.7 * MINUTE_MS, 8
     still.captures(still.decide())
+    still.barrier.written(1, still.now_ms)
     assert still.barrier.saves.deadline_ms == 1.2 * MINUTE_MS
     # Nothing was trained since: it waits for the first round.
     still.barrier.look(2.0 * MINUTE_MS, 8)
     assert not still.barrier.is_wanted
     still.barrier.look(2.1 * MINUTE_MS, 9)
     assert still.barrier.is_wanted
+
+
+def test_a_checkpoint_is_put_off_until_the_one_before_is_written_and_paid_for() -> None:
+    still = Still(BarrierPlan(SavePlan(1, "step")))
+    still.barrier.look(0.0, 1)
+    still.global_step = 1
+    still.captures(still.decide())
+    still.barrier.look(10.0, 2)
+    assert not still.barrier.is_wanted  # it is being written
+    assert still.barrier.saves.limit is None  # and rounds are not cut for one that will be put off
+    assert still.barrier.saves.deadline_ms is None
+    assert still.barrier.notices() == []
+    still.barrier.written(1, 30.0)
+    still.barrier.look(30.0, 3)
+    assert still.barrier.saves.deadline_ms == 600.0  # all 30 ms may have been lost
+    [told] = still.barrier.notices()
+    assert isinstance(told, SavesPutOff)
+    assert "more than 5%" in str(told)
+    assert "after at most 600ms." in str(told)
+    assert still.barrier.notices() == []  # once
+    still.barrier.look(599.0, 4)
+    assert not still.barrier.is_wanted
+    still.barrier.look(600.0, 4)
+    assert still.barrier.is_wanted
+
+
+def test_requested_and_last_checkpoints_and_those_of_epochs_are_not_put_off() -> None:
+    still = Still(BarrierPlan(SavePlan(1, "step")))
+    for version in (1, 2):
+        still.global_step = version
+        still.barrier.wish("checkpoint")
+        assert still.captures(still.decide()).version == version
+    assert still.barrier.end(3)
+    assert still.captures(still.decide()).version == 3
+    still = Still(BarrierPlan(SavePlan(1, "epoch")))
+    for epoch in (0, 1):
+        still.ends(epoch)
+        still.global_step += 1
+        _, *asked = still.decide()
+        assert still.captures(asked).version == epoch + 1
 
 
 def test_wishes_are_answered_by_what_is_captured_after_them() -> None:

@@ -33,6 +33,7 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.messages import (
     BarrierTask,
+    CheckpointWritten,
     DataEnded,
     Evaluated,
     Exiting,
@@ -119,6 +120,7 @@ class JudgedWorld(World):
         self.events = 0
         self.disturbed_until = 0
         self._serving = Serving(scenario, self.clock, self.rng, self.rules, self.crashes, self._served)
+        self._to_write: int | None = None  # the newest checkpoint that is not written
         self._slow_until_ms: float | None = None  # of the disturbance, once it has begun
         self._trace = trace
 
@@ -183,6 +185,8 @@ class JudgedWorld(World):
                 self._serving.cut()
             case Save():
                 self.rules.saved(command, now_ms)
+                if command.version is not None:
+                    self._write(command.version)
             case Average():
                 self.rules.averages(command.round, command.samples)
             case RoundEnded():
@@ -209,6 +213,19 @@ class JudgedWorld(World):
         self.rules.ordered(number, order, is_gone=number in self.coordinator._gone, stirs=stirs)
         self.ranks[number].expect(order)
         super().send(number, order)
+
+    def _write(self, version: int) -> None:
+        """Write a checkpoint; of those that come meanwhile the newest is written next."""
+        is_writing, self._to_write = self._to_write is not None, version
+        if not is_writing:
+            self.clock.after(self.scenario.write_ms, self._wrote, version)
+
+    def _wrote(self, version: int) -> None:
+        newest, self._to_write = self._to_write, None
+        self.rules.standing.written(version, self.clock.now_ms)
+        self.tell(CheckpointWritten(version), "writer")
+        if newest is not None and newest != version:
+            self._write(newest)
 
     # ------------------------------------------------------------------ data
     def _read_end(self, end: DataEnded) -> None:

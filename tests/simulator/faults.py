@@ -197,6 +197,7 @@ def _draw_tasks(rng: random.Random, scenario: Scenario, span_ms: float) -> Scena
         eval_batches=rng.choice((1, 2, rng.randint(1, 20))),
         eval_ms=rng.choice((0.1, 1.0)) * step_ms,
         capture_ms=rng.choice((0.0, 0.5, 5.0)) * step_ms,
+        write_ms=(0.0, 0.3, 30.0)[scenario.seed // 15 % 3] * step_ms,  # by the seed, as above
     )
 
 

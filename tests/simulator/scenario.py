@@ -93,6 +93,7 @@ class Scenario:
         eval_batches: Batches of an evaluation.
         eval_ms: Mean time of one of them.
         capture_ms: Longest time that it takes a rank to put down what a checkpoint keeps of it.
+        write_ms: Time in which a checkpoint's file is written.
         later: The run that begins where this one was saved; None: none does.
         begins_at: Which of the saved positions of the run before this one begins at, as a fraction of them.
     """
@@ -121,6 +122,7 @@ class Scenario:
     eval_batches: int = 1
     eval_ms: float = 1.0
     capture_ms: float = 1.0
+    write_ms: float = 0.0
     later: Scenario | None = None
     begins_at: float = 1.0
 

@@ -6,6 +6,7 @@ import math
 
 from flowdp.machine.barrier_tasks import MINUTE_MS
 from flowdp.policy.monitor import Best
+from flowdp.policy.save_budget import SHARE
 from flowdp.protocol.commands import EpochEnded, EvaluationEnded, Finish, RoundEnded, Save
 from flowdp.protocol.messages import (
     BarrierTask,
@@ -72,6 +73,11 @@ class Standing:
         self._evaluation: Evaluate | None = None
         self._evaluated_step = -1  # the last evaluation's by steps
         self._is_best = False
+        self._unwritten = False  # the last checkpoint
+        self._allowed_ms = 0.0  # the latest time from which the next one is allowed
+        self._begin_ms = 0.0
+        self._asked_checkpoints = False  # by the user
+        self._early: str | None = None  # a checkpoint by steps or minutes while one was being written
         self._waiting: dict[str, int] = {}  # what is due -> rounds since
         self._wished = self._answered = 0  # snapshots
 
@@ -223,10 +229,28 @@ class Standing:
         """The user asks for something, while the run can still do it."""
         if what == "snapshot":
             self._wished += 1
+        self._asked_checkpoints |= what == "checkpoint"
         self._waiting.setdefault(what, 0)
+
+    def _is_put_off(self, now_ms: float) -> bool:
+        """Whether a checkpoint by steps or minutes may still wait for the one before."""
+        save = self._tasks.save
+        may_wait = save is not None and save.unit != "epoch"
+        return may_wait and (self._unwritten or now_ms < self._allowed_ms)
+
+    def written(self, version: int, now_ms: float) -> None:
+        """A checkpoint is written."""
+        if version == self._versions:
+            self._unwritten = False
+            # At most all of the time from the order to the file was lost.
+            self._allowed_ms = max(now_ms, self._begin_ms + (now_ms - self._begin_ms) / SHARE)
 
     def reported(self, record: RoundEnded, now_ms: float) -> None:
         """Rounds are over."""
+        if self._early is not None:
+            raise Violation("S25", self._early)
+        if self._is_put_off(now_ms) and "checkpoint" in self._waiting and not self._asked_checkpoints:
+            self._waiting["checkpoint"] = 0
         for what in self._waiting:
             self._waiting[what] += 1
             if self._waiting[what] > PATIENCE:
@@ -318,6 +342,12 @@ class Standing:
         if self._answered == self._wished:
             self._waiting.pop("snapshot", None)
         if save.version is not None:
+            if self._unwritten and self._tasks.save is not None and self._tasks.save.unit != "epoch":
+                # A round behind it shows that it was not the last one of the run.
+                self._early = None if self._asked_checkpoints else f"{save} while one is being written"
+            if not self._unwritten:
+                self._begin_ms = now_ms - self._scenario.capture_ms - 2 * self._scenario.latency_ms
+            self._unwritten, self._asked_checkpoints = True, False
             self._versions += 1
             self._saved_step, self._saved_ms = position.global_step, now_ms
             self._waiting.pop("checkpoint", None)

@@ -5,6 +5,7 @@ A mutant that survives means that a rule or a kind of trouble is missing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.ledger import Deal, Ledger
 from flowdp.policy.recovery import OutlierFilter
+from flowdp.policy.save_budget import SaveBudget
 from flowdp.policy.shares import part_sizes
 from flowdp.policy.tally import EpochMetrics, RankSums
 from flowdp.protocol.commands import AbortGate, Command, EpochEnded, EvaluationEnded, Finish, Send
@@ -1007,13 +1009,23 @@ def the_best_epoch_is_not_known(patch: Patch) -> None:
 
 
 @mutant("L6", Lives(100))
-def a_checkpoint_waits_for_the_end_of_the_epoch(patch: Patch) -> None:
-    patch.setattr(Schedule, "limit", None)
+def a_checkpoint_waits_for_the_end_of_the_run(patch: Patch) -> None:
+    patch.setattr(Schedule, "is_due", lambda *_: False)
 
 
 @mutant("L6", Lives(200))
 def a_wish_is_forgotten(patch: Patch) -> None:
     patch.setattr(Barrier, "wish", lambda self, what: None)
+
+
+@mutant("S25", Lives(200))
+def a_checkpoint_begins_while_one_is_written(patch: Patch) -> None:
+    patch.setattr(SaveBudget, "free_ms", property(lambda _: -math.inf))
+
+
+@mutant("L6", Lives(400))
+def a_checkpoint_that_was_put_off_never_comes(patch: Patch) -> None:
+    patch.setattr(Barrier, "written", lambda *_: None)
 
 
 # ---------------------------------------------------------------- the time of a run
