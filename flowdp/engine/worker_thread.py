@@ -375,10 +375,12 @@ class Worker:
     def _take_over(self, outcome: Outcome) -> Reading:
         """Copy the replica that has taken all steps of the round; its rank waits meanwhile (exact)."""
         start_s = perf_counter()
-        # None, where what it trained is not finite: it copies one of the others' replicas at a barrier.
-        alone = next((rank for rank in outcome.members if outcome.samples[rank]), self.rank)
-        if alone != self.rank:
-            self.replica.copy_from(self._replicas[alone])
+        has_stepped = outcome.steps[self.rank] > 0
+        # Without samples its numbers are not finite: then it takes over a replica of those that waited.
+        sound = [rank for rank in outcome.members if outcome.samples[rank]]
+        donors = sound or [rank for rank in outcome.members if not outcome.steps[rank]]
+        if has_stepped is not bool(sound) and donors:
+            self.replica.copy_from(self._replicas[donors[0]])
         self._gate.finish(self.rank)
         averaging = Averaging((perf_counter() - start_s) * 1e3, None)
         return lambda: averaging

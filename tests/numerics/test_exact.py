@@ -145,6 +145,42 @@ def test_as_one_device(make: Make, devices: int, clip: float | None, schedule: A
     check_equal(run)
 
 
+def test_a_rank_alone_with_nans_goes_on_from_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its windows since the last meeting are lost; all replicas stay equal, and no number is odd."""
+    for name, value in (("SHORT_MS", math.inf), ("GAIN", math.inf), ("FIRST_TRIAL", 1)):
+        monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
+    ranks_of: dict[int, set[int]] = {}
+    odd: list[int] = []
+    lock = threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        worker = current_worker()
+        with lock:
+            ranks_of.setdefault(worker.global_step, set()).add(worker.rank)
+            is_odd = not odd and worker.global_step > 5 and len(batch[0]) == WINDOW
+            if is_odd:
+                odd.append(worker.rank)
+        return mse(model, batch) * (math.nan if is_odd else 1.0)
+
+    model = net()
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        run = exact(
+            model, adamw, 2, loss, epochs=40, per_device_batch_size=WINDOW,
+            runtime=flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
+        )  # fmt: skip
+    state = run.join()
+    if run._engine.replicas[0].lane.is_async:  # those always share
+        return
+    assert odd, ranks_of
+    [told] = [text for text in caplog.messages if "had NaN or infinite numbers" in text]
+    assert told.startswith(f"rank {odd[0]} ")
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert state.global_step == 40 * STEPS // EPOCHS
+    check_equal(run)
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize(("make", "clip", "schedule"), [(momentum, None, None), (adamw, 0.1, cosine)])
 def test_windows_of_one_rank_alone(
