@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import flowdp
 from flowdp import CheckpointOptions
 from flowdp.checkpoint.file import read
+from flowdp.policy.save_budget import SaveBudget
 from tests.reliability.small import WAIT_S, Written, same
 
 pytestmark = pytest.mark.usefixtures("kept_replicas")
@@ -98,7 +100,10 @@ def everything(run: flowdp.Run) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("case", "lanes"), [*((case, "cpu") for case in CASES), ("sync, AdamW", "streams")], indirect=["lanes"]
 )
-def test_every_position_of_a_run_can_be_resumed_bit_for_bit(tmp_path: Path, lanes: str, case: str) -> None:
+def test_every_position_of_a_run_can_be_resumed_bit_for_bit(
+    tmp_path: Path, lanes: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SaveBudget, "free_ms", -math.inf)  # each step has its checkpoint, whatever it costs
     whole = everything(make(case).start())
     written = Written()
 

@@ -14,42 +14,50 @@ import flowdp
 STEPS = 60
 
 
-def trained(policy: Any, checkpoint: flowdp.CheckpointOptions | None) -> flowdp.TrainedState:
+def trained(policy: Any, checkpoint: flowdp.CheckpointOptions | None) -> tuple[flowdp.TrainedState, Any]:
     torch.manual_seed(0)
-    batch: dict[str, Any] = {"batch_size": 4}
-    if policy == "exact":
-        batch = {
-            "global_batch_size": 8,
-            "batch_size": 4,
-            "runtime": flowdp.RuntimeOptions(partition_ratios=(0.5, 0.5)),
-        }
-    return (
-        flowdp.Trainer(
-            model=nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)),
-            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
-            loss=lambda model, data: model(data).square().mean(),
-            dataset=torch.randn(4096, 16, generator=torch.Generator().manual_seed(1)),
-            max_steps=STEPS,
-            devices=["cpu", "cpu"],
-            policy=policy,
-            checkpoint=checkpoint,
-            progress=False,
-            **batch,
-        )
-        .start()
-        .join()
-    )
+    ratios = (0.5, 0.5) if policy == "exact" else None  # which fix the bits
+    run = flowdp.Trainer(
+        model=nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        loss=lambda model, data: model(data).square().mean(),
+        dataset=torch.randn(4096, 16, generator=torch.Generator().manual_seed(1)),
+        batch_size=8,
+        max_steps=STEPS,
+        devices=["cpu", "cpu"],
+        policy=policy,
+        checkpoint=checkpoint,
+        runtime=flowdp.RuntimeOptions(partition_ratios=ratios),
+        progress=False,
+    ).start()
+    state = run.join()
+    return state, run.status().problems
 
 
 @pytest.mark.parametrize("policy", ["sync", "exact"])
 def test_checkpoints_after_every_step_change_no_bit_and_the_last_one_is_there(
     policy: str, tmp_path: Path
 ) -> None:
-    plain = trained(policy, None)
+    plain, _ = trained(policy, None)
     options = flowdp.CheckpointOptions(tmp_path / "run", every=1, unit="step", keep_last=1000)
-    saved = trained(policy, options)
+    saved, _ = trained(policy, options)
     for name, value in plain.state_dict.items():
         assert torch.equal(value, saved.state_dict[name])
     last = flowdp.load_checkpoint(tmp_path / "run")
     for name, value in plain.state_dict.items():
         assert torch.equal(value, last.state_dict[name])
+
+
+def test_where_the_budget_is_spent_the_next_one_is_that_of_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the run says so, once, with the measured cost."""
+    monkeypatch.setattr("flowdp.policy.save_budget.SHARE", 1e-12)
+    options = flowdp.CheckpointOptions(tmp_path / "run", every=1, unit="step", keep_last=1000)
+    state, problems = trained("sync", options)
+    assert state.global_step == STEPS
+    first, last = sorted((tmp_path / "run").glob("step-*.pt"))
+    assert flowdp.load_checkpoint(last).global_step == STEPS
+    assert flowdp.load_checkpoint(first).global_step < STEPS
+    assert len(problems) <= 1  # none where the first file was still being written at the end
+    assert all("checkpoint" in told for told in problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig
+from flowdp.policy.save_budget import SaveBudget
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.lives import play
 from tests.simulator.scenario import Crash, Scenario
@@ -18,6 +20,12 @@ CONFIG = CoordinatorConfig(
     world_size=2, batches=20, epochs=2, policy="sync", tasks=BarrierPlan(SavePlan(4, "step"))
 )
 SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0), sync_ms=0.1, latency_ms=0.0)
+
+
+@pytest.fixture(autouse=True)
+def saves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no checkpoint be put off."""
+    monkeypatch.setattr(SaveBudget, "free_ms", -math.inf)
 
 
 def lives(**given: Any) -> list[JudgedWorld]:
