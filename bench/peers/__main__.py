@@ -30,12 +30,17 @@ def main() -> None:
     began = time.monotonic()
     waits = {"cnn": wait_us("cnn")} if "unequal" in options.kind else {}
     runs: list[Measured] = []
-    loads = []
+    loads, failed = list[float](), list[str]()
     with suppress(KeyboardInterrupt):  # the record has the runs until then
         for turn in range(options.rounds):
             for kind, model, name in plan(options, turn):
                 loads.append(os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
-                measured = measure(turn, kind, model, name, wait=waits.get(model, 0.0), part=options.part)
+                try:
+                    measured = measure(turn, kind, model, name, wait=waits.get(model, 0.0), part=options.part)
+                except RuntimeError as error:  # one run of many: the others count
+                    failed.append(f"{kind}, {model}, {name}: {str(error).splitlines()[0]}")
+                    print(error, flush=True)
+                    continue
                 runs.append(measured)
                 print(line(measured, time.monotonic() - began), flush=True)
     record = {
@@ -44,6 +49,7 @@ def main() -> None:
         "versions": {name: version(name) for name in ("torch", "lightning", "accelerate")},
         "wait_us": waits,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        "failed": failed,
         "minutes": round((time.monotonic() - began) / 60, 1),
         "runs": [as_record(one) for one in runs],
     }

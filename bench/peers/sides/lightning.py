@@ -37,6 +37,8 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(Module(job), job.loader(processes=job.devices))
+    if torch.distributed.is_initialized():  # else gloo aborts now and then as the process ends
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
