@@ -48,7 +48,7 @@ from flowdp.options import (
     RuntimeOptions,
 )
 from flowdp.policy.metric_array import MetricArray
-from flowdp.replica.batch_sizes import plan_sizes, policy_of
+from flowdp.replica.batch_sizes import grows, plan_sizes, policy_of
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.custom_step import TrainStep
 from flowdp.replica.factories import ModelOption, OptimizerOption
@@ -231,7 +231,7 @@ class Trainer:
                 max_grad_norm=max_grad_norm,
                 max_grad_value=max_grad_value,
                 scheduler=check_scheduler(
-                    scheduler, optimizer, grows=per_device_batch_size is not None and batch_size is None
+                    scheduler, optimizer, grows=grows(dataset, batch_size, per_device_batch_size, policy)
                 ),
                 capture=check_capture(runtime.capture, train_step),
                 ema_decay=ema_decay_of(listed),

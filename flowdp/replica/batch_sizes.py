@@ -19,7 +19,7 @@ from flowdp.machine.policies import ROUNDS
 from flowdp.options import Policy
 from flowdp.validators import check_int
 
-__all__ = ["Sizes", "listed", "plan_sizes", "policy_of"]
+__all__ = ["Sizes", "grows", "listed", "plan_sizes", "policy_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,14 @@ def policy_of(policy: Policy, world_size: int, dataset: object, train_step: obje
     """Policy of a run: on one device all are alike, so what "exact" cannot split is trained under "sync"."""
     is_free = train_step is not None or is_stream(dataset) or _has_own_batches(dataset)
     return "sync" if policy == "exact" and world_size == 1 and is_free else policy
+
+
+def grows(dataset: object, batch_size: object, per_device: object, policy: Policy) -> bool:
+    """Whether n devices together train n times the samples of one in a step; arguments as of `plan_sizes`."""
+    if _has_own_batches(dataset):  # each device trains whole ones
+        return True
+    is_shared = isinstance(dataset, DataLoader) and ROUNDS[policy].averages == "gradients"
+    return per_device is not None and batch_size is None and not is_shared
 
 
 def plan_sizes(

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from flowdp.errors import OptionError
-from flowdp.replica.batch_sizes import Sizes, plan_sizes, policy_of
+from flowdp.replica.batch_sizes import Sizes, grows, plan_sizes, policy_of
 
 DATA = TensorDataset(torch.ones(20, 1))
 
@@ -132,3 +132,23 @@ def test_one_device_trains_what_exact_cannot_split(dataset: Any, train_step: Any
     assert policy_of("exact", 2, dataset, train_step) == "exact"
     assert policy_of("cadence", 1, dataset, train_step) == "cadence"
     assert policy_of("exact", 1, DATA, None) == "exact"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "per_device", "policy", "expected"),
+    [
+        (DATA, 64, None, "exact", False),
+        (DATA, 64, 8, "exact", False),
+        (DATA, None, 8, "exact", True),
+        (DATA, None, 8, "sync", True),
+        (DATA, 64, None, "sync", False),
+        (DataLoader(DATA, 5), None, 2, "exact", False),  # the loader's batches are shared
+        (DataLoader(DATA, 5), None, 2, "sync", True),
+        (DataLoader(DATA, 5), None, None, "sync", False),
+        (DataLoader(DATA, batch_size=None), None, None, "sync", True),
+    ],
+)
+def test_a_rate_is_scaled_where_the_batch_grows(
+    dataset: Any, batch_size: int | None, per_device: int | None, policy: Any, expected: bool
+) -> None:
+    assert grows(dataset, batch_size, per_device, policy) is expected
