@@ -215,13 +215,20 @@ def check_loop_backend(backend: LoopBackend, devices: Sequence[torch.device]) ->
         )
 
 
-def check_cadence(cadence: object, world_size: int) -> CadenceOptions:
+def check_cadence(cadence: object, policy: Policy, world_size: int) -> CadenceOptions:
     """Check the options of the cadence; None is the default.
 
     Raises:
-        OptionError: It is something else, or names a rank that is not there.
+        OptionError: It is something else, names a rank that is not there, or the policy has no use for it.
     """
     options = check_record("cadence", cadence, CadenceOptions)
+    shares = ROUNDS[policy].shares
+    used = CadenceOptions(speed_hint=options.speed_hint) if shares == "samples" else CadenceOptions()
+    if shares != "steps" and options != used:
+        raise OptionError(
+            f"cadence={options} has no use with policy={policy!r}, in which all devices meet after each "
+            'step: add policy="cadence" (or "async"), or leave it out'
+        )
     if options.speed_hint is not None and options.speed_hint[0] >= world_size:
         raise OptionError(
             f"cadence.speed_hint names rank {options.speed_hint[0]} as the slow one; the ranks are "

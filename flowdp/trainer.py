@@ -244,7 +244,7 @@ class Trainer:
             epochs=epochs,
             max_steps=max_steps,
             max_ms=max_ms,
-            cadence=check_cadence(cadence, len(chosen)),
+            cadence=check_cadence(cadence, policy, len(chosen)),
             ratios=ratios,
             evaluation=options,
             metrics=metrics,

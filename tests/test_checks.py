@@ -21,7 +21,7 @@ from flowdp.checks import (
     several_optimizers,
 )
 from flowdp.errors import OptionError
-from flowdp.options import CadenceOptions
+from flowdp.options import CadenceOptions, Policy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MODEL = nn.Linear(1, 1)
@@ -73,7 +73,9 @@ def test_the_rest_passes_on_what_is_right() -> None:
     check_backend("nccl", "exact", [CUDA])
     check_loop_backend("nccl", [CUDA])
     check_loop_backend("local", [CPU])
-    assert check_cadence(None, 2) == CadenceOptions()
+    assert check_cadence(None, "exact", 2) == CadenceOptions()
+    hint = CadenceOptions(speed_hint=(1, 2.0))
+    assert check_cadence(hint, "exact", 2) == hint
     assert check_ratios((3, 1), "exact", 2) == (0.75, 0.25)
     assert check_ratios(None, "sync", 2) is None
 
@@ -85,8 +87,16 @@ def test_and_refuses_what_is_not() -> None:
         lambda: check_backend("nccl", "exact", [CPU]),
         lambda: check_loop_backend("nccl", [CPU, CUDA]),
         lambda: check_loop_backend("cpu", [CPU]),  # type: ignore[arg-type]
-        lambda: check_cadence(CadenceOptions(speed_hint=(2, 2.0)), 2),
+        lambda: check_cadence(CadenceOptions(speed_hint=(2, 2.0)), "cadence", 2),
+        lambda: check_cadence(CadenceOptions(speed_hint=(1, 2.0)), "sync", 2),
         lambda: check_ratios((3, 1), "sync", 2),
     ):
         with pytest.raises(OptionError):
             refused()
+
+
+@pytest.mark.parametrize("policy", ["exact", "sync"])
+def test_a_cadence_that_would_have_no_effect(policy: Policy) -> None:
+    told = f"anchor=4.* has no use with policy='{policy}'.*add policy=\"cadence\""
+    with pytest.raises(OptionError, match=told):
+        check_cadence(CadenceOptions(anchor=4), policy, 2)

@@ -36,6 +36,7 @@ from flowdp import (
 from flowdp.device.streams import HostLane
 from flowdp.engine import active_runs
 from flowdp.protocol.messages import Requested
+from tests.cadences import cadence_for
 from tests.watched import Watched, both
 
 WAIT_S = 60.0
@@ -57,7 +58,7 @@ def trainer(loss: Callable[..., Any] = mse, **options: Any) -> Trainer:
         "per_device_batch_size": 2,
         "epochs": 3,
         "devices": 2,
-        "cadence": CadenceOptions(anchor=3, max_anchor=3),
+        "cadence": cadence_for(options.get("policy", "cadence"), anchor=3, max_anchor=3),
     } | options
     return Trainer(loss=loss, **given)
 

@@ -35,6 +35,7 @@ from flowdp import (
 from flowdp.engine import active_runs
 from flowdp.machine.event_log import replay
 from flowdp.protocol.messages import Requested
+from tests.cadences import cadence_for
 
 POLICIES = ["sync", "cadence", "async"]
 SAMPLES = 60
@@ -53,7 +54,8 @@ def trainer(**options: Any) -> Trainer:
     given: dict[str, Any] = {
         "policy": "cadence", "model": nn.Linear(1, 1), "optimizer": sgd, "loss": mse, "dataset": DATA,
         "per_device_batch_size": 4,
-        "epochs": 2, "devices": 2, "cadence": CadenceOptions(anchor=3, max_anchor=3),
+        "epochs": 2, "devices": 2,
+        "cadence": cadence_for(options.get("policy", "cadence"), anchor=3, max_anchor=3),
     } | options  # fmt: skip
     return Trainer(**given)
 

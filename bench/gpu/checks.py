@@ -233,7 +233,7 @@ def faults_of(
 
     data = samples()
     settings: dict[str, Any] = {
-        "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=4),
+        "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=4) if policy in ("cadence", "async") else None,
         "policy": policy,
         "precision": precision,
         "failures": flowdp.FailureOptions(on_failure="raise" if leaver is None else "continue"),

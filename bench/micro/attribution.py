@@ -104,6 +104,7 @@ CASES = (
         {
             "loss": steps(40, 100),
             "dataset": numbers(3 * 14),  # rounds of 4 and 10 steps
+            "policy": "cadence",
             "cadence": flowdp.CadenceOptions(max_anchor=4, speed_hint=(1, 2.5)),
         },
     ),
@@ -144,7 +145,6 @@ def measured(case: Case, folder: str) -> flowdp.EfficiencyReport:
         "dataset": numbers(STEPS),
         "epochs": 1,
         "devices": ["cpu"] * 2,
-        "cadence": flowdp.CadenceOptions(max_anchor=4),
         **case.settings,
     }
     if "checkpoint" in case.expected[0]:

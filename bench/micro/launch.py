@@ -170,6 +170,7 @@ class Task:
             per_device_batch_size=1,
             epochs=10**6,
             devices=self.devices(ranks),
+            policy="cadence",
             cadence=flowdp.CadenceOptions(max_anchor=10),
             progress=False,
             failures=flowdp.FailureOptions(stall_timeout=None),  # the pause may be long

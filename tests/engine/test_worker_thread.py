@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp import (
-    CadenceOptions,
     DataError,
     FailureOptions,
     FlowdpError,
@@ -25,6 +24,7 @@ from flowdp import (
     current_worker,
 )
 from flowdp.engine.device_meter import DeviceMeter
+from tests.cadences import cadence_for
 from tests.fakes import FakeEvent
 
 pytestmark = pytest.mark.usefixtures("lanes")
@@ -48,7 +48,7 @@ def start(policy: str = "cadence", devices: int = 2, loss: Callable[..., Any] = 
         "dataset": (torch.arange(SAMPLES).float().unsqueeze(1), torch.ones(SAMPLES, 1)),
         "per_device_batch_size": BATCH,
         "epochs": 3,
-        "cadence": CadenceOptions(anchor=3, max_anchor=3),
+        "cadence": cadence_for(policy, anchor=3, max_anchor=3),
     } | options
     if isinstance(given["dataset"], DataLoader):
         del given["per_device_batch_size"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import flowdp
 from bench.gpu.checks import BATCH_SIZE, Single, faults_of, model, samples
 from flowdp.data import open_feeds
+from tests.cadences import cadence_for
 from tests.data.poisoned import PoisonedFeed
 
 # torch warns once per process that this mode is a prototype.
@@ -66,7 +67,9 @@ def watch(device: torch.device) -> Iterator[Watch]:
     made.switch("default")
 
 
-def train(device: torch.device, loss: Any, *, is_streamed: bool, **options: Any) -> flowdp.TrainedState:
+def train(
+    device: torch.device, loss: Any, *, is_streamed: bool, policy: Any, **options: Any
+) -> flowdp.TrainedState:
     data = samples()
     return flowdp.Trainer(
         model(),
@@ -77,7 +80,8 @@ def train(device: torch.device, loss: Any, *, is_streamed: bool, **options: Any)
         max_steps=STEPS,
         devices=[device] * 2,
         max_grad_norm=1.0,
-        cadence=flowdp.CadenceOptions(anchor=2, max_anchor=4),
+        policy=policy,
+        cadence=cadence_for(policy, anchor=2, max_anchor=4),
         progress=False,
         **options,
     ).fit()

@@ -24,6 +24,7 @@ from flowdp.device.streams import CudaLane, Lane, open_lanes
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine import engine as engine_module
 from flowdp.replica.replica import Replica
+from tests.cadences import cadence_for
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda, FakeEvent
 from tests.gpu.conftest import Ranks, fake_streams
@@ -43,6 +44,7 @@ def error(model: nn.Module, batch: Any) -> Tensor:
 
 def trainer(devices: Sequence[torch.device], loss: Any = error, **options: Any) -> flowdp.Trainer:
     torch.manual_seed(0)
+    policy = options.pop("policy", "cadence")
     return flowdp.Trainer(
         options.pop("model", perceptron),
         lambda params: torch.optim.Adam(params, lr=1e-3, fused=True),
@@ -53,7 +55,8 @@ def trainer(devices: Sequence[torch.device], loss: Any = error, **options: Any) 
         **{
             "per_device_batch_size": BATCH_SIZE,
             "epochs": 3,
-            "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=2),
+            "policy": policy,
+            "cadence": cadence_for(policy, anchor=2, max_anchor=2),
             **options,
         },
     )

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flowdp
 from flowdp import CheckpointOptions, EvaluationOptions, OptionError
+from tests.cadences import cadence_for
 
 # An average does not depend on how a batch reached its rank.
 pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
@@ -45,7 +46,7 @@ def make(policy: str, devices: int, **options: Any) -> flowdp.Trainer:
         "epochs": 2,
         "policy": policy,
         "devices": ["cpu"] * devices,
-        "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=2),
+        "cadence": cadence_for(policy, anchor=2, max_anchor=2),
         "reading": flowdp.ReadingOptions(shuffle=False),
         "callbacks": [flowdp.EMA(DECAY), *options.pop("also", ())],
         "progress": False,

@@ -23,6 +23,7 @@ from flowdp.data.epoch_order import epoch_order
 from flowdp.engine.coordinator_thread import CoordinatorShell
 from flowdp.protocol.commands import Send
 from flowdp.protocol.messages import SyncNow
+from tests.cadences import cadence_for
 
 SAMPLES = 57
 draw = torch.Generator().manual_seed(0)
@@ -48,7 +49,7 @@ def train(model: nn.Module, devices: int, policy: Any, loss: Any = mse, **option
         "dataset": (X, Y), "per_device_batch_size": 4, "epochs": 3,
         "progress": False, "optimizer": adamw,
         "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
-        "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=2),
+        "cadence": cadence_for(policy, anchor=2, max_anchor=2),
     } | options  # fmt: skip
     run = flowdp.Trainer(model=model, loss=loss, devices=["cpu"] * devices, policy=policy, **given).start()
     run.join()

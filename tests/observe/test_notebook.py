@@ -33,6 +33,7 @@ def run() -> Any:
         batch_size=4,
         epochs=1000,
         devices=["cpu"],
+        policy="cadence",
         cadence=flowdp.CadenceOptions(max_anchor=4),
         progress=False,
     ).start()

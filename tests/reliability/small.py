@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import flowdp
 from flowdp.device.worker_context import CurrentWorker
+from tests.cadences import cadence_for
 from tests.numerics.conftest import WAIT_S, Door, StepRecorder
 
 SAMPLES = 23
@@ -51,7 +52,7 @@ def trainer(recorder: StepRecorder, policy: Any, devices: int, **options: Any) -
         "epochs": 3,
         "policy": policy,
         # Rounds of a third of an epoch, so that a run can be stopped within it.
-        "cadence": flowdp.CadenceOptions(anchor=1, max_anchor=1),
+        "cadence": cadence_for(policy, anchor=1, max_anchor=1),
         "devices": ["cpu"] * devices,
         "progress": False,
         "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),

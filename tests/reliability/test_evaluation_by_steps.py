@@ -11,6 +11,7 @@ from torch import nn
 
 import flowdp
 from flowdp import CheckpointOptions, EarlyStopping, EvaluationEnded, EvaluationOptions, OptionError, Trainer
+from tests.cadences import cadence_for
 
 torch.manual_seed(2)
 X, Y = torch.randn(64, 4), torch.randn(64, 1)
@@ -27,7 +28,7 @@ class Heard(flowdp.Callback):
 def trainer(policy: Any, **options: Any) -> Trainer:
     given: dict[str, Any] = {
         "evaluation": EvaluationOptions((X[:9], Y[:9]), every=6, unit="step"),
-        "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=2) if policy == "cadence" else None,
+        "cadence": cadence_for(policy, anchor=2, max_anchor=2),
     }
     return Trainer(
         nn.Linear(4, 1),

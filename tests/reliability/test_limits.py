@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 import flowdp
 from flowdp import CheckpointError, EvaluationOptions, OptionError
+from tests.cadences import cadence_for
 from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import BATCH, SAMPLES, WAIT_S, indices, stop_at, trainer
 
@@ -155,7 +156,7 @@ def test_a_trial_calls_everything_once(
         resume=True,
         evaluation=EvaluationOptions(indices(), step=evaluated(seen), every=4, sanity_check=0),
         callbacks=[calls, logs, flowdp.EarlyStopping("samples", restore_best=True)],
-        cadence=flowdp.CadenceOptions(anchor=9, speed_hint=(0, 5.0)),
+        cadence=cadence_for(policy, anchor=9, speed_hint=(0, 5.0)),
         batch_size=3 * BATCH if policy == "exact" else None,
         timeline=tmp_path / "run.html",
     )

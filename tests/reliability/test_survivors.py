@@ -17,6 +17,7 @@ import flowdp
 from flowdp import OutOfDeviceMemory, StepError
 from flowdp.data.loader_source import LoaderSource
 from flowdp.data.open_source import open_source
+from tests.cadences import cadence_for
 from tests.numerics.conftest import Step, StepRecorder
 from tests.reliability.small import BATCH, SAMPLES, WAIT_S, Counts, Written, count, trainer
 
@@ -82,7 +83,7 @@ def test_the_others_train_what_was_lost(
     recorder: StepRecorder, caplog: pytest.LogCaptureFixture, policy: str, devices: int, rank: int, step: int
 ) -> None:
     model = Counts()
-    cadence = flowdp.CadenceOptions(anchor=2, max_anchor=2)
+    cadence = cadence_for(policy, anchor=2, max_anchor=2)
     run = trainer(
         recorder,
         policy,
@@ -346,7 +347,7 @@ def test_what_was_read_is_trained_by_the_others(
         per_device_batch_size=(dataset.batch_size or None) if isinstance(dataset, DataLoader) else BATCH,
         failures=flowdp.FailureOptions(on_failure="continue"),
         epochs=4,
-        cadence=flowdp.CadenceOptions(anchor=2, max_anchor=2),
+        cadence=cadence_for(policy, anchor=2, max_anchor=2),
         runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, devices)),
     )
     most = lent_at_most(recorder, monkeypatch)
