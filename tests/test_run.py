@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.cadences import cadence_for
 from flowdp import (
     CadenceOptions,
     Callback,
@@ -36,7 +37,6 @@ from flowdp import (
 from flowdp.device.streams import HostLane
 from flowdp.engine import active_runs
 from flowdp.protocol.messages import Requested
-from tests.cadences import cadence_for
 from tests.watched import Watched, both
 
 WAIT_S = 60.0

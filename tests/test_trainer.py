@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
+from bench.cadences import cadence_for
 from flowdp import (
     CadenceOptions,
     EarlyStopping,
@@ -35,7 +36,6 @@ from flowdp import (
 from flowdp.engine import active_runs
 from flowdp.machine.event_log import replay
 from flowdp.protocol.messages import Requested
-from tests.cadences import cadence_for
 
 POLICIES = ["sync", "cadence", "async"]
 SAMPLES = 60

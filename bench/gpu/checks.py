@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import flowdp
+from bench.cadences import cadence_for
 from bench.gpu.averaging import Make, one_round, outcome_of
 from bench.gpu.part import lanes_of
 from flowdp.collective import host
@@ -233,7 +234,7 @@ def faults_of(
 
     data = samples()
     settings: dict[str, Any] = {
-        "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=4) if policy in ("cadence", "async") else None,
+        "cadence": cadence_for(policy, anchor=2, max_anchor=4),
         "policy": policy,
         "precision": precision,
         "failures": flowdp.FailureOptions(on_failure="raise" if leaver is None else "continue"),

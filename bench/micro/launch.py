@@ -162,6 +162,7 @@ class Task:
         return rate
 
     def trainer(self, variant: Variant, ranks: int) -> flowdp.Trainer:
+        cadence: dict[str, Any] = {"policy": "cadence", "cadence": flowdp.CadenceOptions(max_anchor=10)}
         return flowdp.Trainer(
             model=lambda: self.model(variant.is_compiled),
             optimizer=partial(adamw, is_fused=variant.is_fused),
@@ -170,11 +171,9 @@ class Task:
             per_device_batch_size=1,
             epochs=10**6,
             devices=self.devices(ranks),
-            policy="cadence",
-            cadence=flowdp.CadenceOptions(max_anchor=10),
             progress=False,
             failures=flowdp.FailureOptions(stall_timeout=None),  # the pause may be long
-            **variant.options,
+            **(cadence | variant.options),
         )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import flowdp
+from bench.cadences import cadence_for
 from flowdp.options import Backend, Policy
 
 __all__ = ["ALL", "ANY", "EPOCHS", "SAMPLES", "STALL_TIMEOUT_S", "Case", "Fault", "Injected", "all_cases"]
@@ -179,7 +180,7 @@ class Fault:
                 # These run side by side, and the settings are those of the process.
                 tune_process=not case.waits,
             ),
-            cadence=flowdp.CadenceOptions(anchor=2, max_anchor=3),
+            cadence=cadence_for(case.policy, anchor=2, max_anchor=3),
             evaluation=flowdp.EvaluationOptions(evaluated, step=self._evaluate, sanity_check=0)
             if is_evaluated
             else None,

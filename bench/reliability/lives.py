@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import flowdp
+from bench.cadences import cadence_for
 from flowdp.checkpoint.file import UNFINISHED
 from flowdp.options import Policy
 
@@ -110,7 +111,7 @@ def trainer(plan: Plan, folder: Path, **options: Any) -> flowdp.Trainer:
             partition_ratios=[0.5] * DEVICES if plan.policy == "exact" else None,
             tune_process=False,  # a fork has no pool of the parent's main thread
         ),
-        cadence=flowdp.CadenceOptions(anchor=2, max_anchor=3),
+        cadence=cadence_for(plan.policy, anchor=2, max_anchor=3),
         checkpoint=flowdp.CheckpointOptions(folder, every=plan.every, unit=plan.unit),
         resume=True,
         **options,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from bench.cadences import cadence_for
 from flowdp import (
     DataError,
     FailureOptions,
@@ -24,7 +25,6 @@ from flowdp import (
     current_worker,
 )
 from flowdp.engine.device_meter import DeviceMeter
-from tests.cadences import cadence_for
 from tests.fakes import FakeEvent
 
 pytestmark = pytest.mark.usefixtures("lanes")

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
+from bench.cadences import cadence_for
 from bench.gpu.checks import BATCH_SIZE, Single, faults_of, model, samples
 from flowdp.data import open_feeds
-from tests.cadences import cadence_for
 from tests.data.poisoned import PoisonedFeed
 
 # torch warns once per process that this mode is a prototype.

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
+from bench.cadences import cadence_for
 from bench.gpu.checks import BATCH_SIZE, deviation, faults_of, held_by, samples
 from bench.gpu.checks import model as perceptron
 from flowdp.checkpoint.rank_state import capture
@@ -24,7 +25,6 @@ from flowdp.device.streams import CudaLane, Lane, open_lanes
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine import engine as engine_module
 from flowdp.replica.replica import Replica
-from tests.cadences import cadence_for
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda, FakeEvent
 from tests.gpu.conftest import Ranks, fake_streams

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flowdp
+from bench.cadences import cadence_for
 from flowdp import CheckpointOptions, EvaluationOptions, OptionError
-from tests.cadences import cadence_for
 
 # An average does not depend on how a batch reached its rank.
 pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)

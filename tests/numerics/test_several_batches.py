@@ -18,12 +18,12 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flowdp
+from bench.cadences import cadence_for
 from flowdp import OptionError, current_worker, record_scalar
 from flowdp.data.epoch_order import epoch_order
 from flowdp.engine.coordinator_thread import CoordinatorShell
 from flowdp.protocol.commands import Send
 from flowdp.protocol.messages import SyncNow
-from tests.cadences import cadence_for
 
 SAMPLES = 57
 draw = torch.Generator().manual_seed(0)

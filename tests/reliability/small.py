@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import flowdp
+from bench.cadences import cadence_for
 from flowdp.device.worker_context import CurrentWorker
-from tests.cadences import cadence_for
 from tests.numerics.conftest import WAIT_S, Door, StepRecorder
 
 SAMPLES = 23

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import flowdp
+from bench.cadences import cadence_for
 from flowdp import CheckpointOptions, EarlyStopping, EvaluationEnded, EvaluationOptions, OptionError, Trainer
-from tests.cadences import cadence_for
 
 torch.manual_seed(2)
 X, Y = torch.randn(64, 4), torch.randn(64, 1)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import flowdp
+from bench.cadences import cadence_for
 from flowdp import CheckpointError, EvaluationOptions, OptionError
-from tests.cadences import cadence_for
 from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import BATCH, SAMPLES, WAIT_S, indices, stop_at, trainer
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flowdp
+from bench.cadences import cadence_for
 from flowdp import OutOfDeviceMemory, StepError
 from flowdp.data.loader_source import LoaderSource
 from flowdp.data.open_source import open_source
-from tests.cadences import cadence_for
 from tests.numerics.conftest import Step, StepRecorder
 from tests.reliability.small import BATCH, SAMPLES, WAIT_S, Counts, Written, count, trainer
 

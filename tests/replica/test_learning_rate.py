@@ -28,7 +28,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from flowdp import CadenceOptions, SchedulerOptions, Trainer, current_worker
+from bench.cadences import cadence_for
+from flowdp import SchedulerOptions, Trainer, current_worker
 from flowdp.checkpoint import file as checkpoint_file
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.replica.learning_rate import LearningRate, check_scheduler
@@ -348,7 +349,7 @@ def curve(devices: int, policy: str, is_instance: bool = False, **options: Any) 
         epochs=EPOCHS,
         devices=devices,
         policy=policy,
-        cadence=CadenceOptions(anchor=2, max_anchor=2),
+        cadence=cadence_for(policy, anchor=2, max_anchor=2),
         **options,
     ).fit()
     assert len(steps) == state.global_step == TOTAL

@@ -1,4 +1,4 @@
-"""Cadences for tests that go through the policies."""
+"""Cadences for programs and tests that go through the policies."""
 
 from __future__ import annotations
 
