@@ -162,7 +162,8 @@ class Task:
         return rate
 
     def trainer(self, variant: Variant, ranks: int) -> flowdp.Trainer:
-        cadence: dict[str, Any] = {"policy": "cadence", "cadence": flowdp.CadenceOptions(max_anchor=10)}
+        options: dict[str, Any] = {"policy": "cadence", "cadence": flowdp.CadenceOptions(max_anchor=10)}
+        options.update(variant.options)
         return flowdp.Trainer(
             model=lambda: self.model(variant.is_compiled),
             optimizer=partial(adamw, is_fused=variant.is_fused),
@@ -173,7 +174,7 @@ class Task:
             devices=self.devices(ranks),
             progress=False,
             failures=flowdp.FailureOptions(stall_timeout=None),  # the pause may be long
-            **(cadence | variant.options),
+            **options,
         )
 
 
