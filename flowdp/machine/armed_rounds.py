@@ -27,6 +27,7 @@ class ArmedRounds:
         alone: The rank that trains all of the batches (exact); None: all ranks train.
         start_ms: Time of the beginning.
         acks: Acknowledgments so far, by rank.
+        has_bad: One of them reports a replica with NaN or inf parameters.
     """
 
     plan: int
@@ -38,11 +39,7 @@ class ArmedRounds:
     alone: int | None = None
     start_ms: float = math.nan
     acks: dict[int, SyncAck] = field(default_factory=dict)
-
-    @property
-    def has_bad(self) -> bool:
-        """Whether an acknowledgment reports a replica with NaN or inf parameters."""
-        return any(ack.bad for ack in self.acks.values())
+    has_bad: bool = False
 
     @property
     def last_round(self) -> int:
@@ -136,8 +133,8 @@ class HeldRounds:
     def longest_ms(self) -> float:
         """Time of all rounds held: of the rank whose work, waits and averagings took longest."""
         own_ms = (
-            work.busy_ms + work.data_ms + self.wait_ms[rank] + self.rank_sync_ms(rank)
-            for rank, work in enumerate(self.works)
+            work.busy_ms + work.data_ms + wait_ms + self.rank_sync_ms(rank)
+            for rank, (work, wait_ms) in enumerate(zip(self.works, self.wait_ms, strict=True))
         )
         return max(own_ms)
 

@@ -1,15 +1,16 @@
-"""State of a rank in asynchronous rounds: the orders that are out, and its steps."""
+"""State of a rank in asynchronous rounds: the orders that are out, and its steps; and all ranks by state."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 from flowdp.errors import ProtocolError
 from flowdp.protocol.messages import DataEnded, StartEpoch, StepsDone, Work
 
-__all__ = ["AHEAD", "AsyncRank"]
+__all__ = ["AHEAD", "AsyncRank", "RankIndex"]
 
 AHEAD = 2
 """Orders per rank that are out."""
@@ -38,6 +39,11 @@ class AsyncRank:
     works: list[Work] = field(default_factory=list)
     limit: int | None = None
     bad: tuple[int, int] | None = None
+
+    @property
+    def done(self) -> int:
+        """Steps that it has reported since its last snapshot; negative while a report is under way."""
+        return self.trained - self.snapshot
 
     @property
     def reach(self) -> int:
@@ -96,3 +102,45 @@ class AsyncRank:
             raise ProtocolError(f"counts out of order: {self}")
         if len(self.orders) > AHEAD:
             raise ProtocolError(f"{len(self.orders)} orders are out, {AHEAD} may be")
+
+
+class RankIndex:
+    """Ranks by state, so that a decision looks at those that have changed, and at no others.
+
+    Args:
+        ranks: States of all ranks. Shape (world_size,).
+
+    Attributes:
+        out: Ranks with orders.
+        short: Those of them that have not trained their count since their last snapshot.
+        held: Those of them that may not train all of their orders.
+        changed: Ranks that were not asked since they changed whether orders are due.
+        starved: Ranks that would have got an order, had there been data.
+    """
+
+    def __init__(self, ranks: Sequence[AsyncRank]) -> None:
+        self._ranks = ranks
+        self.out = set[int]()
+        self.short = set[int]()
+        self.held = set[int]()
+        self.changed = set(range(len(ranks)))
+        self.starved = set[int]()
+
+    def sort(self, rank: int, count: int) -> None:
+        """Sort a rank by its state, and by its count of steps in a round."""
+        state = self._ranks[rank]
+        is_out = bool(state.orders)
+        for group, belongs in (
+            (self.out, is_out),
+            (self.short, is_out and state.done < count),
+            (self.held, is_out and state.reach < state.dealt),
+        ):
+            if belongs:
+                group.add(rank)
+            else:
+                group.discard(rank)
+
+    def change(self, rank: int, count: int) -> None:
+        """Sort a rank that has changed."""
+        self.sort(rank, count)
+        self.changed.add(rank)

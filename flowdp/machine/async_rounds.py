@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.async_rank import AHEAD, AsyncRank
+from flowdp.machine.async_rank import AHEAD, AsyncRank, RankIndex
 from flowdp.machine.async_round import AsyncRound, Meeting
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.round_record import ShareChanges, reason_of, round_ended
 from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import largest_drift
-from flowdp.policy.lead import Overshoot, lead_limit
+from flowdp.policy.lead import Overshoot, lead_limits
 from flowdp.policy.ledger import ENDLESS, Ledger
 from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
 from flowdp.protocol.messages import (
@@ -56,6 +56,33 @@ SNAPSHOT_TIMEOUT_MS = 5000.0
 """How long a round waits for its snapshots; doubled when that was too short, halved when it was not."""
 
 
+class OrderPlan:
+    """The orders of each rank as the counts of steps want them; until the next measurement.
+
+    Args:
+        cadence: Counts and paces.
+        groups: Batches that make one step of each rank. Shape (world_size,).
+
+    Attributes:
+        counts: Steps of each rank in a round. Shape (world_size,).
+        turns: Place of each rank where several get orders. Shape (world_size,).
+        steps: Steps of an order of each rank. Shape (world_size,).
+        batches: Batches of an order of every rank.
+        paces: Part of each rank in the steps of a round. Shape (world_size,).
+        report_every: Steps of each rank between two reports. Shape (world_size,).
+    """
+
+    def __init__(self, cadence: Cadence, groups: Sequence[int]) -> None:
+        self.counts = cadence.quotas
+        # Those that would finish first are served first, so the end of the data goes to the fast ones.
+        self.turns = [(ms, rank) for rank, ms in enumerate(cadence.ms_per_step)]
+        self.steps = [math.ceil(count / ORDERS_PER_ROUND) for count in self.counts]
+        self.batches = sum(steps * group for steps, group in zip(self.steps, groups, strict=True))
+        whole = sum(self.counts)
+        self.paces = [Pace(whole, count) for count in self.counts]
+        self.report_every = [math.ceil(REPORT_MS / ms) if ms else 1 for ms in cadence.el_che.ms_per_batch]
+
+
 class AsyncRounds(Rounds):
     """Deals batches in small orders and runs rounds beside the training.
 
@@ -77,13 +104,17 @@ class AsyncRounds(Rounds):
         self._bad: dict[int, tuple[int, int] | None] = {}
         self._is_bad = False  # some rank has said so since the last meeting
         self._ranks = [AsyncRank() for _ in range(world_size)]
+        self._index = RankIndex(self._ranks)
+        self._groups = epochs.groups or (1,) * world_size
+        self._orders = OrderPlan(cadence, self._groups)
         self._overshoot = Overshoot(ENDLESS if epochs.batches is None else epochs.batches)
         self._round: AsyncRound | None = None
         self._meeting: Meeting | None = None
         self._next_round = 0
         self._plan = 0
         self._timeout_ms = SNAPSHOT_TIMEOUT_MS
-        self._met_dealt = 0  # batches dealt until the last blocking round: nothing since, nothing to meet for
+        self._trained = 0  # steps of all ranks
+        self._met_trained = 0  # until the last blocking round: nothing since, nothing to meet for
         self._round_start_ms = math.nan
         self._share_changes = ShareChanges(world_size)
 
@@ -117,12 +148,19 @@ class AsyncRounds(Rounds):
         self.global_step, self._next_round = position.global_step, position.round
         if position.anchor is not None and len(position.pace_ms) == self.world_size == position.world_size:
             self.cadence.restore(position.anchor, position.pace_ms, position.drifts)
+            self._orders = OrderPlan(self.cadence, self._groups)
 
     @property
     def _is_dirty(self) -> bool:
         # An order that has become empty is still answered.
-        is_out = any(rank.orders for rank in self._ranks)
-        return is_out or sum(rank.dealt for rank in self._ranks) > self._met_dealt
+        return bool(self._index.out) or self._trained > self._met_trained
+
+    def _change(self, rank: int) -> None:
+        self._index.change(rank, self._orders.counts[rank])
+
+    def _change_all(self) -> None:
+        for rank in range(self.world_size):
+            self._change(rank)
 
     # ------------------------------------------------------------------ facts
     def take(self, fact: Fact, now_ms: float) -> list[Command]:
@@ -130,6 +168,7 @@ class AsyncRounds(Rounds):
         match fact:
             case StepsDone():
                 self._credit(fact.rank, self._ranks[fact.rank].reported(fact), fact.work)
+                self._change(fact.rank)
             case SnapshotReady():
                 # An answer to an abandoned round comes late and belongs nowhere; its rank may be sound again.
                 if self._round is not None and self._round.number == fact.round:
@@ -137,6 +176,7 @@ class AsyncRounds(Rounds):
                     self._round.snapshots[fact.rank] = fact
                     rank = self._ranks[fact.rank]
                     rank.snapshot = rank.mean + fact.steps
+                    self._change(fact.rank)
             case Averaged():
                 if self._round is not None and self._round.number == fact.round:
                     self._round.averaged = fact
@@ -158,10 +198,14 @@ class AsyncRounds(Rounds):
         self.epochs.count_back(order.epoch, rank, order.batches, work.steps)
         self.epochs.record(rank, work, wait_ms=wait_ms)
         self._ranks[rank].credit(order, work)
+        self._trained += work.steps
 
     def end(self, end: DataEnded) -> list[Command]:
         """Shorten the orders of an epoch whose end was read; one that becomes empty is answered, too."""
-        return [Send(rank, end) for rank, state in enumerate(self._ranks) if state.shorten(end)]
+        cut = [rank for rank, state in enumerate(self._ranks) if state.shorten(end)]
+        for rank in cut:
+            self._change(rank)
+        return [Send(rank, end) for rank in cut]
 
     # ------------------------------------------------------------------ decisions
     def pop_bad(self) -> dict[int, tuple[int, int] | None]:
@@ -196,7 +240,7 @@ class AsyncRounds(Rounds):
             commands.append(self._abandon(round_))
         elif round_ is not None:
             return commands
-        if self._is_dirty and (meet or (self.epochs.is_exhausted and not self._holds_back)):
+        if self._is_dirty and (meet or (self.epochs.is_exhausted and not self._index.held)):
             return commands + self._meet(is_hurried=meet)
         if not hold and self._is_due():
             commands += self._open_round(now_ms)
@@ -208,35 +252,45 @@ class AsyncRounds(Rounds):
 
     def _deal(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
-        counts, pace_ms = self.cadence.quotas, self.cadence.ms_per_step
-        sizes = [math.ceil(count / ORDERS_PER_ROUND) for count in counts]
-        # Those that would finish first are served first, so the end of the data goes to the fast ones.
-        for rank in sorted(range(self.world_size), key=pace_ms.__getitem__):
+        plan, index = self._orders, self._index
+        if index.starved and self.epochs.dealing(now_ms) is not None:
+            index.changed |= index.starved
+        lead = self.cadence.options.max_batch_diff
+        if lead is not None:  # each rank's limit follows from the steps of others
+            index.changed.update(range(self.world_size))
+        limits = None if lead is None else self._lead_limits(lead)
+        was_exhausted = self.epochs.is_exhausted
+        for rank in sorted(index.changed, key=plan.turns.__getitem__):
             state, orders = self._ranks[rank], list[StartEpoch]()
-            limit = self._limit(rank, counts)
+            limit = self._limit(rank, None if limits is None else limits[rank])
+            index.starved.discard(rank)
             while len(state.orders) < AHEAD and state.dealt < limit:
                 ledger = self.epochs.dealing(now_ms)
                 if ledger is None:
+                    index.starved.add(rank)
                     break
-                whole = sum(size * group for size, group in zip(sizes, ledger.groups, strict=True))
-                quotas = [0] * self.world_size
-                quotas[rank] = sizes[rank] if ledger.remaining > whole else 1
-                orders.append(self._order(ledger, rank, ledger.deal(quotas, pace_ms)[rank]))
+                steps = plan.steps[rank] if ledger.remaining > plan.batches else 1
+                orders.append(self._order(ledger, rank, ledger.deal_to(rank, steps)))
                 state.give(orders[-1])
             commands += self._throttle(rank, limit)
             commands += [Send(rank, order) for order in orders]
+            index.sort(rank, plan.counts[rank])
+            if lead is not None and orders and self.epochs.is_exhausted != was_exhausted:
+                # Ranks that have none now get none any more, and hold no other back.
+                was_exhausted = not was_exhausted
+                limits = self._lead_limits(lead)
+        index.changed.clear()
         return commands
 
     def _order(self, ledger: Ledger, rank: int, batches: tuple[int, ...]) -> StartEpoch:
-        counts, ms = self.cadence.quotas, self.cadence.el_che.ms_per_batch[rank]
         return StartEpoch(
             self._plan,
             ledger.epoch,
             batches,
-            pace=Pace(sum(counts), counts[rank]),
+            pace=self._orders.paces[rank],
             metric=self.epochs.metric,
             group=ledger.groups[rank],
-            report_every=math.ceil(REPORT_MS / ms) if ms else 1,
+            report_every=self._orders.report_every[rank],
         )
 
     def _throttle(self, rank: int, limit: int) -> list[Command]:
@@ -252,32 +306,19 @@ class AsyncRounds(Rounds):
         state.limit = limit
         return [Send(rank, Throttle(limit, reason))]
 
-    def _limit(self, rank: int, counts: tuple[int, ...]) -> int:
+    def _limit(self, rank: int, lead_limit: int | None) -> int:
         """Steps that a rank may take since the run began, by its last snapshot and those of the others."""
-        own, lead = self._ranks[rank].snapshot, self.cadence.options.max_batch_diff
-        limit = None
-        if lead is not None:
-            done = [state.trained - state.snapshot for state in self._ranks]
-            limit = lead_limit(rank, done, [self._may_move(state) for state in self._ranks], lead)
-        return own + (counts[rank] + self._overshoot.value if limit is None else limit)
+        count = self._orders.counts[rank] + self._overshoot.value
+        return self._ranks[rank].snapshot + (count if lead_limit is None else lead_limit)
 
-    def _may_move(self, state: AsyncRank) -> bool:
-        """Whether a rank is not held back by the data: it has orders, or could get some."""
-        return bool(state.orders) or not self.epochs.is_exhausted
-
-    @property
-    def _holds_back(self) -> bool:
-        """Whether a rank has batches that it may not train yet."""
-        return any(state.orders and state.reach < state.dealt for state in self._ranks)
+    def _lead_limits(self, lead: int) -> list[int | None]:
+        # A rank with orders, or that could get some, is not held back by the data.
+        has_more = not self.epochs.is_exhausted
+        may_move = [has_more or bool(state.orders) for state in self._ranks]
+        return lead_limits([state.done for state in self._ranks], may_move, lead)
 
     def _is_due(self) -> bool:
-        steps = 0
-        for state, count in zip(self._ranks, self.cadence.quotas, strict=True):
-            done = state.trained - state.snapshot
-            steps += done
-            if done < count and state.orders:
-                return False
-        return steps > 0
+        return not self._index.short and sum(state.done for state in self._ranks) > 0
 
     def _open_round(self, now_ms: float) -> list[Command]:
         self._round = AsyncRound(self._next_round, now_ms + self._timeout_ms)
@@ -288,6 +329,7 @@ class AsyncRounds(Rounds):
         """Give the round up; its steps stay with their ranks, and count in the next one."""
         for state in self._ranks:
             state.snapshot = state.mean
+        self._change_all()
         self._round = None
         return RoundAbandoned(round_.number, round_.missing(self.world_size))
 
@@ -320,6 +362,8 @@ class AsyncRounds(Rounds):
         paces = [state.pace_ms for state in self._ranks]
         reason = self.cadence.measured(paces, steps, averaged.sync_ms, averaged.drifts or None)
         self._overshoot.averaged(self.cadence.action)
+        self._orders = OrderPlan(self.cadence, self._groups)
+        self._change_all()
         drift = largest_drift(averaged.drifts) if averaged.drifts else None
         self._round = None
         samples = round_.samples(self.world_size)
@@ -353,7 +397,8 @@ class AsyncRounds(Rounds):
             state.bad = None
         if outcome.voids:
             self._plan += 1
-        self._met_dealt = sum(rank.dealt for rank in self._ranks)
+        self._met_trained = self._trained
+        self._change_all()
         sync_ms = max(theirs.sync_ms for theirs in meeting.acks.values())
         reason = reason_of(outcome) or "meeting"
         return [self._record(outcome.round, outcome.steps, outcome.samples, sync_ms, None, reason, now_ms)]

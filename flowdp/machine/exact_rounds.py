@@ -38,7 +38,10 @@ INTERVAL = 1
 
 
 FLOOR = 1e-3
-"""Least share of a rank: of a large global batch every rank gets a sample, and so stays measured."""
+"""Least share of a rank: of a large global batch every rank gets a sample, and so stays measured ..."""
+
+FLOOR_PART = 1 / 16
+"""... and this part of an equal share, where ranks are many: among a thousand `FLOOR` is a whole one."""
 
 
 class ExactRounds(PlannedRounds):
@@ -67,12 +70,15 @@ class ExactRounds(PlannedRounds):
         self._batch = batch
         self._ratios = ratios
         first = weights_from([0.0] * world_size, speed_hint)
-        self._balance = ThroughputBalance(first, calibration=CALIBRATION, interval=INTERVAL, floor=FLOOR)
+        floor = min(FLOOR, FLOOR_PART / world_size)
+        self._balance = ThroughputBalance(first, calibration=CALIBRATION, interval=INTERVAL, floor=floor)
         self._is_warm = False  # the first order was held
         self._is_split = ratios is not None
         self._sharing = Sharing() if batch.may_be_alone and ratios is None and world_size > 1 else None
         self._lone_rank = 0
-        self._next_alone: int | None = None  # of the order that is dealt
+        # Of the order that is dealt.
+        self._next_alone: int | None = None
+        self._next_parts: Sequence[tuple[SampleRange, ...]] = ()
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -91,7 +97,9 @@ class ExactRounds(PlannedRounds):
                     self._lone_rank = self.ratios.index(max(self.ratios))
             if self._sharing.is_shared == is_trial:
                 self._next_alone = self._lone_rank
-        deal = ledger.deal((count, *(0,) * (self.world_size - 1)), [1.0] * self.world_size)
+        batches = ledger.deal_to(0, count)
+        self._next_parts = list(zip(*self._parts(batches, self._next_alone), strict=True))
+        deal = (batches, *((),) * (self.world_size - 1))
         return (count if self._next_alone is None else 1), deal
 
     def _order(self, armed: ArmedRounds, rank: int) -> StartEpoch:
@@ -101,7 +109,7 @@ class ExactRounds(PlannedRounds):
             armed.deal[0],
             armed.sync,
             metric=self.epochs.metric,
-            parts=tuple(parts[rank] for parts in self._parts(armed.deal[0], armed.alone)),
+            parts=self._next_parts[rank],
             alone=armed.alone is not None,
         )
 

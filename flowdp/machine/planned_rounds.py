@@ -156,6 +156,7 @@ class PlannedRounds(Rounds):
         if armed is None or fact.rank in armed.acks or fact.rank not in self._present:
             raise ProtocolError(f"unexpected {fact}; out are {[armed.sync for armed in self._armed]}")
         armed.acks[fact.rank] = fact
+        armed.has_bad |= fact.bad
         return self._settle_all(now_ms)
 
     def end(self, end: DataEnded) -> list[Command]:
@@ -218,7 +219,7 @@ class PlannedRounds(Rounds):
     @property
     def _is_paced(self) -> bool:
         """Whether speeds are known, so that rounds can be planned ahead."""
-        return self.times.slowest_ms > 0
+        return any(self.times.pace_ms)
 
     @property
     def _alone(self) -> int | None:

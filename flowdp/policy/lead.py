@@ -7,29 +7,32 @@ still move. A rank without data, or one that has left, holds no other back: wait
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import nsmallest
 
 from flowdp.policy.drift import GuardAction
 
-__all__ = ["Overshoot", "lead_limit"]
+__all__ = ["Overshoot", "lead_limits"]
 
 
-def lead_limit(rank: int, done: Sequence[int], movable: Sequence[bool], max_batch_diff: int) -> int | None:
-    """Number of steps since the last mean at which a rank is to be held.
+def lead_limits(done: Sequence[int], movable: Sequence[bool], max_batch_diff: int) -> list[int | None]:
+    """Numbers of steps since the last mean at which the ranks are to be held.
 
     A rank may start a step while its lead is at most `max_batch_diff`, so 0 is lockstep and the lead is never
     more than one above it.
 
     Args:
-        rank: Rank index.
         done: Steps since the last mean that each rank has taken. Shape (ranks,).
         movable: Whether each rank has batches to train, or may get some. Shape (ranks,).
         max_batch_diff: Limit of the lead.
 
     Returns:
-        The number; None where the rank has no other to wait for.
+        The number of each rank; None where it has no other to wait for. Shape (ranks,).
     """
-    others = [steps for other, steps in enumerate(done) if other != rank and movable[other]]
-    return min(others) + max_batch_diff + 1 if others else None
+    slowest = nsmallest(2, ((steps, rank) for rank, steps in enumerate(done) if movable[rank]))
+    limits: list[int | None] = [slowest[0][0] + max_batch_diff + 1 if slowest else None] * len(done)
+    if slowest:  # which does not wait for itself
+        limits[slowest[0][1]] = slowest[1][0] + max_batch_diff + 1 if len(slowest) > 1 else None
+    return limits
 
 
 class Overshoot:

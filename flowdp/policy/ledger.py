@@ -76,7 +76,8 @@ class Ledger:
     @property
     def remaining(self) -> int:
         """Batches that can still be dealt."""
-        return self.batches - self.position + sum(map(len, self.left))
+        # Asked for each fact, and left-overs lie with every rank: `check` counts them.
+        return self.batches - self.dealt - self.trained
 
     @property
     def is_complete(self) -> bool:
@@ -118,6 +119,25 @@ class Ledger:
             self.position += self.groups[rank]
         self.dealt += sum(map(len, hands))
         return tuple(map(tuple, hands))
+
+    def deal_to(self, rank: int, steps: int) -> tuple[int, ...]:
+        """Deal the next order of one rank: as `deal` with a quota for it alone, in time that no rank adds to.
+
+        Args:
+            rank: Rank index.
+            steps: Most steps.
+        """
+        group = self.groups[rank]
+        if self.batches - self.position + len(self.left[rank]) < steps * group:
+            quotas = [0] * len(self.groups)
+            quotas[rank] = steps
+            return self._deal_tail(quotas, [1.0] * len(quotas), ())[rank]
+        hand = self._take_left(rank, steps * group)
+        stop = self.position + (steps - self.steps(rank, hand)) * group
+        hand += range(self.position, stop)
+        self.position = stop
+        self.dealt += len(hand)
+        return tuple(hand)
 
     def deal_rounds(self, count: int, ranks: Collection[int] | None = None) -> Deal:
         """Deal `count` rounds of one step per rank: the ranks' batches follow each other in each round.
@@ -198,10 +218,10 @@ class Ledger:
         Raises:
             ProtocolError: It is not.
         """
-        known = self.trained + self.dealt + self.remaining
-        if known != self.batches or min(self.dealt, self.trained) < 0:
+        remaining = self.batches - self.position + sum(map(len, self.left))
+        if remaining != self.remaining or min(self.dealt, self.trained) < 0:
             raise ProtocolError(
-                f"epoch {self.epoch}: {self.trained} batches trained, {self.dealt} dealt, {self.remaining} "
+                f"epoch {self.epoch}: {self.trained} batches trained, {self.dealt} dealt, {remaining} "
                 f"remaining do not make {self.batches}"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 
 from flowdp.errors import OptionError
 
@@ -140,9 +141,12 @@ def _finishing_together(samples: int, speeds: Sequence[float]) -> list[int]:
     """Sizes whose longest time is the shortest: each sample left by rounding ends as early as it can."""
     whole = sum(speeds)
     sizes = [math.floor(samples * speed / whole) for speed in speeds]
+    ends = [((size + 1) / speed, rank) for rank, (size, speed) in enumerate(zip(sizes, speeds, strict=True))]
+    heapify(ends)
     for _ in range(samples - sum(sizes)):
-        soonest = min(range(len(sizes)), key=lambda rank: (sizes[rank] + 1) / speeds[rank])
+        soonest = ends[0][1]
         sizes[soonest] += 1
+        heapreplace(ends, ((sizes[soonest] + 1) / speeds[soonest], soonest))
     return sizes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.async_rank import AHEAD, AsyncRank
+from flowdp.machine.async_rank import AHEAD, AsyncRank, RankIndex
 from flowdp.protocol.messages import DataEnded, StartEpoch, StepsDone, Work
 
 
@@ -69,3 +69,22 @@ def test_a_report_is_about_the_oldest_batches() -> None:
     assert not state.orders
     with pytest.raises(ProtocolError, match="the oldest order is None"):
         state.reported(StepsDone(0, 0, Work(0, 1, 16)))
+
+
+def test_the_index_follows_a_rank() -> None:
+    states = [AsyncRank(), AsyncRank(limit=1)]
+    index = RankIndex(states)
+    assert index.changed == {0, 1}  # none was asked yet
+    index.changed.clear()
+    for rank, state in enumerate(states):
+        state.give(StartEpoch(0, 0, (0, 1, 2)))
+        index.sort(rank, 2)
+    assert (index.out, index.short, index.held, index.changed) == ({0, 1}, {0, 1}, {1}, set())
+    states[0].credit(states[0].reported(StepsDone(0, 0, Work(0, 2, 16), is_last=False)), Work(0, 2, 16))
+    index.change(0, 2)
+    assert (index.out, index.short, index.held, index.changed) == ({0, 1}, {1}, {1}, {0})
+    index.sort(0, 3)  # the counts have changed
+    assert index.short == {0, 1}
+    states[1].credit(states[1].reported(StepsDone(1, 0, Work(0, 3, 24))), Work(0, 3, 24))
+    index.change(1, 3)
+    assert (index.out, index.short, index.held, index.changed) == ({0}, {0}, set(), {0, 1})

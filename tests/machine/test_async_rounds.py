@@ -403,7 +403,7 @@ def test_a_run_is_not_idle_while_an_empty_order_is_out() -> None:
     run.trains(0)
     run.trains(1)
     run.trains(1)
-    run.machine._met_dealt = 1  # as after a meeting: nothing trained since
+    run.machine._met_trained = 1  # as after a meeting: nothing trained since
     assert not run.machine.is_idle
     run.trains(0)
     assert run.machine.is_idle

@@ -679,11 +679,17 @@ def ended_epoch(epoch: int, training_loss: float, **means: float) -> EpochEnded:
 
 
 def calls_per_fact(policy: Policy, ranks: int) -> float:
-    """Python and C calls of the coordinator's machine per fact, in a run of `ranks` equal devices."""
+    """Python and C calls of the coordinator's machine per fact, in a run of `ranks` unequal devices."""
+    is_exact = policy == "exact"
     config = CoordinatorConfig(
-        world_size=ranks, batches=24 * ranks, epochs=1, policy=policy, cadence=CadenceOptions(max_anchor=4)
+        world_size=ranks,
+        batches=24 if is_exact else 24 * ranks,
+        epochs=1,
+        policy=policy,
+        cadence=CadenceOptions(max_anchor=4),
+        global_batch=GlobalBatch(8 * ranks, 8 * 24 * ranks, may_be_alone=True) if is_exact else None,
     )
-    devices = [VirtualRank(WorkerMachine(rank), 10.0) for rank in range(ranks)]
+    devices = [VirtualRank(WorkerMachine(rank), 10.0 + 10.0 * rank / ranks) for rank in range(ranks)]
     world = World(
         Coordinator(config), GateState(ranks), devices, seed=0, sync_ms=0.5, noise=0.0, batch_size=8
     )
@@ -704,7 +710,7 @@ def calls_per_fact(policy: Policy, ranks: int) -> float:
     return calls / len(world.facts)
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
 def test_the_work_per_fact_does_not_grow_with_the_ranks(policy: Policy) -> None:
     # Each rank acknowledges each order, so work per fact that grows with the ranks is quadratic per round.
     assert calls_per_fact(policy, 256) < 1.2 * calls_per_fact(policy, 16)

@@ -154,6 +154,19 @@ def test_the_first_round_is_not_believed() -> None:
     assert all(sizes(block) == [32, 32] for block in armed)
 
 
+def test_a_thousand_ranks_are_balanced() -> None:
+    # An equal share is a thousandth: the least share of a rank lies below that of a slow one.
+    ranks = 1024
+    machine = rounds(world_size=ranks, window=64 * ranks)
+    ms = [1.0 + 3.0 * (rank % 2) for rank in range(ranks)]
+    for _ in range(4):
+        for block in decide(machine):
+            for ack in acks(block, ms):
+                machine.take(ack, 0.0)
+    assert machine.ratios[1] == pytest.approx(0.4 / ranks)
+    assert machine.ratios[0] == pytest.approx(4 * machine.ratios[1])
+
+
 def test_equal_speeds_give_equal_parts() -> None:
     machine = rounds(world_size=3, window=64)
     for block in drained(machine, (3.0, 3.0, 3.0)):

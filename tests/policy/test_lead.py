@@ -3,26 +3,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowdp.policy.drift import GuardAction
-from flowdp.policy.lead import Overshoot, lead_limit
+from flowdp.policy.lead import Overshoot, lead_limits
 
 ranks = st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=8)
 
 
-def limits(steps, movable, limit):
-    return [lead_limit(rank, steps, movable, limit) for rank in range(len(steps))]
-
-
 def test_a_rank_without_batches_holds_no_other_back():
-    assert limits([9, 0, 5], [True, True, True], 3) == [4, 9, 4]
-    assert limits([9, 0, 5], [True, False, True], 3) == [9, 9, 13]
-    assert limits([9, 0, 5], [True, False, False], 3) == [None, 13, 13]
-    assert limits([9, 0], [False, False], 0) == [None, None]
+    assert lead_limits([9, 0, 5], [True, True, True], 3) == [4, 9, 4]
+    assert lead_limits([9, 0, 5], [True, False, True], 3) == [9, 9, 13]
+    assert lead_limits([9, 0, 5], [True, False, False], 3) == [None, 13, 13]
+    assert lead_limits([9, 0], [False, False], 0) == [None, None]
 
 
 @given(ranks, st.integers(0, 10))
 def test_one_rank_can_always_move(given_ranks, limit):
     steps, movable = zip(*given_ranks, strict=True)
-    most = limits(steps, movable, limit)
+    most = lead_limits(steps, movable, limit)
     free = [
         can and (top is None or taken < top) for can, taken, top in zip(movable, steps, most, strict=True)
     ]
@@ -33,7 +29,7 @@ def test_one_rank_can_always_move(given_ranks, limit):
 def test_a_lead_stays_within_one_of_the_limit(world_size, limit, data):
     steps = [0] * world_size
     for rank in data.draw(st.lists(st.integers(0, world_size - 1), max_size=60)):
-        most = lead_limit(rank, steps, [True] * world_size, limit)
+        most = lead_limits(steps, [True] * world_size, limit)[rank]
         assert most is not None
         if steps[rank] < most:
             steps[rank] += 1

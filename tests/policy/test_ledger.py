@@ -173,6 +173,23 @@ def test_a_batch_in_two_places_is_noticed(field: str) -> None:
 # ---------------------------------------------------------------- random histories
 @settings(max_examples=200, deadline=None)
 @given(st.data())
+def test_an_order_of_one_rank_is_a_deal_with_a_quota_for_it_alone(data: st.DataObject) -> None:
+    groups = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    batches, ranks = data.draw(st.integers(1, 60)), range(len(groups))
+    one, other = Ledger(0, batches, len(groups), groups), Ledger(0, batches, len(groups), groups)
+    for _ in range(data.draw(st.integers(1, 20))):
+        rank, steps = data.draw(st.sampled_from(ranks)), data.draw(st.integers(1, 9))
+        hand = one.deal_to(rank, steps)
+        assert hand == other.deal([steps * (rank == number) for number in ranks], [1.0] * len(groups))[rank]
+        trained = data.draw(st.integers(0, one.steps(rank, hand)))
+        for ledger in (one, other):
+            ledger.count_back(rank, hand, trained)
+            ledger.check()
+        assert vars(one) == vars(other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
 def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 4))
     batches = data.draw(st.integers(1, 60))

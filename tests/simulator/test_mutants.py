@@ -498,6 +498,7 @@ def ranks_are_told_of_different_splits(patch: Patch) -> None:
 
     def moving(self: ExactRounds, block: Any, rank: int) -> Any:
         self._ratios = [1.0 + (other == rank) for other in range(self.world_size)]
+        self._next_parts = list(zip(*self._parts(block.deal[0], block.alone), strict=True))
         return order(self, block, rank)
 
     patch.setattr(ExactRounds, "_order", moving)

@@ -17,7 +17,7 @@ from flowdp.options import CadenceOptions
 from flowdp.policy.drift import DivergenceGuard, GuardAction, largest_drift
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.formats import format_duration, format_metric
-from flowdp.policy.lead import Overshoot, lead_limit
+from flowdp.policy.lead import Overshoot, lead_limits
 from flowdp.policy.schedule import lr_factor, position
 from flowdp.policy.shares import (
     ThroughputBalance,
@@ -340,7 +340,7 @@ def _throttled(vector: Vector) -> Answers:
     steps, limit = vector["input"]["steps"], vector["setup"]["max_batch_diff"]
     if limit is None:  # without a limit, room is not asked for
         return {"throttle_sent": [False] * len(steps)}
-    limits = [lead_limit(rank, steps, [True] * len(steps), limit) for rank in range(len(steps))]
+    limits = lead_limits(steps, [True] * len(steps), limit)
     pairs = zip(steps, limits, strict=True)
     return {"throttle_sent": [most is not None and taken >= most for taken, most in pairs]}
 
