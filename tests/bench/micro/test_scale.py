@@ -1,0 +1,68 @@
+"""Tests of the bench of scale: its counts, its efficiencies, and the page that it writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.micro import scale
+from flowdp.options import Policy
+
+
+@pytest.mark.parametrize(("policy", "steps", "rounds"), [("sync", 8, 4), ("exact", 8, 4)])
+def test_steps_are_those_of_all_ranks(policy: Policy, steps: int, rounds: int) -> None:
+    cost = scale.coordinator_cost(policy, 2, 1, steps=4)
+    assert (cost.steps, cost.rounds) == (steps, rounds)
+    assert cost.us_per_round == pytest.approx(cost.us_per_step * steps / rounds)
+    assert cost.us_per_step > 0.0
+
+
+def test_efficiency_is_the_throughput_over_that_of_the_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "NOISE", 0.0)
+    # All wait for the slowest: at 10 and 25 ms, 2 steps in 25 ms where the devices alone take 3.5. Messages take
+    # a little time, too.
+    found = scale.efficiency("sync", "1 : 2.5", "0", 2, steps=8)
+    assert found.efficiency == pytest.approx(2 / 3.5, rel=0.01)
+    found = scale.efficiency("sync", "equal", "100 %", 2, steps=8)
+    assert found.efficiency == pytest.approx(0.5, rel=0.01)
+    # The averaging takes as many tenths of a step as the ranks double from one.
+    found = scale.efficiency("sync", "equal", "10 % x log2", 4, steps=8)
+    assert found.efficiency == pytest.approx(1 / 1.2, rel=0.01)
+
+
+def record() -> dict[str, Any]:
+    """A record in which every figure is that of its own number of ranks."""
+    efficiencies = [
+        {"policy": policy, "mix": mix, "averaging": averaging, "ranks": ranks, "efficiency": ranks / 1024}
+        for policy in scale.POLICIES
+        for mix in scale.MIXES
+        for averaging in scale.AVERAGING
+        for ranks in scale.RANKS
+    ]
+    costs = [
+        {"policy": policy, "ranks": ranks, "us_per_step": ranks, "us_per_round": 1000 * ranks}
+        for policy in scale.POLICIES
+        for ranks in scale.COST_RANKS
+    ]
+    return {
+        "date": "2026-01-01",
+        "commit": "abc",
+        "machine": {"cpu": "a processor"},
+        "costs": costs,
+        "efficiencies": efficiencies,
+    }
+
+
+def test_the_tables_show_few_and_many_ranks() -> None:
+    text = scale.tables(record())
+    assert "| sync | 2.0 | 8.0 | 64.0 | 1024.0 | 2,000 | 8,000 | 64,000 | 1,024,000 |" in text
+    assert "| exact | 10 % | 0.00 | 1.00 | 0.00 | 1.00 | 0.00 | 1.00 |" in text
+    assert text.count("\n| ") == 2 + 2 + 4 + 16  # heads, rules, policies, policies and averagings
+
+
+def test_every_figure_is_in_the_picture() -> None:
+    drawn = scale.figure(record())
+    lines = [len(axes.get_lines()) for axes in drawn.axes]
+    assert lines == [4, 12, 12, 12]
+    assert [list(line.get_xdata()) for line in drawn.axes[1].get_lines()] == [list(scale.RANKS)] * 12
