@@ -20,8 +20,8 @@ def test_steps_are_those_of_all_ranks(policy: Policy, steps: int, rounds: int) -
 
 def test_efficiency_is_the_throughput_over_that_of_the_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "NOISE", 0.0)
-    # All wait for the slowest: at 10 and 25 ms, 2 steps in 25 ms where the devices alone take 3.5. Messages take
-    # a little time, too.
+    # All wait for the slowest: at 10 and 25 ms, 2 steps in 25 ms where the devices alone take 3.5. Messages
+    # take a little time, too.
     found = scale.efficiency("sync", "1 : 2.5", "0", 2, steps=8)
     assert found.efficiency == pytest.approx(2 / 3.5, rel=0.01)
     found = scale.efficiency("sync", "equal", "100 %", 2, steps=8)
