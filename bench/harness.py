@@ -28,7 +28,7 @@ import torch
 from flowdp.device.cores import usable_cores
 from flowdp.device.discovery import cpu_name
 
-__all__ = ["Comparison", "compare", "machine", "options", "report", "step_ms", "table"]
+__all__ = ["Comparison", "compare", "machine", "options", "report", "saved", "step_ms", "table"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -135,6 +135,11 @@ def options(description: str | None, *, pairs: int) -> argparse.ArgumentParser:
     return parser
 
 
+def saved(name: str, folder: Path = RESULTS) -> Path:
+    """Path of a bench's record of today and of this commit."""
+    return folder / f"{name}_{datetime.date.today().isoformat()}_{commit()}.json"
+
+
 def table(results: Sequence[Comparison]) -> str:
     """A line per comparison: medians, ratio, interval, pairs."""
     width = max(len(result.label) for result in results)
@@ -177,11 +182,11 @@ def report(
         print(table(results))
     if not save:
         return None
-    today, at = datetime.date.today().isoformat(), commit()
+    path = saved(name, folder)
     record = {
         "name": name,
-        "date": today,
-        "commit": at,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
         "machine": machine(),
         "figures": dict(figures),
         "results": [
@@ -191,7 +196,6 @@ def report(
         **(more or {}),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}_{today}_{at}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"saved {path.name}")
     return path

@@ -14,8 +14,9 @@ SHORT_MS = 4.0
 GAIN = 0.9
 """The other way replaces the present one where it takes at most this part of its time."""
 
-FIRST_TRIAL, LAST_TRIAL = 16, 256
-"""Orders between two trials: so many at first, twice as many after each that has changed nothing, at most."""
+FIRST_TRIAL, LAST_TRIAL = 2, 256
+"""Orders between two trials: so many at first, twice as many after each that has changed nothing, at most.
+Few at first, for a trial that was disturbed, by the file of a checkpoint, has told nothing."""
 
 SMOOTHING = 0.3
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flowdp.policy.save_budget import SaveBudget, SaveCost
+from flowdp.policy.save_budget import AIM, SHARE, SaveBudget, SaveCost
 
 
 def train(budget: SaveBudget, begin_ms: float, end_ms: float, step_ms: float) -> None:
@@ -22,7 +22,7 @@ def test_the_first_checkpoint_is_free_and_none_begins_while_one_is_written() -> 
     budget.saved(0.0, 10.0)
     assert (budget.free_ms, budget.cost) == (math.inf, None)
     budget.written(20.0)
-    assert budget.free_ms == pytest.approx(20.0 / 0.05)  # nothing is known of the rounds: all may be lost
+    assert budget.free_ms == pytest.approx(20.0 / AIM)  # nothing is known of the rounds: all may be lost
 
 
 def test_the_cost_is_the_standstill_and_the_slower_rounds() -> None:
@@ -33,18 +33,18 @@ def test_the_cost_is_the_standstill_and_the_slower_rounds() -> None:
     budget.written(1600.0)
     train(budget, 1600.0, 2600.0, 5.0)
     assert budget.cost == SaveCost(100.0, pytest.approx(250.0), 500.0)
-    assert budget.free_ms == pytest.approx(1000.0 + 350.0 / 0.05)
+    assert budget.free_ms == pytest.approx(1000.0 + 350.0 / AIM)
     assert budget.step_ms == pytest.approx(5.0)
 
 
 def test_a_writing_that_slows_nothing_puts_nothing_off() -> None:
     budget = SaveBudget()
-    train(budget, 0.0, 1000.0, 5.0)
-    budget.saved(1000.0, 1000.0)
-    train(budget, 1000.0, 3000.0, 5.0)
-    budget.written(3000.0)
-    train(budget, 3000.0, 3200.0, 5.0)
-    assert budget.free_ms == pytest.approx(1000.0)
+    train(budget, 0.0, 4000.0, 5.0)
+    budget.saved(4000.0, 4000.0)
+    train(budget, 4000.0, 6000.0, 5.0)
+    budget.written(6000.0)
+    train(budget, 6000.0, 6200.0, 5.0)
+    assert budget.free_ms == pytest.approx(4000.0)
 
 
 def test_too_little_undisturbed_training_is_no_evidence() -> None:
@@ -52,9 +52,9 @@ def test_too_little_undisturbed_training_is_no_evidence() -> None:
     budget.saved(0.0, 0.0)
     train(budget, 0.0, 2000.0, 5.0)
     budget.written(2000.0)
-    train(budget, 2000.0, 2500.0, 5.0)
-    assert budget.wait_ms == pytest.approx(2000.0 / 0.05)
-    train(budget, 2500.0, 2700.0, 5.0)
+    train(budget, 2000.0, 3000.0, 5.0)
+    assert budget.wait_ms == pytest.approx(2000.0 / AIM)
+    train(budget, 3000.0, 3200.0, 5.0)
     assert budget.wait_ms == pytest.approx(0.0)
 
 
@@ -64,7 +64,7 @@ def test_a_hiccup_puts_off_four_times_as_long_and_counts_when_it_is_confirmed() 
     for write_ms in (10.0, 1000.0, 1000.0):
         budget.saved(begin_ms, begin_ms)
         budget.written(begin_ms + write_ms)
-        waits.append(budget.wait_ms * 0.05)
+        waits.append(budget.wait_ms * AIM)
         begin_ms += 10_000.0
     assert waits == pytest.approx([10.0, 40.0, 1000.0])
 
@@ -75,7 +75,7 @@ def test_two_captures_before_a_file_are_one_checkpoint() -> None:
     budget.saved(50.0, 60.0)
     budget.written(100.0)
     assert budget.cost == SaveCost(20.0, 40.0, 40.0)
-    assert budget.free_ms == pytest.approx(60.0 / 0.05)
+    assert budget.free_ms == pytest.approx(60.0 / AIM)
 
 
 def test_records_without_a_time_do_not_count() -> None:
@@ -84,3 +84,23 @@ def test_records_without_a_time_do_not_count() -> None:
     budget.trained(10.0, math.nan, 3)
     budget.saved(10.0, 10.0)
     assert budget.step_ms == 0.0
+
+
+def test_the_first_round_is_slow_and_no_evidence() -> None:
+    budget = SaveBudget()
+    budget.trained(1000.0, 1000.0, 1)
+    train(budget, 1000.0, 2000.0, 5.0)
+    assert budget.step_ms == pytest.approx(5.0)
+
+
+def test_a_run_that_saves_whenever_it_may_never_loses_more_than_its_share_once_the_first_is_paid_for() -> (
+    None
+):
+    """Also where all of a writing is lost: the first is free, and the second not before both are paid for."""
+    budget, now_ms, lost_ms = SaveBudget(), 0.0, 0.0
+    for _ in range(20):
+        budget.saved(now_ms, now_ms + 30.0)
+        budget.written(now_ms + 100.0)
+        lost_ms += 100.0
+        assert now_ms == 0.0 or lost_ms <= SHARE * (now_ms + 100.0)
+        now_ms = budget.free_ms

@@ -6,7 +6,7 @@ import math
 
 from flowdp.machine.barrier_tasks import MINUTE_MS
 from flowdp.policy.monitor import Best
-from flowdp.policy.save_budget import SHARE
+from flowdp.policy.save_budget import AIM
 from flowdp.protocol.commands import EpochEnded, EvaluationEnded, Finish, RoundEnded, Save
 from flowdp.protocol.messages import (
     BarrierTask,
@@ -243,7 +243,7 @@ class Standing:
         if version == self._versions:
             self._unwritten = False
             # At most all of the time from the order to the file was lost.
-            self._allowed_ms = max(now_ms, self._begin_ms + (now_ms - self._begin_ms) / SHARE)
+            self._allowed_ms = max(now_ms, self._begin_ms + (now_ms - self._begin_ms) / AIM)
 
     def reported(self, record: RoundEnded, now_ms: float) -> None:
         """Rounds are over."""
