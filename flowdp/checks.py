@@ -25,6 +25,7 @@ from flowdp.options import (
     CheckpointOptions,
     FailureOptions,
     LoopBackend,
+    OuterOptions,
     Policy,
     ReadingOptions,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "check_limits",
     "check_loop_backend",
     "check_model_and_optimizer",
+    "check_outer",
     "check_ratios",
     "check_record",
     "check_resume",
@@ -233,6 +235,52 @@ def check_cadence(cadence: object, policy: Policy, world_size: int) -> CadenceOp
         raise OptionError(
             f"cadence.speed_hint names rank {options.speed_hint[0]} as the slow one; the ranks are "
             f"0 to {world_size - 1}"
+        )
+    return options
+
+
+def check_outer(
+    outer: object,
+    policy: Policy,
+    cadence: CadenceOptions,
+    backend: Backend,
+    devices: Sequence[torch.device],
+) -> OuterOptions | None:
+    """Check the options of the outer step; None passes.
+
+    Args:
+        outer: As the user gave it.
+        policy: As the user gave it: on one device, where nothing is averaged, the same are refused.
+        cadence: Length of the rounds.
+        backend: As the user gave it.
+        devices: One per rank.
+
+    Raises:
+        OptionError: It is something else, or this policy or these devices cannot have it.
+    """
+    if outer is None:
+        return None
+    options = check_record("outer", outer, OuterOptions)
+    if ROUNDS[policy].averages == "gradients":
+        raise OptionError(
+            f"outer needs the difference between two means of parameters, and policy={policy!r} averages "
+            "gradients: leave outer out, or use policy='cadence' or 'async'"
+        )
+    is_each = ROUNDS[policy].shares == "equal" or not cadence.windows or cadence.max_anchor == 1
+    if is_each:
+        given = f"policy={policy!r}" if ROUNDS[policy].shares == "equal" else f"cadence={cadence!r}"
+        raise OptionError(
+            f"outer makes a model worse where a mean is taken after each step, as with {given}: its loss was "
+            "10 to 32 % higher in docs/quality.md. Leave outer out, or use policy='cadence' with rounds of "
+            "several steps"
+        )
+    kinds = {device.type for device in devices}
+    is_copied = len(kinds) > 1 or (backend == "cpu" and kinds != {"cpu"})
+    if ROUNDS[policy].averages == "snapshots" and is_copied:
+        raise OptionError(
+            f"outer with policy={policy!r} is for devices of one kind that average where they are, not for "
+            f"{', '.join(map(str, devices))} with backend={backend!r}: use policy='cadence', or leave outer "
+            "out"
         )
     return options
 

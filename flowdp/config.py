@@ -22,6 +22,7 @@ from flowdp.options import (
     CadenceOptions,
     CheckpointOptions,
     FailureOptions,
+    OuterOptions,
     ReadingOptions,
     RuntimeOptions,
 )
@@ -61,6 +62,7 @@ class RunConfig:
     max_steps: int | None
     max_ms: float | None
     cadence: CadenceOptions
+    outer: OuterOptions | None
     ratios: tuple[float, ...] | None
     evaluation: EvaluationOptions | None
     metrics: object
@@ -84,6 +86,12 @@ class RunConfig:
     def sizes(self) -> Sizes:
         """Sizes of batches and steps."""
         return self.replica.sizes
+
+    @property
+    def outer_step(self) -> OuterOptions | None:
+        """The outer step behind each mean; None: the means are plain ones, or one device takes none."""
+        is_plain = self.outer is None or self.outer.is_plain or self.world_size == 1
+        return None if is_plain else self.outer
 
     @property
     def forward_size(self) -> int:

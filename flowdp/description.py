@@ -51,6 +51,8 @@ def _parts(config: RunConfig) -> Iterator[tuple[str, str | Sequence[str]]]:
     own = config.replica
     yield "devices", _devices(config.devices)
     yield "policy", f"{own.policy}: {_policy(config)}"
+    if config.outer is not None:
+        yield "outer step", _outer(config)
     if config.world_size > 1:
         yield "backend", str(choose_path(config.runtime.backend, own.policy, config.devices))
     yield "batch size", _batch_size(config)
@@ -107,6 +109,14 @@ def _policy(config: RunConfig) -> str:
             f"device; shares {shares}"
         )
     return "the mean of the parameters after one step of every device"
+
+
+def _outer(config: RunConfig) -> str:
+    options = config.outer_step
+    if options is None:
+        return "none: " + ("one device takes no mean" if config.world_size == 1 else "the plain mean")
+    kind = "Nesterov's momentum" if options.nesterov else "momentum"
+    return f"{kind} {options.momentum:g} on the difference between two means, rate {options.lr:g}"
 
 
 def _batch_size(config: RunConfig) -> str:

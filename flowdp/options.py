@@ -24,6 +24,7 @@ __all__ = [
     "LoopBackend",
     "OnFailure",
     "OnNan",
+    "OuterOptions",
     "Policy",
     "Precision",
     "ProcessTuning",
@@ -201,6 +202,46 @@ class CheckpointOptions:
             raise OptionError(
                 f"checkpoint.top_k={self.top_k} needs keep_best=(monitor, 'min' or 'max') to compare by"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterOptions:
+    """Options of the outer step: a momentum on the difference between two means of the parameters.
+
+    ::
+
+        OuterOptions()                                         # as in SlowMo; for batch_size as the total
+        OuterOptions(lr=0.7, momentum=0.9, nesterov=True)      # as in DiLoCo, for rounds of hundreds of steps
+
+    With d = last mean - new mean and m = momentum * m + d, all replicas go on from last mean - lr * m (with
+    nesterov, last mean - lr * (d + momentum * m)), which is the last mean of the next round. lr=1 and
+    momentum=0 is the plain mean. Buffers and `flowdp.EMA` keep their plain means.
+
+    Attributes:
+        lr: Rate of the step, above 0. It is not the optimizer's, and no schedule changes it.
+        momentum: Part of the momentum that stays from one mean to the next, at least 0 and below 1.
+        nesterov: Step with Nesterov's momentum.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.5
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: A field is out of its range.
+        """
+        check_number("outer.lr", self.lr, above=True)
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise OptionError(f"outer.momentum must be at least 0 and below 1, not {self.momentum!r}")
+        check_flag("outer.nesterov", self.nesterov)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the plain mean."""
+        return self.lr == 1 and self.momentum == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,8 @@ class TrainedState:
         stopped_at: Position inside an epoch, for `resume`; None where reading cannot begin there.
         ema: `state_dict` with the moving average of `flowdp.EMA` in place of the trained parameters; None
             without it.
+        outer_momentum: Momentum of the means' outer step by the parameters' names, for `resume`; None without
+            `outer`.
     """
 
     state_dict: Mapping[str, Tensor]
@@ -65,6 +67,7 @@ class TrainedState:
     interrupted: bool
     stopped_at: StopPosition | None = field(default=None, repr=False)
     ema: Mapping[str, Tensor] | None = field(default=None, repr=False)
+    outer_momentum: Mapping[str, Tensor] | None = field(default=None, repr=False)
     _model: ModelOption | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -238,4 +241,5 @@ def load_checkpoint(path: str | PathLike[str]) -> TrainedState:
         interrupted=True,
         stopped_at=StopPosition(position, found.fingerprint or {}, first["learning_rate"], found.orders),
         ema=Weights(found.model, found.ema).average,
+        outer_momentum=found.outer or None,
     )

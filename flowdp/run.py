@@ -409,6 +409,7 @@ class Run:
                 captured.position, learning_rate=rates, orders=captured.orders
             ),
             ema=ema_on_cpu(captured.weights),
+            outer_momentum=weights_on_cpu(kept["outer"]) or None,
             _model=self._model,
         )
 
@@ -552,7 +553,8 @@ class Run:
         average = {} if replica.average is None else replica.average.named()
         weights = best or Weights(replica.module.state_dict(), average)
         position, stopped_at = finish.position, None
-        if position is not None and best is None:  # the best one stood elsewhere
+        momentum = replica.named_momentum() if best is None else {}  # the best one stood elsewhere
+        if position is not None and best is None:
             rates, orders = replica.learning_rate.state_dict(), self._engine.saver.orders(position)
             stopped_at = self._engine.stopped_at(position, learning_rate=rates, orders=orders)
         return TrainedState(
@@ -564,6 +566,7 @@ class Run:
             interrupted=finish.stopped,
             stopped_at=stopped_at,
             ema=ema_on_cpu(weights),
+            outer_momentum=weights_on_cpu(momentum) or None,
             _model=self._model,
         )
 

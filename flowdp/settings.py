@@ -50,7 +50,7 @@ def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
         for group, options in enumerate(optimizer.param_groups):
             prefix = f"{name}.group{group}" if len(optimizer.param_groups) > 1 else name
             settings |= {f"{prefix}.{key}": value for key, value in options.items() if key != "params"}
-    for name in ("scheduler", "cadence", "reading", "failures", "runtime", "checkpoint"):
+    for name in ("scheduler", "cadence", "outer", "reading", "failures", "runtime", "checkpoint"):
         record = own.scheduler if name == "scheduler" else getattr(config, name)
         if record is not None:
             settings |= {f"{name}.{field.name}": getattr(record, field.name) for field in fields(record)}

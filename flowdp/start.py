@@ -140,8 +140,10 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             timeline=_open_timeline(config),
         )
         plan = _plan(config, source, replicas, resumed)
-        engine = Engine(plan, replicas, services, config.failures, config.runtime)
+        engine = Engine(plan, replicas, services, config.failures, config.runtime, config.outer_step)
         undo.callback(engine.take_back)
+        if resumed is not None:
+            resumed.put_back_momentum(replicas)
         aside = nullcontext if bar is None else bar.aside
         run = Run(
             engine,
@@ -191,7 +193,13 @@ def find_start(config: RunConfig, folder: CheckpointFolder | None) -> Resumed | 
         return find(state, folder)
     find(False, folder)  # its folder, too, must be its own
     return Resumed.of(
-        state.state_dict, state.optimizer_state, state.history, state.global_step, state.stopped_at, state.ema
+        state.state_dict,
+        state.optimizer_state,
+        state.history,
+        state.global_step,
+        state.stopped_at,
+        state.ema,
+        state.outer_momentum,
     )
 
 

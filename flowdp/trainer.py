@@ -22,6 +22,7 @@ from flowdp.checks import (
     check_length,
     check_limits,
     check_model_and_optimizer,
+    check_outer,
     check_ratios,
     check_record,
     check_resume,
@@ -42,6 +43,7 @@ from flowdp.options import (
     CadenceOptions,
     CheckpointOptions,
     FailureOptions,
+    OuterOptions,
     Policy,
     Precision,
     ReadingOptions,
@@ -119,6 +121,8 @@ class Trainer:
             every step; "cadence" after rounds in which each device takes as many steps as its speed allows;
             "async" averages while the devices train on.
         cadence: Length of the rounds.
+        outer: A momentum on the difference between two means, for "cadence" and "async" with rounds of
+            several steps and `batch_size` as the total. On one device, which takes no mean, it has no effect.
         seed: Seed of the order of the samples, which depends on (seed, epoch) alone, and of each CUDA
             device's generator.
         max_grad_norm: Clip each replica's gradients to this 2-norm; under "exact", the averaged gradient.
@@ -173,6 +177,7 @@ class Trainer:
         devices: Literal["auto"] | int | Sequence[torch.device | str | int] = "auto",
         policy: Policy = "exact",
         cadence: CadenceOptions | None = None,
+        outer: OuterOptions | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
@@ -195,7 +200,7 @@ class Trainer:
         max_ms = check_length(epochs, max_steps, max_time)
         check_model_and_optimizer(model, optimizer)
         runtime, chosen = check_record("runtime", runtime, RuntimeOptions), resolve_devices(devices)
-        policy = policy_of(policy, len(chosen), dataset, train_step)
+        given, policy = policy, policy_of(policy, len(chosen), dataset, train_step)
         check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
         check_clipping(max_grad_norm, max_grad_value)
         check_int("seed", seed, least=0)
@@ -217,6 +222,8 @@ class Trainer:
         check_judged(options, judges=monitor is not None or (save is not None and save.keep_best is not None))
         reading = check_record("reading", reading, ReadingOptions)
         limit = check_limits(limit_batches, overfit_batches, fast_dev_run, sizes, reading)
+        rounds = check_cadence(cadence, policy, len(chosen))
+        outer = check_outer(outer, given, rounds, runtime.backend, chosen)
         config = RunConfig(
             devices=chosen,
             replica=ReplicaConfig(
@@ -244,7 +251,8 @@ class Trainer:
             epochs=epochs,
             max_steps=max_steps,
             max_ms=max_ms,
-            cadence=check_cadence(cadence, policy, len(chosen)),
+            cadence=rounds,
+            outer=outer,
             ratios=ratios,
             evaluation=options,
             metrics=metrics,

@@ -16,12 +16,13 @@ from flowdp.checks import (
     check_length,
     check_loop_backend,
     check_model_and_optimizer,
+    check_outer,
     check_ratios,
     check_step,
     several_optimizers,
 )
 from flowdp.errors import OptionError
-from flowdp.options import CadenceOptions, Policy
+from flowdp.options import CadenceOptions, OuterOptions, Policy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MODEL = nn.Linear(1, 1)
@@ -100,3 +101,40 @@ def test_a_cadence_that_would_have_no_effect(policy: Policy) -> None:
     told = f"anchor=4.* has no use with policy='{policy}'.*add policy=\"cadence\""
     with pytest.raises(OptionError, match=told):
         check_cadence(CadenceOptions(anchor=4), policy, 2)
+
+
+def test_an_outer_step_passes_where_rounds_have_several_steps() -> None:
+    outer = OuterOptions()
+    assert check_outer(None, "exact", CadenceOptions(max_anchor=0), "auto", [CPU]) is None
+    for policy in ("cadence", "async"):
+        for devices in ([CPU], [CPU, CPU], [CUDA], [CUDA, CUDA]):
+            assert check_outer(outer, policy, CadenceOptions(), "auto", devices) is outer  # type: ignore[arg-type]
+    assert check_outer(outer, "cadence", CadenceOptions(anchor=2, max_anchor=2), "cpu", [CUDA, CPU]) is outer
+    assert check_outer(outer, "async", CadenceOptions(), "cpu", [CPU, CPU]) is outer
+
+
+@pytest.mark.parametrize(
+    ("policy", "cadence", "backend", "devices", "said"),
+    [
+        ("exact", {}, "auto", [CPU, CPU], "averages gradients.*use policy='cadence' or 'async'"),
+        ("exact", {}, "auto", [CPU], "averages gradients"),
+        ("sync", {}, "auto", [CPU, CPU], "with policy='sync': its loss was 10 to 32 % higher"),
+        ("cadence", {"max_anchor": 0}, "auto", [CPU, CPU], "max_anchor=0.*10 to 32 % higher"),
+        ("cadence", {"max_batch_diff": 0}, "auto", [CPU, CPU], "rounds of several steps"),
+        ("cadence", {"anchor": 1, "max_anchor": 1}, "auto", [CPU, CPU], "after each step"),
+        ("async", {"max_anchor": 1}, "auto", [CPU, CPU], "after each step"),
+        ("async", {}, "auto", [CUDA, CPU], "not for cuda:0, cpu with backend='auto': use policy='cadence'"),
+        ("async", {}, "cpu", [CUDA, CUDA], "with backend='cpu': use policy='cadence', or leave outer out"),
+    ],
+)
+def test_an_outer_step_is_refused_where_it_harms_or_cannot_be(
+    policy: Any, cadence: dict[str, Any], backend: Any, devices: list[torch.device], said: str
+) -> None:
+    with pytest.raises(OptionError, match=said):
+        check_outer(OuterOptions(), policy, CadenceOptions(**cadence), backend, devices)
+
+
+@pytest.mark.parametrize("outer", [True, 0.5, {"momentum": 0.5}])
+def test_what_is_no_outer_step(outer: Any) -> None:
+    with pytest.raises(OptionError, match="outer must be OuterOptions"):
+        check_outer(outer, "cadence", CadenceOptions(), "auto", [CPU, CPU])

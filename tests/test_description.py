@@ -71,6 +71,19 @@ def test_the_steps_are_those_of_the_run(options: dict[str, Any]) -> None:
     assert made.fit().global_step == total
 
 
+def test_an_outer_step_has_a_line_of_its_own() -> None:
+    assert "outer step" not in parts(trainer())
+    nesterov = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    for given, devices, text in (
+        ({}, 2, "momentum 0.5 on the difference between two means, rate 1"),
+        (nesterov, 2, "Nesterov's momentum 0.9 on the difference between two means, rate 0.7"),
+        ({}, 1, "none: one device takes no mean"),
+        ({"momentum": 0}, 2, "none: the plain mean"),
+    ):
+        made = trainer(outer=flowdp.OuterOptions(**given), devices=["cpu"] * devices)  # type: ignore[arg-type]
+        assert parts(made)["outer step"] == [text]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -14,6 +14,7 @@ from flowdp.options import (
     CadenceOptions,
     CheckpointOptions,
     FailureOptions,
+    OuterOptions,
     Policy,
     Precision,
     ReadingOptions,
@@ -81,6 +82,35 @@ def test_what_cannot_work_is_refused(given: dict[str, Any]) -> None:
     # The message quotes the value.
     shown = value[1] if isinstance(value, tuple) and len(value) == 2 and value[0] == 0 else value
     assert repr(shown) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"lr": 1e-9}, {"lr": 7}, {"momentum": 0}, {"momentum": 0.999}, {"nesterov": True}]
+)
+def test_the_outer_steps_that_can_be_taken(given: dict[str, Any]) -> None:
+    OuterOptions(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"lr": value} for value in (0, -1.0, math.inf, math.nan, "1", True, None)),
+        *({"momentum": value} for value in (-0.1, 1, 1.5, math.nan, "0.5", False, None)),
+        *({"nesterov": value} for value in (1, None, "yes")),
+    ],
+)
+def test_the_outer_steps_that_cannot(given: dict[str, Any]) -> None:
+    [(name, value)] = given.items()
+    with pytest.raises(OptionError, match=f"outer.{name} must be") as error:
+        OuterOptions(**given)
+    assert repr(value) in str(error.value)
+
+
+def test_which_outer_step_is_the_plain_mean() -> None:
+    assert OuterOptions(lr=1, momentum=0).is_plain
+    assert OuterOptions(lr=1.0, momentum=0.0, nesterov=True).is_plain
+    assert not OuterOptions().is_plain
+    assert not OuterOptions(lr=0.5, momentum=0).is_plain
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,9 @@ def test_arguments_and_records_of_options() -> None:
     found = settings(
         lambda params: torch.optim.AdamW(params, lr=0.1),
         seed=3,
-        policy="sync",
+        policy="cadence",
         cadence=flowdp.CadenceOptions(anchor=4),
+        outer=flowdp.OuterOptions(momentum=0.25),
         scheduler=flowdp.SchedulerOptions(lr_lambda=lambda step: 1.0),
     )
     wanted = {
@@ -46,7 +47,7 @@ def test_arguments_and_records_of_options() -> None:
         "parameters": 3,
         "devices": "cpu, cpu",
         "world_size": 2,
-        "policy": "sync",
+        "policy": "cadence",
         "per_device_batch_size": 2,
         "seed": 3,
         "max_steps": 2,
@@ -55,6 +56,7 @@ def test_arguments_and_records_of_options() -> None:
         "optimizer.lr": 0.1,
         "optimizer.betas": "(0.9, 0.999)",
         "cadence.anchor": 4,
+        "outer.momentum": 0.25,
         "failures.on_nan": "quarantine",
         "scheduler.unit": None,
     }

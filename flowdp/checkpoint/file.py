@@ -69,6 +69,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "best_model": (dict,),
     "ema": (dict,),
     "best_ema": (dict,),
+    "outer": (dict,),
 }
 
 log = logging.getLogger("flowdp")
@@ -193,7 +194,7 @@ def _checked(state: object) -> dict[str, Any]:
         raise _UnusableError(
             f"it has format {number}, and this flowdp reads {FORMAT}: use the one that wrote it"
         )
-    for table in ("best_model", "ema", "best_ema"):
+    for table in ("best_model", "ema", "best_ema", "outer"):
         state.setdefault(table, {})
     state.setdefault("orders", None)
     state.setdefault("top", [])
@@ -203,7 +204,7 @@ def _checked(state: object) -> dict[str, Any]:
         value = state[name]
         if type(value) not in kinds or (type(value) is int and value < 0):
             raise _UnusableError(f"its {name!r} is {value!r:.80}; use another file")
-    for table in ("model", "buffers", "best_model", "ema", "best_ema"):
+    for table in ("model", "buffers", "best_model", "ema", "best_ema", "outer"):
         for name, value in state[table].items():
             is_tensor = isinstance(value, Tensor) or str(name).endswith("_extra_state")
             if not isinstance(name, str) or not is_tensor:

@@ -24,7 +24,7 @@ from flowdp.policy.formats import format_error
 from flowdp.replica.factories import all_of
 from flowdp.replica.replica import Replica
 
-__all__ = ["capture", "of_rank", "restore", "restore_model"]
+__all__ = ["capture", "of_rank", "restore", "restore_model", "restore_momentum"]
 
 
 def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
@@ -33,7 +33,8 @@ def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
     Args:
         replica: Replica of the rank.
         shared: Also "model", the module's state_dict by its own names, "buffers", those that are not in it,
-            and "ema", the moving average of its parameters. One rank does so for all.
+            "ema", the moving average of its parameters, and "outer", the momentum of the means' outer step.
+            One rank does so for all.
 
     Returns:
         Function that waits for the copies and returns them: a dict of "optimizers" (in the form in which the
@@ -58,6 +59,7 @@ def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
         state["model"] = dict(module.state_dict())
         state["buffers"] = _hidden_buffers(module)
         state["ema"] = {} if replica.average is None else replica.average.named()
+        state["outer"] = replica.named_momentum()
     leaves, form = tree_flatten(state)
     copies, arrived = _to_host(leaves, replica.lane)
 
@@ -214,6 +216,38 @@ def restore_model(module: nn.Module, model: Mapping[str, Any], buffers: Mapping[
     module.load_state_dict(own)
     for name, tensor in buffers.items():
         hidden[name].copy_(tensor)
+
+
+@torch.no_grad()
+def restore_momentum(replica: Replica, momentum: Mapping[str, Tensor]) -> None:
+    """Restore the momentum of the means' outer step, in the memory it has.
+
+    The parameters after the last mean need no state of their own: those of the model are.
+
+    Args:
+        replica: Newly built; its model is restored.
+        momentum: The saved one, by the module's names.
+
+    Raises:
+        CheckpointError: It is of other parameters.
+
+    Threads:
+        The one that builds, before the workers run.
+
+    Streams:
+        On `compute`; all of it is done on return.
+    """
+    own, lane = replica.named_momentum(), replica.lane
+    saved, mine = ({name: _form(value) for name, value in table.items()} for table in (momentum, own))
+    if found := difference(saved, mine, "in the checkpoint", "here", SHOWN):
+        raise CheckpointError(
+            f"the outer momentum in the checkpoint is of other parameters: {found}; train those that were "
+            "trained then, or leave outer out"
+        )
+    with lane.on(lane.compute):
+        for name, tensor in own.items():
+            tensor.copy_(momentum[name])
+    lane.drain()
 
 
 def _form(value: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from flowdp.checkpoint.file import read
 from flowdp.checkpoint.fingerprint import differences, orders
 from flowdp.checkpoint.folder import CheckpointFolder
-from flowdp.checkpoint.rank_state import of_rank, restore
+from flowdp.checkpoint.rank_state import of_rank, restore, restore_momentum
 from flowdp.checkpoint.weights import Weights
 from flowdp.data.source import Source
 from flowdp.errors import CheckpointError, OptionError
@@ -61,6 +61,7 @@ class Resumed:
         ranks: State of each rank; at least one.
         history: Records of the epochs that were complete.
         ema: Moving average of the parameters; empty: there is none.
+        outer: Momentum of the means' outer step; empty: there is none.
         best: Weights of the best epoch, where they were kept.
         fingerprint: Fingerprint of the run; None: unknown.
         orders: Checksums of a sampler's draws for the open epochs; None: unknown.
@@ -75,6 +76,7 @@ class Resumed:
     history: Sequence[EpochMetrics] = ()
     buffers: Mapping[str, Tensor] | None = None
     ema: Mapping[str, Tensor] = field(default_factory=dict)
+    outer: Mapping[str, Tensor] = field(default_factory=dict)
     best: Weights | None = None
     fingerprint: Mapping[str, Any] | None = None
     orders: Mapping[int, int] | None = None
@@ -91,6 +93,7 @@ class Resumed:
         global_step: int,
         stopped_at: StopPosition | None = None,
         ema: Mapping[str, Tensor] | None = None,
+        outer: Mapping[str, Tensor] | None = None,
     ) -> Resumed:
         """Resume from a model and its optimizers' state, at an epoch's beginning without `stopped_at`.
 
@@ -101,6 +104,7 @@ class Resumed:
             global_step: Steps of all ranks so far.
             stopped_at: Position inside an epoch; None: unknown.
             ema: The state_dict with the moving average; None: there is none.
+            outer: Momentum of the means' outer step; None: there is none.
         """
         is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
         # One that `max_steps` cut short has a record, too.
@@ -113,6 +117,7 @@ class Resumed:
             history=history[:done],
             stopped_at=stopped_at,
             ema=ema or {},
+            outer=outer or {},
         )
 
     def enter(
@@ -267,6 +272,24 @@ class Resumed:
                 kept |= {name: self.ranks[0][name] for name in ("optimizers", "scaler", "learning_rate")}
             restore(replica, kept, self.model, self.buffers, self.ema)
 
+    def put_back_momentum(self, replicas: Sequence[Replica]) -> None:
+        """Restore the momentum of the means' outer step; where only one run has any, the log says so.
+
+        Args:
+            replicas: With their models restored, and the momentum that their collective has made.
+
+        Raises:
+            CheckpointError: It is of other parameters.
+        """
+        has_outer = any(replica.outer is not None for replica in replicas)
+        if self.outer and not has_outer:
+            log.warning("the outer momentum of %s is dropped: this run takes no outer step", self)
+        elif has_outer and not self.outer:
+            log.warning("%s has no outer momentum: it begins at zero", self)
+        elif has_outer:
+            for replica in replicas:  # CPU ranks share one, and give it the same values
+                restore_momentum(replica, self.outer)
+
     def __str__(self) -> str:
         return "the given state" if self.path is None else f"checkpoint {str(self.path)!r}"
 
@@ -326,6 +349,7 @@ def _resumed(
         ranks=state["ranks"],
         history=state["history"],
         ema=state["ema"],
+        outer=state["outer"],
         best=Weights(state["best_model"], state["best_ema"]) if state["best_model"] else None,
         fingerprint=state["fingerprint"],
         orders=state["orders"],

@@ -70,7 +70,7 @@ class CapturedState:
         with self._lock:
             if self._read is None:
                 ranks = {rank: state() for rank, state in sorted(self._states.items())}
-                shared = {name: ranks[self._first].pop(name) for name in ("model", "buffers", "ema")}
+                shared = {name: ranks[self._first].pop(name) for name in ("model", "buffers", "ema", "outer")}
                 self._read = {**shared, "ranks": list(ranks.values())}
                 self._states = {}
             return self._read

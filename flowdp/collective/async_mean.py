@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import BlockMean, arithmetic, relative_drift, shift
+from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
-from flowdp.errors import ProtocolError
+from flowdp.errors import OptionError, ProtocolError
 
 __all__ = ["SnapshotMean"]
 
@@ -33,17 +34,26 @@ class SnapshotMean:
     one for the mean on each device (bfloat16 and float16 parameters in float32), made at the first use and
     kept.
 
+    Args:
+        replicas: One per rank.
+        lanes: One per rank.
+        outer: Momentum of each rank, as the blocking rounds have it: the mean of the snapshots has an outer
+            step with it. Ranks on the CPU share one. Empty: it is the plain mean.
+
     Raises:
-        OptionError: The replicas differ in structure.
+        OptionError: The replicas differ in structure; or CUDA ranks share a momentum, in the host's memory.
 
     Threads: ranks take and apply at the same time, the helper averages between. That `take` of the next
         round comes after every `apply` of this one, if there is one, is the coordinator's promise.
     Streams: ranks take and apply with their `compute` current; the mean is taken on `comm`.
     """
 
-    def __init__(self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane]) -> None:
+    def __init__(
+        self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], outer: Sequence[OuterMomentum] = ()
+    ) -> None:
         for replica in replicas:
             replica.check_like(replicas[0])
+        self._shared, self._own = _outer(outer, lanes)
         self._replicas = tuple(replicas)
         self._lanes = tuple(lanes)
         self._slots: list[list[Tensor]] = [[] for _ in replicas]
@@ -156,7 +166,11 @@ class SnapshotMean:
         if self._is_averaged is not None:
             lane.compute.wait_event(self._is_averaged)
         replica.gather()
-        for flat, mean, slot in zip(replica.flats, self._mean[lane.device], self._slots[rank], strict=True):
+        means = self._mean[lane.device]
+        if self._own:
+            means = [mean.clone() for mean in means]  # other ranks of the device read the plain one
+            self._own[rank].step(means)
+        for flat, mean, slot in zip(replica.flats, means, self._slots[rank], strict=True):
             if flat.counts:
                 torch.maximum(flat.memory, mean, out=flat.memory)
             else:
@@ -201,6 +215,7 @@ class SnapshotMean:
                 [self._slots[member] for member in members],
                 [self._mean[here], *(memories for at, memories in self._mean.items() if at != here)],
                 far=[at for at, member in enumerate(members) if self._lanes[member].device != here],
+                outer=self._shared,
             )
             self._parts = members, mean
         return self._parts[1]
@@ -211,3 +226,17 @@ class SnapshotMean:
             width = len(self._lanes) + 1
             self._squares = [lane.pinned((width,), torch.float64) for lane in self._lanes]
         return self._squares[rank]
+
+
+def _outer(
+    outer: Sequence[OuterMomentum], lanes: Sequence[Lane]
+) -> tuple[OuterMomentum | None, Sequence[OuterMomentum]]:
+    """The momentum with which the helper moves a mean on the host, or those of the ranks on devices."""
+    if not outer or not any(lane.is_async for lane in lanes):
+        return (outer[0] if outer else None), ()
+    if len({id(one) for one in outer}) < len(outer):
+        raise OptionError(
+            "policy='async' cannot have outer= here: these CUDA devices average through the host's memory in "
+            "one kind of round and on a device in the other. Use policy='cadence', or leave outer out"
+        )
+    return None, outer

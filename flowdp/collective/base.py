@@ -1,8 +1,9 @@
 """Interface of collectives, and their common arithmetic.
 
-Parameters: the mean weighted by samples. Float buffers: the same mean in float64, so that a constant table
-comes out as it went in and an infinity stays one. Integers and flags: the maximum. A rank with weight 0 takes
-the result and gives nothing; it is left out, not multiplied by 0, for 0 times NaN is NaN.
+Parameters: the mean weighted by samples, or an outer step towards it (`flowdp/collective/outer.py`). Float
+buffers: the same mean in float64, so that a constant table comes out as it went in and an infinity stays one.
+Integers and flags: the maximum. A rank with weight 0 takes the result and gives nothing; it is left out, not
+multiplied by 0, for 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flowdp.collective.outer import Move, OuterMomentum
 from flowdp.device.flat_parameters import Flat
 from flowdp.errors import ProtocolError
 from flowdp.protocol.messages import Outcome
@@ -94,9 +96,12 @@ class Collective(Protocol):
     Attributes:
         masks: Whether replicas that a judge rejects are left out on the device; else the host must know of
             them at the gate.
+        outer: Momentum of each rank, where the means have an outer step; ranks whose means are taken in the
+            host's memory share one. Empty: they are plain means.
     """
 
     masks: bool
+    outer: Sequence[OuterMomentum]
 
     def prepare(self, rank: int, judge: Judge = unjudged) -> None:
         """Copy replaced tensors into flat memory, judge it, and mark on `compute` that the replica is ready.
@@ -182,6 +187,7 @@ class BlockMean:
         part: Index of the part that this object reduces.
         parts: Number of parts.
         far: Sources on other devices, by index. They are brought over block by block.
+        outer: Outer step of the parameters; None: they become the plain mean.
 
     Threads: one. Distinct parts touch distinct memory, so each may have its own.
     Streams: everything is enqueued on the current one of that device. A copy between two devices is ordered
@@ -199,6 +205,7 @@ class BlockMean:
         part: int = 0,
         parts: int = 1,
         far: Collection[int] = (),
+        outer: OuterMomentum | None = None,
     ) -> None:
         self._members = len(sources)
         self._device = device or (flats[0].memory.device if flats else torch.device("cpu"))
@@ -207,6 +214,7 @@ class BlockMean:
         self._rows = self._squares.unbind()
         self._scratch: dict[tuple[torch.dtype, int, int], Tensor] = {}
         self._parameters: list[_Blocks] = []
+        self._moves: list[Move | None] = []  # outer step of each block of these
         self._unmeasured: list[_Blocks] = []
         self._buffers: list[_Blocks] = []
         self._counts: list[_Blocks] = []
@@ -221,6 +229,12 @@ class BlockMean:
                 if targets is not sources:
                     theirs = _cut([memories[index] for memories in targets], first, last)
                 blocks += zip(ours, theirs, strict=True)
+                if blocks is self._parameters:
+                    state = None if outer is None else outer.state(index)
+                    if outer is None or state is None:
+                        self._moves += [None] * len(ours)
+                    else:
+                        self._moves += [outer.move(*one) for one in _cut(state, first, last)]
 
     def reduce(
         self, samples: Sequence[int], *, drift: bool, bad: Sequence[Tensor | None] = ()
@@ -251,10 +265,10 @@ class BlockMean:
         else:
             shares = _Shares(weights)
         squares = self._sums() if drift else None
-        for ours, theirs in self._parameters:
-            self._mean(ours, theirs, givers, shares, squares)
+        for (ours, theirs), move in zip(self._parameters, self._moves, strict=True):
+            self._mean(ours, theirs, givers, shares, squares, move)
         for ours, theirs in self._unmeasured:
-            self._mean(ours, theirs, givers, shares, None)
+            self._mean(ours, theirs, givers, shares, None, None)
         for ours, theirs in self._buffers:
             self._exact_mean(ours, theirs, givers, shares)
         for ours, theirs in self._counts:
@@ -278,11 +292,12 @@ class BlockMean:
         givers: Sequence[int],
         shares: _Shares,
         squares: Sequence[_Sum] | None,
+        move: Move | None,
     ) -> None:
         dtype = arithmetic(sources[0].dtype)
         apart = bool(self._far) or not sources[0].dtype == targets[0].dtype == dtype
         if len(givers) == len(sources) == 2 and not apart:
-            self._mean_of_two(sources, targets, shares, squares)
+            self._mean_of_two(sources, targets, shares, squares, move)
             return
         # Distances need every source once more when the mean is known, so it cannot overwrite the first.
         mean = self._room(dtype, 0, sources[0]) if apart or squares is not None else targets[0]
@@ -300,6 +315,8 @@ class BlockMean:
                 away = self._room(dtype, 1, sources[giver])
                 squares[giver].add_(_square(torch.sub(self._near(dtype, giver, sources), mean, out=away)))
             squares[-1].add_(_square(mean))
+        if move is not None:
+            move(mean)
         _spread(mean, targets)
 
     def _mean_of_two(
@@ -308,6 +325,7 @@ class BlockMean:
         targets: Sequence[Tensor],
         shares: _Shares,
         squares: Sequence[_Sum] | None,
+        move: Move | None,
     ) -> None:
         """Two replicas lie on opposite sides of their mean, so the distance of one is that of both."""
         heavy, light = (0, 1) if shares.weights[0] >= shares.weights[1] else (1, 0)
@@ -321,6 +339,8 @@ class BlockMean:
             squares[light].add_(square)
             squares[heavy].add_(square, alpha=(shares.weights[light] / shares.weights[heavy]) ** 2)
             squares[-1].add_(_square(mean))
+        if move is not None:
+            move(mean)
         _spread(mean, targets)
 
     def _exact_mean(

@@ -27,9 +27,11 @@ from flowdp.collective.base import (
     unjudged,
 )
 from flowdp.collective.on_streams import ROUNDS
+from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import Flat, FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import ProtocolError
+from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Outcome
 
 __all__ = ["SMALL", "HostMean", "MemoryMean"]
@@ -49,11 +51,17 @@ class MemoryMean:
         memories: One list per rank. A rank's may be filled later, before its first round.
         meet: `meet(rank)` returns when all members of the round have called it and raises when the round
             was given up: the second meeting at the gate.
+        outer: Outer step of the parameters, one for all ranks: each reduces, and moves, a part of its own.
     """
 
     def __init__(
-        self, flats: Sequence[Flat], memories: Sequence[Sequence[Tensor]], meet: Callable[[int], None]
+        self,
+        flats: Sequence[Flat],
+        memories: Sequence[Sequence[Tensor]],
+        meet: Callable[[int], None],
+        outer: OuterMomentum | None = None,
     ) -> None:
+        self._outer = outer
         self._flats = flats
         self._memories = memories
         self._meet = meet
@@ -102,7 +110,9 @@ class MemoryMean:
             memories = [self._memories[member] for member in members]
             part, parts = (0, 1) if alone else (members.index(rank), len(members))
             host = torch.device("cpu")
-            mean = BlockMean(self._flats, memories, memories, device=host, part=part, parts=parts)
+            mean = BlockMean(
+                self._flats, memories, memories, device=host, part=part, parts=parts, outer=self._outer
+            )
             known = self._parts[rank] = (members, mean)
         return known[1].reduce([outcome.samples[member] for member in members], drift=outcome.drift)
 
@@ -120,7 +130,8 @@ class HostMean:
     """Averages replicas on any devices on the host; see `Collective`.
 
     Memory: one pinned copy of the replica per CUDA rank, made before its first round and kept. Replicas on
-    the CPU are averaged in place. `meet` is as in `MemoryMean`.
+    the CPU are averaged in place. `meet` is as in `MemoryMean`. With `outer` the means have an outer step,
+    and all ranks one state for it, in the host's memory.
 
     Raises:
         OptionError: The replicas differ in structure.
@@ -129,16 +140,27 @@ class HostMean:
     masks = False
 
     def __init__(
-        self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], meet: Callable[[int], None]
+        self,
+        replicas: Sequence[FlatTensors],
+        lanes: Sequence[Lane],
+        meet: Callable[[int], None],
+        outer: OuterOptions | None = None,
     ) -> None:
         for replica in replicas:
             replica.check_like(replicas[0])
+        self.outer: Sequence[OuterMomentum] = ()
+        if outer is not None:
+            with lanes[0].on(lanes[0].compute):
+                replicas[0].gather()
+                shared = OuterMomentum(outer, replicas[0].flats, torch.device("cpu"))
+            self.outer = (shared,) * len(replicas)
         self._replicas = tuple(replicas)
         self._lanes = tuple(lanes)
         self._memories: list[list[Tensor]] = [
             [] if lane.is_async else replica.memories for replica, lane in zip(replicas, lanes, strict=True)
         ]
-        self._mean = MemoryMean(replicas[0].flats, self._memories, meet)
+        state = self.outer[0] if self.outer else None
+        self._mean = MemoryMean(replicas[0].flats, self._memories, meet, state)
         self._ready = [lane.event() for lane in lanes]
         self._copies = [[_Copies(lane) for _ in range(ROUNDS)] for lane in lanes]
         self._rounds = [0] * len(replicas)  # prepared, of each rank

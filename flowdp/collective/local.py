@@ -19,6 +19,7 @@ from flowdp.collective.base import BlockMean, relative_drift
 from flowdp.collective.on_streams import StreamedMean
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import Lane
+from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Outcome
 
 __all__ = ["DeviceMean"]
@@ -34,8 +35,10 @@ class DeviceMean(StreamedMean):
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
     """
 
-    def __init__(self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane]) -> None:
-        super().__init__(replicas, lanes, width=len(replicas) + 1)
+    def __init__(
+        self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], outer: OuterOptions | None = None
+    ) -> None:
+        super().__init__(replicas, lanes, width=len(replicas) + 1, outer=outer)
         self._plan: tuple[Sequence[int], dict[int, BlockMean]] = ((), {})
 
     def _workers(self, outcome: Outcome) -> Sequence[int]:

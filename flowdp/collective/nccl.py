@@ -43,6 +43,7 @@ from flowdp.collective.watchdog import LIMIT_S, Watchdog
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import CollectiveError
+from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Outcome
 
 __all__ = ["NcclMean", "load"]
@@ -133,6 +134,7 @@ class NcclMean(StreamedMean):
         nccl: Replacement of `cupy.cuda.nccl`, in tests.
         hung: Called, on a thread of its own, when a round does not end on the devices; they are released, and
             the mean is not to be trusted, as soon as it returns.
+        outer: Outer step behind each mean; None: there is none.
 
     Raises:
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
@@ -148,8 +150,9 @@ class NcclMean(StreamedMean):
         lanes: Sequence[Lane],
         nccl: Any = None,
         hung: Callable[[CollectiveError], object] = lambda _: None,
+        outer: OuterOptions | None = None,
     ) -> None:
-        super().__init__(replicas, lanes, width=3)
+        super().__init__(replicas, lanes, width=3, outer=outer)
         self._nccl = load([lane.device for lane in lanes]) if nccl is None else nccl
         self._hung = hung
         self._lock = threading.Lock()  # guards the two below, which an abort and a close change

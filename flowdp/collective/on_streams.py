@@ -2,7 +2,7 @@
 
 One round, per rank::
 
-    compute   ... step | gather | judge | ready    (waits done) | scatter | step ...
+    compute   ... step | gather | judge | ready    (waits done) | outer step | scatter | step ...
     comm      (waits every member's ready) | start | arithmetic | done | drift to the host | told
     host      prepare, gate, launch by the last arrival, average      ...rounds later: the reading
 
@@ -18,9 +18,11 @@ from contextlib import ExitStack
 from torch import Tensor, float64
 
 from flowdp.collective.base import NOTHING, Averaging, Judge, Reading, is_held, unjudged
+from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import OptionError, ProtocolError
+from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Outcome
 
 __all__ = ["ROUNDS", "StreamedMean"]
@@ -46,7 +48,8 @@ class _RoundMarks:
 class StreamedMean(ABC):
     """A collective whose arithmetic runs on the comm streams; see `Collective`.
 
-    A worker reports `width` numbers at most.
+    A worker reports `width` numbers at most. With `outer` each rank takes the same outer step behind the
+    mean, with a state of its own on its device.
 
     Raises:
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
@@ -54,7 +57,13 @@ class StreamedMean(ABC):
 
     masks = True
 
-    def __init__(self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], width: int) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[FlatTensors],
+        lanes: Sequence[Lane],
+        width: int,
+        outer: OuterOptions | None = None,
+    ) -> None:
         for replica, lane in zip(replicas, lanes, strict=True):
             replica.check_like(replicas[0])
             if not lane.is_async:
@@ -69,6 +78,9 @@ class StreamedMean(ABC):
         with QUIET:
             pinned = [lane.pinned((ROUNDS, width), float64).unbind() for lane in lanes]
         self._marks = [_RoundMarks(lanes, rows) for rows in zip(*pinned, strict=True)]
+        self.outer: Sequence[OuterMomentum] = ()
+        if outer is not None:
+            self.outer = [_momentum(outer, *one) for one in zip(replicas, lanes, strict=True)]
         self._held = 0
         # Of the last launch. Every member reads it between two gates, and none launches meanwhile.
         self._latest = self._marks[0]
@@ -120,6 +132,8 @@ class StreamedMean(ABC):
         writers = self._writers(rank, marks.workers)
         for writer in writers:
             self._lanes[rank].compute.wait_event(marks.done[writer])
+        if self.outer:
+            self.outer[rank].step(self._replicas[rank].memories)
         self._replicas[rank].scatter()
         return lambda: self._read(rank, outcome, marks, writers)
 
@@ -174,3 +188,10 @@ class StreamedMean(ABC):
             rows = [marks.rows[reporter].tolist() for reporter in marks.reporters]
             drift, norm = self._drift(rank, outcome, rows)
         return Averaging(sync_ms, drift, norm)
+
+
+def _momentum(outer: OuterOptions, replica: FlatTensors, lane: Lane) -> OuterMomentum:
+    """The state of a rank; its step is enqueued where this is, on `compute`."""
+    with lane.on(lane.compute):
+        replica.gather()
+        return OuterMomentum(outer, replica.flats)

@@ -19,7 +19,7 @@ from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import Lane
 from flowdp.errors import CollectiveError
 from flowdp.machine.policies import ROUNDS
-from flowdp.options import Backend, LoopBackend, Policy
+from flowdp.options import Backend, LoopBackend, OuterOptions, Policy
 from flowdp.threads.shield import interrupts_held
 
 __all__ = ["Path", "choose_path", "open_collective", "open_loop"]
@@ -83,6 +83,7 @@ def open_collective(
     lanes: Sequence[Lane],
     meet: Callable[[int], None],
     hung: Callable[[CollectiveError], object],
+    outer: OuterOptions | None = None,
 ) -> Collective:
     """The collective of a run.
 
@@ -93,6 +94,7 @@ def open_collective(
         lanes: One per rank.
         meet: The second meeting at the gate, for collectives whose members work together on the host.
         hung: Called, on another thread, when a round does not end on the devices, just before it is aborted.
+        outer: Outer step behind each mean; None: there is none. It begins at the parameters that are there.
 
     Raises:
         CollectiveError: backend="nccl" was asked for and does not work here.
@@ -104,15 +106,15 @@ def open_collective(
     path = choose_path(backend, policy, [lane.device for lane in lanes])
     if path.backend == "nccl":
         try:
-            return NcclMean(replicas, lanes, hung=hung)
+            return NcclMean(replicas, lanes, hung=hung, outer=outer)
         except CollectiveError as error:
             if path.otherwise is None:
                 raise
             log.warning("averaging without NCCL: %s", error)
             path = path.otherwise
     if path.backend == "local" and lanes[0].is_async:
-        return DeviceMean(replicas, lanes)
-    return HostMean(replicas, lanes, meet)
+        return DeviceMean(replicas, lanes, outer)
+    return HostMean(replicas, lanes, meet, outer)
 
 
 def open_loop(

@@ -344,6 +344,26 @@ class FlatReplica(FlatTensors):
             if _is_parameter(location):
                 yield location.tensor, view  # type: ignore[misc]
 
+    def named(self, memories: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Parts of memories laid out like `trained`, by the module's names; tied parameters have one.
+
+        Args:
+            memories: One for each of `trained`, of its dtype or a wider one.
+        """
+        homes = dict(zip((part.dtype for part in self.trained()), memories, strict=True))
+        views: dict[object, Tensor] = {}
+        for parameter, view in self.parameters():
+            home = homes[_real(view.dtype)]
+            home = home.view(view.dtype) if view.is_complex() else home
+            own = home.as_strided(view.shape, view.stride(), view.storage_offset())
+            views[id(parameter)] = views[memory_key(view)] = own
+        found = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            own_or_none = views.get(id(parameter), views.get(memory_key(parameter.data)))
+            if own_or_none is not None:
+                found[name] = own_or_none
+        return found
+
     def checksum(self) -> Tensor:
         """The sum of the parameters' bits, as int64: replicas that are equal have the same. Shape []."""
         self.gather()

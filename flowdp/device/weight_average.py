@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from flowdp.device.flat_parameters import Flat, FlatReplica, FlatTensors, memory_key
+from flowdp.device.flat_parameters import Flat, FlatReplica, FlatTensors
 from flowdp.errors import OptionError
 
 __all__ = ["AveragedTensors", "WeightAverage"]
@@ -43,7 +43,6 @@ class WeightAverage:
 
     def __init__(self, replica: FlatReplica, module: nn.Module, decay: float) -> None:
         self._replica = replica
-        self._module = module
         self._weight = 1.0 - decay
         self._memories = [_wide(part).clone() for part in replica.trained()]
         self.flats = tuple(Flat(memory, len(memory), is_measured=False) for memory in self._memories)
@@ -78,19 +77,7 @@ class WeightAverage:
 
     def named(self) -> dict[str, Tensor]:
         """The average of each trained parameter, by the module's names; tied ones are one tensor."""
-        homes = dict(zip((part.dtype for part in self._replica.trained()), self._memories, strict=True))
-        views: dict[object, Tensor] = {}
-        for parameter, view in self._replica.parameters():
-            home = homes[view.dtype.to_real() if view.is_complex() else view.dtype]
-            home = home.view(view.dtype) if view.is_complex() else home
-            own = home.as_strided(view.shape, view.stride(), view.storage_offset())
-            views[id(parameter)] = views[memory_key(view)] = own
-        found = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            own_or_none = views.get(id(parameter), views.get(memory_key(parameter.data)))
-            if own_or_none is not None:
-                found[name] = own_or_none
-        return found
+        return self._replica.named(self._memories)
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Take over a saved average; of an empty one begin anew, at the parameters.

@@ -32,7 +32,7 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog
 from flowdp.machine.policies import ROUNDS
-from flowdp.options import Backend, FailureOptions, RuntimeOptions
+from flowdp.options import Backend, FailureOptions, OuterOptions, RuntimeOptions
 from flowdp.policy.efficiency import EfficiencyReport, RankTimes, efficiency_of
 from flowdp.policy.stall import StallWatch
 from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Failed, Requested
@@ -56,6 +56,8 @@ FAILURE_S = 1.8
 class Engine:
     """The threads of one run, with the services that they use and close at its end.
 
+    With `outer` the means of its replicas have an outer step, and each has its momentum (`Replica.outer`).
+
     Attributes:
         replicas: One per rank, equal; the run's own until it is over, and none once it has let go of them.
         handle: The user's `Run`, while it lives.
@@ -72,6 +74,7 @@ class Engine:
         services: Services,
         failures: FailureOptions,
         runtime: RuntimeOptions,
+        outer: OuterOptions | None = None,
     ) -> None:
         self.config = config
         self.replicas = replicas
@@ -100,15 +103,21 @@ class Engine:
         self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in range(config.world_size)]
         make_room(config.world_size)
         try:
-            self._build(services, failures, runtime.backend)
+            self._build(services, failures, runtime.backend, outer)
         except BaseException:
             self._settings.close()
             raise
 
-    def _build(self, services: Services, failures: FailureOptions, backend: Backend) -> None:
+    def _build(
+        self,
+        services: Services,
+        failures: FailureOptions,
+        backend: Backend,
+        outer: OuterOptions | None,
+    ) -> None:
         config = self.config
         lanes = [replica.lane for replica in self.replicas]
-        meeting = self._open_meeting(backend, lanes)
+        meeting = self._open_meeting(backend, lanes, outer)
         self._feeds = open_feeds(
             self._source,
             lanes,
@@ -178,16 +187,20 @@ class Engine:
             target=partial(self._run, shell), name="flowdp-coordinator", daemon=True
         )
 
-    def _open_meeting(self, backend: Backend, lanes: Sequence[Lane]) -> MeetingPoint:
+    def _open_meeting(
+        self, backend: Backend, lanes: Sequence[Lane], outer: OuterOptions | None
+    ) -> MeetingPoint:
         config, averaged = self.config, [replica.averaged for replica in self.replicas]
         collective = open_collective(
-            backend, config.policy, averaged, lanes, lambda rank: gate.finish(rank), self._failed
+            backend, config.policy, averaged, lanes, lambda rank: gate.finish(rank), self._failed, outer
         )
         self._settings.callback(collective.close)
         self._settings.callback(self.close)
         gate = Gate(config.world_size, collective.launch)
         is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
-        snapshots = SnapshotMean(averaged, lanes) if is_async else None
+        snapshots = SnapshotMean(averaged, lanes, collective.outer) if is_async else None
+        for replica, momentum in zip(self.replicas, collective.outer, strict=False):  # empty without outer
+            replica.outer = momentum
         return MeetingPoint(gate=gate, collective=collective, snapshots=snapshots)
 
     def start(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import min_part_size, plain_layers
+from flowdp.collective.outer import OuterMomentum
 from flowdp.data.batches import Portion, cuts
 from flowdp.device.compiled import frees_at_once
 from flowdp.device.draws import NoRedraws, OwnDraws
@@ -128,6 +129,7 @@ class Replica:
     Attributes:
         averaged: Flat memory that the ranks average.
         average: Moving average of the parameters; None: there is none.
+        outer: Momentum of the means' outer step, set by the engine; None: they are plain means.
         watched: Memory that must stay finite; None: none.
         pieces: Least number of pieces of a micro-batch, since the device has run out of memory.
         least: Samples that a forward must have.
@@ -153,6 +155,7 @@ class Replica:
 
     averaged: FlatTensors
     average: WeightAverage | None = None
+    outer: OuterMomentum | None = None
     watched: FlatTensors | None
     can_repeat = True
     steps: Steps | None = None
@@ -386,6 +389,10 @@ class Replica:
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Have the parameters in the module with which it is evaluated: their moving average, if any."""
         return nullcontext() if self.average is None else self.average.applied()
+
+    def named_momentum(self) -> dict[str, Tensor]:
+        """Momentum of the means' outer step by the module's names; empty where there is none."""
+        return {} if self.outer is None else self.flat.named(self.outer.momentum)
 
     def _open_gradients(self) -> FlatGradients | None:
         return FlatGradients(self.flat) if self.steps_flat else None

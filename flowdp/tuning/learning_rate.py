@@ -150,6 +150,7 @@ def find_lr(trainer: Trainer, *, lowest: float = 1e-7, highest: float = 10.0, st
         replica=replica,
         epochs=ENDLESS,
         max_steps=None,
+        outer=None,  # a mean after each step
         ratios=config.ratios if is_exact else None,
         evaluation=None,
         failures=replace(config.failures, on_failure="raise"),

@@ -241,6 +241,7 @@ SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"buffers": {3: torch.ones(1)}}, "3 of its 'buffers'"),
     ({"best_model": [("a", torch.ones(1))]}, "'best_model'"),
     ({"best_model": {"a": None}}, "'a' of its 'best_model' is no tensor"),
+    ({"outer": {"a": 0.5}}, "'a' of its 'outer' is no tensor"),
     ({"ranks": []}, "'ranks'"),
     ({"ranks": [1]}, "'ranks'"),
     ({"best": 1}, "'best'"),
@@ -274,7 +275,7 @@ def test_another_schema_is_refused(path: Path, change: dict[str, Any], said: str
 
 def test_a_missing_field_is_named(path: Path) -> None:
     whole = torch.load(path, weights_only=True)
-    for name in checkpoint_file.FIELDS.keys() - {"best_model", "orders", "top", "ema", "best_ema"}:
+    for name in checkpoint_file.FIELDS.keys() - {"best_model", "orders", "top", "ema", "best_ema", "outer"}:
         path.write_bytes(archive({key: whole[key] for key in whole if key != name}))
         assert repr(name) in refusal(path)
     path.write_bytes(archive([1]))

@@ -113,7 +113,7 @@ def train(replica: Replica, first: int, last: int) -> None:
 def through_a_file(folder: Path, ranks: list[Any]) -> dict[str, Any]:
     """The captured states after a round trip through a file; the first one has the model."""
     first, *rest = ranks
-    shared = {name: first.pop(name) for name in ("model", "buffers", "ema")}
+    shared = {name: first.pop(name) for name in ("model", "buffers", "ema", "outer")}
     about = {"version": 1, "epoch": 0, "global_step": 0, "position": Position(1), "history": ()}
     state = {**shared, **about, "ranks": [first, *rest], "fingerprint": {}, "best": None}
     write(folder / "a.pt", state)

@@ -53,7 +53,7 @@ def position(*, done: int = 1, open_: bool = False, step: int = 2) -> Position:
 
 def state(ranks: Sequence[float] = (1.0, 2.0), **changes: Any) -> dict[str, Any]:
     parts = [capture(replica(value), shared=rank == 0)() for rank, value in enumerate(ranks)]
-    shared = {name: parts[0].pop(name) for name in ("model", "buffers", "ema")}
+    shared = {name: parts[0].pop(name) for name in ("model", "buffers", "ema", "outer")}
     given = {
         **shared,
         "version": 3,

@@ -37,7 +37,7 @@ def part(rank: int, value: float, *, shared: bool) -> PendingState:
     """A rank's captured state, which can be read once."""
     state: dict[str, Any] = {"optimizers": [{"rank": rank}], "scaler": None, "generator": None}
     if shared:
-        state |= {"model": {"weight": torch.tensor([value])}, "buffers": {}, "ema": {}}
+        state |= {"model": {"weight": torch.tensor([value])}, "buffers": {}, "ema": {}, "outer": {}}
     given = iter([state])
     return lambda: next(given)
 
@@ -290,7 +290,9 @@ def test_a_full_disk_is_a_problem_and_no_failure(tmp_path: Path, monkeypatch: py
 
 def test_what_is_not_plain_is_a_failure_that_names_it(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    desk.saver.put(0, lambda: {"optimizers": [{"made": print}], "model": {}, "buffers": {}, "ema": {}})
+    desk.saver.put(
+        0, lambda: {"optimizers": [{"made": print}], "model": {}, "buffers": {}, "ema": {}, "outer": {}}
+    )
     desk.saver.save(Save(0, at(1), version=1, snapshots=0), LOSSES)
     desk.close()
     [error] = desk.failed

@@ -19,6 +19,7 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.engine.nan_guard import note_nonfinite
 from flowdp.errors import CollectiveError
+from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 from tests.collective.fake_nccl import FakeNccl
@@ -179,16 +180,16 @@ class FakeWorld:
 
 
 # ---------------------------------------------------------------- collectives
-def device_mean(world: FakeWorld) -> DeviceMean:
-    return DeviceMean(world.replicas, world.lanes)
+def device_mean(world: FakeWorld, outer: OuterOptions | None = None) -> DeviceMean:
+    return DeviceMean(world.replicas, world.lanes, outer)
 
 
-def host_mean(world: FakeWorld) -> HostMean:
-    return HostMean(world.replicas, world.lanes, lambda rank: world.gate.finish(rank))
+def host_mean(world: FakeWorld, outer: OuterOptions | None = None) -> HostMean:
+    return HostMean(world.replicas, world.lanes, lambda rank: world.gate.finish(rank), outer)
 
 
-def nccl_mean(world: FakeWorld) -> NcclMean:
-    mean = NcclMean(world.replicas, world.lanes, FakeNccl(world.cuda, world.lanes), world.hung)
+def nccl_mean(world: FakeWorld, outer: OuterOptions | None = None) -> NcclMean:
+    mean = NcclMean(world.replicas, world.lanes, FakeNccl(world.cuda, world.lanes), world.hung, outer)
     WATCHED.append(mean)
     return mean
 

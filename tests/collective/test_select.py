@@ -16,6 +16,7 @@ from flowdp.collective.select import choose_path, open_collective, open_loop
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.errors import CollectiveError
+from flowdp.options import OuterOptions
 from flowdp.threads.shield import interrupts_held
 from tests.fakes import FakeCuda
 
@@ -26,11 +27,12 @@ CUDA = [torch.device("cuda", index) for index in range(2)]
 class Nccl:
     """Stands for `NcclMean`: this machine has no NCCL."""
 
-    def __init__(self, replicas: Any, lanes: Any, hung: Any) -> None:
+    def __init__(self, replicas: Any, lanes: Any, hung: Any, outer: Any) -> None:
         self.hung = hung
+        self.outer = [outer] * len(replicas)
 
 
-def refuse(replicas: Any, lanes: Any, hung: Any) -> Any:
+def refuse(replicas: Any, lanes: Any, hung: Any, outer: Any = None) -> Any:
     raise CollectiveError("cupy is not there")
 
 
@@ -54,10 +56,10 @@ def told(error: CollectiveError) -> None:
     pass
 
 
-def opened(devices: list[torch.device], backend: Any, policy: Any = "cadence") -> Any:
+def opened(devices: list[torch.device], backend: Any, policy: Any = "cadence", outer: Any = None) -> Any:
     replicas = [FlatReplica(nn.Linear(2, 1), rank) for rank in range(len(devices))]
     lanes = [lane(device) for device in devices]
-    return open_collective(backend, policy, replicas, lanes, lambda rank: None, told)
+    return open_collective(backend, policy, replicas, lanes, lambda rank: None, told, outer)
 
 
 def chosen(devices: list[torch.device], backend: Any = "auto", policy: Any = "cadence") -> type:
@@ -86,6 +88,12 @@ def chosen(devices: list[torch.device], backend: Any = "auto", policy: Any = "ca
 )
 def test_what_is_taken(devices: list[torch.device], backend: Any, policy: Any, collective: type) -> None:
     assert chosen(devices, backend, policy) is collective
+
+
+@pytest.mark.parametrize("devices", [[CPU, CPU], CUDA, [CUDA[0], CUDA[0]], [CUDA[0], CPU]])
+def test_each_way_takes_the_outer_step(devices: list[torch.device]) -> None:
+    assert len(opened(devices, "auto", outer=OuterOptions()).outer) == 2
+    assert not any(opened(devices, "auto").outer)
 
 
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
