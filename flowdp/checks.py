@@ -270,9 +270,9 @@ def check_outer(
     if is_each:
         given = f"policy={policy!r}" if ROUNDS[policy].shares == "equal" else f"cadence={cadence!r}"
         raise OptionError(
-            f"outer makes a model worse where a mean is taken after each step, as with {given}: its loss was "
-            "10 to 32 % higher in docs/quality.md. Leave outer out, or use policy='cadence' with rounds of "
-            "several steps"
+            f"outer can harm where a mean is taken after each step, as with {given}: on Fashion-MNIST the "
+            "loss was 10 to 32 % higher (docs/quality.md). Leave outer out, or use policy='cadence' with "
+            "rounds of several steps"
         )
     kinds = {device.type for device in devices}
     is_copied = len(kinds) > 1 or (backend == "cpu" and kinds != {"cpu"})

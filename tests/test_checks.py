@@ -118,7 +118,7 @@ def test_an_outer_step_passes_where_rounds_have_several_steps() -> None:
     [
         ("exact", {}, "auto", [CPU, CPU], "averages gradients.*use policy='cadence' or 'async'"),
         ("exact", {}, "auto", [CPU], "averages gradients"),
-        ("sync", {}, "auto", [CPU, CPU], "with policy='sync': its loss was 10 to 32 % higher"),
+        ("sync", {}, "auto", [CPU, CPU], "with policy='sync': .* 10 to 32 % higher"),
         ("cadence", {"max_anchor": 0}, "auto", [CPU, CPU], "max_anchor=0.*10 to 32 % higher"),
         ("cadence", {"max_batch_diff": 0}, "auto", [CPU, CPU], "rounds of several steps"),
         ("cadence", {"anchor": 1, "max_anchor": 1}, "auto", [CPU, CPU], "after each step"),

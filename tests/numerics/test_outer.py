@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import flowdp
 from flowdp import CheckpointError, OptionError, OuterOptions
 from flowdp.collective import host
+from flowdp.machine import planned_rounds
 from tests.numerics.conftest import WAIT_S, StepRecorder
 from tests.numerics.test_mean_of_steps import ByHand, check_equal, network, rounds_of, train
 
@@ -34,6 +35,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     """Both ways to reduce on the host: by the last arrival, and each rank a part."""
     if request.param == "together":
         monkeypatch.setattr(host, "SMALL", 0)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No round is late, and so shortened: with fixed shares and rounds the bits of a run repeat."""
+    monkeypatch.setattr(planned_rounds, "LATE_MS", math.inf)
+
+
+FIXED = flowdp.CadenceOptions(anchor=2, max_anchor=2, divergence_guard=False)
 
 
 class Outer:
@@ -218,13 +228,12 @@ def test_barriers_between_rounds_and_a_schedule_change_nothing(
     assert list(run.metrics("evaluation"))
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("way", "patient")
 def test_plain_numbers_are_the_plain_mean_to_the_bit(recorder: StepRecorder) -> None:
     found = []
     for outer in (None, OuterOptions(lr=1.0, momentum=0.0), SLOWMO):
         fixed = flowdp.RuntimeOptions(partition_ratios=(2, 1), tune_process=OWN_THREADS)
-        cadence = flowdp.CadenceOptions(anchor=2, max_anchor=2)
-        run = train(recorder, network(), 2, 0.9, runtime=fixed, cadence=cadence, outer=outer)
+        run = train(recorder, network(), 2, 0.9, runtime=fixed, cadence=FIXED, outer=outer)
         found.append(run.join())
     plain, same, other = found
     assert plain.outer_momentum is None
@@ -330,7 +339,7 @@ def repeated(model: nn.Module, **options: Any) -> flowdp.Trainer:
         "epochs": 4,
         "devices": ["cpu", "cpu"],
         "policy": "cadence",
-        "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=2),
+        "cadence": FIXED,
         "outer": DILOCO,
         "progress": False,
         "runtime": flowdp.RuntimeOptions(partition_ratios=(1, 1), tune_process=OWN_THREADS),
@@ -345,7 +354,7 @@ def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("way", "patient")
 @pytest.mark.parametrize("unit", ["epoch", "step"])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path, unit: Any) -> None:
     whole = repeated(network()).fit()
@@ -422,7 +431,7 @@ def test_a_trial_run_takes_the_step(recorder: StepRecorder) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_policies_that_cannot_have_it(recorder: StepRecorder, policy: str, devices: int) -> None:
     with pytest.raises(OptionError, match="outer"):
-        linear(recorder, devices, policy, batch_size=8, per_device_batch_size=None)
+        linear(recorder, devices, policy, cadence=None, batch_size=8, per_device_batch_size=None)
 
 
 def test_copies_of_a_state_have_it(recorder: StepRecorder) -> None:
