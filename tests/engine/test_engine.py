@@ -167,9 +167,11 @@ def test_a_collective_that_hangs_on_the_devices_ends_the_run(
 ) -> None:
     made: list[FakeNccl] = []
 
-    def collective(backend: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any) -> NcclMean:
+    def collective(
+        _: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any, outer: Any
+    ) -> NcclMean:
         made.append(FakeNccl(lanes[0].cuda, lanes))
-        mean = NcclMean(replicas, lanes, made[0], hung)
+        mean = NcclMean(replicas, lanes, made[0], hung, outer)
         mean._marks[2].done[1].passed = made[0].wake  # of the third round; an abort opens it
         return mean
 

@@ -241,8 +241,10 @@ def over_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         }
     fake_streams(monkeypatch)
 
-    def collective(_: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any) -> NcclMean:
-        return NcclMean(replicas, lanes, FakeNccl(lanes[0].cuda, lanes), hung)
+    def collective(
+        _: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any, outer: Any
+    ) -> NcclMean:
+        return NcclMean(replicas, lanes, FakeNccl(lanes[0].cuda, lanes), hung, outer)
 
     monkeypatch.setattr(engine_module, "open_collective", collective)
     return {"devices": ["cpu"] * 3}
