@@ -58,8 +58,9 @@ REPLAYED_STEPS = 2_000
 """Runs of few ranks are replayed until they have so many steps of all ranks: one alone is over too soon."""
 
 RANKS = (2, 16, 128, 1024)
-STEPS: Mapping[Policy, int] = {"sync": 32, "exact": 48, "async": 48, "cadence": 128}
-"""Steps of a rank in the shorter of two runs: as many as the policy needs to know the speeds."""
+STEPS: Mapping[Policy, int] = {"sync": 16, "exact": 40, "async": 32, "cadence": 96}
+"""Steps of a rank in the shorter of two runs: as many as the policy needs to know the speeds; of few ranks
+up to four times as many, since the last round weighs more there."""
 
 MIXES: Mapping[str, Callable[[int], list[float]]] = {
     "equal": lambda ranks: [STEP_MS] * ranks,
@@ -177,7 +178,8 @@ def gate_us(ranks: int, repeats: int) -> float:
 def efficiency(policy: Policy, mix: str, averaging: str, ranks: int, steps: int | None = None) -> Efficiency:
     """Throughput in the second half of a run of `2 * steps` steps a rank over that of its devices alone."""
     speeds = MIXES[mix](ranks)
-    sync_ms, steps = STEP_MS * AVERAGING[averaging](ranks), STEPS[policy] if steps is None else steps
+    sync_ms = STEP_MS * AVERAGING[averaging](ranks)
+    steps = STEPS[policy] * min(4, max(1, 256 // ranks)) if steps is None else steps
     half, whole = (
         simulate(
             speeds,
