@@ -11,7 +11,6 @@ steps of each device between two averagings, and the learning rate, matter here.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -26,14 +25,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import flowdp
 from bench.harness import commit, machine
+from bench.quality.tasks import FASHION, Data, fashion
 
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 SLOWDOWN = 2.5
 LR = 1e-3
 BATCH_SIZE = 64
 BAR = 0.5  # allowed loss of mean accuracy against one device, in points
-
-Data = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,7 @@ class Row:
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
-    train, test = load(options.data)
-    train = train[0][: options.samples], train[1][: options.samples]
+    train, test = fashion(options.data, options.samples)
     rows = []
     for configuration in [ALONE, *TOGETHER]:
         row = Row(configuration.name, [], [], [])
@@ -96,7 +92,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, default=DEBIAN, help="folder of Fashion-MNIST's IDX files")
+    parser.add_argument("--data", type=Path, default=FASHION, help="folder of Fashion-MNIST's IDX files")
     parser.add_argument("--epochs", type=int, help="default: 4")
     parser.add_argument("--seeds", type=int, help="default: 3")
     parser.add_argument("--samples", type=int, help="training images (default: all 60,000)")
@@ -109,25 +105,6 @@ def arguments() -> argparse.Namespace:
     options.seeds = options.seeds or seeds
     options.samples = options.samples or samples
     return options
-
-
-def load(folder: Path) -> tuple[Data, Data]:
-    """Training and test part: images [n, 1, 28, 28], labels [n]."""
-
-    def part(name: str) -> Data:
-        images, labels = (idx(folder / f"{name}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
-        return images.unsqueeze(1).float() / 255, labels.long()
-
-    return part("train"), part("t10k")
-
-
-def idx(path: Path) -> Tensor:
-    """Contents of an IDX file: two zero bytes, the type, the number of dimensions, their sizes, the bytes."""
-    with gzip.open(path) as file:
-        content = file.read()
-    shape = np.frombuffer(content, ">i4", content[3], offset=4)
-    pixels = np.frombuffer(content, np.uint8, offset=4 + 4 * content[3])
-    return torch.from_numpy(pixels.reshape(shape).copy())
 
 
 def cnn() -> nn.Module:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-__all__ = ["TASKS", "Data", "Task"]
+__all__ = ["FASHION", "TASKS", "Data", "Task", "fashion"]
 
 FASHION = Path(os.environ.get("FLOWDP_FASHION_MNIST", "/usr/share/datasets/fashion-mnist"))
 """Folder of Fashion-MNIST's IDX files; the default is that of Debian's package dataset-fashion-mnist."""
