@@ -209,17 +209,13 @@ class SharedGradients(FlatGradients, FlatTensors):
 
     def settle(self, members: Sequence[int]) -> list[bool]:
         """Divide the mean by the weight, as one device would; returns which parameters any rank touched."""
-        if self._touched.any_weighted(self._turn, members):
-            for part in self._parts:
-                part.div_(self.weight)
+        self._divide(is_weighted=self._touched.any_weighted(self._turn, members))
         return self._touched.union(self._turn, members)
 
     def settle_alone(self) -> list[bool]:
         """Divide this rank's own sum by its weight; returns which parameters it touched."""
         touched = self.collect()
-        if self.is_weighted:
-            for part in self._parts:
-                part.div_(self.weight)
+        self._divide(is_weighted=self.is_weighted)
         return touched
 
     def clear(self) -> None:
@@ -227,6 +223,11 @@ class SharedGradients(FlatGradients, FlatTensors):
         super().clear()
         self.weight.zero_()
         self.is_weighted = False
+
+    def _divide(self, *, is_weighted: bool) -> None:
+        if is_weighted:
+            for part in self._parts:
+                part.div_(self.weight)
 
     def _sums_in(self, _dtype: torch.dtype) -> torch.dtype:  # for all alike
         # So that it is the same on cards that add in another order.
