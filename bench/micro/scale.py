@@ -185,7 +185,7 @@ def efficiency(policy: Policy, mix: str, averaging: str, ranks: int, steps: int 
             speeds,
             sync_ms=sync_ms,
             policy=policy,
-            batch_size=BATCH,
+            per_device_batch_size=BATCH,
             batches=count * ranks,
             noise=NOISE,
         )

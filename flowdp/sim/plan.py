@@ -77,7 +77,8 @@ def simulate(
     sync_ms: float = 0.0,
     policy: Policy = "cadence",
     cadence: CadenceOptions | None = None,
-    batch_size: int = 32,
+    batch_size: int | None = None,
+    per_device_batch_size: int | None = None,
     batches: int = 1000,
     epochs: int = 1,
     noise: float = 0.0,
@@ -91,12 +92,14 @@ def simulate(
         print(simulate([12, 28], sync_ms=9))          # is it worth adding the 28 ms card?
 
     Args:
-        speeds: Milliseconds of one step of each device, data included. Shape (world_size,).
+        speeds: Milliseconds of one step of each device, data included, with its part of `batch_size`. Shape
+            (world_size,).
         sync_ms: Time of one averaging.
         policy: Policy of the run.
         cadence: How often the replicas meet; None: the defaults.
-        batch_size: Samples of a step of one device; in exact all devices share those of a step of each.
-        batches: Batches of an epoch.
+        batch_size: Samples of one step of all devices together, as of the Trainer; None: the sum of theirs.
+        per_device_batch_size: Samples of a step of one device; None: as `batch_size` says, or 32.
+        batches: Steps of one device that an epoch's samples make.
         epochs: Epochs of the run.
         noise: Relative spread of a step's time: 0.1 draws each from 90 to 110 %.
         seed: Seed of the noise.
@@ -107,8 +110,9 @@ def simulate(
     """
     given = tuple(float(ms) for ms in speeds)
     _check(given, sync_ms, policy, noise, partition_ratios)
-    for name, count in (("batch_size", batch_size), ("batches", batches), ("epochs", epochs)):
+    for name, count in (("batches", batches), ("epochs", epochs)):
         check_int(name, count)
+    whole, each = _sizes(batch_size, per_device_batch_size, len(given))
     is_exact = ROUNDS[policy].shares == "samples"
     config = CoordinatorConfig(
         world_size=len(given),
@@ -117,7 +121,7 @@ def simulate(
         policy=policy,
         cadence=cadence or CadenceOptions(),
         ratios=None if partition_ratios is None else tuple(partition_ratios),
-        global_batch=GlobalBatch(batch_size * len(given), batch_size * batches) if is_exact else None,
+        global_batch=GlobalBatch(whole, each * batches) if is_exact else None,
     )
     world = World(
         Coordinator(config),
@@ -126,7 +130,7 @@ def simulate(
         seed=seed,
         sync_ms=sync_ms,
         noise=noise,
-        batch_size=batch_size,
+        batch_size=each,
     )
     world.run()
     return _prediction(world)
@@ -155,6 +159,21 @@ def _prediction(world: World) -> Prediction:
         idle_ms=idle_ms,
         idle_shares=tuple(ms / wall_ms for ms in idle_ms),
     )
+
+
+def _sizes(whole: int | None, each: int | None, world_size: int) -> tuple[int, int]:
+    """Samples of a step of all devices, and of one of them."""
+    check_int("batch_size", whole, optional=True)
+    check_int("per_device_batch_size", each, optional=True)
+    if whole is None:
+        each = 32 if each is None else each
+        return each * world_size, each
+    if each is not None:
+        raise OptionError(
+            f"batch_size={whole} is that of all devices together, and per_device_batch_size={each} says the "
+            "same in another way: give one of them"
+        )
+    return whole, -(-whole // world_size)
 
 
 def _check(

@@ -96,17 +96,30 @@ def test_fixed_shares_are_kept() -> None:
 
 
 def test_figures_agree_with_each_other() -> None:
-    plan = simulate([12, 28], sync_ms=9, batch_size=16, epochs=2, noise=0.1, seed=3)
+    plan = simulate([12, 28], sync_ms=9, batch_size=32, epochs=2, noise=0.1, seed=3)
     assert plan.samples_per_s == pytest.approx(16 * plan.steps_per_s)
     assert plan.steps_per_s * plan.wall_ms / 1e3 == pytest.approx(2000)
     assert plan.efficiency == pytest.approx(plan.steps_per_s / (1e3 / 12 + 1e3 / 28))
     assert plan.idle_shares == tuple(ms / plan.wall_ms for ms in plan.idle_ms)
-    assert plan == simulate([12, 28], sync_ms=9, batch_size=16, epochs=2, noise=0.1, seed=3)
-    assert plan != simulate([12, 28], sync_ms=9, batch_size=16, epochs=2, noise=0.1, seed=4)
+    assert plan == simulate([12, 28], sync_ms=9, per_device_batch_size=16, epochs=2, noise=0.1, seed=3)
+    assert plan != simulate([12, 28], sync_ms=9, batch_size=32, epochs=2, noise=0.1, seed=4)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "exact"])
+def test_the_batch_of_all_devices_is_that_of_each_times_their_number(policy: Policy) -> None:
+    whole = simulate([12, 28], policy=policy, batch_size=16, batches=100)
+    assert whole == simulate([12, 28], policy=policy, per_device_batch_size=8, batches=100)
+    assert whole.samples_per_s * whole.wall_ms / 1e3 == pytest.approx(8 * 100)
+
+
+def test_windows_have_the_batch_of_all_devices_whatever_their_number() -> None:
+    plan = simulate([10, 10, 10], policy="exact", batch_size=32, batches=30)
+    assert plan.rounds == 10
+    assert plan.samples_per_s * plan.wall_ms / 1e3 == pytest.approx(32 * 10)
 
 
 def test_prints_as_a_table() -> None:
-    lines = str(simulate([10, 20], policy="sync", batches=200, batch_size=32)).splitlines()
+    lines = str(simulate([10, 20], policy="sync", batches=200, batch_size=64)).splitlines()
     assert lines == [
         "rank   ms/step   share    idle",
         "   0        10  50.0 %  50.0 %",
@@ -127,6 +140,8 @@ def test_prints_as_a_table() -> None:
         ({"policy": "fast"}, "policy must be one of"),
         ({"noise": 1.0}, "noise must lie"),
         ({"batch_size": 0}, "batch_size must be"),
+        ({"per_device_batch_size": [8, 16]}, "per_device_batch_size must be"),
+        ({"batch_size": 64, "per_device_batch_size": 32}, "give one of them"),
         ({"batches": 2.5}, "batches must be"),
         ({"epochs": True}, "epochs must be"),
         ({"partition_ratios": [1.0]}, "2 positive numbers"),
