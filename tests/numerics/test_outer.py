@@ -206,6 +206,19 @@ def test_no_step_is_lost_whatever_the_speed(
         assert {"meeting"} < {record.reason for record in records}
 
 
+def test_async_cards_that_average_through_the_hosts_memory_are_refused(
+    recorder: StepRecorder, lanes: str
+) -> None:
+    through_host = flowdp.RuntimeOptions(backend="cpu", tune_process=OWN_THREADS)
+    trainer = linear(recorder, 3, "async", runtime=through_host)  # devices by the name of "cpu"
+    if lanes == "streams":
+        with pytest.raises(OptionError, match="Use policy='cadence', or leave outer out"):
+            trainer.start()
+    else:
+        run = trainer.start()
+        check(run, expected(run, recorder))
+
+
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_barriers_between_rounds_and_a_schedule_change_nothing(
     tmp_path: Path, recorder: StepRecorder, policy: str
