@@ -12,7 +12,7 @@ from flowdp.options import Policy
 
 @pytest.mark.parametrize(("policy", "steps", "rounds"), [("sync", 8, 4), ("exact", 8, 4)])
 def test_steps_are_those_of_all_ranks(policy: Policy, steps: int, rounds: int) -> None:
-    cost = scale.coordinator_cost(policy, 2, 1, steps=4)
+    [cost] = scale.coordinator_costs([2], 1, [policy], steps=4)
     assert (cost.steps, cost.rounds) == (steps, rounds)
     assert cost.us_per_round == pytest.approx(cost.us_per_step * steps / rounds)
     assert cost.us_per_step > 0.0
