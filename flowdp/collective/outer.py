@@ -95,6 +95,6 @@ class OuterMomentum:
 def _step(options: OuterOptions, last: Tensor, momentum: Tensor, mean: Tensor) -> None:
     """Replace a mean by the new parameters, in place; `last` becomes the same."""
     difference = torch.sub(last, mean, out=mean)
-    momentum.mul_(options.momentum).add_(difference)
+    torch.add(difference, momentum, alpha=options.momentum, out=momentum)
     step = difference.add_(momentum, alpha=options.momentum) if options.nesterov else momentum
     last.copy_(torch.sub(last, step, alpha=options.lr, out=mean))
