@@ -61,6 +61,14 @@ def test_the_tables_show_few_and_many_ranks() -> None:
     assert text.count("\n| ") == 2 + 2 + 4 + 16  # heads, rules, policies, policies and averagings
 
 
+def test_the_page_is_that_of_the_record() -> None:
+    newest = scale.newest()
+    _, _, rest = scale.PAGE.read_text(encoding="utf-8").partition(scale.BEGIN)
+    table, _, _ = rest.partition(scale.END)
+    assert table.strip() == scale.tables(newest).strip()
+    assert f"scale, {newest['date']}, {newest['commit']}" in scale.PICTURE.read_text(encoding="utf-8")
+
+
 def test_every_figure_is_in_the_picture() -> None:
     drawn = scale.figure(record())
     lines = [len(axes.get_lines()) for axes in drawn.axes]
