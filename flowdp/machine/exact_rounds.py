@@ -9,7 +9,7 @@ fixed ratios none depends on the measured speeds either.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from flowdp.machine.config import GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Averages, Shares
+from flowdp.policy.exclusion import Exclusion
 from flowdp.policy.ledger import Deal, Ledger
 from flowdp.policy.recheck import is_due_at
 from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
@@ -76,29 +77,36 @@ class ExactRounds(PlannedRounds):
         self._is_split = ratios is not None
         self._sharing = Sharing() if batch.may_be_alone and ratios is None and world_size > 1 else None
         self._lone_rank = 0
+        self._exclusion = Exclusion(world_size)
         # Of the order that is dealt.
         self._next_alone: int | None = None
         self._next_parts: Sequence[tuple[SampleRange, ...]] = ()
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Shares of the global batches that are planned next. Shape (world_size,)."""
-        return self._balance.ratios if self._ratios is None else tuple(self._ratios)
+        """Shares of the global batches, 0 of ranks that are left out. Shape (world_size,)."""
+        if self._ratios is not None:
+            return tuple(self._ratios)
+        return self._without(self._exclusion.out)
 
     def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
         # The ledger gives them to rank 0; the share of each rank is in the parts.
         count = min(self.times.steps_at_once if self._is_split else 1, ledger.remaining, self._room)
         self._next_alone = None
-        if self._sharing is not None and self._is_split:
+        shares, out = self.ratios, self._exclusion.plan()
+        if out != self._exclusion.out:
+            count, shares = -(-count // TRIAL), self._without(out)
+        elif self._sharing is not None and self._is_split:
             is_trial = self._sharing.plan()
             if is_trial:
                 count = -(-count // TRIAL)
                 if self._sharing.is_shared:
-                    self._lone_rank = self.ratios.index(max(self.ratios))
+                    self._lone_rank = shares.index(max(shares))
             if self._sharing.is_shared == is_trial:
                 self._next_alone = self._lone_rank
+                shares = tuple(float(rank == self._lone_rank) for rank in range(self.world_size))
         batches = ledger.deal_to(0, count)
-        self._next_parts = list(zip(*self._parts(batches, self._next_alone), strict=True))
+        self._next_parts = list(zip(*self._parts(batches, shares), strict=True))
         deal = (batches, *((),) * (self.world_size - 1))
         return (count if self._next_alone is None else 1), deal
 
@@ -117,14 +125,15 @@ class ExactRounds(PlannedRounds):
     def _alone(self) -> int | None:
         return self._next_alone
 
-    def _parts(self, batches: Sequence[int], alone: int | None = None) -> list[tuple[SampleRange, ...]]:
+    def _without(self, out: Collection[int]) -> tuple[float, ...]:
+        """Shares by the measured speeds, 0 of these ranks."""
+        return tuple(0.0 if rank in out else share for rank, share in enumerate(self._balance.ratios))
+
+    def _parts(self, batches: Sequence[int], shares: Sequence[float]) -> list[tuple[SampleRange, ...]]:
         """The parts of each global batch. Shape (batches, world_size)."""
         whole = self._batch
         sizes = [min(whole.size, whole.samples - number * whole.size) for number in batches]
-        if alone is not None:
-            ranks = range(self.world_size)
-            return [tuple(SampleRange(0, size if rank == alone else 0) for rank in ranks) for size in sizes]
-        parts = {size: split(size, self.ratios, whole.least, whole.forwards) for size in set(sizes)}
+        parts = {size: split(size, shares, whole.least, whole.forwards) for size in set(sizes)}
         return [parts[size] for size in sizes]
 
     @property
@@ -143,6 +152,7 @@ class ExactRounds(PlannedRounds):
 
     def _void(self) -> None:
         super()._void()
+        self._exclusion.dropped()
         if self._sharing is not None:
             self._sharing.dropped()
 
@@ -152,13 +162,21 @@ class ExactRounds(PlannedRounds):
         armed, steps = held.armed, max(work.steps for work in held.works)
         first = armed.sync.global_step + 1
         is_checked = any(map(is_due_at, range(first, first + steps)))
+        is_probe = any(held.works[rank].samples for rank in self._exclusion.out)
         if self._is_warm and not is_checked and armed.alone is None:
             samples, busy_ms = zip(*((work.samples, work.busy_ms) for work in held.works), strict=True)
             self._is_split |= self._balance.update(samples, busy_ms)
-        if self._is_warm and self._is_split and self._sharing is not None and steps:
+            if self._ratios is None and self._is_split:
+                self._exclusion.measured(samples, busy_ms, steps * self._batch.least)
+        elif is_probe:
+            self._exclusion.dropped()
+        if self._is_warm and self._is_split and self._sharing is not None and steps and not is_probe:
             self._sharing.measured(armed.alone is None, held.longest_ms / steps)
         self._is_warm = True
-        return super()._measure(held)
+        reason = super()._measure(held)
+        for rank in self._exclusion.out:
+            self.times.pace_ms[rank] = 0.0  # no order waits for it
+        return reason
 
     def _settle(self, held: HeldRounds, now_ms: float) -> list[Command]:
         records = super()._settle(held, now_ms)
@@ -179,7 +197,7 @@ def split(
 
     Args:
         samples: Samples of the global batch.
-        ratios: Shares, in any scale. Shape (world_size,).
+        ratios: Shares, in any scale; a rank with 0 has no part. Shape (world_size,).
         least: Fewest samples of a part, where it has any.
         forwards: Most samples of a forward of each rank, where all ranks make each forward together; None:
             each makes its own. Shape (world_size,).
@@ -189,7 +207,8 @@ def split(
     """
     count, sizes = 0, part_sizes(samples, ratios, least)
     if forwards is not None:
-        count, sizes = _equally_many(samples, ratios, least, forwards)
+        limits = [most if ratio else 0 for most, ratio in zip(forwards, ratios, strict=True)]
+        count, sizes = _equally_many(samples, ratios, least, limits)
     ranks = tuple(rank for rank, size in enumerate(sizes) if size) if count else ()
     bounds = accumulate(sizes, initial=0)
     return tuple(SampleRange(start, stop, ranks, count) for start, stop in pairwise(bounds))
@@ -214,7 +233,7 @@ def _equally_many(
 
 def _within(samples: int, ratios: Sequence[float], least: int, most: Sequence[int]) -> tuple[int, ...] | None:
     """Sizes by the ratios, but none above its limit; None where some would be too small."""
-    sizes, open_ranks = list(most), list(range(len(most)))
+    sizes, open_ranks = list(most), [rank for rank, ratio in enumerate(ratios) if ratio]
     while open_ranks:
         full = sum(most) - sum(most[rank] for rank in open_ranks)
         parts = part_sizes(samples - full, [ratios[rank] for rank in open_ranks], least)

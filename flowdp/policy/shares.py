@@ -118,14 +118,14 @@ def part_sizes(samples: int, ratios: Sequence[float], least: int = 1) -> tuple[i
 
     Args:
         samples: To split.
-        ratios: In any scale. Shape (ranks,).
+        ratios: In any scale; a rank with 0 gets none. Shape (ranks,).
         least: Samples of a rank that has any. Fewer in all go to one rank.
 
     Returns:
         Sizes that sum to `samples`. Shape (ranks,).
     """
     fastest_first = sorted(range(len(ratios)), key=lambda rank: -ratios[rank])
-    for count in range(len(ratios), 0, -1):
+    for count in range(sum(ratio > 0.0 for ratio in ratios), 0, -1):
         taking = sorted(fastest_first[:count])
         sizes = _finishing_together(samples, [ratios[rank] for rank in taking])
         while samples >= least * count and min(sizes) < least:

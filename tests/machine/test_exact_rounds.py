@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from flowdp.machine.config import GlobalBatch
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.exact_rounds import ExactRounds
+from flowdp.machine.exact_rounds import ExactRounds, split
 from flowdp.machine.rounds import Constraints
 from flowdp.protocol.commands import Command, Fail, RoundEnded, Send
 from flowdp.protocol.messages import Outcome, SampleRange, StartEpoch, SyncAck, SyncNow, SyncPoints, Work
@@ -364,3 +365,82 @@ def test_all_ranks_make_equally_many_forwards(window, ratios, most, wanted) -> N
     assert [(order.parts[0].forwards, order.parts[0].samples) for order in block] == wanted
     taking = tuple(rank for rank, (_, size) in enumerate(wanted) if size)
     assert {order.parts[0].ranks for order in block} == {taking}
+
+
+def trained(machine: ExactRounds, ms: Any, orders: int) -> list[list[int]]:
+    """Settle orders whose windows take `ms(rank, samples)`; the sizes of each one's first window."""
+    found: list[list[int]] = []
+    blocks = decide(machine)
+    while blocks and len(found) < orders:
+        block = blocks.pop(0)
+        found.append(sizes(block))
+        settle(machine, timed(block, ms))
+        blocks += decide(machine)
+    return found
+
+
+def timed(block: Block, ms: Any) -> list[SyncAck]:
+    """Acknowledgments of an order whose steps take a time with a fixed part."""
+    first, found = sync(block), []
+    last = [order.parts[-1].samples for order in block if order.parts]
+    outcome = Outcome(
+        first.round + first.count - 1,
+        first.global_step + first.count,
+        tuple(range(len(block))),
+        tuple(int(samples > 0) for samples in last),
+        tuple(last),
+    )
+    for rank, order in enumerate(block):
+        assert order.parts is not None
+        busy = [ms(rank, part.samples) for part in order.parts if part.samples]
+        work = Work(
+            0, len(busy), sum(part.samples for part in order.parts), sum(busy), pace_ms=max(busy, default=0.0)
+        )
+        found.append(SyncAck(rank, outcome, work, 0.1, checksum=7 if outcome.compare else None))
+    return found
+
+
+def test_a_device_that_only_holds_the_others_up_has_no_part() -> None:
+    taken = itertools.count()
+
+    def ms(rank: int, samples: int) -> float:
+        is_slow = rank == 2 and next(taken) < 400
+        return (30.0 if is_slow else 4.0) + 0.1 * samples
+
+    machine = rounds(100_000, world_size=3, least=2)
+    found = trained(machine, ms, 60)
+    assert found[-1] == [32, 32, 0]
+    assert machine.ratios[2] == machine.pace_ms[2] == 0.0
+    # It is asked now and then, in orders of few windows.
+    asked = [window for window in found[30:] if window[2]]
+    assert 0 < len(asked) < 6
+    assert all(window[2] == 2 for window in asked)
+
+
+def test_it_has_its_part_again_when_it_is_fast() -> None:
+    windows = 0
+
+    def ms(rank: int, samples: int) -> float:
+        nonlocal windows
+        windows += rank == 0
+        return (30.0 if rank and windows < 500 else 4.0) + 0.1 * samples
+
+    found = trained(rounds(100_000, least=2), ms, 200)
+    assert [64, 0] in found
+    assert min(found[-1]) > 20
+
+
+def test_fixed_shares_leave_no_device_out() -> None:
+    machine = rounds(2000, world_size=2, least=2, ratios=(0.9, 0.1))
+    found = trained(machine, lambda rank, samples: 50.0 if rank else 1.0, 40)
+    assert all(window[1] for window in found)
+
+
+@pytest.mark.parametrize("forwards", [None, (40, 40, 40), (16, 16, 16)])
+def test_a_share_of_zero_is_no_part(forwards: tuple[int, ...] | None) -> None:
+    parts = split(64, (0.5, 0.0, 0.25), 2, forwards)
+    assert [part.samples for part in parts][1] == 0
+    assert sum(part.samples for part in parts) == 64
+    assert all(1 not in part.ranks for part in parts)
+    if forwards is not None:
+        assert all(one.samples <= most * one.forwards for one, most in zip(parts, forwards, strict=True))

@@ -24,6 +24,7 @@ from flowdp import CollectiveError, OptionError, current_worker, record_scalar
 from flowdp.data.epoch_order import epoch_order
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane
+from flowdp.policy.exclusion import Exclusion
 from flowdp.replica.exact_replica import ExactReplica
 
 SAMPLES, WINDOW, EPOCHS = 203, 20, 3  # 11 windows per epoch, the last of 3 samples
@@ -218,6 +219,37 @@ def test_windows_of_one_rank_alone(
         assert other is not None
         for name, average in first.named().items():
             assert torch.equal(average, other.named()[name])
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_windows_without_a_device_that_is_left_out(monkeypatch: pytest.MonkeyPatch, left_out: int) -> None:
+    """In turns with windows in which it has a part; its replica takes every step."""
+    monkeypatch.setattr("flowdp.policy.sharing.SHORT_MS", 0.0)
+
+    def measured(self: Exclusion, *_: Any) -> None:
+        self.out = frozenset() if self.out else frozenset({left_out})
+
+    monkeypatch.setattr(Exclusion, "measured", measured)
+    model = net()
+    expected = plain(model, adamw, clip=0.1)
+    ranks_of: dict[int, set[int]] = {}
+    lock = threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current_worker()
+        with lock:
+            ranks_of.setdefault(worker.global_step, set()).add(worker.rank)
+        return mse(model, batch)
+
+    tuning = flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))
+    run = exact(model, adamw, 3, loss, max_grad_norm=0.1, runtime=tuning)
+    assert run.join().global_step == STEPS
+    assert {frozenset(ranks) for ranks in ranks_of.values()} >= {
+        frozenset({0, 1, 2}),
+        frozenset({0, 1, 2}) - {left_out},
+    }
+    assert apart(model, expected) < 1e-12
+    check_equal(run)
 
 
 class Read(Dataset[Any]):

@@ -285,6 +285,8 @@ class JudgedWorld(World):
         """Draw the time of a step."""
         scenario, steps = self.scenario, self.ranks[number].machine.total_steps
         ms = super().step_ms(number, step)
+        if scenario.fixed and step.part is not None:
+            ms *= scenario.fixed * scenario.batch_size / step.part.samples + 1.0 - scenario.fixed
         slow = scenario.slow_from
         if slow is not None and slow[0] == number and steps >= slow[1]:
             ms *= slow[2]

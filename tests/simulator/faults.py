@@ -133,6 +133,7 @@ def _draw_exact(rng: random.Random, scenario: Scenario) -> Scenario:
             ratios=_draw_ratios(rng, ranks) if rng.random() < 0.3 else None,
         ),
         batch_size=-(-window // ranks),
+        fixed=(0.0, 0.2, 0.7)[scenario.seed // 11 % 3],
         last_batch=1,
         differs=(rng.randrange(ranks), rng.randint(0, 3)) if ranks > 1 and rng.random() < 0.1 else None,
     )

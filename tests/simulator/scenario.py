@@ -74,6 +74,7 @@ class Scenario:
         noise: Relative spread of a step's time.
         sync_ms: Time of one averaging.
         batch_size: Samples of a batch; in exact, what a rank trains in its time of a step.
+        fixed: Part of that time that does not depend on its samples (exact).
         last_batch: Samples of an epoch's last batch; in exact the window and the samples of an epoch say it.
         lengths: Batches of the epochs, in turn, where `config` does not know them.
         read_ms: Time that reading one of those batches takes.
@@ -104,6 +105,7 @@ class Scenario:
     noise: float = 0.0
     sync_ms: float = 1.0
     batch_size: int = 8
+    fixed: float = 0.0
     last_batch: int = 8
     lengths: tuple[int, ...] = ()
     read_ms: float = 0.0
@@ -158,4 +160,6 @@ class Scenario:
     def step_ms(self, rank: int, samples: int) -> float:
         """Mean time of a step."""
         ms = self.ms_per_step[rank]
-        return ms if self.config.global_batch is None else ms * samples / self.batch_size
+        if self.config.global_batch is None:
+            return ms
+        return ms * (self.fixed + (1.0 - self.fixed) * samples / self.batch_size)

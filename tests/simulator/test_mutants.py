@@ -17,7 +17,7 @@ import pytest
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
 from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.barrier_tasks import Barrier, BarrierPlan, Schedule
-from flowdp.machine.config import CoordinatorConfig
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
@@ -27,6 +27,7 @@ from flowdp.machine.rounds import Constraints
 from flowdp.machine.worker import Action, Done, Enter, Leave, Serve, Step, WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
+from flowdp.policy.exclusion import Exclusion
 from flowdp.policy.ledger import Deal, Ledger
 from flowdp.policy.recovery import OutlierFilter
 from flowdp.policy.save_budget import SaveBudget
@@ -481,7 +482,7 @@ def the_last_window_is_taken_for_a_whole_one(patch: Patch) -> None:
 @mutant("S16", 300)
 def all_ranks_train_the_windows_of_one_alone(patch: Patch) -> None:
     parts = ExactRounds._parts
-    patch.setattr(ExactRounds, "_parts", lambda self, windows, _: parts(self, windows))
+    patch.setattr(ExactRounds, "_parts", lambda self, windows, _: parts(self, windows, self.ratios))
 
 
 @mutant("S1", 500)
@@ -497,8 +498,8 @@ def ranks_are_told_of_different_splits(patch: Patch) -> None:
     order = ExactRounds._order
 
     def moving(self: ExactRounds, block: Any, rank: int) -> Any:
-        self._ratios = [1.0 + (other == rank) for other in range(self.world_size)]
-        self._next_parts = list(zip(*self._parts(block.deal[0], block.alone), strict=True))
+        shares = [1.0 + (other == rank) for other in range(self.world_size)]
+        self._next_parts = list(zip(*self._parts(block.deal[0], shares), strict=True))
         return order(self, block, rank)
 
     patch.setattr(ExactRounds, "_order", moving)
@@ -1082,6 +1083,19 @@ def one_odd_step_sets_the_pace_for_ever(patch: Patch) -> None:
 @mutant("L7", SLOW_PHASE)
 def a_rank_without_work_is_never_probed(patch: Patch) -> None:
     patch.setattr(Cadence, "due", ())
+
+
+SLOW_EXACT = replace(
+    SLOW_PHASE,
+    config=replace(SLOW_PHASE.config, policy="exact", global_batch=GlobalBatch(16, 160)),
+    fixed=0.5,
+    disturbance=Disturbance(rank=1, step=20, factor=20.0, for_ms=9000.0),
+)
+
+
+@mutant("L7", SLOW_EXACT)
+def a_rank_that_was_left_out_is_never_probed(patch: Patch) -> None:
+    patch.setattr(Exclusion, "plan", lambda self: self.out)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
