@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -197,6 +198,10 @@ def tables(record: Record) -> str:
             "until then:"
         ]
         parts += [grid(["", "memory, MB", "shown, s", "exit, s", "processes left"], failures)]
+    aborts = Counter(label(run["side"]) for run in record["runs"] if run.get("aborted"))
+    if aborts:
+        named = ", ".join(f"{name} {count}" for name, count in aborts.items())
+        parts += [f"Runs whose program ended with an error behind its last step, which count: {named}."]
     return "\n\n".join(parts)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.cases import SIDES, Marks, measure, read_marks, throughput
+from bench.peers.cases import SIDES, Marks, all_taken, measure, read_marks, throughput
 
 
 def steps(count: int, every_s: float, samples: int, begin: float = 0.0) -> list[tuple[float, int]]:
@@ -41,6 +41,13 @@ def test_marks_are_read_by_process_and_thread(tmp_path: Path) -> None:
         ("marks-1.json", 8): 2,
         ("marks-2.json", 7): 2,
     }
+
+
+def test_a_run_counts_when_every_device_has_taken_all_its_steps() -> None:
+    marks: Marks = {("a", 0): steps(40, 0.1, 64), ("b", 0): steps(41, 0.1, 64)}
+    assert all_taken(marks, 2, 40)
+    assert not all_taken(marks, 2, 41)
+    assert not all_taken(marks, 3, 40)
 
 
 @pytest.mark.linux

@@ -45,6 +45,13 @@ def test_the_tables_have_medians_and_spread_and_mark_other_mathematics() -> None
     assert "| DistributedDataParallel | 800 | - | - | 1 |" in lines
 
 
+def test_runs_that_ended_with_an_error_behind_their_last_step_are_named() -> None:
+    aborted = [{**run(turn, "accelerate", 90.0), "aborted": True} for turn in range(2)]
+    told = "Runs whose program ended with an error behind its last step, which count: Accelerate 2."
+    assert tables({**RECORD, "runs": [*RECORD["runs"], *aborted]}).endswith(told)  # type: ignore[misc]
+    assert "which count" not in tables(RECORD)
+
+
 def test_the_readme_shows_figures_of_a_quiet_machine_only() -> None:
     machine = {"cores": 4, "cpu": "x"}
     versions = {"torch": "2", "lightning": "2", "accelerate": "1"}
