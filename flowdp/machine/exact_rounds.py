@@ -31,8 +31,11 @@ __all__ = ["ExactRounds", "split"]
 CALIBRATION = 2
 """Measurements before the first split by speed; until then an order is one round."""
 
-TRIAL = 8
-"""An order in which sharing is tried, or its opposite, is this part of another one."""
+LESSON = 8
+"""An order that is to teach something soon is this part of another: a trial, a probe, shares that move."""
+
+MOVING = 0.05
+"""Relative change of a share, from order to order, with which the shares still move."""
 
 INTERVAL = 1
 """Orders between two splits. Waiting longer gains nothing on noisy times, and shows a slower rank later."""
@@ -75,6 +78,7 @@ class ExactRounds(PlannedRounds):
         self._balance = ThroughputBalance(first, calibration=CALIBRATION, interval=INTERVAL, floor=floor)
         self._is_warm = False  # the first order was held
         self._is_split = ratios is not None
+        self._is_moving = False
         self._sharing = Sharing() if batch.may_be_alone and ratios is None and world_size > 1 else None
         self._lone_rank = 0
         self._exclusion = Exclusion(world_size)
@@ -95,11 +99,13 @@ class ExactRounds(PlannedRounds):
         self._next_alone = None
         shares, out = self.ratios, self._exclusion.plan()
         if out != self._exclusion.out:
-            count, shares = -(-count // TRIAL), self._without(out)
+            count, shares = -(-count // LESSON), self._without(out)
+        elif self._is_moving:
+            count = -(-count // LESSON)
         elif self._sharing is not None and self._is_split:
             is_trial = self._sharing.plan()
             if is_trial:
-                count = -(-count // TRIAL)
+                count = -(-count // LESSON)
                 if self._sharing.is_shared:
                     self._lone_rank = shares.index(max(shares))
             if self._sharing.is_shared == is_trial:
@@ -124,6 +130,10 @@ class ExactRounds(PlannedRounds):
     @property
     def _alone(self) -> int | None:
         return self._next_alone
+
+    def _has_moved(self, before: float, now: float) -> bool:
+        """Whether a share has changed much; that of the smallest part changes nothing."""
+        return abs(now - before) > MOVING * before and now * self._batch.size > self._batch.least
 
     def _without(self, out: Collection[int]) -> tuple[float, ...]:
         """Shares by the measured speeds, 0 of these ranks."""
@@ -165,7 +175,9 @@ class ExactRounds(PlannedRounds):
         is_probe = any(held.works[rank].samples for rank in self._exclusion.out)
         if self._is_warm and not is_checked and armed.alone is None:
             samples, busy_ms = zip(*((work.samples, work.busy_ms) for work in held.works), strict=True)
+            before = self._balance.ratios
             self._is_split |= self._balance.update(samples, busy_ms)
+            self._is_moving = any(map(self._has_moved, before, self._balance.ratios))
             if self._ratios is None and self._is_split:
                 self._exclusion.measured(samples, busy_ms, steps * self._batch.least)
         elif is_probe:

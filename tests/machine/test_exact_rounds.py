@@ -444,3 +444,17 @@ def test_a_share_of_zero_is_no_part(forwards: tuple[int, ...] | None) -> None:
     assert all(1 not in part.ranks for part in parts)
     if forwards is not None:
         assert all(one.samples <= most * one.forwards for one, most in zip(parts, forwards, strict=True))
+
+
+def test_orders_are_short_while_the_shares_still_move() -> None:
+    machine, speeds = rounds(100_000, window=100), [0.1, 0.1]
+    counts, blocks = [], decide(machine)
+    for at in range(80):
+        block = blocks.pop(0)
+        counts.append(len(block[0].batches))
+        if at == 40:
+            speeds[1] = 0.3
+        settle(machine, acks(block, speeds))
+        blocks += decide(machine)
+    assert min(counts[20:40]) > 2 * max(counts[42:45])
+    assert min(counts[70:]) > 2 * max(counts[42:45])
