@@ -10,12 +10,13 @@ time lost by the file is its span, less the time that its samples take at the pa
 second (or the length of the span, if that is more) on each side, as far as it is free of other files. A side
 of which less than half is free, or inside the measured time, leaves the file out. The cost is
 
-    median time lost by a file / median time from one file to the next
+    mean time lost by a file / mean time from one file to the next
 
-over all runs of an interval. The same is done with spans of that length in the middle between two files:
-their loss should be 0, and its spread is the method's error. A slowdown that lasts much longer than the
-writing slows the pace around it as well, so it is not seen; nor is the file at the end of a run.
-With `--save` a record that the same commit has is continued, so a measurement can be made in pieces.
+over all runs of an interval; medians would not add up where files come at uneven times. The same is done with
+spans of that length in the middle between two files: their loss should be 0, and its spread is the method's
+error. A slowdown that lasts much longer than the writing slows the pace around it as well, so it is not seen;
+nor is the file at the end of a run. With `--save` a record that the same commit has is continued, so a
+measurement can be made in pieces.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Literal
 
 import numpy as np
@@ -189,7 +190,7 @@ def measure(size: Size, policy: Policy, every: int, seconds: float) -> Losses:
 def share(runs: Sequence[Losses]) -> float | None:
     """Part of the training time that checkpoints cost; None where no file, or no two, could be measured."""
     lost, apart = [ms for one in runs for ms in one.lost_ms], [ms for one in runs for ms in one.apart_ms]
-    return median(lost) / median(apart) if lost and apart else None
+    return fmean(lost) / fmean(apart) if lost and apart else None
 
 
 def row(label: str, runs: Sequence[Losses]) -> str:

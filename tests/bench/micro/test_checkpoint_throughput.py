@@ -26,7 +26,7 @@ def test_a_file_loses_the_time_in_which_steps_were_slower() -> None:
     assert times.lost_ms == pytest.approx((100, 200, 100), abs=2 * STEP_S * 1e3)
     assert times.idle_ms == pytest.approx((0, 0), abs=STEP_S * 1e3)
     assert times.apart_ms == pytest.approx((3000, 3000))
-    assert share([times]) == pytest.approx(0.1 / 3, rel=0.2)
+    assert share([times]) == pytest.approx(0.4 / 3 / 3, rel=0.2)
 
 
 def test_devices_that_stand_still_lose_all_of_it() -> None:
@@ -59,7 +59,7 @@ def test_the_file_from_before_the_measured_time_counts_for_nothing() -> None:
 
 
 def test_cost_is_known_with_a_loss_and_a_distance_of_any_run() -> None:
-    lost, apart = Losses(1, (40.0, 50.0, 90.0), (), ()), Losses(1, (), (), (1000.0,))
+    lost, apart = Losses(1, (30.0, 30.0, 90.0), (), ()), Losses(1, (), (), (500.0, 500.0, 2000.0))
     assert share([lost, apart]) == pytest.approx(0.05)
     assert share([lost]) is None
     assert share([apart]) is None
