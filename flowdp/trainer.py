@@ -222,7 +222,7 @@ class Trainer:
         check_judged(options, judges=monitor is not None or (save is not None and save.keep_best is not None))
         reading = check_record("reading", reading, ReadingOptions)
         limit = check_limits(limit_batches, overfit_batches, fast_dev_run, sizes, reading)
-        rounds = check_cadence(cadence, policy, len(chosen))
+        rounds = check_cadence(cadence, given, len(chosen))
         outer = check_outer(outer, given, rounds, runtime.backend, chosen)
         config = RunConfig(
             devices=chosen,
