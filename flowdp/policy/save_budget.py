@@ -29,6 +29,9 @@ waits for nothing, is paid for before the second."""
 EVIDENCE = 0.5
 """Undisturbed training to compare the rounds during a writing with: at least this part of their time."""
 
+LUCK = 2.0
+"""The next checkpoint is planned for at least this part of the cost before, however little the last one lost."""
+
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
@@ -115,7 +118,8 @@ class SaveBudget:
         # the one before counts when the next one confirms it.
         if self._usual_ms > 0:
             cost_ms = min(cost_ms, FAR * self._usual_ms)
-        return cost_ms / AIM
+        # And one that seems to have cost nothing must not bring a burst of them.
+        return max(cost_ms, self._usual_ms / LUCK) / AIM
 
     @property
     def step_ms(self) -> float:
@@ -151,7 +155,7 @@ class SaveBudget:
         """
         if self._written_ms is not None:  # else it was requested meanwhile, and both are one
             if (cost := self.cost) is not None:
-                self._usual_ms = cost.lost_ms
+                self._usual_ms = max(cost.lost_ms, self._usual_ms / LUCK)
             if self._is_latest_slowed:
                 self._count_latest()
             # Speeds change in the course of a run: those of long ago count less and less.

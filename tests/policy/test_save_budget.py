@@ -104,3 +104,16 @@ def test_a_run_that_saves_whenever_it_may_never_loses_more_than_its_share_once_t
         lost_ms += 100.0
         assert now_ms == 0.0 or lost_ms <= SHARE * (now_ms + 100.0)
         now_ms = budget.free_ms
+
+
+def test_one_that_seems_to_cost_nothing_is_followed_by_no_burst() -> None:
+    budget = SaveBudget()
+    train(budget, 0.0, 4000.0, 5.0)
+    at, waits = 4000.0, []
+    for lost in (True, False, False, False):
+        budget.saved(at, at + 100.0 * lost)
+        budget.written(at + 100.0)
+        train(budget, at + 100.0, at + 8000.0, 5.0)
+        waits.append(budget.wait_ms)
+        at += 8000.0
+    assert waits == pytest.approx([100.0 / AIM, 50.0 / AIM, 25.0 / AIM, 12.5 / AIM])
