@@ -30,7 +30,7 @@ EVIDENCE = 0.5
 """Undisturbed training to compare the rounds during a writing with: at least this part of their time."""
 
 LUCK = 2.0
-"""The next checkpoint is planned for at least this part of the cost before, however little the last one lost."""
+"""The next checkpoint is planned for at least the cost before by this, however little the last one lost."""
 
 
 @dataclass(frozen=True, slots=True)
