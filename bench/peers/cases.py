@@ -61,6 +61,8 @@ class Side:
 
 SIDES = {
     "hand": Side("loop by hand, one device", "hand", devices=1, kinds=("one",)),
+    "accelerate-1": Side("Accelerate, one device", "accelerate", devices=1, kinds=("one",)),
+    "lightning-1": Side("Lightning, one device", "lightning", devices=1, kinds=("one",)),
     "setup-1": Side("flowdp setup, one device", "setup", devices=1, kinds=("one",)),
     "exact-1": Side("flowdp exact, one device", "trainer", variant="exact", devices=1, kinds=("one",)),
     "data_parallel": Side("nn.DataParallel", "data_parallel", devices=1, kinds=("equal",)),

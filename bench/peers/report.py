@@ -151,7 +151,7 @@ def summary(record: Record) -> str:
     head = ["samples/s to DDP's", *(task.label.split(",")[0] for task in TASKS.values())]
     head += ["CNN, 1 : 2.5", "first step, s", "memory, MB", "error to exit, s"]
     return (
-        f"{origin(record)}\n\n{grid(head, rows)}\n\n"
+        f"{origin(record, spread='')}\n\n{grid(head, rows)}\n\n"
         "\\* Other mathematics: each device takes optimizer steps of its own, and parameters are averaged.\n"
         "All other rows take one step on the gradient of the whole batch. All figures, with their spread:\n"
         "[docs/performance.md](docs/performance.md#beside-other-libraries).\n\n" + picture("docs/images")
@@ -227,8 +227,8 @@ def short(found: Sequence[float], form: str) -> str:
     return format(median(found), form) if found else "-"
 
 
-def origin(record: Record) -> str:
-    """Sentence that says where the figures are from."""
+def origin(record: Record, spread: str = ", with the least and the largest in brackets") -> str:
+    """Sentence that says where the figures are from, and their spread."""
     if "machine" not in record:
         return ""
     machine, versions = record["machine"], record["versions"]
@@ -236,7 +236,7 @@ def origin(record: Record) -> str:
     return (
         f"`make bench-peers`, {record['date']}, {record['commit']}: {machine['cores']} cores "
         f"({machine['cpu']}), torch {versions['torch']},\n{others}; "
-        f"medians of the runs (rounds: {record['rounds']}), with the least and the largest in brackets."
+        f"medians of the runs (rounds: {record['rounds']}){spread}."
         f"{beside(record)}"
     )
 
