@@ -30,7 +30,7 @@ EVIDENCE = 0.5
 """Undisturbed training to compare the rounds during a writing with: at least this part of their time."""
 
 LUCK = 2.0
-"""The next checkpoint is planned for at least the cost before by this, however little the last one lost."""
+"""The next checkpoint is planned for at least the cost of the one before the last, divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
