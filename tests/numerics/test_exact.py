@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,14 +152,12 @@ def test_a_rank_alone_with_nans_goes_on_from_the_others(
     """Its windows since the last meeting are lost; all replicas stay equal, and no number is odd."""
     for name, value in (("SHORT_MS", math.inf), ("GAIN", math.inf), ("FIRST_TRIAL", 1)):
         monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
-    ranks_of: dict[int, set[int]] = {}
     odd: list[int] = []
     lock = threading.Lock()
 
     def loss(model: nn.Module, batch: Any) -> Any:
         worker = current_worker()
         with lock:
-            ranks_of.setdefault(worker.global_step, set()).add(worker.rank)
             is_odd = not odd and worker.global_step > 5 and len(batch[0]) == WINDOW
             if is_odd:
                 odd.append(worker.rank)
@@ -174,12 +172,25 @@ def test_a_rank_alone_with_nans_goes_on_from_the_others(
     state = run.join()
     if run._engine.replicas[0].lane.is_async:  # those always share
         return
-    assert odd, ranks_of
+    assert odd
     [told] = [text for text in caplog.messages if "had NaN or infinite numbers" in text]
     assert told.startswith(f"rank {odd[0]} ")
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     assert state.global_step == 40 * STEPS // EPOCHS
     check_equal(run)
+
+
+class Trained:
+    """The ranks that have a part in each step."""
+
+    def __init__(self) -> None:
+        self.ranks: defaultdict[int, set[int]] = defaultdict(set)
+        self._lock = threading.Lock()
+
+    def note(self) -> None:
+        worker = current_worker()
+        with self._lock:
+            self.ranks[worker.global_step].add(worker.rank)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -192,13 +203,10 @@ def test_windows_of_one_rank_alone(
         monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
     model = net()
     expected = plain(model, make, clip=clip, schedule=schedule)
-    ranks_of: dict[int, set[int]] = {}
-    lock = threading.Lock()
+    trained = Trained()
 
     def loss(model: nn.Module, batch: Any) -> Any:
-        worker = current_worker()
-        with lock:
-            ranks_of.setdefault(worker.global_step, set()).add(worker.rank)
+        trained.note()
         # Named weights are divided by in the step of one rank, too.
         return {"loss": mse(model, batch), "weight": len(batch[0])}
 
@@ -210,7 +218,7 @@ def test_windows_of_one_rank_alone(
     run = exact(model, make, devices, loss, max_grad_norm=clip, callbacks=[flowdp.EMA(0.5)], **options)
     assert run.join().global_step == STEPS
     if not run._engine.replicas[0].lane.is_async:  # those always share
-        assert {len(ranks) for ranks in ranks_of.values()} >= {1, devices}
+        assert {len(ranks) for ranks in trained.ranks.values()} >= {1, devices}
     assert apart(model, expected) < 1e-12
     check_equal(run)
     first, *others = [replica.average for replica in run._engine.replicas]
@@ -232,19 +240,16 @@ def test_windows_without_a_device_that_is_left_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Exclusion, "measured", measured)
     model = net()
     expected = plain(model, adamw, clip=0.1)
-    ranks_of: dict[int, set[int]] = {}
-    lock = threading.Lock()
+    trained = Trained()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        worker = current_worker()
-        with lock:
-            ranks_of.setdefault(worker.global_step, set()).add(worker.rank)
+        trained.note()
         return mse(model, batch)
 
     tuning = flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))
     run = exact(model, adamw, 3, loss, max_grad_norm=0.1, runtime=tuning)
     assert run.join().global_step == STEPS
-    assert {frozenset(ranks) for ranks in ranks_of.values()} >= {
+    assert {frozenset(ranks) for ranks in trained.ranks.values()} >= {
         frozenset({0, 1, 2}),
         frozenset({0, 1, 2}) - {left_out},
     }
