@@ -22,9 +22,11 @@ __all__ = [
     "CheckpointUnit",
     "FailureOptions",
     "LoopBackend",
+    "MachineOptions",
     "OnFailure",
     "OnNan",
     "OuterOptions",
+    "Payload",
     "Policy",
     "Precision",
     "ProcessTuning",
@@ -41,6 +43,7 @@ SchedulerUnit = Literal["step", "epoch"]
 OnFailure = Literal["raise", "continue"]
 OnNan = Literal["quarantine", "raise"]
 Buffers = Literal["broadcast", "average"]
+Payload = Literal["full", "bf16"]
 CheckpointUnit = Literal["epoch", "step", "minute"]
 
 
@@ -319,6 +322,42 @@ class FailureOptions:
         one_of("failures.on_nan", self.on_nan, OnNan)
         check_number("failures.stall_timeout", self.stall_timeout, above=True, optional=True)
         check_flag("failures.check_loss", self.check_loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Options of a run on several machines: one process on each, in a group of `torch.distributed`.
+
+    ::
+
+        Trainer(..., policy="cadence", machines=MachineOptions(rounds=50))
+        Trainer(..., machines=MachineOptions(timeout=10))
+
+    Attributes:
+        rounds: Rounds of "cadence" from one mean of all machines to the next; the means between are of the
+            devices of one machine. Under the other policies every mean is of all machines.
+        overlap: The machines train their next rounds while a mean of all travels, and add it when it is there
+            ("cadence"). False: they wait for it.
+        payload: Numbers on their way between machines: "full" as they are, "bf16" in half the bytes of
+            float32.
+        timeout: Seconds without a sign of life after which a machine counts as lost, and the run fails.
+    """
+
+    rounds: int = 1
+    overlap: bool = True
+    payload: Payload = "full"
+    timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionError: A field is out of its range.
+        """
+        check_int("machines.rounds", self.rounds)
+        check_flag("machines.overlap", self.overlap)
+        one_of("machines.payload", self.payload, Payload)
+        check_number("machines.timeout", self.timeout, above=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ deadlocks or is obeyed in different rounds by different ranks; taken by the last
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from flowdp.errors import CollectiveAborted, ProtocolError
 from flowdp.protocol.messages import Arrival, Directives, Outcome
 
-__all__ = ["GateState", "decide"]
+__all__ = ["GateState", "PartState", "decide"]
 
 
 def decide(
@@ -130,3 +130,38 @@ class GateState:
         # A stop holds until the run ends; the other wishes are fulfilled by one outcome.
         self.directives = replace(self.directives, pause=False, halt=False, lr=None)
         return outcome
+
+
+class PartState(GateState):
+    """Members and arrivals of one machine's gate, where the run has ranks on several.
+
+    It decides nothing. Its ranks' arrivals go together to a `GateState` of all ranks, on the machine that
+    leads, and that one's outcome comes back here.
+
+    Args:
+        ranks: Ranks of this machine.
+    """
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        super().__init__(len(ranks))
+        self.members = set(ranks)
+
+    @property
+    def gathered(self) -> tuple[Arrival, ...]:
+        """Arrivals of all ranks here, once all stand in the gate; else none."""
+        is_there = self.error is None and len(self.arrivals) == len(self.members)
+        return tuple(self.arrivals[rank] for rank in sorted(self.arrivals)) if is_there else ()
+
+    def conclude(self, outcome: Outcome) -> None:
+        """The round of all machines is decided; the next arrivals belong to the next one.
+
+        Raises:
+            ProtocolError: Not all ranks here have come, or they mean another round.
+        """
+        rounds = {arrival.round for arrival in self.gathered}
+        if rounds != {outcome.round}:
+            raise ProtocolError(f"{outcome} came while the ranks {sorted(self.members)} mean {rounds}")
+        self.arrivals = {}
+
+    def _complete(self) -> Outcome | None:
+        return None

@@ -23,6 +23,7 @@ LAYERS = (
     {"sim", "threads"},
     {"timeline"},
     {"device"},
+    {"network"},
     {"collective", "data"},
     {"modules"},
     {"graphs"},

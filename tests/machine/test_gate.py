@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flowdp.errors import CollectiveAborted, ProtocolError
-from flowdp.machine.gate import GateState, decide
+from flowdp.machine.gate import GateState, PartState, decide
 from flowdp.protocol.messages import Arrival, Directives, Outcome
 
 
@@ -222,3 +222,36 @@ def test_a_halt_is_told_once() -> None:
         outcome = state.enter(arrival(0))
         assert outcome is not None
         assert (outcome.halt, outcome.voids) == (is_told, is_told)
+
+
+def test_a_part_gathers_the_arrivals_of_its_ranks_and_decides_nothing() -> None:
+    part = PartState([2, 3])
+    assert part.enter(arrival(3)) is None
+    assert part.gathered == ()
+    assert part.enter(arrival(2)) is None
+    assert part.gathered == (arrival(2), arrival(3))
+    whole = GateState(4)
+    outcomes = [whole.enter(one) for one in (arrival(0), arrival(1), *part.gathered)]
+    assert outcomes[:3] == [None] * 3
+    assert outcomes[3] is not None
+    assert outcomes[3].steps == (1, 1, 1, 1)
+    part.conclude(outcomes[3])
+    assert part.enter(arrival(2, round=1)) is None
+    assert part.gathered == ()
+
+
+def test_a_part_takes_the_outcome_of_its_own_round_alone() -> None:
+    part = PartState([1])
+    part.enter(arrival(1, round=4))
+    outcome = decide({0: arrival(0), 1: arrival(1)}, Directives(), 2)
+    with pytest.raises(ProtocolError, match="mean"):
+        part.conclude(outcome)
+
+
+def test_an_aborted_part_gathers_nothing() -> None:
+    part = PartState([1])
+    part.enter(arrival(1))
+    part.abort("machine 0 is gone")
+    assert part.gathered == ()
+    with pytest.raises(CollectiveAborted, match="machine 0 is gone"):
+        part.enter(arrival(1))

@@ -1,0 +1,183 @@
+"""The machines of a job: one process of flowdp on each, in a process group of `torch.distributed`.
+
+A launcher starts the processes (torchrun, Slurm, Ray Train), and `torch.distributed` finds them and carries
+every byte between them; nothing here opens a connection of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flowdp.errors import CollectiveError, OptionError
+from flowdp.policy.formats import format_error
+
+__all__ = ["Machines", "find_machines"]
+
+Reduction = Literal["sum", "max"]
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of the environment by which torchrun, and launchers like it, describe a job."""
+
+
+class Machines:
+    """The machines of a job, as one of them sees them.
+
+    Every machine makes the same calls of `gather`, `share` and `reduce`, in the same order; one thread at a
+    time of each.
+
+    Args:
+        timeout_s: Longest wait for another machine.
+
+    Attributes:
+        index: Number of this machine, from 0; machine 0 leads.
+        count: Number of machines.
+        names: Name of each machine for people: its host, with its number. Shape (count,).
+        timeout_s: Longest wait for another machine.
+
+    Raises:
+        CollectiveError: Not all machines came here in time.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.index, self.count = dist.get_rank(), dist.get_world_size()
+        self.names = tuple(f"machine {index}" for index in range(self.count))
+        self._groups: list[dist.ProcessGroup] = []
+        self.group = self.open_group()
+        hosts = self.gather(socket.gethostname())
+        self.names = tuple(f"machine {index} ({host})" for index, host in enumerate(hosts))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this machine decides for all."""
+        return self.index == 0
+
+    def open_group(self) -> dist.ProcessGroup:
+        """Open another group of all machines, for messages or sums of its own, in the host's memory.
+
+        Raises:
+            CollectiveError: Not all machines came here in time.
+        """
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        except Exception as error:
+            raise CollectiveError(
+                f"the {self.count} machines of this job do not reach each other: {format_error(error)}; each "
+                "must run the same script, and make the same Trainers and calls of setup in the same order"
+            ) from error
+        assert isinstance(group, dist.ProcessGroup)
+        self._groups.append(group)
+        return group
+
+    def gather(self, value: Any) -> list[Any]:
+        """Values of all machines, in their order; any that can be pickled.
+
+        Raises:
+            CollectiveError: A machine was lost, or does not come.
+        """
+        values: list[Any] = [None] * self.count
+        self._call("gathering values", lambda: dist.all_gather_object(values, value, group=self.group))
+        return values
+
+    def share(self, value: Any) -> Any:
+        """The value of machine 0, on all machines; the others' are ignored.
+
+        Raises:
+            CollectiveError: A machine was lost, or does not come.
+        """
+        box = [value]
+        self._call("sharing a value", lambda: dist.broadcast_object_list(box, src=0, group=self.group))
+        return box[0]
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of the host's memory by those of machine 0.
+
+        Raises:
+            CollectiveError: A machine was lost, or does not come.
+        """
+        self._call(
+            "sharing tensors", lambda: [dist.broadcast(one, src=0, group=self.group) for one in tensors]
+        )
+
+    def reduce(self, tensors: Sequence[Tensor], operations: Sequence[Reduction] = ()) -> None:
+        """Replace tensors of the host's memory by their reductions over all machines, all at once.
+
+        Every machine gets the same bits.
+
+        Args:
+            tensors: Contiguous; of the same shapes and dtypes on all machines.
+            operations: Reduction of each; empty: sums.
+
+        Raises:
+            CollectiveError: A machine was lost, or does not come.
+        """
+
+        def work() -> None:
+            chosen = operations or ("sum",) * len(tensors)
+            pending = [
+                dist.all_reduce(tensor, OPERATIONS[operation], group=self.group, async_op=True)
+                for tensor, operation in zip(tensors, chosen, strict=True)
+            ]
+            for one in pending:
+                if one is not None:
+                    one.wait()
+
+        self._call("a sum", work)
+
+    def close(self) -> None:
+        """Give the groups back; a second call does nothing."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            with suppress(Exception):  # of a job that has ended its default group by itself
+                dist.destroy_process_group(group)
+
+    def _call(self, what: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            raise CollectiveError(
+                f"{what} between the {self.count} machines of this job failed on {self.names[self.index]}: "
+                f"one was lost, or did not come within {self.timeout_s:g} s: {format_error(error)}"
+            ) from error
+
+
+def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:
+    """Find the other machines of this job; None: there are none.
+
+    An initialised process group is used as it is; where only the environment of torchrun is there, the
+    default group is made of it.
+
+    Args:
+        timeout_s: Longest wait for another machine.
+        wanted: False: this process trains by itself, whatever job it is part of.
+
+    Raises:
+        CollectiveError: Not all machines came here in time.
+        OptionError: The environment describes a job, and the process group cannot be made of it.
+    """
+    if not wanted or not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not all(name in os.environ for name in LAUNCHED):
+            return None
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        try:
+            dist.init_process_group(backend)
+        except Exception as error:
+            raise OptionError(
+                f"the environment describes a job of {os.environ['WORLD_SIZE']} processes (RANK, WORLD_SIZE, "
+                f"MASTER_ADDR), and torch.distributed cannot join it: {format_error(error)}; machines=False "
+                "trains in this process alone"
+            ) from error
+    return Machines(timeout_s) if dist.get_world_size() > 1 else None
