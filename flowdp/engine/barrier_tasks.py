@@ -15,6 +15,7 @@ from flowdp.protocol.messages import (
     Evaluated,
     ReplicaCopied,
     SaveState,
+    Settle,
     StateSaved,
 )
 from flowdp.replica.replica import Replica
@@ -54,6 +55,8 @@ class BarrierTasks:
                 return "saves its state"
             case CopyReplica():
                 return f"copies the replica of rank {task.donor}"
+            case Settle():
+                return "brings in the mean of all machines"
 
     def serve(
         self, task: BarrierTask, wait: Callable[[], bool], moved: Callable[[], None]

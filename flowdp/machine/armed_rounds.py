@@ -115,8 +115,18 @@ class HeldRounds:
 
     @property
     def sync_ms(self) -> float:
-        """Averaging time of one round."""
+        """Averaging time of one round; after inner rounds, of the one of all machines."""
         return max(ack.sync_ms for ack in self.armed.acks.values())
+
+    @property
+    def inner_ms(self) -> float:
+        """Averaging time of the inner rounds, all together."""
+        return max(ack.inner_ms for ack in self.armed.acks.values())
+
+    @property
+    def averaging_ms(self) -> float:
+        """Averaging time of all rounds together."""
+        return max(map(self.rank_sync_ms, self.armed.acks))
 
     @property
     def wait_ms(self) -> tuple[float, ...]:
@@ -127,7 +137,9 @@ class HeldRounds:
     def rank_sync_ms(self, rank: int) -> float:
         """Averaging time of a rank, all rounds together."""
         ack = self.armed.acks.get(rank)
-        return 0.0 if ack is None else ack.sync_ms * self.rounds
+        if ack is None:
+            return 0.0
+        return ack.inner_ms + ack.sync_ms if self.armed.sync.inner else ack.sync_ms * self.rounds
 
     @property
     def longest_ms(self) -> float:
@@ -147,7 +159,8 @@ class HeldRounds:
     def drifts(self) -> tuple[float, ...]:
         """Distances from the mean in the last round; empty where not measured."""
         # A mean of one replica is that replica: a distance of 0 would tell the guard that all is well.
-        givers = [rank for rank in self.outcome.members if self.outcome.samples[rank]]
+        weights = self.outcome.weights
+        givers = [rank for rank in self.outcome.members if weights[rank]]
         if len(set(givers).difference(self._late)) < 2:
             return ()
         return tuple(ack.drift for ack in self.armed.acks.values() if ack.drift is not None)

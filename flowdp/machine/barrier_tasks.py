@@ -1,4 +1,4 @@
-"""Tasks at a barrier of all ranks: healing replicas, evaluations, and the state for checkpoints.
+"""Tasks at a barrier of all ranks: means on their way, healing replicas, evaluations, state for checkpoints.
 
 Between two rounds, with nothing dealt, the replicas are equal and orders cannot be obeyed in different
 rounds: then an order in the inbox is enough. One thing is done after the other, each in two halves, the
@@ -36,6 +36,8 @@ from flowdp.protocol.messages import (
     Evaluation,
     ReplicaCopied,
     SaveState,
+    Settle,
+    Settled,
     StateSaved,
 )
 from flowdp.protocol.position import Position
@@ -193,6 +195,8 @@ class Barrier:
     Args:
         tasks: Tasks of the run.
         position: Position to resume at; None: the beginning.
+        machine_of: Machine of each rank; empty: there is one. Shape (world_size,).
+        overlaps: The mean of all machines travels while they train on.
 
     Attributes:
         versions: Checkpoints so far, those of the run that this one continues included.
@@ -200,13 +204,23 @@ class Barrier:
         evaluations: Evaluations that are due by steps.
     """
 
-    def __init__(self, tasks: BarrierPlan, position: Position | None = None) -> None:
+    def __init__(
+        self,
+        tasks: BarrierPlan,
+        position: Position | None = None,
+        machine_of: Sequence[int] = (),
+        *,
+        overlaps: bool = False,
+    ) -> None:
         self.versions = 0 if position is None else position.versions
         self._tasks = tasks
         self._best = Best() if position is None else position.best
         self._best_before: dict[int, Best] = {}  # each epoch that was reported
         self._ended: list[EpochMetrics] = []  # complete, and not reported yet
         self._to_heal: tuple[int, ...] = ()
+        self._machine_of = machine_of
+        self._overlaps = overlaps
+        self._is_unsettled = self._wants_settling = False  # a mean may be on its way; shall be brought in
         self._asked: _Asked | None = None
         self._evaluations = self._captures = 0
         self._wishes = self._asked_wishes = self._answered = 0  # for a snapshot
@@ -238,7 +252,8 @@ class Barrier:
     def is_wanted(self) -> bool:
         """Whether a barrier is wanted or in progress."""
         wants_capture = self._wants_save or self._is_best or self._answered < self._wishes
-        return bool(self._asked or self._to_heal or self._ended) or self._wants_evaluation or wants_capture
+        is_begun = self._wants_settling or bool(self._asked or self._to_heal or self._ended)
+        return is_begun or self._wants_evaluation or wants_capture
 
     @property
     def is_asked(self) -> bool:
@@ -257,6 +272,11 @@ class Barrier:
         """The run is about to end; whether a last checkpoint comes first."""
         self._wants_save |= self.saves.is_last_due(global_step)
         return self._wants_save
+
+    def settle(self) -> bool:
+        """The run is about to end or to pause; whether a mean that may be on its way is brought in first."""
+        self._wants_settling = self._is_unsettled
+        return self._wants_settling
 
     def heal(self, bad: Sequence[int]) -> None:
         """These replicas have NaN or inf parameters."""
@@ -295,6 +315,7 @@ class Barrier:
     # ------------------------------------------------------------------ answers
     def trained(self, record: RoundEnded, now_ms: float) -> None:
         """Rounds have ended: their times tell the cost of a checkpoint."""
+        self._is_unsettled = self._overlaps
         if self._budget is not None:
             self._budget.trained(now_ms, record.wall_ms, sum(record.steps))
 
@@ -303,13 +324,13 @@ class Barrier:
         if self._budget is not None and version == self.versions:
             self._budget.written(now_ms)
 
-    def take(self, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
+    def take(self, fact: Evaluated | StateSaved | ReplicaCopied | Settled) -> None:
         """Take an answer.
 
         Raises:
             ProtocolError: No such task of this rank is out.
         """
-        kinds = {Evaluated: Evaluate, StateSaved: SaveState, ReplicaCopied: CopyReplica}
+        kinds = {Evaluated: Evaluate, StateSaved: SaveState, ReplicaCopied: CopyReplica, Settled: Settle}
         asked = self._asked
         if asked is None or not isinstance(asked.task, kinds[type(fact)]) or fact.rank not in asked.waits_for:
             raise ProtocolError(f"unexpected {fact}: {asked} is under way")
@@ -349,10 +370,11 @@ class Barrier:
         self, now_ms: float, present: Sequence[int], stand: Callable[[], Position], *, leaves: bool
     ) -> list[Command]:
         """Begin the first task."""
+        if self._is_unsettled:
+            self._is_unsettled = self._wants_settling = False
+            return self._ask(Settle(), present)
         if self._to_heal:
-            bad, self._to_heal = self._to_heal, ()
-            donor = next(rank for rank in present if rank not in bad)
-            return self._ask(CopyReplica(donor), [rank for rank in present if rank in bad])
+            return self._heal(present)
         if self._ended:
             metrics = self._ended[0]
             if self._tasks.evaluates(metrics.epoch) and not leaves:
@@ -369,6 +391,21 @@ class Barrier:
         self._asked_wishes, self._begin_ms = self._wishes, now_ms
         self._captures += 1
         return self._ask(SaveState(self._captures - 1, present[0]), present)
+
+    def _heal(self, present: Sequence[int]) -> list[Command]:
+        """Heal the bad replicas of a machine by one that it has, or the first of them by another's."""
+        bad = [rank for rank in present if rank in self._to_heal]
+        if not bad:
+            self._to_heal = ()
+            return []
+        machine_of = self._machine_of or (0,) * (present[-1] + 1)
+        healthy = [rank for rank in present if rank not in self._to_heal]
+        there = [rank for rank in healthy if machine_of[rank] == machine_of[bad[0]]]
+        healed = [rank for rank in bad if machine_of[rank] == machine_of[bad[0]]] if there else bad[:1]
+        self._to_heal = tuple(rank for rank in bad if rank not in healed)
+        if there:
+            return self._ask(CopyReplica(there[0]), healed)
+        return self._ask(CopyReplica(healthy[0], receiver=bad[0]), [healthy[0], bad[0]])
 
     def _ask(self, task: BarrierTask, ranks: Sequence[int]) -> list[Command]:
         self._asked = _Asked(task, set(ranks))

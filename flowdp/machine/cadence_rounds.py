@@ -29,15 +29,18 @@ class CadenceRounds(PlannedRounds):
         epochs: Ledgers and tallies.
         cadence: The quotas.
         world_size: Ranks, at least 2.
+        inner_rounds: Rounds for each one of all machines: it, and those of each machine's ranks alone before
+            it; 1: every round is one of all. An order arms them together.
     """
 
     shares: ClassVar[Shares] = "steps"
     may_hurry: ClassVar[bool] = True
     cadence: Cadence
 
-    def __init__(self, epochs: Epochs, cadence: Cadence, world_size: int) -> None:
+    def __init__(self, epochs: Epochs, cadence: Cadence, world_size: int, inner_rounds: int = 1) -> None:
         super().__init__(epochs, world_size)
         self.cadence = cadence
+        self._inner_rounds = inner_rounds
 
     @property
     def anchor(self) -> int:
@@ -62,7 +65,28 @@ class CadenceRounds(PlannedRounds):
         return super().leave(rank, unreported_samples, now_ms)
 
     def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
-        return 1, ledger.deal(self.cadence.quotas, self.cadence.ms_per_step, self.cadence.due)
+        quotas, cadence = self.cadence.quotas, self.cadence
+        count = self._rounds_at_once(ledger, quotas)
+        if count > 1:
+            quotas = tuple(count * quota for quota in quotas)
+        return count, ledger.deal(quotas, cadence.ms_per_step, cadence.due)
+
+    def _rounds_at_once(self, ledger: Ledger, quotas: Sequence[int]) -> int:
+        """Rounds of the next order: as many as a mean of all machines is apart, or what is left of the epoch.
+
+        No round begins behind a limit, and before the speeds are known one round measures them.
+        """
+        if self._inner_rounds == 1 or not self._is_paced:
+            return 1
+        batches = sum(quota * group for quota, group in zip(quotas, ledger.groups, strict=True))
+        count = min(self._inner_rounds, ledger.remaining // batches)
+        if self._limit is not None:
+            count = min(count, -(-self._room // sum(quotas)))
+        return max(1, count)
+
+    @property
+    def _has_inner(self) -> bool:
+        return self._inner_rounds > 1
 
     @property
     def _is_paced(self) -> bool:
@@ -78,8 +102,8 @@ class CadenceRounds(PlannedRounds):
 
     @property
     def _wants_drift(self) -> bool:
-        is_cheap = self.times.sync_ms <= DRIFT_SHARE * self.cadence.round_ms
-        return is_cheap or self._round % DRIFT_EVERY == 0
+        is_cheap = self.times.sync_ms <= DRIFT_SHARE * self.cadence.round_ms * self._inner_rounds
+        return is_cheap or self._round // self._inner_rounds % DRIFT_EVERY == 0
 
     @property
     def _weights(self) -> Sequence[float]:
@@ -90,4 +114,8 @@ class CadenceRounds(PlannedRounds):
         present = frozenset(self._present)
         paces = [work.pace_ms if rank in present else 0.0 for rank, work in enumerate(held.works)]
         steps = [work.steps for work in held.works]
-        return self.cadence.measured(paces, steps, held.sync_ms, held.drifts or None)
+        # Of a round: its part of the mean of all machines, which an epoch's end brings after fewer rounds.
+        sync_ms = held.sync_ms / self._inner_rounds
+        if held.armed.sync.inner:
+            sync_ms += held.inner_ms / held.rounds
+        return self.cadence.measured(paces, steps, sync_ms, held.drifts or None, held.rounds)

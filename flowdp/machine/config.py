@@ -53,6 +53,12 @@ class CoordinatorConfig:
         tasks: Checkpoints and evaluations, while all ranks stand still.
         on_failure: "continue": the other ranks go on where one fails, under sync and cadence.
         start: Position to resume at; None: the beginning.
+        machines: Number of ranks of each machine; they sum to `world_size`, and ranks are numbered machine by
+            machine. Empty: there is one.
+        inner_rounds: Of so many rounds the last is one of all machines, those before it are each one's own
+            (cadence); 1: every round is one of all. Without effect on one machine.
+        overlaps: The mean of all machines travels while they train on: before each barrier task, a pause and
+            the end of the run it is brought in (`Settle`).
     """
 
     world_size: int
@@ -69,3 +75,12 @@ class CoordinatorConfig:
     tasks: BarrierPlan = field(default_factory=BarrierPlan)
     on_failure: OnFailure = "raise"
     start: Position | None = None
+    machines: tuple[int, ...] = ()
+    inner_rounds: int = 1
+    overlaps: bool = False
+
+    @property
+    def machine_of(self) -> tuple[int, ...]:
+        """Machine of each rank. Shape (world_size,)."""
+        numbers = self.machines or (self.world_size,)
+        return tuple(machine for machine, ranks in enumerate(numbers) for _ in range(ranks))

@@ -48,6 +48,7 @@ from flowdp.protocol.messages import (
     Order,
     ReplicaCopied,
     Requested,
+    Settled,
     Shutdown,
     SnapshotReady,
     StartEpoch,
@@ -92,7 +93,7 @@ class Coordinator:
             config.tasks.halts,
         )
         self.rounds = make_rounds(config, self.epochs)
-        self.barrier = Barrier(config.tasks, config.start)
+        self.barrier = Barrier(config.tasks, config.start, config.machine_of, overlaps=config.overlaps)
         self.error: str | None = None
         self.is_paused = False
         self._ready: set[int] = set()
@@ -153,7 +154,7 @@ class Coordinator:
             case Exiting():
                 return self._take_exit(fact, now_ms)
             case Failed():
-                self.error = self.error or fact.error
+                self._take_failure(fact)
             case Requested():
                 self._take_wish(fact)
             case Tick():
@@ -165,7 +166,7 @@ class Coordinator:
                     return self.rounds.end(fact)
             case CheckpointWritten():
                 self.barrier.written(fact.version, now_ms)  # in any phase: the writer may be late
-            case Evaluated() | StateSaved() | ReplicaCopied() if self.phase is Phase.RUNNING:
+            case Evaluated() | StateSaved() | ReplicaCopied() | Settled() if self.phase is Phase.RUNNING:
                 self.barrier.take(fact)
                 if isinstance(fact, ReplicaCopied):
                     self._bad.pop(fact.rank, None)
@@ -189,6 +190,13 @@ class Coordinator:
         elif self.phase not in (Phase.LEAVING, Phase.FAILING):
             self.error = self.error or f"rank {fact.rank} left without being told to"
         return []
+
+    def _take_failure(self, fact: Failed) -> None:
+        lost = set(fact.ranks).difference(self._gone)
+        # A machine whose ranks have all left as they were told is not missed.
+        if lost or not fact.ranks:
+            self.error = self.error or fact.error
+        self._gone |= lost
 
     def _may_go_on(self) -> bool:
         """Whether the other ranks go on without one that has failed."""
@@ -283,6 +291,9 @@ class Coordinator:
         is_over = (self._ends or self.epochs.is_complete) and not self.barrier.is_wanted
         may_save = self.config.tasks.inside or not self.epochs.is_inside
         if is_over and may_save and self.barrier.end(self.global_step):
+            commands += self.barrier.decide(now_ms, self._present(), where, leaves=self._wants_stop)
+        stands = is_over or (self._wants_pause and not self.is_paused)
+        if stands and not self.barrier.is_wanted and self.barrier.settle():
             commands += self.barrier.decide(now_ms, self._present(), where, leaves=self._wants_stop)
         return self._failing(commands)
 

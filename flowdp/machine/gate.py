@@ -35,13 +35,21 @@ def decide(
     for arrival in arrivals.values():
         if (arrival.round, arrival.global_step) != (first.round, first.global_step):
             raise ProtocolError(f"ranks meet in different rounds: {first} and {arrival}")
-        if (arrival.together, arrival.alone) != (first.together, first.alone):
+        kinds = {(one.together, one.alone, one.inner) for one in (first, arrival)}
+        if len(kinds) > 1:
             raise ProtocolError(f"ranks meet for rounds of different kinds: {first} and {arrival}")
     steps, samples = [0] * world_size, [0] * world_size
     for rank in members:
         arrival = arrivals[rank]
         steps[rank], samples[rank] = arrival.steps, 0 if arrival.bad else arrival.samples
     taken = min(1, sum(steps)) if first.together else sum(steps)
+    taken += sum(arrival.earlier_steps for arrival in arrivals.values())
+    earlier: tuple[int, ...] = ()
+    if any(arrival.earlier_samples for arrival in arrivals.values()):
+        earlier = tuple(
+            arrivals[rank].earlier_samples if rank in arrivals else 0 for rank in range(world_size)
+        )
+    givers = sum(1 for rank in members if samples[rank] or (earlier and earlier[rank]))
     return Outcome(
         round=first.round,
         global_step=first.global_step + taken,
@@ -54,13 +62,15 @@ def decide(
         hurried=any(arrival.left for arrival in arrivals.values()),
         left=left,
         # A mean of one replica is that replica; a distance of 0 would tell the guard that all is well.
-        drift=sum(map(bool, samples)) > 1 and any(arrival.drift for arrival in arrivals.values()),
+        drift=givers > 1 and any(arrival.drift for arrival in arrivals.values()),
         # A stop makes this the last round, which was unknown when it was armed.
         compare=any(arrival.compare for arrival in arrivals.values())
         or ((first.together or first.alone) and directives.stop),
         halt=directives.halt,
         bad=tuple(rank for rank in members if arrivals[rank].bad or arrivals[rank].was_bad),
         late=all(arrival.late for arrival in arrivals.values()),
+        inner=first.inner,
+        earlier=earlier,
     )
 
 
@@ -135,22 +145,39 @@ class GateState:
 class PartState(GateState):
     """Members and arrivals of one machine's gate, where the run has ranks on several.
 
-    It decides nothing. Its ranks' arrivals go together to a `GateState` of all ranks, on the machine that
-    leads, and that one's outcome comes back here.
+    It decides an inner round by itself, when all its ranks have come. The arrivals for a round of all
+    machines go together to a `GateState` of all ranks, on the machine that leads, and that one's outcome
+    comes back here.
 
     Args:
         ranks: Ranks of this machine.
+        world_size: Ranks of the run.
     """
 
-    def __init__(self, ranks: Collection[int]) -> None:
-        super().__init__(len(ranks))
+    def __init__(self, ranks: Collection[int], world_size: int) -> None:
+        super().__init__(world_size)
         self.members = set(ranks)
+        self._begin()
 
     @property
     def gathered(self) -> tuple[Arrival, ...]:
-        """Arrivals of all ranks here, once all stand in the gate; else none."""
-        is_there = self.error is None and len(self.arrivals) == len(self.members)
-        return tuple(self.arrivals[rank] for rank in sorted(self.arrivals)) if is_there else ()
+        """Arrivals for the round of all machines, once all ranks here stand in the gate; else none.
+
+        They have the steps and samples of the inner rounds before it.
+        """
+        if self.error is not None or len(self.arrivals) < len(self.members):
+            return ()
+        came = [self.arrivals[rank] for rank in sorted(self.arrivals)]
+        # Without a healthy replica there is nothing that holds the samples of earlier rounds.
+        is_lost = self._is_lost or all(arrival.bad for arrival in came)
+        return tuple(
+            replace(
+                arrival,
+                earlier_steps=self._steps[arrival.rank],
+                earlier_samples=0 if is_lost else self._samples[arrival.rank],
+            )
+            for arrival in came
+        )
 
     def conclude(self, outcome: Outcome) -> None:
         """The round of all machines is decided; the next arrivals belong to the next one.
@@ -161,7 +188,42 @@ class PartState(GateState):
         rounds = {arrival.round for arrival in self.gathered}
         if rounds != {outcome.round}:
             raise ProtocolError(f"{outcome} came while the ranks {sorted(self.members)} mean {rounds}")
+        self._begin()
+
+    def _begin(self) -> None:
+        """Count anew: a mean of all machines holds all steps so far."""
         self.arrivals = {}
+        self._steps = dict.fromkeys(self.members, 0)  # in the inner rounds since the last mean of all
+        self._samples = dict.fromkeys(self.members, 0)  # which their means hold
+        self._last: dict[int, int] = {}  # those of the last inner round
+        self._bad: set[int] = set()  # ranks that have said so since
+        self._is_lost = False  # no replica here is finite
 
     def _complete(self) -> Outcome | None:
-        return None
+        if self.error is not None or not self.arrivals or len(self.arrivals) < len(self.members):
+            return None
+        came = self.arrivals
+        self._take_back(came.values())
+        if not any(arrival.inner for arrival in came.values()):
+            return None
+        before = sum(self._steps.values())
+        outcome = decide(came, Directives(), self.world_size)
+        outcome = replace(outcome, global_step=outcome.global_step + before)
+        self.arrivals = {}
+        for rank, arrival in came.items():
+            self._steps[rank] += arrival.steps
+            self._last[rank] = outcome.samples[rank]
+            self._samples[rank] += outcome.samples[rank]
+        self._bad.update(outcome.bad)
+        self._is_lost |= all(arrival.bad for arrival in came.values())
+        return outcome
+
+    def _take_back(self, came: Collection[Arrival]) -> None:
+        """Take back the samples of the last inner round which a device has left out, as its host says now."""
+        late = [arrival.rank for arrival in came if arrival.was_bad and arrival.rank not in self._bad]
+        self._bad.update(late)
+        for rank in late:
+            self._samples[rank] -= self._last.get(rank, 0)
+            self._last[rank] = 0
+        # Left out all of them, there was no mean to take: the replicas are as they were.
+        self._is_lost |= bool(late) and any(self._steps.values()) and not any(self._last.values())

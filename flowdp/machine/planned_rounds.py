@@ -53,11 +53,13 @@ class StepTimes:
     Attributes:
         pace_ms: Time of one step per rank; 0 where not measured. Shape (world_size,).
         sync_ms: Averaging time of the last round.
+        inner_ms: That of an inner round, on average over the last order that had some.
     """
 
     def __init__(self, world_size: int) -> None:
         self.pace_ms = [0.0] * world_size
         self.sync_ms = 0.0
+        self.inner_ms = 0.0
 
     @property
     def slowest_ms(self) -> float:
@@ -227,6 +229,11 @@ class PlannedRounds(Rounds):
         return None
 
     @property
+    def _has_inner(self) -> bool:
+        """Whether only the last round of an order is one of all machines."""
+        return False
+
+    @property
     def _predicted_pace_ms(self) -> Sequence[float]:
         """Time of one step per rank, to predict the duration of a round; empty where none is predicted."""
         return ()
@@ -254,6 +261,8 @@ class PlannedRounds(Rounds):
     def _measure(self, held: HeldRounds) -> str:
         """Take the measurements; returns the reason of the divergence guard, or ""."""
         self.times.sync_ms = held.sync_ms
+        if held.armed.sync.inner:
+            self.times.inner_ms = held.inner_ms / max(1, held.rounds - 1)
         for rank in self._present:
             if held.works[rank].pace_ms > 0:
                 self.times.pace_ms[rank] = held.works[rank].pace_ms
@@ -295,6 +304,7 @@ class PlannedRounds(Rounds):
             sum(taken) // count,
             drift=self._wants_drift,
             compare=self._wants_comparison and ledger.remaining == 0,
+            inner=self._has_inner and count > 1,
         )
         times = zip(taken, self._predicted_pace_ms, strict=False)
         predicted_ms = max((steps * ms for steps, ms in times), default=math.inf)
@@ -320,7 +330,10 @@ class PlannedRounds(Rounds):
 
     def _late_ms(self, armed: ArmedRounds) -> float:
         predicted_ms = armed.predicted_ms
-        return armed.start_ms + self.times.sync_ms + max(LATE_FACTOR * predicted_ms, predicted_ms + LATE_MS)
+        averaging_ms = self.times.sync_ms
+        if armed.sync.inner:
+            averaging_ms += self.times.inner_ms * (armed.sync.count - 1)
+        return armed.start_ms + averaging_ms + max(LATE_FACTOR * predicted_ms, predicted_ms + LATE_MS)
 
     # ------------------------------------------------------------------ settling
     def _settle_all(self, now_ms: float) -> list[Command]:
@@ -342,7 +355,7 @@ class PlannedRounds(Rounds):
         drift = largest_drift(drifts) if drifts else None
         reason = self._measure(held) or reason_of(outcome)
         share = self._share_changes.report(self._weights)
-        epoch = self.epochs.close_round(held.armed.epoch, held.sync_ms * held.rounds, drift, held.rounds)
+        epoch = self.epochs.close_round(held.armed.epoch, held.averaging_ms, drift, held.rounds)
         if outcome.voids:
             self._void()
         if self._armed:

@@ -58,5 +58,6 @@ def make_rounds(config: CoordinatorConfig, epochs: Epochs) -> Rounds:
     if kind is AsyncRounds:
         return AsyncRounds(epochs, Cadence(ranks, options, config.ratios), ranks)
     if kind is CadenceRounds:
-        return CadenceRounds(epochs, Cadence(ranks, options, config.ratios), ranks)
+        inner_rounds = config.inner_rounds if len(config.machines) > 1 else 1
+        return CadenceRounds(epochs, Cadence(ranks, options, config.ratios), ranks, inner_rounds)
     return SingleRounds(epochs, ranks) if kind is SingleRounds else SyncRounds(epochs, ranks)

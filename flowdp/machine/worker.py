@@ -22,9 +22,11 @@ from flowdp.protocol.messages import (
     RequestParams,
     SampleRange,
     SaveState,
+    Settle,
     Shutdown,
     StartEpoch,
     SyncNow,
+    SyncPoints,
     Throttle,
     Update,
 )
@@ -230,7 +232,7 @@ class WorkerMachine:
                 self._sync_now = max(self._sync_now, order.round)
             case Throttle():
                 self._throttle = order
-            case Evaluate() | SaveState() | CopyReplica():
+            case Evaluate() | SaveState() | CopyReplica() | Settle():
                 self._tasks.append(order)
             case Shutdown():
                 self._leave = self._leave or Leave(None)
@@ -269,18 +271,21 @@ class WorkerMachine:
         is_over = self._in_round >= planned or self._taken >= len(order.batches)
         if not is_over and (in_step or self._sync_now < sync.round + self._held):
             return self._step(order, before + self._in_round * sync.steps // planned)
+        is_inner = sync.inner and self._held < sync.count - 1
         arrival = Arrival(
             self.rank,
             sync.round + self._held,
-            before,
+            # Of the order, where its rounds may be cut and are counted by the gates.
+            sync.global_step if sync.inner else before,
             self.steps,
             self.samples,
-            left=planned - self._in_round + self._cut_steps,
-            drift=sync.drift,
+            left=self._left(sync, planned, is_inner=is_inner) + self._cut_steps,
+            drift=sync.drift and not is_inner,
             together=order.parts is not None and not order.alone,
             alone=order.alone,
             compare=sync.compare and self._held == sync.count - 1,
             late=self.is_late,
+            inner=is_inner,
         )
         return Enter(self.judged(arrival))
 
@@ -306,7 +311,10 @@ class WorkerMachine:
             raise ProtocolError(f"rank {self.rank} got {outcome} without an order")
         self.unreported_samples += self.samples
         self.steps = self.samples = 0
-        self.is_bad = self.was_bad = False
+        # An inner mean voids nothing, so the rank says at the next of all machines that it is to be healed;
+        # where all replicas of the machine were left out, there was no mean to take.
+        self.was_bad = outcome.inner and (self.was_bad or self.is_bad)
+        self.is_bad = outcome.inner and self.is_bad and not any(outcome.samples)
         self.is_late &= outcome.late
         self._snapshot = None
         self._base = outcome.global_step
@@ -345,6 +353,12 @@ class WorkerMachine:
         self.samples -= self._snapshot.samples
         self._base = global_step
         self._snapshot = None
+
+    def _left(self, sync: SyncPoints, planned: int, *, is_inner: bool) -> int:
+        """Steps that the rank was to take and did not: before one of all machines, in all of the order."""
+        if sync.inner and not is_inner:
+            return sync.count * planned - self._done
+        return planned - self._in_round
 
     def _shorten(self, end: DataEnded) -> None:
         """Drop batches beyond the end of an epoch; at the gate they count as left: later orders are void."""

@@ -113,8 +113,9 @@ class Cadence:
         steps: Sequence[int],
         sync_ms: float,
         drifts: Sequence[float] | None,
+        rounds: int = 1,
     ) -> str:
-        """Take the measurements of a round.
+        """Take the measurements of a round, or of several together.
 
         The guard acts first: growth is held, or the anchor halved, before the quotas are computed. One odd
         number changes nothing: a pace far from the known one, and a longer averaging, count when the next
@@ -122,9 +123,10 @@ class Cadence:
 
         Args:
             pace_ms: Time of one step per rank; 0 where not measured. Shape (world_size,).
-            steps: Steps per rank. Shape (world_size,).
-            sync_ms: Averaging time, without waiting.
+            steps: Steps per rank, in all of the rounds. Shape (world_size,).
+            sync_ms: Averaging time of one round, without waiting.
             drifts: Relative distance from the mean of each rank that took part; None where not measured.
+            rounds: How many.
 
         Returns:
             Reason of the guard's action; "" while all is well.
@@ -141,9 +143,9 @@ class Cadence:
         sync_ms, self._sync_ms = min(sync_ms, self._sync_ms), sync_ms
         sync_ms = sync_ms if self.el_che.is_calibrated else 0.0
         # An epoch's last round may be short, and to its time a mean is dear that is cheap to a whole round's.
-        if max(wall_ms) < self.round_ms:
-            sync_ms *= max(wall_ms) / self.round_ms
-        self.el_che.report_timing(wall_ms, steps, sync_ms, hold=hold)
+        if max(wall_ms) < self.round_ms * rounds:
+            sync_ms *= max(wall_ms) / (self.round_ms * rounds)
+        self.el_che.report_timing(wall_ms, steps, sync_ms * rounds, hold=hold)
         if self.action is GuardAction.TIGHTEN:
             self.el_che.nudge_anchor_down(0.5)
         self._quotas = self._fit()

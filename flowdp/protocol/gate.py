@@ -5,7 +5,9 @@ Anything that all ranks must do in the same round is decided here, once, and tra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 __all__ = ["Arrival", "Directives", "Outcome"]
 
@@ -28,6 +30,9 @@ class Arrival:
         bad: Its replica has NaN or inf parameters: it weighs nothing.
         was_bad: It weighed nothing in the round before, as its host knows by now; in this one it may.
         late: Its host will hear of bad values in this round behind the gate, too.
+        inner: The round is one of this machine's ranks alone, before one of all machines.
+        earlier_steps: Steps in the inner rounds since the last mean of all machines; its machine's gate says.
+        earlier_samples: Samples that the means of those rounds hold.
     """
 
     rank: int
@@ -43,6 +48,9 @@ class Arrival:
     bad: bool = False
     was_bad: bool = False
     late: bool = False
+    inner: bool = False
+    earlier_steps: int = 0
+    earlier_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +77,14 @@ class Outcome:
 
     Attributes:
         round: Its number.
-        global_step: Steps of all ranks after it.
+        global_step: Steps of all ranks after it; behind an inner round, those up to the last mean of all
+            machines, and those of this machine's ranks since.
         members: Ranks that took part, ascending.
         steps: Steps per rank since the last mean. Shape (world_size,); 0 for ranks that left.
-        samples: Samples per rank: the weights of the mean. Shape (world_size,). On devices a replica that has
-            had NaN or inf parameters in this round may weigh nothing all the same: the next outcome tells, or
-            the rank's acknowledgment.
+        samples: Samples per rank since the last mean: its weights. Of several machines, those in each one's
+            mean of its own replicas (`local_weights`); `weights` has those of the machines. Shape
+            (world_size,). On devices a replica that has had NaN or inf parameters in this round may weigh
+            nothing all the same: the next outcome tells, or the rank's acknowledgment.
         stop: The run ends here.
         pause: All ranks stop after it.
         lr: New learning rate, or None.
@@ -86,6 +96,9 @@ class Outcome:
         bad: Members whose replica has NaN or inf parameters: they weighed nothing, in this round or, where a
             host hears of it from its device, in the one before.
         late: The hosts of all members hear of this round's behind the gate.
+        inner: The members are the ranks of one machine, which has decided it by itself. It voids nothing:
+            what all machines have armed, they void together.
+        earlier: Samples per rank in the inner rounds before it. Shape (world_size,); empty: there were none.
     """
 
     round: int
@@ -103,8 +116,36 @@ class Outcome:
     halt: bool = False
     bad: tuple[int, ...] = ()
     late: bool = False
+    inner: bool = False
+    earlier: tuple[int, ...] = ()
 
     @property
     def voids(self) -> bool:
         """Whether everything armed behind this round is void and planned anew."""
+        if self.inner:
+            return False
         return self.stop or self.pause or self.halt or self.hurried or bool(self.left) or bool(self.bad)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Samples per rank since the last mean of all machines, as far as this mean holds them.
+
+        The weight of a machine is the sum over its ranks. Shape (world_size,).
+        """
+        return tuple(map(add, self.samples, self.earlier)) if self.earlier else self.samples
+
+    def local_weights(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Weights of one machine's replicas in its own mean, which then weighs the sum of their `weights`.
+
+        Where no rank has trained since an inner mean, the replicas are equal and each of them is that mean.
+
+        Args:
+            ranks: Ranks of the machine, those that left excluded.
+
+        Returns:
+            One for each rank, all 0 where the machine has nothing to give.
+        """
+        samples = tuple(self.samples[rank] for rank in ranks)
+        weights = self.weights
+        is_equal = not any(samples) and any(weights[rank] for rank in ranks)
+        return (1,) * len(samples) if is_equal else samples

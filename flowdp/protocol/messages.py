@@ -21,6 +21,8 @@ from flowdp.protocol.tasks import (
     Evaluation,
     ReplicaCopied,
     SaveState,
+    Settle,
+    Settled,
     StateSaved,
 )
 
@@ -48,6 +50,8 @@ __all__ = [
     "Requested",
     "SampleRange",
     "SaveState",
+    "Settle",
+    "Settled",
     "Shutdown",
     "SnapshotReady",
     "StartEpoch",
@@ -113,6 +117,8 @@ class SyncPoints:
         steps: Steps of all ranks in one of the rounds.
         drift: Whether the distance from the mean is measured.
         compare: Whether the replicas are compared after the last of the rounds (exact).
+        inner: Only the last of the rounds is one of all machines: in those before it each machine's ranks
+            meet by themselves, and cannot void what is armed.
     """
 
     round: int
@@ -122,6 +128,7 @@ class SyncPoints:
     steps: int
     drift: bool = False
     compare: bool = False
+    inner: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,13 +284,15 @@ class SyncAck:
         rank: Rank index.
         outcome: Outcome of the last round held.
         work: The work done, all rounds of the order together.
-        sync_ms: Averaging time of one round, without waiting.
+        sync_ms: Averaging time of one round, without waiting; after inner rounds, that of the one of all
+            machines.
         wait_ms: Time in the gate waiting for others, all rounds together.
         drift: ||replica - mean|| / ||mean|| in the last round; None where not measured.
         checksum: Sum of the bits of the replica's parameters after the step of the last round, where its
             outcome compares; else None.
         norm: 2-norm of the averaged parameters in the last round; None where the drift is not measured.
         bad: The device has left the rank out of the last round's mean, which its outcome could not tell.
+        inner_ms: Averaging time of the inner rounds before it, all together, without waiting.
     """
 
     rank: int
@@ -295,6 +304,7 @@ class SyncAck:
     checksum: int | None = None
     norm: float | None = None
     bad: bool = False
+    inner_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,13 +383,15 @@ class Exiting:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Something beside the workers failed: the reader, the averaging.
+    """Something beside the workers failed: the reader, the averaging, a whole machine.
 
     Attributes:
         error: In words.
+        ranks: Ranks that are gone with it, of which no word comes any more: those of a lost machine.
     """
 
     error: str
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +424,7 @@ Fact = (
     | StateSaved
     | CheckpointWritten
     | ReplicaCopied
+    | Settled
     | Exiting
     | Failed
     | Requested

@@ -18,6 +18,8 @@ __all__ = [
     "Evaluation",
     "ReplicaCopied",
     "SaveState",
+    "Settle",
+    "Settled",
     "StateSaved",
 ]
 
@@ -56,12 +58,25 @@ class CopyReplica:
 
     Attributes:
         donor: The rank to take optimizer state, parameters and buffers from.
+        receiver: The rank that copies it from another machine, where its own has no healthy replica: both
+            ranks get this order then, and both answer. None: the donor is on the machine of the rank that
+            gets the order, and gets none itself.
     """
 
     donor: int
+    receiver: int | None = None
 
 
-BarrierTask = Evaluate | SaveState | CopyReplica
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """At a barrier of machines whose means travel while they train: make all replicas equal.
+
+    First the mean on its way is brought in, then one is taken of the steps since. A machine that weighed
+    nothing in a mean takes it as it is: it has no finite numbers that a difference could be added to.
+    """
+
+
+BarrierTask = Evaluate | SaveState | CopyReplica | Settle
 """Task of a rank at a barrier."""
 
 Evaluation = tuple[int, float, tuple[tuple[str, float], ...]]
@@ -105,6 +120,13 @@ class CheckpointWritten:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCopied:
-    """The replica of this rank equals the others again."""
+    """The replica of this rank equals the others again, or was given to a rank of another machine."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """No mean is on its way to this rank, and its replica equals all others."""
 
     rank: int

@@ -10,8 +10,26 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.barrier_tasks import MINUTE_MS, Barrier, BarrierPlan, SavePlan
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import EpochMetrics, Tally, Work
-from flowdp.protocol.commands import Command, CutEvaluation, EpochEnded, Fail, Save, SavesPutOff, Send
-from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
+from flowdp.protocol.commands import (
+    Command,
+    CutEvaluation,
+    EpochEnded,
+    Fail,
+    RoundEnded,
+    Save,
+    SavesPutOff,
+    Send,
+)
+from flowdp.protocol.messages import (
+    CopyReplica,
+    Evaluate,
+    Evaluated,
+    ReplicaCopied,
+    SaveState,
+    Settle,
+    Settled,
+    StateSaved,
+)
 from flowdp.protocol.position import Position
 
 EVALUATES = BarrierPlan(eval_every=2)
@@ -317,3 +335,65 @@ def test_an_answer_that_nobody_waits_for_is_a_bug(fact: Any) -> None:
     still.decide()
     with pytest.raises(ProtocolError, match="unexpected"):
         still.barrier.take(fact)
+
+
+# ---------------------------------------------------------------- several machines
+def of_machines(overlaps: bool = False) -> Barrier:
+    """Two machines of two ranks each."""
+    return Barrier(EVALUATES, None, (0, 0, 1, 1), overlaps=overlaps)
+
+
+def decided(barrier: Barrier) -> list[Command]:
+    return barrier.decide(0.0, [0, 1, 2, 3], lambda: Position(4), leaves=False)
+
+
+def test_a_replica_is_healed_by_one_of_its_own_machine() -> None:
+    barrier = of_machines()
+    barrier.heal((0, 3))
+    assert decided(barrier) == [Send(0, CopyReplica(1))]
+    barrier.take(ReplicaCopied(0))
+    assert decided(barrier) == [Send(3, CopyReplica(2))]
+    barrier.take(ReplicaCopied(3))
+    assert decided(barrier) == []
+    assert not barrier.is_wanted
+
+
+def test_a_machine_without_a_healthy_replica_gets_one_from_another() -> None:
+    barrier = of_machines()
+    barrier.heal((0, 2, 3))
+    assert decided(barrier) == [Send(0, CopyReplica(1))]
+    barrier.take(ReplicaCopied(0))
+    both = CopyReplica(0, receiver=2)
+    assert decided(barrier) == [Send(0, both), Send(2, both)]
+    barrier.take(ReplicaCopied(2))
+    assert decided(barrier) == []
+    barrier.take(ReplicaCopied(0))
+    assert decided(barrier) == [Send(3, CopyReplica(2))]
+
+
+def ended_round() -> RoundEnded:
+    zeros = (0.0,) * 4
+    return RoundEnded(0, 1, 0, 4, (1,) * 4, (8,) * 4, 1.0, 0.1, 1.0, zeros, zeros, zeros, 0.0, 10)
+
+
+def test_a_mean_on_its_way_is_brought_in_before_anything_else() -> None:
+    barrier = of_machines(overlaps=True)
+    barrier.heal((0,))
+    barrier.trained(ended_round(), 0.0)
+    assert decided(barrier) == [Send(rank, Settle()) for rank in range(4)]
+    for rank in range(4):
+        barrier.take(Settled(rank))
+    assert decided(barrier) == [Send(0, CopyReplica(1))]
+    barrier.take(ReplicaCopied(0))
+    # Nothing was trained since.
+    barrier.heal((1,))
+    assert decided(barrier) == [Send(1, CopyReplica(0))]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_at_an_end_it_is_brought_in_where_one_may_be_on_its_way(overlaps: bool) -> None:
+    barrier = of_machines(overlaps)
+    assert not barrier.settle()
+    barrier.trained(ended_round(), 0.0)
+    assert barrier.settle() == barrier.is_wanted == overlaps
+    assert len(decided(barrier)) == 4 * overlaps

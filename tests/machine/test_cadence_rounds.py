@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from flowdp.machine.cadence_rounds import CadenceRounds
 from flowdp.protocol.messages import SyncPoints
 from flowdp.protocol.position import Position
 from tests.planned import acks, decide, orders, rounds, settle, sync, sync_now
@@ -100,3 +104,58 @@ def test_what_was_measured_goes_on_where_the_ranks_are_as_many() -> None:
     other.resume(position)
     [probe] = orders(decide(other))
     assert sync(probe[0]) == SyncPoints(7, 3, 1, 40, 9, drift=True)
+
+
+# ---------------------------------------------------------------- several machines
+def of_machines(batches: int, inner_rounds: int, **options: Any) -> CadenceRounds:
+    made = rounds(batches, **options)
+    assert isinstance(made, CadenceRounds)
+    assert made.cadence is not None
+    return CadenceRounds(made.epochs, made.cadence, 2, inner_rounds)
+
+
+def test_an_order_arms_the_rounds_up_to_one_of_all_machines() -> None:
+    machine = of_machines(300, 4, speed_hint=(1, 2.0))
+    first, second = orders(decide(machine))
+    assert sync(first[0]) == SyncPoints(0, 20, 4, 0, 30, drift=True, inner=True)
+    assert [sync(block[1]).every for block in (first, second)] == [10, 10]
+    assert [len(block[rank].batches) for block in (first, second) for rank in (0, 1)] == [80, 40] * 2
+    settle(machine, acks(first, pace_ms=(10.0, 20.0)))
+    # Two rounds are left of the epoch, and less than one.
+    [third] = orders(decide(machine))
+    assert sync(third[0]) == SyncPoints(8, 20, 2, 240, 30, drift=True, inner=True)
+
+
+def test_the_round_that_measures_is_one_of_all_machines() -> None:
+    machine = of_machines(1000, 4)
+    [probe] = orders(decide(machine))
+    assert (sync(probe[0]).count, sync(probe[0]).inner) == (1, False)
+
+
+def test_no_inner_round_begins_behind_a_limit() -> None:
+    machine = of_machines(1000, 10, speed_hint=(1, 2.0))
+    first = orders(decide(machine, limit=70))[0]
+    assert (sync(first[0]).count, sync(first[0]).steps) == (3, 30)
+
+
+@pytest.mark.parametrize(("inner_rounds", "anchor"), [(1, 50), (10, 10)])
+def test_a_mean_of_all_machines_counts_once_for_all_rounds(inner_rounds: int, anchor: int) -> None:
+    """50 ms in every round of 100 ms are five times too much; once in ten rounds they are cheap."""
+    machine = of_machines(10_000, inner_rounds)
+    ready = orders(decide(machine))
+    for _ in range(3):
+        settle(machine, acks(ready.pop(0), sync_ms=50.0))
+        ready += orders(decide(machine))
+    assert machine.anchor == anchor
+
+
+def test_the_averaging_of_inner_rounds_counts_too() -> None:
+    machine = of_machines(10_000, 10)
+    ready = orders(decide(machine))
+    for _ in range(3):
+        inner_ms = 50.0 * (sync(ready[0][0]).count - 1)
+        settle(machine, [replace(ack, inner_ms=inner_ms) for ack in acks(ready.pop(0), sync_ms=50.0)])
+        ready += orders(decide(machine))
+    assert machine.anchor > 40
+    assert machine.times.inner_ms == 50.0
+    assert machine.times.sync_ms == 50.0

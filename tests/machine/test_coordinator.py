@@ -40,10 +40,13 @@ from flowdp.protocol.messages import (
     Evaluate,
     Evaluated,
     Exiting,
+    Failed,
     Outcome,
     ReplicaCopied,
     Requested,
     SaveState,
+    Settle,
+    Settled,
     Shutdown,
     SnapshotReady,
     StartEpoch,
@@ -714,3 +717,40 @@ def calls_per_fact(policy: Policy, ranks: int) -> float:
 def test_the_work_per_fact_does_not_grow_with_the_ranks(policy: Policy) -> None:
     # Each rank acknowledges each order, so work per fact that grows with the ranks is quadratic per round.
     assert calls_per_fact(policy, 256) < 1.2 * calls_per_fact(policy, 16)
+
+
+# ---------------------------------------------------------------- several machines
+def test_a_lost_machine_is_not_waited_for() -> None:
+    machine, _ = started(world_size=2, machines=(1, 1))
+    commands = machine.handle(Failed("machine 1 is lost", (1,)), 5.0)
+    assert commands == [AbortGate("machine 1 is lost"), Send(0, Abort("machine 1 is lost"))]
+    [finish] = machine.handle(Exiting(0), 6.0)
+    assert isinstance(finish, Finish)
+    assert finish.error == "machine 1 is lost"
+
+
+def test_a_machine_that_is_lost_after_its_ranks_have_left_is_not_missed() -> None:
+    machine, commands = started(world_size=2, machines=(1, 1), batches=2)
+    leaving = meet(machine, orders(commands))
+    assert [c.order for c in leaving if isinstance(c, Send)] == [Shutdown(), Shutdown()]
+    machine.handle(Exiting(1), 5.0)
+    assert machine.handle(Failed("machine 1 is lost", (1,)), 5.0) == []
+    [finish] = machine.handle(Exiting(0), 6.0)
+    assert isinstance(finish, Finish)
+    assert finish.error is None
+
+
+def test_a_mean_on_its_way_is_brought_in_before_the_end() -> None:
+    machine, commands = started(world_size=2, machines=(1, 1), batches=2, overlaps=True)
+    assert others(meet(machine, orders(commands))) == [Send(rank, Settle()) for rank in (0, 1)]
+    assert machine.handle(Settled(0), 3.0) == []
+    assert machine.handle(Settled(1), 3.0) == [Send(rank, Shutdown()) for rank in (0, 1)]
+
+
+def test_a_mean_on_its_way_is_brought_in_before_a_pause() -> None:
+    machine, commands = started(world_size=2, machines=(1, 1), batches=100, overlaps=True)
+    machine.handle(Requested("pause"), 1.0)
+    settling = meet(machine, orders(commands), pause=True)
+    assert [c.order for c in settling if isinstance(c, Send)] == [Settle(), Settle()]
+    machine.handle(Settled(0), 3.0)
+    assert Paused(True) in machine.handle(Settled(1), 3.0)

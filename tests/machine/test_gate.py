@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -225,7 +226,7 @@ def test_a_halt_is_told_once() -> None:
 
 
 def test_a_part_gathers_the_arrivals_of_its_ranks_and_decides_nothing() -> None:
-    part = PartState([2, 3])
+    part = PartState([2, 3], 4)
     assert part.enter(arrival(3)) is None
     assert part.gathered == ()
     assert part.enter(arrival(2)) is None
@@ -241,7 +242,7 @@ def test_a_part_gathers_the_arrivals_of_its_ranks_and_decides_nothing() -> None:
 
 
 def test_a_part_takes_the_outcome_of_its_own_round_alone() -> None:
-    part = PartState([1])
+    part = PartState([1], 2)
     part.enter(arrival(1, round=4))
     outcome = decide({0: arrival(0), 1: arrival(1)}, Directives(), 2)
     with pytest.raises(ProtocolError, match="mean"):
@@ -249,9 +250,128 @@ def test_a_part_takes_the_outcome_of_its_own_round_alone() -> None:
 
 
 def test_an_aborted_part_gathers_nothing() -> None:
-    part = PartState([1])
+    part = PartState([1], 2)
     part.enter(arrival(1))
     part.abort("machine 0 is gone")
     assert part.gathered == ()
     with pytest.raises(CollectiveAborted, match="machine 0 is gone"):
+        part.enter(arrival(1))
+
+
+# ---------------------------------------------------------------- inner rounds of one machine
+def come(rank: int, steps: int = 1, round: int = 0) -> Arrival:
+    return arrival(rank, steps, round=round)
+
+
+def inner(rank: int, steps: int = 1, round: int = 0, *, bad: bool = False, late: bool = False) -> Arrival:
+    return replace(come(rank, steps, round), inner=True, bad=bad, late=late)
+
+
+def last(part: PartState, *came: Arrival, others: Sequence[Arrival] = (), ranks: int = 4) -> Outcome:
+    """The round of all machines."""
+    for one in came:
+        assert part.enter(one) is None
+    whole = GateState(ranks)
+    outcomes = [whole.enter(one) for one in (*part.gathered, *others)]
+    outcome = outcomes[-1]
+    assert outcome is not None
+    part.conclude(outcome)
+    return outcome
+
+
+def met(part: PartState, *came: Arrival) -> Outcome:
+    """An inner round."""
+    outcomes = [part.enter(one) for one in came]
+    assert outcomes[:-1] == [None] * (len(came) - 1)
+    outcome = outcomes[-1]
+    assert outcome is not None
+    return outcome
+
+
+def test_an_inner_round_is_decided_on_its_machine_and_voids_nothing() -> None:
+    part = PartState([2, 3], 4)
+    part.direct(Directives(stop=True, halt=True))  # those of all machines are at the gate of all
+    outcome = met(part, inner(3, 4), replace(inner(2, 1), left=2))
+    assert (outcome.members, outcome.steps, outcome.samples) == ((2, 3), (0, 0, 1, 4), (0, 0, 8, 32))
+    assert (outcome.inner, outcome.hurried, outcome.voids) == (True, True, False)
+    assert (outcome.stop, outcome.halt, outcome.global_step) == (False, False, 5)
+    assert met(part, inner(2, 1, 1), inner(3, 2, 1)).global_step == 8
+    assert part.gathered == ()
+
+
+def test_the_weights_of_all_are_the_samples_since_their_last_mean() -> None:
+    part = PartState([2, 3], 4)
+    met(part, inner(2, 1), inner(3, 4))
+    outcome = last(part, come(2, 2, 1), come(3, 3, 1), others=(come(0, 5, 1), come(1, 0, 1)))
+    assert (outcome.steps, outcome.samples) == ((5, 0, 2, 3), (40, 0, 16, 24))
+    assert outcome.weights == (40, 0, 24, 56)
+    assert outcome.global_step == 5 + 10
+    assert outcome.local_weights([2, 3]) == (16, 24)
+    # The next one counts anew.
+    again = last(part, come(2, 1, 2), come(3, 1, 2), others=(come(0, 1, 2), come(1, 1, 2)))
+    assert (again.earlier, again.weights) == ((), (8, 8, 8, 8))
+
+
+def test_replicas_that_have_not_trained_since_an_inner_mean_are_that_mean() -> None:
+    part = PartState([0, 1], 3)
+    met(part, inner(0, 1), inner(1, 4))
+    outcome = last(part, come(0, 0, 1), come(1, 0, 1), others=(come(2, 0, 1),), ranks=3)
+    assert outcome.weights == (8, 32, 0)
+    assert outcome.local_weights([0, 1]) == (1, 1)
+    assert outcome.local_weights([2]) == (0,)
+    assert outcome.drift is False
+
+
+def test_a_drift_is_measured_where_earlier_rounds_give_weight() -> None:
+    part = PartState([0], 2)
+    met(part, inner(0, 1))
+    wants = replace(come(1, 3, 1), drift=True)
+    assert last(part, replace(come(0, 0, 1), drift=True), others=(wants,), ranks=2).drift
+
+
+def test_a_bad_replica_is_left_out_of_its_inner_mean_and_of_that_of_all() -> None:
+    part = PartState([0, 1], 3)
+    outcome = met(part, inner(0, 2), inner(1, 3, bad=True))
+    assert (outcome.samples, outcome.bad, outcome.voids) == ((16, 0, 0), (1,), False)
+    # Behind that mean it counts again, and says that it is to be healed.
+    all_ = last(part, come(0, 1, 1), replace(come(1, 1, 1), was_bad=True), others=(come(2, 1, 1),), ranks=3)
+    assert (all_.weights, all_.bad, all_.voids) == ((24, 8, 8), (1,), True)
+
+
+def test_a_machine_without_a_healthy_replica_weighs_nothing() -> None:
+    part = PartState([0, 1], 3)
+    met(part, inner(0, 2), inner(1, 3))
+    met(part, inner(0, 1, 1, bad=True), inner(1, 1, 1, bad=True))
+    bad = [replace(come(rank, 1, 2), bad=True) for rank in (0, 1)]
+    outcome = last(part, *bad, others=(come(2, 1, 2),), ranks=3)
+    assert (outcome.weights, outcome.bad) == ((0, 0, 8), (0, 1))
+    assert outcome.local_weights([0, 1]) == (0, 0)
+    assert outcome.global_step == 5 + 2 + 3
+
+
+def test_samples_that_a_device_left_out_are_taken_back() -> None:
+    part = PartState([0, 1], 3)
+    met(part, inner(0, 2, late=True), inner(1, 3, late=True))
+    met(part, inner(0, 2, 1, late=True), inner(1, 3, 1, late=True))
+    came = come(0, 1, 2), replace(come(1, 1, 2), was_bad=True)
+    outcome = last(part, *came, others=(come(2, 1, 2),), ranks=3)
+    assert outcome.weights == (16 + 16 + 8, 24 + 8, 8)
+    # What the mean of all left out is not in the next.
+    came = replace(come(0, 1, 3), was_bad=True), come(1, 1, 3)
+    assert last(part, *came, others=(come(2, 1, 3),), ranks=3).weights == (8, 8, 8)
+
+
+def test_a_machine_whose_devices_left_out_all_weighs_nothing() -> None:
+    part = PartState([0, 1], 3)
+    met(part, inner(0, 2, late=True), inner(1, 3, late=True))
+    met(part, inner(0, 0, 1, late=True), inner(1, 3, 1, late=True))
+    came = come(0, 0, 2), replace(come(1, 0, 2), was_bad=True)
+    outcome = last(part, *came, others=(come(2, 1, 2),), ranks=3)
+    assert outcome.weights == (0, 0, 8)
+
+
+def test_a_round_is_inner_for_all_or_for_none() -> None:
+    part = PartState([0, 1], 2)
+    part.enter(inner(0))
+    with pytest.raises(ProtocolError, match="different kinds"):
         part.enter(arrival(1))

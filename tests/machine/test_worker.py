@@ -625,3 +625,76 @@ def test_a_replica_that_was_healed_has_nothing_to_say_any_more() -> None:
     assert machine.was_bad
     assert machine.next() == Serve(CopyReplica(1))
     assert not machine.was_bad
+
+
+# ---------------------------------------------------------------- inner rounds of one machine
+def with_inner(batches: tuple[int, ...], count: int) -> StartEpoch:
+    order = planned(batches, count=count, before=7)
+    assert order.sync is not None
+    return replace(order, sync=replace(order.sync, inner=True, drift=True))
+
+
+def entered(machine: WorkerMachine) -> Arrival:
+    action = machine.next()
+    assert isinstance(action, Enter)
+    return action.arrival
+
+
+def trains(machine: WorkerMachine, steps: int) -> None:
+    for _ in range(steps):
+        assert isinstance(machine.next(), Step)
+        machine.trained(8)
+
+
+def test_only_the_last_round_of_an_order_is_one_of_all_machines() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(with_inner((0, 1, 2, 3, 4, 5), 3))
+    for round in range(3):
+        trains(machine, 2)
+        came = entered(machine)
+        is_last = round == 2
+        assert (came.round, came.global_step, came.steps, came.samples) == (round, 7, 2, 16)
+        assert (came.inner, came.drift, came.left) == (not is_last, is_last, 0)
+        done = machine.met(outcome(round, inner=not is_last))
+    assert done == Done(0, 0, 6)
+
+
+def test_a_hurried_rank_passes_the_inner_rounds_and_all_hear_of_it_at_the_last() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(with_inner((0, 1, 2, 3, 4, 5), 3))
+    trains(machine, 1)
+    machine.handle(SyncNow(2))
+    for round, steps, left in ((0, 1, 1), (1, 0, 2), (2, 0, 5)):
+        came = entered(machine)
+        assert (came.round, came.steps, came.left) == (round, steps, left)
+        done = machine.met(outcome(round, inner=round < 2, hurried=True))
+    assert done == Done(0, 0, 1)
+
+
+def test_a_rank_that_an_inner_mean_left_out_says_so_at_the_round_of_all() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(with_inner((0, 1, 2), 3))
+    trains(machine, 1)
+    machine.is_bad = True
+    assert entered(machine).bad
+    machine.met(replace(outcome(0, inner=True, bad=(0,)), samples=(0, 8)))
+    trains(machine, 1)
+    assert (entered(machine).bad, entered(machine).was_bad) == (False, True)
+    machine.met(replace(outcome(1, inner=True, bad=(0,)), samples=(8, 8)))
+    trains(machine, 1)
+    assert entered(machine).was_bad
+    machine.met(outcome(2, bad=(0,)))
+    assert not machine.was_bad
+
+
+def test_without_a_healthy_replica_in_an_inner_mean_a_rank_stays_bad() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(with_inner((0, 1), 2))
+    trains(machine, 1)
+    machine.is_bad = True
+    entered(machine)
+    machine.met(outcome(0, inner=True, bad=(0, 1)))
+    trains(machine, 1)
+    assert entered(machine).bad
+    machine.met(outcome(1, bad=(0, 1)))
+    assert not machine.is_bad
