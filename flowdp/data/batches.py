@@ -81,9 +81,12 @@ class Portion:
         return cls(parts, [True] * len(parts), pack, len(parts[0]))
 
     def first(self, samples: int) -> list[Any]:
-        """The leaves of the whole batch's first samples; where it was gathered, the portion's own."""
+        """The leaves of the whole batch's first samples; where it was gathered, the portion's own.
+
+        Where there are fewer, its tensors are as long all the same, with rows that repeat themselves.
+        """
         leaves = self.leaves if self.uncut is None else self.uncut
-        return [leaf[:samples] if own else leaf for leaf, own in zip(leaves, self.is_cut, strict=True)]
+        return [_first(leaf, samples) if own else leaf for leaf, own in zip(leaves, self.is_cut, strict=True)]
 
     def on(self, leaves: Sequence[Any]) -> Portion:
         """The same portion with its leaves on another device."""
@@ -102,6 +105,12 @@ def taken_apart(payload: Any) -> tuple[Sequence[Any], Form | None, Callable[[lis
         return payload.leaves, payload.tree, payload.on
     leaves, tree = flatten(payload)
     return leaves, tree, partial(unflatten, form=tree)
+
+
+def _first(leaf: Any, samples: int) -> Any:
+    if isinstance(leaf, Tensor) and len(leaf) < samples:
+        leaf = torch.cat([leaf] * -(-samples // len(leaf)))  # keeps channels_last
+    return leaf[:samples]
 
 
 def _is_own(leaf: Any, samples: int) -> bool:

@@ -13,24 +13,27 @@ import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowdp.data.limit import Limit
-from flowdp.errors import CheckpointError, DataError, ProtocolError
+from flowdp.errors import CheckpointError, DataError, OptionError, ProtocolError
 from flowdp.policy.formats import format_error
 from flowdp.protocol.position import Position
+from flowdp.validators import is_int
 
 __all__ = [
+    "ALL",
     "NOTHING_TRAINED",
     "AllEpochs",
     "BatchOrder",
     "BatchSamplerOrder",
     "EpochOrder",
     "SamplerOrder",
+    "Stride",
     "batches_per_epoch",
     "epoch_order",
 ]
@@ -47,6 +50,28 @@ KEPT_BATCHES = 4096
 
 _DRAWING = threading.RLock()
 """Held while a sampler is iterated, which two runs may share."""
+
+
+class Stride(NamedTuple):
+    """The batches of an evaluation that one of several machines reads: `first`, first + `step`, ...
+
+    They keep their numbers in the whole.
+    """
+
+    first: int = 0
+    step: int = 1
+
+    def of(self, batches: int) -> int:
+        """Number of these among the first `batches` batches."""
+        return len(range(self.first, batches, self.step))
+
+    def has(self, batch: int) -> bool:
+        """Whether a batch is one of them."""
+        return batch % self.step == self.first
+
+
+ALL = Stride()
+"""All batches: there is one machine, or the dataset is trained."""
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
@@ -85,6 +110,7 @@ class BatchOrder(ABC):
         batches = batches_per_epoch(drawn, batch_size, drop_last)
         self._end_at(batches, min(drawn, batches * batch_size))
         self._kept = KEPT_EPOCHS
+        self._first = 0  # epoch
         self._epochs: dict[int, Tensor] = {}
         self._lock = threading.Lock()  # serialises drawing, so that no epoch is drawn twice
 
@@ -115,8 +141,13 @@ class BatchOrder(ABC):
         start, stop = self._span(epoch, batch)
         return order[start:stop]
 
-    def begin_at(self, epoch: int) -> None:  # noqa: B027 - an order that can draw any epoch has nothing to do
+    def begin_at(self, epoch: int) -> None:
         """Earlier epochs than this one will not be asked for. Call it before anything is."""
+        self._first = epoch
+
+    def first_checksum(self) -> int:
+        """Checksum of the order of the first epoch that is read, which is drawn for it."""
+        return zlib.crc32(self._find(self._first)[: self._stop].numpy().tobytes())
 
     @property
     def unseeded(self) -> str | None:
@@ -218,12 +249,18 @@ class SamplerOrder(BatchOrder):
 
     def begin_at(self, epoch: int) -> None:
         """See `BatchOrder.begin_at`."""
+        super().begin_at(epoch)
         if self._set_epoch() is not None:
             self._next = epoch
 
     def checksum(self, epoch: int) -> int | None:
         """See `BatchOrder.checksum`."""
         return self._checksums.get(epoch)
+
+    def first_checksum(self) -> int:
+        """See `BatchOrder.first_checksum`; of a batch sampler with the sizes of its batches."""
+        self._find(self._first)
+        return self._checksums[self._first]
 
     @property
     def unseeded(self) -> str | None:
@@ -243,6 +280,40 @@ class SamplerOrder(BatchOrder):
                 f"a part is trained of an epoch of the sampler {self.unseeded}, which draws "
                 "another order each time: give it a generator with a seed, or `set_epoch`, or go on from a "
                 "checkpoint at an epoch's end"
+            )
+
+    def check_alike(self, epochs: int | None) -> None:
+        """Check that the sampler can draw the same orders on several machines, where flowdp deals them out.
+
+        Without a generator or `set_epoch` nothing tells what it draws from: then two epochs must be equal.
+
+        Args:
+            epochs: Epochs of the run; None: without end.
+
+        Raises:
+            DataError: The sampler failed.
+            OptionError: It draws a part for each process, or nothing makes its draws the same.
+        """
+        inner = getattr(self._sampler, "sampler", self._sampler)
+        for one in (self._sampler, inner):
+            parts = getattr(one, "num_replicas", 1)
+            if is_int(parts) and parts > 1:
+                raise OptionError(
+                    f"the DataLoader's {type(one).__name__} gives each of {parts} processes another part, "
+                    "but flowdp itself deals each sample of an epoch once to the devices of all machines: "
+                    "leave the sampler out (shuffle=True has the same effect)"
+                )
+        name = self.unseeded
+        has_seed = self._set_epoch() is not None or getattr(inner, "generator", None) is not None
+        if name is None and not has_seed and (epochs is None or epochs > self._first + 1):
+            self._find(self._first + 1)
+            if self._checksums[self._first] != self._checksums[self._first + 1]:
+                name = type(inner).__name__
+        if name is not None:
+            raise OptionError(
+                f"the sampler {name} draws another order each time, so another one on each machine of this "
+                "run, and samples would be trained twice or not at all: give it a generator with a seed, or "
+                "`set_epoch`, so that all machines draw the same"
             )
 
     def _draw(self, epoch: int) -> Tensor:
@@ -353,19 +424,29 @@ class AllEpochs:
     before it have come.
     """
 
-    def __init__(self, order: BatchOrder, epochs: int | None, start: Position = NOTHING_TRAINED) -> None:
+    def __init__(
+        self,
+        order: BatchOrder,
+        epochs: int | None,
+        start: Position = NOTHING_TRAINED,
+        stride: Stride = ALL,
+    ) -> None:
         self.error: DataError | None = None
         self._order = order
         self._epochs = epochs
         self._start = start
+        self._stride = stride
 
     def walk(self) -> Iterator[tuple[int, int]]:
         """Every (epoch, batch) in the order of reading."""
+        if not self._stride.of(self._order.batches):
+            return  # not one in any epoch, and there may be no last one
         first = self._start.done
         for epoch in itertools.count(first) if self._epochs is None else range(first, self._epochs):
             position, missing = self._start.remaining(epoch) or (0, ())
             for batch in itertools.chain(missing, range(position, self._order.batches)):
-                yield (epoch, batch)
+                if self._stride.has(batch):
+                    yield (epoch, batch)
 
     def __iter__(self) -> Iterator[list[int]]:
         for epoch, batch in self.walk():

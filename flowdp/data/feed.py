@@ -38,7 +38,7 @@ class Feed(ABC):
             The one that starts the run.
         """
 
-    def follow(  # noqa: B027 - most fetch nothing ahead
+    def follow(  # noqa: B027 - one with the whole dataset fetches nothing ahead
         self, upcoming: Sequence[tuple[int, int, SampleRange | None]]
     ) -> None:
         """Announce the batches that this rank will train if nothing changes.
@@ -111,6 +111,10 @@ class DirectFeed(Feed):
     def start(self, notify: Callable[[int, int], None]) -> None:
         """See `Feed.start`."""
         self._notify = notify
+
+    def follow(self, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
+        """Tell the source; see `Feed.follow`."""
+        self._source.expect(self._rank, upcoming)
 
     def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Ask the source; see `Feed.take`."""

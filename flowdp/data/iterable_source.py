@@ -8,17 +8,19 @@ reader go on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from flowdp.data.identity import Identity, content_checksum
 from flowdp.data.loader_source import NOTHING, LoaderSource, ReadPlan
 from flowdp.data.processes import begin
 from flowdp.data.source import Batch
 from flowdp.data.trees import batch_length
 from flowdp.errors import CheckpointError, DataError
+from flowdp.policy.formats import format_error
 
 __all__ = ["Counted", "Measured", "StreamReader"]
 
@@ -84,7 +86,22 @@ class StreamReader(LoaderSource):
         """Nothing; see `Source.indices`."""
         return ()
 
-    def _comes(self, key: tuple[int, int]) -> bool:
+    def identity(self) -> Identity:
+        """See `Source.identity`: the first item is read, and of a dataset that splits itself they differ."""
+        dataset = self._loader.dataset
+        try:
+            self._set_epoch(self.plan.start.done)
+            items = iter(dataset)
+            first = next(items, None)
+            if isinstance(items, Generator):
+                items.close()
+        except Exception as error:
+            raise DataError(
+                f"reading the first item of {type(dataset).__name__} failed: {format_error(error)}"
+            ) from error
+        return Identity(None, self.batches, self.batch_size, first=content_checksum(first))
+
+    def _comes(self, key: tuple[int, ...]) -> bool:
         epoch, batch = key
         if batch >= self._lengths.get(epoch, batch + 1):
             return False
@@ -95,12 +112,15 @@ class StreamReader(LoaderSource):
         return self._iterate(self.plan.start.done) if self._loader.num_workers else None
 
     def _iterate(self, epoch: int) -> Iterator[Batch]:
+        self._set_epoch(epoch)
+        return iter(self._loader)
+
+    def _set_epoch(self, epoch: int) -> None:
         set_epoch = getattr(self._loader.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        return iter(self._loader)
 
-    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[tuple[int, int], Any]]:
+    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[tuple[int, ...], Any]]:
         first, epochs = self.plan.start.done, self.plan.epochs
         for epoch in itertools.count(first) if epochs is None else range(first, epochs):
             if not self._may_read(epoch):
@@ -111,7 +131,10 @@ class StreamReader(LoaderSource):
                 read = self._in_turn(partial(next, current, NOTHING))
                 if read is NOTHING:
                     break
-                yield self._reading, read
+                if self.stride.has(self._reading[1]):
+                    yield self._reading, read
+                elif self._closing:
+                    return
                 self._reading = (epoch, self._reading[1] + 1)
             iterator = None
             self._end(*self._reading)

@@ -1,8 +1,8 @@
 """Reading a dataset: one thread, one torch DataLoader, all devices.
 
-`Reader` is the source of map-style datasets. Sources of this process whose datasets could share an object,
-the parts of a split for instance, read in turns (`ReadingTurns`), batch by batch. Batches that worker
-processes read need no turn.
+`Reader` is the source of map-style datasets; in a run on several machines, `DemandReader`. Sources of this
+process whose datasets could share an object, the parts of a split for instance, read in turns
+(`ReadingTurns`), batch by batch. Batches that worker processes read need no turn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.batches import Portion
-from flowdp.data.epoch_order import KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, BatchOrder
+from flowdp.data.epoch_order import ALL, KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, BatchOrder, Stride
 from flowdp.data.memory import OwnMemory
 from flowdp.data.processes import GRACE_S, Processes, begin
 from flowdp.data.shared import ReadingTurns
@@ -33,11 +33,11 @@ from flowdp.policy.reader_load import ReaderLoad
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import Position
 
-__all__ = ["NOTHING", "LoaderSource", "ReadPlan", "Reader"]
+__all__ = ["NOTHING", "LoaderSource", "MapSource", "ReadPlan", "Reader"]
 
 log = logging.getLogger("flowdp")
 
-_Key = tuple[int, int]  # (epoch, batch): its order is the order of reading
+_Key = tuple[int, ...]  # (epoch, batch), or more of it: its order is the order of reading
 
 NOTHING = object()
 """An iterator's answer at its end."""
@@ -55,6 +55,9 @@ class ReadPlan:
             and no more.
         keeps: See `Source`; for batches that are taken whole.
         limit: Most batches of an epoch whose length is not known; None: all.
+        machine: Number of this machine.
+        machines: Machines of the run. Above 1, the batches of an epoch are read that this machine's ranks
+            expect, or on demand every `machines`-th, from number `machine` on.
     """
 
     epochs: int | None
@@ -63,6 +66,13 @@ class ReadPlan:
     on_demand: bool = False
     keeps: bool = False
     limit: int | None = None
+    machine: int = 0
+    machines: int = 1
+
+    @property
+    def stride(self) -> Stride:
+        """Batches of an epoch that are read; see `Source`."""
+        return Stride(self.machine, self.machines) if self.on_demand else ALL
 
 
 class LoaderSource(Source):
@@ -126,7 +136,7 @@ class LoaderSource(Source):
         except Exception as error:
             raise DataError(f"the DataLoader could not be started: {format_error(error)}") from error
         if self._loader.num_workers > 0:
-            self._processes = Processes(iterator)
+            self._processes = Processes(iterator, self._more)
         self._thread = threading.Thread(
             target=self._run, args=(self._feed(iterator), wake, failed), name="flowdp-reader", daemon=True
         )
@@ -140,12 +150,12 @@ class LoaderSource(Source):
     def waits_for(self) -> str:
         """The worker process that is to deliver the next batch; see `Source.waits_for`."""
         process = "" if self._processes is None else self._processes.awaited
-        epoch, batch = self._reading
+        epoch, batch = self._reading[:2]
         return f"waiting for {process} to read batch {batch} of epoch {epoch}" if process else ""
 
     def take(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Hand a batch over, or None and a `wake` later; see `Source.take`."""
-        key = (epoch, batch)
+        key = self._key(epoch, batch, part)
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -158,10 +168,23 @@ class LoaderSource(Source):
                 self._waiting[key] = [*(other for other in ranks if other != rank), rank]
                 if self._thread is not None and self._thread.ident is None:
                     self._thread.start()
-            self._changed.notify()
-        if payload is None or part is None:
-            return payload
-        return Portion.of(payload, self.samples_in(epoch, batch), part)
+            self._look()
+        return payload if payload is None or part is None else self._portion(payload, key, part)
+
+    def _key(self, epoch: int, batch: int, _part: SampleRange | None) -> _Key:
+        """Key under which a batch is stored."""
+        return (epoch, batch)
+
+    def _portion(self, payload: Batch, key: _Key, part: SampleRange) -> Portion:
+        """The wanted samples of a stored batch."""
+        return Portion.of(payload, self.samples_in(key[0], key[1]), part)
+
+    def _more(self) -> None:
+        """Hand the processes more work; on the reader thread, while it waits for a result."""
+
+    def _look(self) -> None:
+        """Have the reader look whether there is something to do; under the lock."""
+        self._changed.notify()
 
     def _take(self, rank: int, key: _Key, part: SampleRange | None) -> Batch | None:
         """A stored batch, which stays until all its samples are taken; under the lock."""
@@ -170,7 +193,7 @@ class LoaderSource(Source):
             if self.keeps and payload is not None:
                 self._lent[key] = rank, payload
             return payload
-        left = self._left.pop(key, self._order.samples_in(*key)) - part.samples
+        left = self._left.pop(key, self._order.samples_in(key[0], key[1])) - part.samples
         if left == 0:
             return self._read.pop(key)
         self._left[key] = left
@@ -199,7 +222,7 @@ class LoaderSource(Source):
             self._lent.pop(key, None)
             self._read[key] = payload if part is None else payload.whole
 
-    def settle(self, keys: Sequence[_Key]) -> None:
+    def settle(self, keys: Sequence[tuple[int, int]]) -> None:
         """Drop averaged batches; see `Source.settle`."""
         with self._changed:
             for key in keys:
@@ -242,7 +265,13 @@ class LoaderSource(Source):
 
     def _comes(self, key: _Key) -> bool:
         """Whether a batch that is not stored will be read; raises if there is none, or it was taken."""
-        epoch, batch = key
+        self._check_exists(key)
+        if key <= self._last:
+            raise ProtocolError(f"batch {key[1]} of epoch {key[0]} was taken before and not given back")
+        return True
+
+    def _check_exists(self, key: _Key) -> None:
+        epoch, batch = key[:2]
         epochs = self.plan.epochs
         most = batch + 1 if self.batches is None else self.batches
         if not 0 <= batch < most or epoch < 0 or (epochs is not None and epoch >= epochs):
@@ -250,9 +279,6 @@ class LoaderSource(Source):
         left = self.plan.start.remaining(epoch)
         if left is None or (batch < left[0] and batch not in left[1]):
             raise ProtocolError(f"batch {batch} of epoch {epoch} was trained before the run was resumed")
-        if key <= self._last:
-            raise ProtocolError(f"batch {batch} of epoch {epoch} was taken before and not given back")
-        return True
 
     def _begin(self) -> Iterator[Batch] | None:
         """The loader's iterator, made by the thread that starts its worker processes."""
@@ -290,8 +316,9 @@ class LoaderSource(Source):
                 read = next(feed, None)
                 if read is None:
                     return
+                epoch, batch = read[0][:2]
                 for rank in self._put(*read):
-                    wake(rank, *read[0])
+                    wake(rank, epoch, batch)
                 share = load.passed(time.monotonic(), time.thread_time())
                 if share is not None and self._advice:
                     log.warning(
@@ -322,6 +349,15 @@ class LoaderSource(Source):
 
     def _put(self, key: _Key, payload: Any) -> Sequence[int]:
         """Store a batch; returns the ranks that wait for it."""
+        samples, payload = self._owned(key, payload)
+        with self._changed:
+            if self._closing:
+                return ()
+            self._last = key
+            return self._store(key, samples, payload)
+
+    def _owned(self, key: _Key, payload: Any) -> tuple[int, Batch]:
+        """The samples of a batch, where they are counted, and the batch, safe from what is read later."""
         samples, payload = payload if self._is_counted else (0, payload)
         if payload is None:
             raise TypeError("the batch is None; the collate function must return one")
@@ -329,15 +365,15 @@ class LoaderSource(Source):
             payload = self._memory.own(payload, f"batch {key[1]} of epoch {key[0]}", key[0])
         elif self.keeps:
             payload = tree_map(_unshared, payload)
-        with self._changed:
-            if self._closing:
-                return ()
-            self._read[key] = payload
-            self._last = key
-            if self._is_counted:
-                self._samples[key] = samples
-                self._forget()
-            return self._waiting.pop(key, ())
+        return samples, payload
+
+    def _store(self, key: _Key, samples: int, payload: Batch) -> Sequence[int]:
+        """Store a batch, under the lock; returns the ranks that wait for it."""
+        self._read[key] = payload
+        if self._is_counted:
+            self._samples[key] = samples
+            self._forget()
+        return self._waiting.pop(key, ())
 
     def _forget(self) -> None:
         """Keep the counts of stored batches, and of as many taken ones as can be in work."""
@@ -365,13 +401,13 @@ class LoaderSource(Source):
             self._read.clear()
             self._lent.clear()
         failed(error)
-        for (epoch, batch), ranks in waiting:
+        for (epoch, batch, *_), ranks in waiting:
             for rank in ranks:
                 wake(rank, epoch, batch)
 
     def _describe(self, key: _Key, cause: BaseException) -> DataError:
-        epoch, batch = key
-        indices = self.indices(epoch, batch)
+        epoch, batch = key[:2]
+        indices = self._indices_of(key)
         shown = format_indices(indices)
         samples = f" (samples {shown})" if indices else ""
         error = DataError(
@@ -382,6 +418,10 @@ class LoaderSource(Source):
         error.__cause__ = cause
         return error
 
+    def _indices_of(self, key: _Key) -> tuple[int, ...]:
+        """The dataset indices of a key."""
+        return self.indices(key[0], key[1])
+
 
 def _unshared(leaf: Any) -> Any:
     """A tensor from a process, as memory of our own: shared memory is scarce, and each one an open file."""
@@ -389,14 +429,13 @@ def _unshared(leaf: Any) -> Any:
     return leaf.clone() if is_shared else leaf
 
 
-class Reader(LoaderSource):
-    """Reads every batch of every epoch of a map-style dataset.
-
-    The DataLoader runs over all epochs, so its worker processes never drain at an epoch's end.
+class MapSource(LoaderSource):
+    """A source that reads a map-style dataset by lists of indices.
 
     Args:
         dataset: Map-style.
         order: Which samples each batch holds.
+        lists: Lists of indices, as the DataLoader asks for them: a batch sampler.
         plan: Epochs to read.
         is_counted: See `LoaderSource`.
         worker_init_fn: Called with its number in each worker process before it reads.
@@ -407,15 +446,15 @@ class Reader(LoaderSource):
         self,
         dataset: Dataset[Any],
         order: BatchOrder,
+        lists: Iterable[list[int]],
         plan: ReadPlan,
         *,
         is_counted: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
         **loader: Any,
     ) -> None:
-        self._batches = AllEpochs(order, plan.epochs, plan.start)
         made: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=self._batches, worker_init_fn=partial(begin, worker_init_fn), **loader
+            dataset, batch_sampler=lists, worker_init_fn=partial(begin, worker_init_fn), **loader
         )
         super().__init__(order, made, plan, is_counted=is_counted)
         if made.num_workers == 0:
@@ -424,6 +463,23 @@ class Reader(LoaderSource):
                 "too: num_workers=2, of the Trainer or the DataLoader, has processes read; a dataset with "
                 "__getitems__(indices) or get_batch(indices) reads a batch in one call"
             )
+
+
+class Reader(MapSource):
+    """Reads every batch of every epoch of a map-style dataset, or those of its stride.
+
+    The DataLoader runs over all epochs, so its worker processes never drain at an epoch's end.
+
+    Args:
+        dataset: Map-style.
+        order: Which samples each batch holds.
+        plan: Epochs to read.
+        options: Further arguments of `MapSource`.
+    """
+
+    def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
+        self._batches = AllEpochs(order, plan.epochs, plan.start, plan.stride)
+        super().__init__(dataset, order, self._batches, plan, **options)
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
         assert iterator is not None

@@ -22,19 +22,28 @@ def open_evaluation(
     world_size: int,
     limit: Limit | None = None,
     name: str = "evaluation",
+    machine: int = 0,
+    machines: int = 1,
 ) -> Source:
     """The source of an evaluation: each epoch of it is one, in the dataset's own order, begun on demand.
+
+    Of several machines, number m of M evaluates the batches m, m + M, m + 2 M, ..., and reads these alone; of
+    an IterableDataset it reads all. They keep their numbers in the whole, by which the results of all
+    machines are put in order.
 
     Args:
         dataset: See `open_source`. A DataLoader has its own settings.
         batch_size: Samples of a batch.
         collate_fn: That of the training; it and `num_workers` are left out where they have no use.
         num_workers: That of the training.
-        world_size: Ranks that evaluate.
+        world_size: Ranks of this machine that evaluate.
         limit: Part of the dataset that is evaluated; None: all.
         name: Purpose of the dataset, for errors.
+        machine: Number of this machine, from 0.
+        machines: Machines that evaluate.
 
     Raises:
+        DataError: A sampler failed; see `open_source`.
         OptionError: The dataset cannot be read.
     """
     options: dict[str, Any] = {
@@ -52,7 +61,15 @@ def open_evaluation(
         elif hasattr(dataset, "get_batch"):
             options["collate_fn"] = None
         return open_source(
-            dataset, **options, seed=0, epochs=None, world_size=world_size, on_demand=True, limit=limit
+            dataset,
+            **options,
+            seed=0,
+            epochs=None,
+            world_size=world_size,
+            on_demand=True,
+            limit=limit,
+            machine=machine,
+            machines=machines,
         )
     except OptionError as error:
         raise OptionError(f"{name}: {error}") from error

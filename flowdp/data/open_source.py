@@ -14,6 +14,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -21,6 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from flowdp.data.demand_source import DemandReader
 from flowdp.data.epoch_order import NOTHING_TRAINED, BatchOrder, BatchSamplerOrder, EpochOrder, SamplerOrder
 from flowdp.data.iterable_source import Measured, StreamReader
 from flowdp.data.limit import Limit
@@ -86,6 +89,8 @@ def open_source(
     on_demand: bool = False,
     keeps: bool = False,
     limit: Limit | None = None,
+    machine: int = 0,
+    machines: int = 1,
 ) -> Source:
     """The source of a dataset's batches.
 
@@ -109,6 +114,10 @@ def open_source(
     A resumed run reads its untrained batches, each epoch in its order; see `SamplerOrder` and
     `StreamReader` for the duties of a sampler and an IterableDataset.
 
+    On several machines each opens the whole dataset, and reads of it what its own ranks need: a source on
+    demand every `machines`-th batch, any other what they `expect`; see `DemandReader` for the duties of a
+    dataset. `check_identities` tells whether all have opened the same.
+
     Args:
         dataset: Tensors of equal length (one, a tuple, a list or a mapping of them), a map-style dataset, an
             IterableDataset, or a torch DataLoader.
@@ -120,15 +129,18 @@ def open_source(
         collate_fn: Makes a batch of a list of samples. None is torch's `default_collate`.
         num_workers: Processes that read. None is 0: the reader thread reads by itself.
         epochs: Epochs that will be read; None: without end.
-        world_size: Ranks that take batches: sets how far reading runs ahead of them.
+        world_size: Ranks of this machine that take batches: sets how far reading runs ahead of them.
         shares_batches: Each batch is for all ranks, a part of it for each; else it is one rank's.
         start: Where the run stands, in batches of this `batch_size`; None: at the beginning.
         on_demand: Begin each epoch when a rank waits for it. Else reading runs ahead into the next one.
         keeps: Keep batches until they are settled; see `Source`.
         limit: Part of each epoch that is read; None: all.
+        machine: Number of this machine, from 0.
+        machines: Machines of the run.
 
     Raises:
         CheckpointError: The run stands inside an epoch of an IterableDataset.
+        DataError: A sampler failed, which is tried where there are several machines.
         OptionError: Something in this cannot work, or is not supported.
     """
     options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
@@ -141,13 +153,19 @@ def open_source(
         in_work = 2 * (num_workers or 0)
     # Two batches for each rank (one that is shared is for all), and two for the road; with processes at least
     # their batches in work, so that none of them waits for a rank that is late.
-    ahead = max(2 * (1 if shares_batches else world_size) + 2, in_work)
+    # On several machines each rank's part of one is read by itself.
+    ahead = max(2 * (1 if shares_batches and machines == 1 else world_size) + 2, in_work)
     limit = limit or Limit()
     read_limit = limit.of_unknown if is_stream(dataset) else None
-    plan = ReadPlan(epochs, ahead, start or NOTHING_TRAINED, on_demand, keeps, read_limit)
+    plan = ReadPlan(epochs, ahead, start or NOTHING_TRAINED, on_demand, keeps, read_limit, machine, machines)
+    if machines > 1:
+        _check_machines(dataset, on_demand)
     if isinstance(dataset, DataLoader):
-        return _from_loader(dataset, options, seed, plan, limit)
-    return _from_dataset(dataset, options, seed, plan, limit)
+        source = _from_loader(dataset, options, seed, plan, limit)
+    else:
+        source = _from_dataset(dataset, options, seed, plan, limit)
+    source.stride = plan.stride
+    return source
 
 
 def is_stream(dataset: object) -> bool:
@@ -265,6 +283,7 @@ def _from_dataset(
     shuffle = options["shuffle"] is not False and not limit.is_fixed
     order = EpochOrder(length, batch_size, seed, shuffle, drop_last)
     order.limit(limit)
+    order.begin_at(plan.start.done)
     if collate is None and num_workers == 0 and (found := _rows_of_tensors(dataset)) is not None:
         return TensorSource(found[0].tensors, _as_it_is, order, found[1])
     if tensors is not None:
@@ -283,7 +302,7 @@ def _from_dataset(
                 f"samples for collate_fn={collate!r}; leave one of them out"
             )
         dataset, collate = _WholeBatches(dataset), _as_it_is
-    return Reader(
+    return _reader(plan)(
         dataset,
         order,
         plan,
@@ -336,13 +355,20 @@ def _from_loader(
     order.begin_at(plan.start.done)
     if isinstance(order, SamplerOrder) and any(one.position > len(one.missing) for one in plan.start.open):
         order.check_repeats()
+    if isinstance(order, SamplerOrder) and plan.machines > 1:
+        order.check_alike(plan.epochs)
     if loader.batch_sampler is None:
-        return Reader(dataset, order, plan, collate_fn=_Single(collate), is_counted=True, **options)
+        return _reader(plan)(dataset, order, plan, collate_fn=_Single(collate), is_counted=True, **options)
     if loader.num_workers == 0 and collate is default_collate and not isinstance(order, BatchSamplerOrder):
         found = _rows_of_tensors(dataset)
         if found is not None:
             return TensorSource(found[0].tensors, _as_it_is, order, found[1])
-    return Reader(dataset, order, plan, collate_fn=collate, **options)
+    return _reader(plan)(dataset, order, plan, collate_fn=collate, **options)
+
+
+def _reader(plan: ReadPlan) -> type[Reader | DemandReader]:
+    """The class that reads a map-style dataset."""
+    return DemandReader if plan.machines > 1 and not plan.on_demand else Reader
 
 
 def _order_of(loader: DataLoader[Any], length: int, seed: int, given: int | None, limit: Limit) -> BatchOrder:
@@ -394,6 +420,23 @@ def _generator(seed: int, start: Position) -> torch.Generator:
 
 
 # ---------------------------------------------------------------- checks of single options
+def _check_machines(dataset: object, on_demand: bool) -> None:
+    """Refuse datasets that cannot be read on several machines."""
+    inner = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    name = type(inner).__name__
+    if isinstance(inner, IterDataPipe | MapDataPipe):
+        raise OptionError(
+            f"{name} is a DataPipe, of which torch gives each process of a job another part, but flowdp "
+            "deals the whole dataset itself: give a map-style dataset, or use one machine (machines=False)"
+        )
+    if isinstance(inner, IterableDataset) and not on_demand:
+        raise OptionError(
+            f"{name} is an IterableDataset, whose batches come in one stream, and this run has several "
+            "machines, each of which reads only what its devices train: give a map-style dataset (with "
+            "__len__ and __getitem__), or train on one machine (machines=False)"
+        )
+
+
 def _check_options(
     batch_size: object, shuffle: object, drop_last: object, collate_fn: object, num_workers: object
 ) -> None:

@@ -251,6 +251,7 @@ class PrefetchFeed(Feed):
             if fetched.payload is not None:
                 epoch, batch, part = key
                 self._source.give_back(epoch, batch, fetched.payload, part)
+        self._source.expect(self._rank, list(upcoming)[kept:])
         # Another rank may have asked for it since, and would be woken in our place: ask again.
         self._asked = False
         self._changed.notify()

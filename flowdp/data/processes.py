@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import signal
+import threading
+import time
 from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
@@ -30,11 +32,19 @@ class Processes:
     torch waits for its result queue alone, looks for dead processes every 5 s, and where it can raises their
     death by a signal handler in the main thread, out of whatever the user does there. Here the wait is for
     the queue and all processes together, and a death is raised in the thread that reads.
+
+    Args:
+        iterator: The iterator.
+        more: Called in the thread that waits, after a `poke`: it may hand the processes more work.
     """
 
-    def __init__(self, iterator: Any) -> None:
+    def __init__(self, iterator: Any, more: Callable[[], None] | None = None) -> None:
         self._iterator = iterator
+        self._more = more
         self._is_waiting = False
+        self._lock = threading.Lock()  # serialises the pokes: one at a time is in the pipe, which never fills
+        self._is_poked = False
+        self._poked, self._poke = connection.Pipe(duplex=False)
         self._results = iterator._data_queue
         iterator._data_queue = self
         if iterator._worker_pids_set:
@@ -56,14 +66,34 @@ class Processes:
         number = owner[0]
         return f"DataLoader worker {number} (process {iterator._workers[number].pid})"
 
+    def poke(self) -> None:
+        """Have the thread that waits for a result call `more`, now or when it waits next.
+
+        Threads:
+            Any. Does not block.
+        """
+        with self._lock:
+            if not self._is_poked:
+                self._is_poked = True
+                self._poke.send_bytes(b"!")
+
     def get(self, timeout: float) -> Any:
         """Torch's call for the next result; `queue.Empty` makes it look for dead processes."""
         processes = {process.sentinel: process for process in self._iterator._workers}
-        self._is_waiting = True
-        ready = connection.wait([self._results._reader, *processes], timeout)
-        self._is_waiting = False
-        if self._results._reader not in ready:
-            raise queue.Empty
+        end_s = time.monotonic() + timeout
+        while True:
+            self._is_waiting = True
+            left_s = max(0.0, end_s - time.monotonic())
+            ready = connection.wait([self._results._reader, self._poked, *processes], left_s)
+            self._is_waiting = False
+            if self._results._reader in ready:
+                break
+            if ready != [self._poked] or self._more is None:
+                raise queue.Empty
+            with self._lock:
+                self._poked.recv_bytes()
+                self._is_poked = False
+            self._more()
         try:
             return self._results.get(timeout=timeout)
         except (OSError, EOFError):

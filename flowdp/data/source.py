@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowdp.data.epoch_order import BatchOrder
+from flowdp.data.epoch_order import ALL, BatchOrder
+from flowdp.data.identity import Identity
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
 
@@ -27,10 +28,12 @@ class Source(ABC):
         can_resume_inside: Whether a run can be resumed in the middle of an epoch.
         unseeded: The sampler that draws another order each time, so that it cannot; None otherwise.
         keeps: Taken batches are kept until `settle`, so that they can be taken again when their rank is lost.
+        stride: Batches of an epoch that can be taken here; the numbers above count all of them.
     """
 
     can_resume_inside = True
     keeps = False
+    stride = ALL
     _order: BatchOrder  # a source without one has its own `samples_in` and `indices`
 
     def __init__(self, order: BatchOrder | None) -> None:
@@ -84,6 +87,17 @@ class Source(ABC):
         """
         return None if self.batches is None else self._order.checksum(epoch)
 
+    def identity(self) -> Identity:
+        """Properties that must be the same on all machines of a run; see `check_identities`. Call it before `start`.
+
+        Threads:
+            The one that opened the dataset: a sampler may be iterated here.
+
+        Raises:
+            DataError: The sampler failed.
+        """
+        return Identity(self.samples, self.batches, self.batch_size, order=self._order.first_checksum())
+
     def threads(self) -> list[threading.Thread]:
         """The reading threads, for diagnostics.
 
@@ -114,6 +128,22 @@ class Source(ABC):
 
         Raises:
             DataError: The worker processes could not be started.
+        """
+
+    def expect(  # noqa: B027 - most read everything, or nothing ahead
+        self, rank: int, upcoming: Sequence[tuple[int, int, SampleRange | None]]
+    ) -> None:
+        """Announce the batches that a rank has not taken and will take if nothing changes.
+
+        Level-triggered: the full list whenever it differs from the last one minus those taken. Where batches
+        are given back, too, give them back first.
+
+        Args:
+            rank: Rank index.
+            upcoming: (epoch, batch, part) of each, in the order of training.
+
+        Threads:
+            Any.
         """
 
     @abstractmethod

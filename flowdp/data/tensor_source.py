@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import BatchOrder
+from flowdp.data.identity import Identity
 from flowdp.data.source import Batch, Source
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
@@ -50,7 +52,9 @@ class TensorSource(Source):
         """
         if all(tensor.device.type == "cpu" for tensor in self.tensors):
             return self
-        return TensorSource([tensor.cpu() for tensor in self.tensors], self.pack, self._order, self._rows)
+        there = TensorSource([tensor.cpu() for tensor in self.tensors], self.pack, self._order, self._rows)
+        there.stride = self.stride
+        return there
 
     def start(
         self,
@@ -106,6 +110,11 @@ class TensorSource(Source):
                 epoch=epoch,
                 indices=index.tolist(),
             ) from error
+
+    def identity(self) -> Identity:
+        """See `Source.identity`."""
+        shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in self.tensors)
+        return replace(super().identity(), tensors=shapes)
 
     def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
         """Nothing to keep: it is gathered again. See `Source.give_back`."""

@@ -267,7 +267,7 @@ class Evaluator:
         """Numbers and arrays of the metrics over all ranks, where this is the last one; else none."""
         end = self.batches.end(number)
         found, own.found = own.found, {}  # from here on the pool's: another rank may still fill one
-        values = self._pool.put(number, own.batches, found, end)
+        values = self._pool.put(number, own.batches, found, self.batches.own(number))
         if not values or end is None:
             return (), ()
         named = [one for name, value in values for one in flattened(name, value)]

@@ -1,4 +1,4 @@
-"""Batches of one dataset for all ranks: a rank that is free takes the next one."""
+"""Batches of one dataset for all ranks of this machine: a rank that is free takes the next one."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SharedBatches:
             wait: Blocks until `wake` was called for this rank, or more often; False: told to leave.
 
         Returns:
-            The batch's number, and the batch.
+            The batch's number in the dataset, and the batch.
 
         Threads:
             The worker of the rank, all of them at once.
@@ -92,8 +92,9 @@ class SharedBatches:
         Raises:
             DataError: The dataset failed.
         """
+        first, step = self.source.stride
         with self._lock:
-            batch = self._dealt[number]
+            batch = first + step * self._dealt[number]
             self._dealt[number] += 1
         while not self._is_cut and not self._is_beyond(number, batch):
             payload = self.source.take(rank, number, batch)
@@ -104,9 +105,14 @@ class SharedBatches:
         return None
 
     def end(self, number: int) -> int | None:
-        """Number of batches of a reading; None: not known yet."""
+        """Number of batches of a reading, of all machines together; None: not known yet."""
         batches = self.source.batches
         return self._ends.get(number) if batches is None else batches
+
+    def own(self, number: int) -> int | None:
+        """Number of batches of a reading that lie with this machine; None: not known yet."""
+        end = self.end(number)
+        return None if end is None else self.source.stride.of(end)
 
     def name(self, number: int, batch: int) -> str:
         """A batch with the indices of its samples, for messages."""

@@ -19,8 +19,12 @@ class Recorded(Source):
     def __init__(self) -> None:
         super().__init__(EpochOrder(9, 3, 0, shuffle=False, drop_last=False))
         self.asked: list[tuple[int, int, int, SampleRange | None]] = []
+        self.expected: list[tuple[int, list[tuple[int, int, SampleRange | None]]]] = []
 
     def start(self, **_: Any) -> None: ...
+
+    def expect(self, rank: int, upcoming: Any) -> None:
+        self.expected.append((rank, list(upcoming)))
 
     def take(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Any:
         self.asked.append((rank, epoch, batch, part))
@@ -52,4 +56,6 @@ def test_it_passes_everything_on():
     with pytest.raises(DataError, match="broken"):
         feed.take(0, 2, SampleRange(0, 1))
     assert source.asked == [(3, 0, 0, None), (3, 0, 1, None), (3, 0, 1, None), (3, 0, 2, SampleRange(0, 1))]
+    upcoming = [(0, 0, None), (0, 1, None), (0, 2, SampleRange(0, 1))]
+    assert source.expected == [(3, upcoming), (3, [])]
     assert feed.close()

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.source import Source
 from flowdp.data.tensor_source import TensorSource
+from flowdp.engine.shared_batches import SharedBatches
 from flowdp.errors import OptionError
 
 X = torch.arange(7.0)
@@ -67,6 +68,80 @@ def test_all_of_it_in_its_own_order_whatever_the_training_collates(dataset: obje
     collates = collate_fn and (type(dataset) is Numbers or isinstance(dataset, Stream))
     expected = torch.tensor_split(-X if collates else X, [3, 6])
     assert read(source, 2) == [part.tolist() for part in expected] * 2
+
+
+class Reads(Dataset[Any]):
+    """Counts the reads of each of 1,003 indices, in any process."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(1003, dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return 1003
+
+    def __getitem__(self, index: int) -> int:
+        self.counts[index] += 1
+        return index
+
+
+class ReadStream(Reads, IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(1003))
+
+
+def read_by(machine: int, machines: int, dataset: object, **options: Any) -> list[list[int]]:
+    """What a machine reads in two evaluations."""
+    source = opened(dataset, batch_size=8, machine=machine, machines=machines, **options)
+    batches = SharedBatches(source)
+    woken: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    batches.start(wake=lambda *_: woken.put(True), failed=lambda _: woken.put(False))
+    found: list[list[int]] = []
+    for _ in range(2):
+        with batches.reading(0) as number:
+            found.append([])
+            while (taken := batches.take(0, number, lambda: woken.get(timeout=60))) is not None:
+                batch, payload = taken
+                assert batch % machines == machine
+                assert source.samples_in(number, batch) == (3 if batch == 125 else 8)
+                found[-1] += (payload["x"] if isinstance(payload, dict) else payload).tolist()
+            assert batches.end(number) == 126
+            assert batches.own(number) == len(range(machine, 126, machines))
+    assert source.close()
+    return found
+
+
+@pytest.mark.parametrize("machines", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["tensors", "map", "processes", "stream", "processes of a stream"])
+def test_all_machines_together_read_each_sample_once(machines: int, kind: str) -> None:
+    kinds = {"tensors": lambda: {"x": torch.arange(1003)}, "map": Reads, "stream": ReadStream}
+    dataset = kinds[{"processes": "map", "processes of a stream": "stream"}.get(kind, kind)]()
+    options = {"num_workers": 1 if kind.startswith("processes") else 0}
+    found = [read_by(machine, machines, dataset, **options) for machine in range(machines)]
+    for evaluation in range(2):
+        assert sorted(i for of_machine in found for i in of_machine[evaluation]) == list(range(1003))
+    if type(dataset) is Reads:  # nothing is read for another machine, but for what lies ready at the end
+        for machine, of_machine in enumerate(found):
+            assert of_machine[0] == [i for i in range(1003) if i // 8 % machines == machine]
+        assert dataset.counts.max() <= 2 + options["num_workers"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_machine_without_a_batch(num_workers: int) -> None:
+    source = opened(Numbers(), batch_size=4, num_workers=num_workers, machine=2, machines=3)
+    batches = SharedBatches(source)
+    batches.start(wake=lambda *_: None, failed=lambda _: None)
+    with batches.reading(0) as number:
+        assert batches.take(0, number, lambda: False) is None
+        assert (batches.end(number), batches.own(number)) == (2, 0)
+    assert source.close()
+
+
+def test_a_loader_that_splits_itself_is_refused_on_several_machines() -> None:
+    sampler = DistributedSampler(Numbers(), num_replicas=2, rank=1)
+    with pytest.raises(
+        OptionError, match=r"^evaluation: the DataLoader's DistributedSampler gives each of 2"
+    ):
+        opened(DataLoader(Numbers(), 3, sampler=sampler), machines=2)
 
 
 def test_the_options_of_the_training_serve_where_they_can() -> None:

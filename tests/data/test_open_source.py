@@ -15,6 +15,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -27,6 +29,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from flowdp.data.demand_source import DemandReader
 from flowdp.data.epoch_order import epoch_order
 from flowdp.data.iterable_source import StreamReader
 from flowdp.data.loader_source import Reader
@@ -634,3 +637,117 @@ def test_an_iterable_dataset_cannot_be_resumed_inside_an_epoch():
     start = Position(1, open=(OpenEpoch(0, 1, ((),), ()),))
     with pytest.raises(CheckpointError, match="IterableDataset"):
         opened(Finite(), start=start)
+
+
+# ---------------------------------------------------------------- several machines
+class Custom:
+    """A sampler that draws by random numbers that nothing seeds, or always the same."""
+
+    def __init__(self, is_random: bool) -> None:
+        self.is_random = is_random
+
+    def __len__(self) -> int:
+        return 23
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(23).tolist() if self.is_random else range(22, -1, -1))
+
+
+class ByEpoch(Custom):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(23, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def on_machines(sampler: Any, **options: Any) -> Source:
+    return opened(DataLoader(Pairs(), 5, sampler=sampler), machines=2, **options)
+
+
+def batched(sampler: Any) -> Source:
+    return opened(DataLoader(Pairs(), batch_sampler=OwnBatches(sampler, 5, drop_last=False)), machines=2)
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+@pytest.mark.parametrize("open_with", [on_machines, batched])
+def test_a_sampler_of_a_launcher_is_refused_on_several_machines(open_with):
+    sampler = DistributedSampler(Pairs(), num_replicas=2, rank=0)
+    opened(DataLoader(Pairs(), 5, sampler=sampler))  # one machine, which trains a part as it was told
+    with pytest.raises(
+        OptionError, match=r"DistributedSampler gives each of 2 processes .* leave the sampler"
+    ):
+        open_with(sampler)
+    open_with(DistributedSampler(Pairs(), num_replicas=1, rank=0))
+
+
+@pytest.mark.parametrize("open_with", [on_machines, batched])
+@pytest.mark.parametrize(
+    "sampler",
+    [RandomSampler(range(23), num_samples=9), SubsetRandomSampler(range(20)), Custom(is_random=True)],
+    ids=["RandomSampler", "SubsetRandomSampler", "Custom"],
+)
+def test_a_sampler_without_a_seed_is_refused_on_several_machines(open_with, sampler):
+    with pytest.raises(OptionError, match=f"{type(sampler).__name__} draws another order .* with a seed"):
+        open_with(sampler)
+
+
+@pytest.mark.parametrize("open_with", [on_machines, batched])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(23), num_samples=9, generator=torch.Generator()),
+        SequentialSampler(range(20)),
+        list(range(20)),
+        Custom(is_random=False),
+        ByEpoch(is_random=True),
+    ],
+    ids=["generator", "sequential", "list", "always the same", "set_epoch"],
+)
+def test_a_sampler_that_can_be_the_same_on_all_machines(open_with, sampler):
+    assert isinstance(open_with(sampler), DemandReader)
+
+
+def test_of_one_epoch_the_order_is_compared_and_need_not_repeat():
+    source = on_machines(Custom(is_random=True), epochs=1)
+    assert source.identity() != on_machines(Custom(is_random=True), epochs=1).identity()
+
+
+def test_a_plain_random_sampler_draws_by_the_seed_of_the_run():
+    assert (
+        on_machines(RandomSampler(range(23))).identity() == on_machines(RandomSampler(range(23))).identity()
+    )
+
+
+def test_a_stream_is_refused_on_several_machines():
+    class Stream(IterableDataset[Any]):
+        def __iter__(self):
+            return iter(range(9))
+
+    for dataset in (Stream(), DataLoader(Stream(), 3)):
+        with pytest.raises(OptionError, match=r"Stream is an IterableDataset, .* give a map-style dataset"):
+            opened(dataset, machines=2)
+        opened(dataset, machines=2, on_demand=True)  # an evaluation
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_a_datapipe_is_refused_on_several_machines(on_demand):
+    class Pipe(IterDataPipe[Any]):
+        def __iter__(self):
+            return iter(range(9))
+
+    class Rows(MapDataPipe[Any]):
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, index):
+            return index
+
+    for dataset in (Pipe(), Rows(), DataLoader(Rows(), 3)):
+        with pytest.raises(OptionError, match="is a DataPipe, of which torch gives each process"):
+            opened(dataset, machines=2, on_demand=on_demand)

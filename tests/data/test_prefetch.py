@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -66,6 +67,10 @@ class Logged(Source):
 
     def start(self, *, wake: Any, failed: Any) -> None:
         self.inner.start(wake=wake, failed=failed)
+
+    def expect(self, rank: int, upcoming: Any) -> None:
+        assert not any((epoch, batch) in self.out for epoch, batch, _ in upcoming), "it would be read again"
+        self.inner.expect(rank, upcoming)
 
     def take(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         payload = self.inner.take(rank, epoch, batch)
@@ -205,7 +210,7 @@ def everything(epochs: int = 3) -> list[Key]:
 
 
 LANES = {"host": lambda: HostLane(torch.device("cpu")), "card": CardLane}
-SOURCES = {"tensors": tensors, "read": read}
+SOURCES = {"tensors": tensors, "read": read, "on demand": partial(read, machines=2)}
 
 
 def no_race(*lanes: Lane) -> None:
@@ -912,3 +917,22 @@ def test_two_ranks_share_every_batch(close, source_of, rows):
             rank.feed.follow([])
         assert not source._left
         assert not any(key in source._read for key in windows)
+
+
+def test_a_part_that_was_read_by_itself_has_slots_for_the_longest(close):
+    source, lane = close(read(world_size=2, batch_size=8, machines=2, shares_batches=True).inner), CardLane()
+    rank = close(Rank(source, lane, rows=6))
+    begin(source, [rank])
+    parts = [SampleRange(0, 2), SampleRange(2, 8), SampleRange(1, 6)]
+    rank.feed.follow([(0, batch, part) for batch, part in enumerate(parts)])
+    for batch, part in enumerate(parts):
+        with lane.on(lane.compute):
+            while (portion := rank.ask((0, batch), part)) is None:
+                rank.notes.get(timeout=60)
+            assert (
+                portion.rows(0, part.samples)["y"].tolist()
+                == list(source.indices(0, batch))[part.start : part.stop]
+            )
+            rank.feed.release()
+    assert rank.feed._loose.made == 0
+    assert lane.card.races == []

@@ -176,6 +176,32 @@ def test_each_sample_is_evaluated_once_and_the_means_are_those_of_one_rank(
         assert means(results)["size"] == pytest.approx(expected["size"], rel=1e-6)
 
 
+@pytest.mark.parametrize("machines", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("dataset", "num_workers"),
+    [((X, Y), 0), (Pairs(), 0), (Pairs(), 2), (Stream(), 0), (Stream(), 1)],
+    ids=["tensors", "map", "processes", "stream", "stream of a process"],
+)
+def test_of_several_machines_each_evaluates_its_batches_and_the_means_are_those_of_one(
+    ranks: Any, dataset: object, num_workers: int, machines: int
+) -> None:
+    own, other = replica(), replica()
+    expected = ranks(dataset, errors, num_workers=num_workers).run(own)
+    for evaluation in range(2):
+        results: list[EvalSums] = []
+        for machine in range(machines):
+            options = {"num_workers": num_workers, "machine": machine, "machines": machines}
+            one = ranks(dataset, errors, ranks=2, **options)
+            for _ in range(evaluation):
+                one.run(own, other)
+            of_machine = one.run(own, other)
+            numbers = sorted(row[0] for of_rank in of_machine for row in of_rank)
+            assert numbers == list(range(machine, BATCHES, machines))
+            results += of_machine
+        assert means(results) == means(expected)  # bit for bit
+        assert sum(row[1] for of_rank in results for row in of_rank) == 23
+
+
 def test_a_fast_rank_takes_what_a_slow_one_leaves(ranks: Any) -> None:
     taken = threading.Semaphore(0)
     slow: list[nn.Module] = []

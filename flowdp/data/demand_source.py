@@ -1,0 +1,210 @@
+"""Reading on demand: of each epoch the batches, or parts of them, that the ranks of this machine train.
+
+Where a run has several machines, one coordinator deals the batches of the epoch to the ranks of all of them.
+The order is the same on each machine, so a machine needs only the numbers that its own ranks were told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from flowdp.data.batches import Portion
+from flowdp.data.epoch_order import BatchOrder
+from flowdp.data.loader_source import MapSource, ReadPlan
+from flowdp.data.source import Batch
+from flowdp.errors import DataError
+from flowdp.protocol.messages import SampleRange
+
+__all__ = ["DemandReader"]
+
+_Key = tuple[int, ...]  # (epoch, batch), or (epoch, batch, start, stop) of a part
+
+
+class DemandReader(MapSource):
+    """Reads the batches that this machine's ranks expect, and nothing else.
+
+    Of a batch that several ranks share, each rank's part is read by itself: the dataset is asked for its
+    samples alone, and the collate function makes a batch of these. So the lengths to which it pads texts are
+    those of the part, and a number that it takes of the whole batch is that of the part, too. An item may
+    depend on its index, and not on what was read before it.
+
+    What is read is kept while a rank expects it. A batch that no rank expects any more, because its plan
+    became void, is dropped, and read again if it comes back. At most `ahead` batches or parts are stored or
+    under way, besides those that ranks wait for. That a batch is taken twice cannot be told here: it may
+    rightly come back.
+
+    Deadlock: what a rank waits for is read next, however much others have not taken.
+
+    Args:
+        dataset: Map-style.
+        order: Which samples each batch holds.
+        plan: Epochs to read; its `ahead` counts batches or parts.
+        options: Further arguments of `MapSource`.
+    """
+
+    def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
+        self._lists = _Lists()
+        super().__init__(dataset, order, self._lists, plan, **options)
+        loader = self._loader
+        self._most = max(1, loader.num_workers * (loader.prefetch_factor or 2))  # as many as torch takes
+        self._iterator: Any = None
+        self._order_error: DataError | None = None  # the reader's own
+
+        # Under the lock of `_changed`.
+        self._expected: dict[int, dict[_Key, None]] = {}  # of each rank, in the order of its training
+        self._under_way: deque[_Key] = deque()  # handed to torch, which returns them in this order
+
+    def expect(self, rank: int, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
+        """Read these, and drop what no rank expects; see `Source.expect`."""
+        keys = dict.fromkeys(self._key(*one) for one in upcoming)
+        with self._changed:
+            if self._closing or self._error is not None:
+                return
+            self._expected[rank] = keys
+            for key in [key for key in self._read if not self._is_expected(key)]:
+                del self._read[key]
+            for key, ranks in list(self._waiting.items()):
+                if rank in ranks and key not in keys:
+                    self._waiting[key] = [other for other in ranks if other != rank]
+                    if not self._waiting[key]:
+                        del self._waiting[key]
+            self._look()
+
+    def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
+        """Return a batch untrained; it is kept until the next `expect`. See `Source.give_back`."""
+        with self._changed:
+            if not self._closing:
+                self._read[self._key(epoch, batch, part)] = payload if part is None else payload.whole
+
+    def close(self) -> bool:
+        """Stop reading; see `Source.close`."""
+        with self._changed:
+            self._closing = True
+            self._expected.clear()
+        return super().close()
+
+    def _key(self, epoch: int, batch: int, part: SampleRange | None) -> _Key:
+        return (epoch, batch) if part is None else (epoch, batch, part.start, part.stop)
+
+    def _take(self, rank: int, key: _Key, _part: SampleRange | None) -> Batch | None:
+        payload = self._read.pop(key, None)
+        if payload is None:
+            self._expected.setdefault(rank, {}).setdefault(key)
+        else:
+            for keys in self._expected.values():
+                keys.pop(key, None)
+        return payload
+
+    def _portion(self, payload: Batch, _key: _Key, part: SampleRange) -> Portion:
+        return Portion.of(payload, part.samples)
+
+    def _comes(self, key: _Key) -> bool:
+        self._check_exists(key)
+        return True
+
+    def _indices_of(self, key: _Key) -> tuple[int, ...]:
+        indices = super()._indices_of(key)
+        return indices[key[2] : key[3]] if len(key) > 2 else indices
+
+    def _look(self) -> None:
+        self._changed.notify()
+        if self._processes is not None and self._under_way and self._wanted() is not None:
+            self._processes.poke()  # the reader waits for a result, and other processes may be free
+
+    # ------------------------------------------------------------ under the lock
+    def _is_expected(self, key: _Key) -> bool:
+        return any(key in keys for keys in self._expected.values())
+
+    def _wanted(self) -> _Key | None:
+        """The batch to be read next; None: there is none, or no room for one."""
+        if self._order_error is not None or len(self._under_way) >= self._most:
+            return None
+        awaited = [key for key in self._waiting if self._is_unread(key)]
+        if awaited:
+            return min(awaited)
+        if len(self._read) + len(self._under_way) >= self.plan.ahead:
+            return None
+        # Batches are dealt in about the order in which the ranks will ask for them.
+        first = (next(filter(self._is_unread, keys), None) for keys in self._expected.values())
+        return min((key for key in first if key is not None), default=None)
+
+    def _is_unread(self, key: _Key) -> bool:
+        return key not in self._read and key not in self._under_way
+
+    # ------------------------------------------------------------ the reader thread
+    def _has_room(self) -> bool:
+        """Wait until there is something to read, or a batch under way."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or self._order_error or self._under_way or self._wanted() is not None
+            )
+            return not self._closing
+
+    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
+        assert iterator is not None
+        self._iterator = iterator
+        while self._has_room():
+            self._more()
+            if not self._under_way:
+                if self._order_error is not None:
+                    raise self._order_error
+                continue  # what was wanted is expected no longer
+            key = self._reading = self._under_way[0]
+            try:
+                payload = self._in_turn(partial(next, iterator))
+            except StopIteration as stop:  # the dataset's own
+                raise self._describe(key, stop)  # noqa: B904 - it has its cause
+            yield key, payload
+
+    def _more(self) -> None:
+        """Hand torch the lists of what is wanted, as many as it takes."""
+        while True:
+            with self._changed:
+                key = None if self._closing else self._wanted()
+                if key is None:
+                    return
+                self._under_way.append(key)
+            try:
+                indices = self._order.indices(key[0], key[1])  # may iterate a sampler: not under the lock
+            except DataError as error:
+                with self._changed:
+                    self._under_way.pop()
+                    self._order_error = error  # raised when all before it is there
+                return
+            self._lists.pending.append((indices[key[2] : key[3]] if len(key) > 2 else indices).tolist())
+            if self._processes is not None:
+                self._iterator._try_put_index()
+
+    def _put(self, key: _Key, payload: Any) -> Sequence[int]:
+        """Store a batch that is still expected; returns the ranks that wait for it."""
+        samples, payload = self._owned(key, payload)
+        with self._changed:
+            self._under_way.popleft()
+            if self._closing or not self._is_expected(key):
+                return ()
+            return self._store(key, samples, payload)
+
+
+class _Lists:
+    """Lists of indices for torch: a batch sampler that goes on after its end, when there are new ones.
+
+    torch asks for a list when it has received a batch, and goes on without one where there is none. Its
+    `_try_put_index` asks again, which it would do by itself for a batch that is received, and not before.
+    """
+
+    def __init__(self) -> None:
+        self.pending: deque[list[int]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        try:
+            return self.pending.popleft()
+        except IndexError:
+            raise StopIteration from None

@@ -1,0 +1,101 @@
+"""Identity of a dataset and its order, by which the machines of a run find that they opened the same."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowdp.data.trees import flatten
+from flowdp.errors import OptionError
+
+__all__ = ["Identity", "check_identities", "content_checksum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Properties of a source that machines compare.
+
+    Attributes:
+        samples: Samples of an epoch; None where unknown.
+        batches: Batches of an epoch; None where unknown.
+        batch_size: Samples of a batch; None where they differ.
+        tensors: Shapes and dtypes of a dataset of tensors; "" of any other.
+        order: Checksum of the order of the first epoch; None of an IterableDataset.
+        first: Checksum of the first item of an IterableDataset; None of any other.
+    """
+
+    samples: int | None
+    batches: int | None
+    batch_size: int | None
+    tensors: str = ""
+    order: int | None = None
+    first: int | None = None
+
+
+_WHOLE = "give every machine the whole dataset, as flowdp deals it to the devices of all of them"
+_ADVICE = {
+    "samples": ("samples in an epoch", _WHOLE),
+    "batches": ("batches in an epoch", _WHOLE),
+    "batch_size": ("samples in a batch", "give every machine the same batch_size"),
+    "tensors": ("tensors", _WHOLE),
+    "order": (
+        "checksum of the first epoch's order",
+        "give every machine the same seed, and a sampler whose draws depend on its seed or the epoch alone",
+    ),
+    "first": (
+        "checksum of the first item",
+        "an IterableDataset must be the same on every machine, which flowdp gives every n-th batch of it: "
+        "let it not split itself by rank (torch.distributed, RANK), nor draw random numbers without a seed",
+    ),
+}
+
+
+def check_identities(identities: Sequence[Identity], names: Sequence[str], dataset: str = "dataset") -> None:
+    """Check that all machines have opened the same dataset in the same order.
+
+    The contents of a map-style dataset are not compared.
+
+    Args:
+        identities: `Source.identity` of each machine. Shape (machines,).
+        names: Their names for people. Shape (machines,).
+        dataset: Name of the dataset in the error.
+
+    Raises:
+        OptionError: They differ.
+    """
+    for name in (field.name for field in fields(Identity)):
+        given = [getattr(one, name) for one in identities]
+        what, advice = _ADVICE[name]
+        for other, value in zip(names[1:], given[1:], strict=True):
+            if value != given[0]:
+                raise OptionError(
+                    f"the machines of this run have opened the {dataset} differently: {what}: {given[0]} on "
+                    f"{names[0]}, {value} on {other}; {advice}"
+                )
+
+
+def content_checksum(item: Any) -> int:
+    """Checksum of an item: of its tensors, arrays, numbers and texts; of other objects their types alone."""
+    leaves, _ = flatten(item)
+    checksum = 0
+    for leaf in leaves:
+        checksum = zlib.crc32(_bytes(leaf), checksum)
+    return checksum
+
+
+def _bytes(leaf: object) -> bytes:
+    if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested:
+        leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        return leaf.tobytes()
+    if isinstance(leaf, bytes):
+        return leaf
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str | np.generic):
+        return repr(leaf).encode()
+    return type(leaf).__qualname__.encode()

@@ -1,0 +1,143 @@
+"""Tests of the comparison of what machines have opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from flowdp.data.identity import Identity, check_identities, content_checksum
+from flowdp.data.open_source import open_source
+from flowdp.errors import DataError, OptionError
+
+NAMES = ("machine 0 (one)", "machine 1 (two)", "machine 2 (three)")
+
+
+def identity(dataset: Any, **options: Any) -> Identity:
+    given: dict[str, Any] = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
+    given |= {"seed": 0, "epochs": 3, "machines": 3} | options
+    if not isinstance(dataset, DataLoader):
+        given["batch_size"] = options.get("batch_size", 5)
+    return open_source(dataset, **given).identity()
+
+
+class Stream(IterableDataset[Any]):
+    """Numbers from `first` on, each with its square root; `closed` counts the iterators that were closed."""
+
+    def __init__(self, first: float = 0.0) -> None:
+        self.first = first
+        self.closed = 0
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, float]]:
+        try:
+            for number in torch.arange(self.first, 20.0):
+                yield number, float(number) ** 0.5
+        finally:
+            self.closed += 1
+
+
+def seeded(seed: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(range(23), 5, sampler=RandomSampler(range(23), num_samples=12, generator=generator))
+
+
+def batched(first: int) -> DataLoader[Any]:
+    return DataLoader(range(23), batch_sampler=[list(range(first)), list(range(first, 23))])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        lambda: torch.ones(23, 2),
+        lambda: TensorDataset(torch.ones(23, 2), torch.ones(23)),
+        lambda: range(23),
+        lambda: DataLoader(range(23), 5, shuffle=True),
+        lambda: seeded(3),
+        lambda: batched(11),
+    ],
+)
+def test_machines_that_opened_the_same(dataset):
+    found = [identity(dataset()) for _ in range(3)]
+    check_identities(found, NAMES)
+    assert found[0].order is not None
+
+
+def test_a_stream_is_known_by_its_first_item():
+    stream = Stream()
+    found = identity(stream, on_demand=True)
+    check_identities([found, identity(Stream(), on_demand=True)], NAMES[:2])
+    assert (found.first, found.order) == (content_checksum((torch.tensor(0.0), 0.0)), None)
+    assert stream.closed == 1
+    assert stream.epochs == [0]
+
+
+def test_a_stream_that_fails_at_its_first_item():
+    class Fails(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            raise KeyError("shard")
+
+    with pytest.raises(DataError, match="reading the first item of Fails failed: KeyError"):
+        identity(Fails(), on_demand=True)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (lambda: range(23), lambda: range(22), "samples in an epoch: 23 on machine 0 .one., 22 on machine 2"),
+        (
+            lambda: torch.ones(9, 2),
+            lambda: torch.ones(9, 3),
+            r"tensors: \(9, 2\) torch.float32 on .*\(9, 3\)",
+        ),
+        (lambda: seeded(3), lambda: seeded(4), "checksum of the first epoch's order: .* the same seed"),
+        (lambda: batched(11), lambda: batched(12), "checksum of the first epoch's order"),
+        (lambda: Stream(), lambda: Stream(1.0), "checksum of the first item: .* not split itself by rank"),
+    ],
+)
+def test_machines_that_opened_something_else(one, other, message):
+    options = {"on_demand": True} if isinstance(one(), Stream) else {}
+    found = [identity(make(), **options) for make in (one, one, other)]
+    with pytest.raises(OptionError, match=f"have opened the evaluation differently: {message}"):
+        check_identities(found, NAMES, "evaluation")
+
+
+@pytest.mark.parametrize("option", [{"seed": 1}, {"shuffle": False}, {"batch_size": 6}, {"drop_last": True}])
+def test_other_options(option):
+    with pytest.raises(OptionError, match="machine 1"):
+        check_identities([identity(range(23)), identity(range(23), **option)], NAMES[:2])
+
+
+def test_a_sampler_may_draw_the_compared_epoch_again_for_the_ranks():
+    loader = seeded(3)
+    source = open_source(
+        loader, batch_size=None, shuffle=None, seed=0, drop_last=None, collate_fn=None, num_workers=None,
+        epochs=3, machines=2,
+    )  # fmt: skip
+    source.identity()
+    drawn = [index for batch in range(3) for index in source.indices(0, batch)]
+    generator = torch.Generator().manual_seed(3)
+    assert drawn == list(RandomSampler(range(23), num_samples=12, generator=generator))
+
+
+def test_the_checksum_is_that_of_the_contents():
+    class Own:
+        pass
+
+    item = {"x": torch.ones(2, dtype=torch.bfloat16), "y": [np.arange(3), "text", 2, b"raw", None, Own()]}
+    same = {"x": torch.ones(2, dtype=torch.bfloat16), "y": [np.arange(3), "text", 2, b"raw", None, Own()]}
+    assert content_checksum(item) == content_checksum(same)
+    for other in (torch.zeros(2, dtype=torch.bfloat16), "text"):
+        assert content_checksum({**item, "x": other}) != content_checksum(item)
+    for place, value in enumerate([np.arange(1, 4), "test", 3, b"law", 0, object()]):
+        changed = list(same["y"])
+        changed[place] = value
+        assert content_checksum({**item, "y": changed}) != content_checksum(item)
