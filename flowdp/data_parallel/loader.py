@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -47,14 +47,20 @@ class Epoch:
         loader: Any iterable of batches.
         lanes: One per rank.
         balancer: Asked for each window's shares.
+        around: Passes the windows on, and does what is to be done behind the last; None: nothing is.
     """
 
     def __init__(
-        self, loader: Iterable[Any], lanes: Sequence[Lane], balancer: Balancer | SingleDevice
+        self,
+        loader: Iterable[Any],
+        lanes: Sequence[Lane],
+        balancer: Balancer | SingleDevice,
+        around: Callable[[Iterator[Window]], Iterator[Window]] | None = None,
     ) -> None:
         self._loader = loader
         self._lanes = lanes
         self._balancer = balancer
+        self._around = around
 
     def __len__(self) -> int:
         """Number of windows; TypeError where a cadence sizes them, or the loader has no length."""
@@ -65,6 +71,9 @@ class Epoch:
 
     def __iter__(self) -> Iterator[Window]:
         """The windows; errors of the loader are raised here."""
+        return self._windows() if self._around is None else self._around(self._windows())
+
+    def _windows(self) -> Iterator[Window]:
         if len(self._lanes) == 1 and not self._lanes[0].is_async:
             # Nothing to copy and no other device: a thread would only cost.
             for batch in self._loader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from flowdp.data_parallel.arguments import OptimizerOption, check_optimizers
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.buffer_mean import average_buffers
+from flowdp.data_parallel.machine_sum import MachineSum
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.sharded_call import collect_gradients
 from flowdp.errors import FlowdpError
@@ -30,6 +32,7 @@ class OptimizerHooks:
         replicas: The replicas, which hold gradients, too; None for one device.
         balancer: Learns from each step.
         averages: Whether each step takes the mean of all ranks' buffers.
+        sums: Sums over the machines of the job; None: there is one.
 
     Attributes:
         optimizers: The user's optimizers.
@@ -45,6 +48,7 @@ class OptimizerHooks:
         balancer: Balancer | SingleDevice,
         *,
         averages: bool,
+        sums: MachineSum | None = None,
     ) -> None:
         self.optimizers: tuple[Optimizer, ...] = ()
         self.count = 0
@@ -52,6 +56,7 @@ class OptimizerHooks:
         self._replicas = replicas
         self._balancer = balancer
         self._averages = averages
+        self._sums = sums
         self._hooks: list[Any] = []
 
     def use(self, option: OptimizerOption) -> None:
@@ -61,12 +66,14 @@ class OptimizerHooks:
             OptionError: They are none, or belong to another model. Those before remain then.
         """
         self.optimizers = check_optimizers(option, self._module)
+        if self._sums is not None:
+            self._sums.lead_by(self.optimizers[0] if self.optimizers else None)
         for hook in self._hooks:
             hook.remove()
         # An optimizer that outlives this must not keep it, and the replicas behind it.
         before, after = (partial(_call, weakref.WeakMethod(one)) for one in (self._before, self._after))
         self._hooks = [optimizer.register_step_post_hook(after) for optimizer in self.optimizers]
-        if self._replicas is not None:
+        if self._replicas is not None or self._sums is not None:
             self._hooks += [optimizer.register_step_pre_hook(before) for optimizer in self.optimizers]
 
     def step(self, scaler: torch.amp.GradScaler | None, max_norm: float | None) -> None:
@@ -114,13 +121,24 @@ class OptimizerHooks:
             group["lr"] = group["lr"] * (lr / first) if first else lr
 
     def collect(self) -> None:
-        """Add gradients that backwards without a sum have left at the replicas to the user's."""
+        """Add gradients that backwards without a sum have left at replicas and machines to the user's."""
+        sums = self._sums
+        is_due = sums is not None and sums.is_due()
         if self._replicas is not None:
-            collect_gradients(self._replicas)
+            with nullcontext() if sums is None else sums.held():
+                collect_gradients(self._replicas)
+        if sums is not None and is_due:
+            sums.reduce()
 
-    def _before(self, _optimizer: Optimizer) -> None:
-        assert self._replicas is not None
-        if not any(map(self._replicas.has_unsummed, range(len(self._replicas.modules)))):
+    def _before(self, optimizer: Optimizer) -> None:
+        self._collect_before_a_step()
+        if self._sums is not None:
+            self._sums.check_step(optimizer)
+
+    def _collect_before_a_step(self) -> None:
+        replicas = self._replicas
+        has_unsummed = replicas is not None and any(map(replicas.has_unsummed, range(len(replicas.modules))))
+        if not has_unsummed and (self._sums is None or not self._sums.is_due()):
             return
         if _is_in_a_scalers_step():
             raise FlowdpError(
@@ -139,6 +157,8 @@ class OptimizerHooks:
         self.count += 1
         if self._replicas is not None and self._averages:
             average_buffers(self._replicas, self._balancer.samples)
+        if self._sums is not None:
+            self._sums.stepped()
         self._balancer.step()
 
 

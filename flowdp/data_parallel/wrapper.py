@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -34,6 +34,15 @@ from flowdp.data_parallel.gather import Joining
 from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.data_parallel.loader import Epoch
 from flowdp.data_parallel.loss_context import BatchPlan, Inputs, InputsOption, LossFunction, TaggedModules
+from flowdp.data_parallel.machine_start import (
+    check_machines,
+    check_trainable,
+    check_windows,
+    open_machines,
+    share_optimizers,
+    share_start,
+)
+from flowdp.data_parallel.machine_sum import MachineSum
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.data_parallel.predict import batches_of, predict
 from flowdp.data_parallel.replicas import Replicas
@@ -55,7 +64,14 @@ from flowdp.modules.copying import ReplicaFactory
 from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import start_training
 from flowdp.observe.banner import tell_devices
-from flowdp.options import Buffers, CadenceOptions, CaptureOptions, LoopBackend, ProcessTuning
+from flowdp.options import (
+    Buffers,
+    CadenceOptions,
+    CaptureOptions,
+    LoopBackend,
+    MachineOptions,
+    ProcessTuning,
+)
 from flowdp.policy.el_che import ElChe
 from flowdp.validators import check_flag, check_number, one_of
 
@@ -82,6 +98,7 @@ def setup(
     check: bool = True,
     backend: LoopBackend = "auto",
     capture: bool | CaptureOptions = False,
+    machines: bool | MachineOptions = True,
     tune_process: bool | ProcessTuning = True,
     progress: bool = True,
 ) -> DataParallel:
@@ -138,12 +155,18 @@ def setup(
             NCCL works, else by copies. Without an optimizer only "nccl" uses NCCL.
         capture: Record forward, loss and backward of `forward_batch` with a `loss_fn` as a graph, which runs
             without the interpreter lock. Steps that cannot be captured run eagerly; `uncaptured` says why.
+        machines: Whether a process of a job (torchrun, Slurm, Ray) is one of several machines. Each runs the
+            loop on batches of its own, and all start from the parameters of machine 0; each backward sums the
+            gradients of all machines, weighted by the samples of their batches, through the host's memory,
+            those of CUDA devices, too. The `timeout` and `payload` of a record count; True waits 10 minutes
+            for a machine. False: this process trains alone.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
         progress: False leaves out the line on stderr that names the devices, once in a process.
 
     Raises:
-        OptionError: An argument is wrong. No thread has been started then, and the model is as it was.
-        CollectiveError: backend="nccl" does not work here.
+        OptionError: An argument is wrong, or the machines have different models, optimizers or arguments. No
+            thread has been started then, and the model is as it was.
+        CollectiveError: backend="nccl" does not work here; or not all machines came here in time.
     """
     check_model(model, optimizer)
     check_replica(replica)
@@ -160,17 +183,29 @@ def setup(
     check_layers(model, chosen, windows=windows)
     layout = Layout(dim, split, join, reduce).checked(model)
     check_flag("check", check)
+    _, _, payload = check_machines(machines)
     tuning = as_tuning(tune_process)
     check_free(chosen)
     check_flag("progress", progress)
     if progress:
         tell_devices(chosen)
-    with kept_after_errors(model):
+    with kept_after_errors(model), ExitStack() as stack:
         model.to(chosen[0])
         if optimizer is not None:
             start_training(model)
+        sums = None
+        if (found := open_machines(model, machines)) is not None:
+            stack.callback(found.close)  # if the machines, or the threads, do not get to work
+            check_windows(cadence, windows=windows)
+            windows = False
+            check_trainable(model)
+            settings = {"buffers": buffers, "max_grad_norm": max_grad_norm, "payload": payload}
+            share_start(found, model, settings)
+            sums = MachineSum(found, model, payload=payload, averages=buffers == "average")
         optimizers = check_optimizers(optimizer, model)
-        return DataParallel(
+        if sums is not None:
+            share_optimizers(sums.machines, model, optimizers)
+        made = DataParallel(
             model,
             optimizers,
             chosen,
@@ -185,7 +220,10 @@ def setup(
             check,
             backend,
             tuning,
+            sums,
         )
+        stack.pop_all()
+        return made
 
 
 class DataParallel(StandInModule):
@@ -221,6 +259,7 @@ class DataParallel(StandInModule):
         check: bool,
         backend: LoopBackend,
         tuning: ProcessTuning,
+        sums: MachineSum | None = None,
     ) -> None:
         super().__init__(module)
         self.devices = tuple(devices)
@@ -234,9 +273,12 @@ class DataParallel(StandInModule):
         self._is_syncing = True
         self._has_warned = False  # of a call that the first device does alone
         self._epochs = 0
+        self._sums = sums  # over machines; None: there is one
         self._lanes = open_lanes(devices)
         self._replicas: Replicas | None = None
         with ExitStack() as stack:
+            if sums is not None:
+                stack.callback(sums.close)
             if self.world_size > 1:
                 stack.enter_context(prepared_torch())
                 make_room(self.world_size)
@@ -256,7 +298,7 @@ class DataParallel(StandInModule):
             else (Balancer(self._replicas, options, windows=windows, ratios=ratios))
         )
         self._optimizer_hooks = OptimizerHooks(
-            module, self._replicas, self._balancer, averages=self._averages
+            module, self._replicas, self._balancer, averages=self._averages, sums=sums
         )
         self._optimizer_hooks.use(optimizers or None)
         self._capture = self._open_capture()
@@ -333,7 +375,7 @@ class DataParallel(StandInModule):
             Exception: Raised by the module, with a note that names rank and device.
         """
         if self._replicas is None:
-            return self._call_alone(self.module, args, kwargs)
+            return self._call_alone(self.module, "forward", args, kwargs)
         return self._call("forward", call_module, args, kwargs)
 
     def call(self, function: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -343,7 +385,7 @@ class DataParallel(StandInModule):
             AttributeError: The module has no such method.
         """
         if self._replicas is None:
-            return self._call_alone(bound(function, self.module), args, kwargs)
+            return self._call_alone(bound(function, self.module), function, args, kwargs)
         return self._call(
             function, lambda module, part: bound(function, module)(*part.args, **part.kwargs), args, kwargs
         )
@@ -381,11 +423,18 @@ class DataParallel(StandInModule):
             return None
         return WindowCapture((self.module, *self.replicas), self._plan, self._lanes, self._replicas)
 
-    def _call_alone(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_alone(
+        self, function: Callable[..., Any], name: str | Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         if not self._is_on_host:
             args, kwargs = tree_map(self._bring_home, [args, kwargs])
         self._alone.note_call(args)
-        return function(*args, **kwargs)
+        if self._sums is None or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        samples = self._layout.arguments(self._schedules.of(name).callee, args, kwargs).samples
+        outputs = function(*args, **kwargs)
+        self._sums.attend(outputs, samples, syncs=self._is_syncing)
+        return outputs
 
     def _call(
         self,
@@ -423,7 +472,11 @@ class DataParallel(StandInModule):
                 self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
             schedule.passed()
         self._did(sizes)
-        return layout.join(outputs, own) if is_cut and layout.join is not None else outputs
+        if is_cut and layout.join is not None:
+            outputs = layout.join(outputs, own)
+        if self._sums is not None and torch.is_grad_enabled():
+            self._sums.attend(outputs, arguments.samples, syncs=self._is_syncing)
+        return outputs
 
     def _check(self, schedule: Schedule, call: Call) -> None:
         assert self._replicas is not None
@@ -463,7 +516,7 @@ class DataParallel(StandInModule):
         self._layout.check_plain()
         self._epochs = (self._epochs if epoch is None else epoch) + 1
         set_epoch(loader, self._epochs - 1)
-        return Epoch(loader, self._lanes, self._balancer)
+        return Epoch(loader, self._lanes, self._balancer, None if self._sums is None else self._sums.epoch)
 
     def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:
         """Let every device work through its batches of a window.
@@ -489,9 +542,19 @@ class DataParallel(StandInModule):
             schedule.is_still_due((None, (plan.loss is not None,)))
             schedule.passed()
         modules, sync = (self.module, *self.replicas), self._is_syncing
-        result = run_window(modules, batch, plan, self._replicas, sync=sync, capture=self._capture)
+        with nullcontext() if self._sums is None else self._sums.held():
+            result = run_window(modules, batch, plan, self._replicas, sync=sync, capture=self._capture)
+        if self._sums is not None and torch.is_grad_enabled():
+            self._sum_window(self._sums, batch, result)
         self._did(*batch.per_rank(self.world_size))
         return result
+
+    def _sum_window(self, sums: MachineSum, batch: Window, result: WindowResult) -> None:
+        sums.compare(batch.pieces[0].batch)
+        if result.loss is None:  # the caller computes one, and calls backward
+            sums.attend(result.output, batch.samples, syncs=self._is_syncing)
+        else:
+            sums.add(batch.samples, syncs=self._is_syncing)
 
     # ------------------------------------------------------------------ step
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -515,12 +578,15 @@ class DataParallel(StandInModule):
         self.module.zero_grad(set_to_none)
         if self._replicas is not None:
             self._replicas.drop_gradients()
+        if self._sums is not None:
+            self._sums.drop()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the replicas' gradients where they are: for accumulation over several backwards.
+        """Leave the gradients at replicas and machines: for accumulation over several backwards.
 
-        The first backward of a call outside, or `step`, sums them up.
+        The first backward of a call outside, or `step`, sums them up. Between machines they count by the
+        samples of all these backwards together.
         """
         before, self._is_syncing = self._is_syncing, False
         try:
@@ -540,8 +606,11 @@ class DataParallel(StandInModule):
         self._capture = self._open_capture()
 
     def set_optimizer(self, optimizer: OptimizerOption) -> None:
-        """Replace the optimizers: one, several, a factory of them, or None."""
-        self._optimizer_hooks.use(optimizer)
+        """Replace the optimizers: one, several, a factory of them, or None; on all machines at once."""
+        optimizers = check_optimizers(optimizer, self.module)
+        if self._sums is not None:
+            share_optimizers(self._sums.machines, self.module, optimizers)
+        self._optimizer_hooks.use(optimizers or None)
 
     def sync_params(self) -> None:
         """Send all parameters and buffers anew before the next forward.
@@ -566,7 +635,7 @@ class DataParallel(StandInModule):
         raise TypeError("a DataParallel cannot be copied or pickled, for it has threads: take its `module`")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        if self._replicas is None:
+        if self._replicas is None and self._sums is None:
             return super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             if all(fn(tensor) is tensor for tensor in (*self.module.parameters(), *self.module.buffers())):
