@@ -6,6 +6,7 @@ The order is the same on each machine, so a machine needs only the numbers that 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -33,10 +34,10 @@ class DemandReader(MapSource):
     those of the part, and a number that it takes of the whole batch is that of the part, too. An item may
     depend on its index, and not on what was read before it.
 
-    What is read is kept while a rank expects it. A batch that no rank expects any more, because its plan
-    became void, is dropped, and read again if it comes back. At most `ahead` batches or parts are stored or
-    under way, besides those that ranks wait for. That a batch is taken twice cannot be told here: it may
-    rightly come back.
+    At most `ahead` batches or parts are stored or under way, besides those that ranks wait for. What no rank
+    expects any more, because its plan became void, is likely to be dealt to this machine again: it is dropped
+    when its room is needed, and read again if it comes back then. That a batch is taken twice cannot be told
+    here: it may rightly come back.
 
     Deadlock: what a rank waits for is read next, however much others have not taken.
 
@@ -60,14 +61,12 @@ class DemandReader(MapSource):
         self._under_way: deque[_Key] = deque()  # handed to torch, which returns them in this order
 
     def expect(self, rank: int, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
-        """Read these, and drop what no rank expects; see `Source.expect`."""
+        """Read these; see `Source.expect`."""
         keys = dict.fromkeys(self._key(*one) for one in upcoming)
         with self._changed:
             if self._closing or self._error is not None:
                 return
             self._expected[rank] = keys
-            for key in [key for key in self._read if not self._is_expected(key)]:
-                del self._read[key]
             for key, ranks in list(self._waiting.items()):
                 if rank in ranks and key not in keys:
                     self._waiting[key] = [other for other in ranks if other != rank]
@@ -76,10 +75,11 @@ class DemandReader(MapSource):
             self._look()
 
     def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
-        """Return a batch untrained; it is kept until the next `expect`. See `Source.give_back`."""
+        """Return a batch untrained; see `Source.give_back`."""
+        key = self._key(epoch, batch, part)
         with self._changed:
-            if not self._closing:
-                self._read[self._key(epoch, batch, part)] = payload if part is None else payload.whole
+            if not self._closing and key not in self._waiting:  # who waits is served by the reader
+                self._read[key] = payload if part is None else payload.whole
 
     def close(self) -> bool:
         """Stop reading; see `Source.close`."""
@@ -93,18 +93,18 @@ class DemandReader(MapSource):
 
     def _take(self, rank: int, key: _Key, _part: SampleRange | None) -> Batch | None:
         payload = self._read.pop(key, None)
-        if payload is None:
-            self._expected.setdefault(rank, {}).setdefault(key)
-        else:
+        if payload is not None:
             for keys in self._expected.values():
                 keys.pop(key, None)
+        elif not self._closing:
+            self._check_exists(key)
+            self._expected.setdefault(rank, {}).setdefault(key)
         return payload
 
     def _portion(self, payload: Batch, _key: _Key, part: SampleRange) -> Portion:
         return Portion.of(payload, part.samples)
 
-    def _comes(self, key: _Key) -> bool:
-        self._check_exists(key)
+    def _comes(self, _key: _Key) -> bool:
         return True
 
     def _indices_of(self, key: _Key) -> tuple[int, ...]:
@@ -126,12 +126,21 @@ class DemandReader(MapSource):
             return None
         awaited = [key for key in self._waiting if self._is_unread(key)]
         if awaited:
+            self._make_room()
             return min(awaited)
-        if len(self._read) + len(self._under_way) >= self.plan.ahead:
-            return None
         # Batches are dealt in about the order in which the ranks will ask for them.
         first = (next(filter(self._is_unread, keys), None) for keys in self._expected.values())
-        return min((key for key in first if key is not None), default=None)
+        key = min((key for key in first if key is not None), default=None)
+        return key if key is not None and self._make_room() else None
+
+    def _make_room(self) -> bool:
+        """Whether there is room for one more, once the oldest that no rank expects are dropped."""
+        while len(self._read) + len(self._under_way) >= self.plan.ahead:
+            stale = next(itertools.filterfalse(self._is_expected, self._read), None)
+            if stale is None:
+                return False
+            del self._read[stale]
+        return True
 
     def _is_unread(self, key: _Key) -> bool:
         return key not in self._read and key not in self._under_way
@@ -181,13 +190,11 @@ class DemandReader(MapSource):
                 self._iterator._try_put_index()
 
     def _put(self, key: _Key, payload: Any) -> Sequence[int]:
-        """Store a batch that is still expected; returns the ranks that wait for it."""
+        """Store a batch; returns the ranks that wait for it."""
         samples, payload = self._owned(key, payload)
         with self._changed:
             self._under_way.popleft()
-            if self._closing or not self._is_expected(key):
-                return ()
-            return self._store(key, samples, payload)
+            return () if self._closing else self._store(key, samples, payload)
 
 
 class _Lists:

@@ -88,7 +88,9 @@ class Source(ABC):
         return None if self.batches is None else self._order.checksum(epoch)
 
     def identity(self) -> Identity:
-        """Properties that must be the same on all machines of a run; see `check_identities`. Call it before `start`.
+        """Properties that must be the same on all machines of a run; see `check_identities`.
+
+        Call it before `start`.
 
         Threads:
             The one that opened the dataset: a sampler may be iterated here.

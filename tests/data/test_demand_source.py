@@ -236,26 +236,33 @@ def test_ranks_are_read_for_in_the_order_of_the_deal():
 
 
 # ---------------------------------------------------------------- void plans
-def test_what_is_expected_no_longer_is_dropped_and_read_again_if_it_comes_back(machine):
-    one = machine(Counted(), ranks=2, shuffle=False)
-    one.feeds[0].follow(whole(0, 1))
-    one.samples(0, 0, 0)
+@pytest.mark.parametrize("others", [3, 4])
+def test_what_is_void_is_kept_until_its_room_is_needed(machine, others):
+    one = machine(Counted(), ranks=1, shuffle=False)
+    assert one.source.plan.ahead == 4
     one.source.give_back(0, 1, one.take(0, 0, 1))  # now it is there
-    one.feeds[0].follow(whole(2, 1))  # and expected still
-    one.samples(0, 0, 2)
-    assert list(one.source._read) == [(0, 1)]
-    one.feeds[1].follow(whole(1))
-    one.feeds[0].follow([])
-    assert list(one.source._read) == [(0, 1)]
-    one.feeds[1].follow([])
-    assert list(one.source._read) == []
-    one.feeds[0].follow(whole(1))
+    one.feeds[0].follow(whole(*range(2, 2 + others)))
+    for batch in reversed(range(2, 2 + others)):  # all of them are there
+        one.source.give_back(0, batch, one.take(0, 0, batch))
+    one.feeds[0].follow(whole(*range(2, 2 + others), 6, 1))
+    one.samples(0, 0, 6)
     one.samples(0, 0, 1)
     assert one.source.close()
-    assert one.dataset.counts[::BATCH].tolist() == [1, 2, 1] + [0] * 10
+    assert one.dataset.counts[0] == 0
+    assert one.dataset.counts[BATCH] == (1 if others == 3 else 2)
 
 
-def test_what_becomes_void_while_it_is_read_is_dropped():
+def test_no_more_is_stored_than_ahead_whatever_becomes_void(machine):
+    one = machine(Counted(), ranks=2, shuffle=False)
+    most = one.source.plan.ahead
+    for start in range(0, 12, 3):
+        one.feeds[0].follow(whole(*range(start, start + 3)))
+        one.feeds[1].follow(whole(*range(start, start + 3), epoch=1))
+        one.samples(1, 1, start + 2)  # the others become void
+        assert len(one.source._read) + len(one.source._under_way) <= most
+
+
+def test_what_becomes_void_while_it_is_read_is_told_to_no_rank():
     inside, go = threading.Event(), threading.Event()
 
     class Held(Counted):
@@ -270,9 +277,8 @@ def test_what_becomes_void_while_it_is_read_is_dropped():
     one.feeds[0].follow(whole(3))
     go.set()
     one.samples(0, 0, 3)
-    assert list(one.source._read) == []
     assert one.source._waiting == {}
-    assert one.woken[0].empty()  # of the void one nothing was told
+    assert one.woken[0].empty()
     assert one.source.close()
 
 
@@ -286,6 +292,24 @@ def test_a_batch_given_back_is_kept_for_its_next_plan(machine):
         assert one.feeds[1].take(*key) is not None
     assert one.source.close()
     assert one.dataset.counts.sum() == BATCH + 3
+
+
+def test_a_rank_that_waits_for_what_another_gives_back_late_gets_it():
+    go = threading.Event()
+
+    class Held(Counted):
+        def __getitem__(self, index: int) -> int:
+            assert index // BATCH != 1 or go.wait(60)
+            return super().__getitem__(index)
+
+    one = Machine(Held(), ranks=2, shuffle=False).start()
+    payload = one.take(0, 0, 0)
+    one.feeds[0].follow(whole(1))
+    assert one.feeds[1].take(0, 0) is None  # perhaps under way, perhaps behind another one
+    one.source.give_back(0, 0, payload)
+    go.set()
+    assert one.samples(1, 0, 0) == list(range(BATCH))
+    assert one.source.close()
 
 
 def test_what_two_lists_have_is_read_once(machine):
@@ -499,8 +523,11 @@ def test_a_worker_process_that_dies(machine):
 
 @pytest.mark.parametrize("key", [(0, 13), (0, -1), (3, 0), (-1, 0)])
 def test_a_batch_that_does_not_exist(machine, key):
+    one = machine(Counted())
     with pytest.raises(IndexError, match=f"batch {key[1]} of epoch {key[0]}: 3 epochs of 13 batches"):
-        machine(Counted()).feeds[0].take(*key)
+        one.feeds[0].take(*key)
+    one.samples(0, 0, 12)  # nothing was broken by it
+    assert one.failed.empty()
 
 
 def test_a_resumed_run_reads_what_is_left(machine):

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, get_worker_info
 
 import flowdp
+from flowdp.data.demand_source import DemandReader
+from flowdp.data.open_source import open_source
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.coordinator_thread import CoordinatorShell
 from flowdp.protocol.commands import Send
@@ -166,6 +168,33 @@ def test_a_file_read_by_seek_and_read(tmp_path, recorder, policy, devices):
     finally:
         dataset.file.close()
     check(recorder, state, Counter(range(301)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("policy", [*POLICIES, "exact"])
+def test_the_reading_on_demand_of_several_machines(recorder, monkeypatch, policy, num_workers):
+    """All samples lie with the ranks of this machine; a pause makes plans void, and batches come back."""
+    sources: list[Any] = []
+
+    def opened(*given: Any, **options: Any) -> Any:
+        sources.append(open_source(*given, **{**options, "machines": 2}))
+        return sources[-1]
+
+    monkeypatch.setattr("flowdp.config.open_source", opened)
+    door = Door()
+    recorder.before = lambda _, count: door.wait() if count == 5 else None
+    reading = flowdp.ReadingOptions(num_workers=num_workers)
+    run = trainer(recorder, Map(203), policy, 3, per_device_batch_size=4, epochs=4, reading=reading).start()
+    assert door.reached.wait(WAIT_S)
+    run.pause()
+    door.opened.set()
+    with run.paused():
+        pass
+    state = run.join(WAIT_S)
+    assert state.epochs_done == 4
+    for epoch in range(4):
+        assert recorder.samples(epoch) == Counter(range(203))
+    assert isinstance(sources[-1], DemandReader)
 
 
 # ---------------------------------------------------------------- events during the run
