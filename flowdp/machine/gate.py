@@ -168,8 +168,12 @@ class PartState(GateState):
         if self.error is not None or len(self.arrivals) < len(self.members):
             return ()
         came = [self.arrivals[rank] for rank in sorted(self.arrivals)]
-        # Without a healthy replica there is nothing that holds the samples of earlier rounds.
-        is_lost = self._is_lost or all(arrival.bad for arrival in came)
+        # Without a healthy replica nothing holds the samples of earlier rounds. One that was bad may be
+        # healthy by an inner mean, or not: without a step since, at which its host would look, nobody knows.
+        has_given = any(arrival.samples and not arrival.bad for arrival in came)
+        is_lost = self._is_lost or (
+            not has_given and all(arrival.bad or arrival.rank in self._bad for arrival in came)
+        )
         return tuple(
             replace(
                 arrival,
@@ -226,4 +230,5 @@ class PartState(GateState):
             self._samples[rank] -= self._last.get(rank, 0)
             self._last[rank] = 0
         # Left out all of them, there was no mean to take: the replicas are as they were.
-        self._is_lost |= bool(late) and any(self._steps.values()) and not any(self._last.values())
+        is_left_out = bool(late) and any(self._steps.values()) and not any(self._last.values())
+        self._is_lost |= is_left_out and self._bad.issuperset(self.members)

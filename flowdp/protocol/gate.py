@@ -137,7 +137,7 @@ class Outcome:
     def local_weights(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Weights of one machine's replicas in its own mean, which then weighs the sum of their `weights`.
 
-        Where no rank has trained since an inner mean, the replicas are equal and each of them is that mean.
+        Where no healthy rank has trained since an inner mean, each of them is that mean.
 
         Args:
             ranks: Ranks of the machine, those that left excluded.
@@ -147,5 +147,6 @@ class Outcome:
         """
         samples = tuple(self.samples[rank] for rank in ranks)
         weights = self.weights
-        is_equal = not any(samples) and any(weights[rank] for rank in ranks)
-        return (1,) * len(samples) if is_equal else samples
+        if not any(samples) and any(weights[rank] for rank in ranks):
+            return tuple(int(rank not in self.bad) for rank in ranks)
+        return samples

@@ -63,6 +63,7 @@ class VirtualRank:
         wait_ms: Time in the gate since its last acknowledgment.
         data_wait_ms: Time that it waited for the batch of the next step.
         trained_ms: Time of all its steps.
+        inner_ms: Averaging time of inner rounds since its last acknowledgment.
     """
 
     machine: WorkerMachine
@@ -75,6 +76,7 @@ class VirtualRank:
     wait_ms: float = 0.0
     data_wait_ms: float = 0.0
     trained_ms: float = 0.0
+    inner_ms: float = 0.0
     _busy_ms: float = 0.0  # since the last report, as the two below
     _data_ms: float = 0.0
     _longest_ms: float = 0.0
@@ -341,18 +343,23 @@ class World:
         for member in outcome.members:
             rank = self.ranks[member]
             rank.wait_ms += self.clock.now_ms - rank.entered_ms
-        sync_ms = self.sync_ms if len(outcome.members) > 1 else 0.0
+        sync_ms = self.averaging_ms(outcome)
         self.clock.after(sync_ms, self.held, outcome, sync_ms)
+
+    def averaging_ms(self, outcome: Outcome) -> float:
+        """Time of the mean that begins now."""
+        return self.sync_ms if len(outcome.members) > 1 else 0.0
 
     def held(self, outcome: Outcome, sync_ms: float) -> None:
         """A round was held, and its mean is in."""
         for member in outcome.members:
             rank = self.ranks[member]
             rank.state = "idle"
+            rank.inner_ms += sync_ms if outcome.inner else 0.0
             done = rank.machine.met(outcome)
             if done is not None:
                 self.tell(self.acknowledgment(member, outcome, done, sync_ms), "up", member)
-                rank.wait_ms = 0.0
+                rank.wait_ms = rank.inner_ms = 0.0
             self.clock.after(0.0, self.resume, member, "idle")
 
     def acknowledgment(self, number: int, outcome: Outcome, done: Done, sync_ms: float) -> SyncAck:
@@ -360,4 +367,13 @@ class World:
         rank = self.ranks[number]
         checksum = 0 if outcome.compare else None
         work = rank.work(done)
-        return SyncAck(number, outcome, work, sync_ms, rank.wait_ms, drift=0.001, checksum=checksum)
+        return SyncAck(
+            number,
+            outcome,
+            work,
+            sync_ms,
+            rank.wait_ms,
+            drift=0.001,
+            checksum=checksum,
+            inner_ms=rank.inner_ms,
+        )

@@ -364,10 +364,28 @@ def test_samples_that_a_device_left_out_are_taken_back() -> None:
 def test_a_machine_whose_devices_left_out_all_weighs_nothing() -> None:
     part = PartState([0, 1], 3)
     met(part, inner(0, 2, late=True), inner(1, 3, late=True))
+    met(part, inner(0, 1, 1, late=True), inner(1, 3, 1, late=True))
+    came = [replace(come(rank, 0, 2), was_bad=True) for rank in (0, 1)]
+    outcome = last(part, *came, others=(come(2, 1, 2),), ranks=3)
+    assert outcome.weights == (0, 0, 8)
+
+
+def test_a_replica_that_has_not_trained_holds_the_means_before() -> None:
+    part = PartState([0, 1], 3)
+    met(part, inner(0, 2, late=True), inner(1, 3, late=True))
     met(part, inner(0, 0, 1, late=True), inner(1, 3, 1, late=True))
     came = come(0, 0, 2), replace(come(1, 0, 2), was_bad=True)
     outcome = last(part, *came, others=(come(2, 1, 2),), ranks=3)
-    assert outcome.weights == (0, 0, 8)
+    assert (outcome.weights, outcome.local_weights([0, 1])) == ((16, 24, 8), (1, 0))
+
+
+def test_a_machine_of_which_nobody_knows_a_healthy_replica_weighs_nothing() -> None:
+    part = PartState([0, 1], 3)
+    met(part, inner(0, 2), inner(1, 3))
+    met(part, inner(0, 1, 1, bad=True), inner(1, 3, 1))
+    came = replace(come(0, 0, 2), was_bad=True), replace(come(1, 2, 2), bad=True)
+    outcome = last(part, *came, others=(come(2, 1, 2),), ranks=3)
+    assert (outcome.weights, outcome.bad) == ((0, 0, 8), (0, 1))
 
 
 def test_a_round_is_inner_for_all_or_for_none() -> None:

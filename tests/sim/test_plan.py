@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from flowdp.errors import OptionError
-from flowdp.options import CadenceOptions, Policy
-from flowdp.sim.plan import simulate
+from flowdp.options import CadenceOptions, MachineOptions, Policy
+from flowdp.sim.plan import Prediction, simulate
 
 
 def mixes(count: int) -> list[list[float]]:
@@ -154,3 +155,86 @@ def test_prints_as_a_table() -> None:
 def test_wrong_arguments(arguments: dict[str, object], reason: str) -> None:
     with pytest.raises(OptionError, match=reason):
         simulate(**{"speeds": [10, 20], **arguments})  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- several machines
+def on_link(rounds: int, *, overlap: bool = False, **given: Any) -> Prediction:
+    """Four machines of two devices, 10 ms a step, and a model of 10 MB on a link of 1 Gbit/s."""
+    machine = MachineOptions(rounds=rounds, overlap=overlap)
+    fixed = CadenceOptions(anchor=10, max_anchor=10)
+    wanted = {"machines": 4, "batches": 8 * 10 * 10 * 20, "model_mb": 10.0, "link_ms": 0.0, **given}
+    return simulate([10.0, 10.0], machine_options=machine, cadence=fixed, **wanted)
+
+
+def test_an_averaging_of_all_machines_takes_the_time_of_a_ring() -> None:
+    plan = on_link(1)
+    # Six parts of a quarter of the model, one after the other.
+    assert (plan.round_bytes, plan.mean_ms) == (15e6, pytest.approx(120.0))
+    assert plan.machines == (2, 2, 2, 2)
+    assert plan.machine_rounds == plan.rounds
+    # 100 ms of steps and 120 of averaging.
+    assert plan.machine_efficiency == pytest.approx(100 / 220, rel=0.02)
+    assert plan.bytes_per_s == pytest.approx(15e6 / 0.22, rel=0.02)
+    assert on_link(1, link_ms=1.0).mean_ms == pytest.approx(126.0)
+
+
+def test_rare_averagings_of_all_machines_cost_little() -> None:
+    plan = on_link(10)
+    assert plan.machine_efficiency == pytest.approx(1000 / 1120, rel=0.02)
+    assert plan.machine_rounds == pytest.approx(plan.rounds / 10, abs=2)
+
+
+def test_an_averaging_on_its_way_costs_no_time() -> None:
+    assert on_link(10, overlap=True).machine_efficiency > 0.97
+
+
+def test_half_of_the_bytes_take_half_of_the_time() -> None:
+    half = MachineOptions(payload="bf16", overlap=False)
+    plan = simulate([10.0], machines=2, machine_options=half, model_mb=10.0, link_mbit=100.0, link_ms=0.0)
+    assert (plan.round_bytes, plan.mean_ms) == (5e6, pytest.approx(400.0))
+
+
+def test_machines_may_differ() -> None:
+    plan = simulate([10, 20, 10], machines=[2, 1], model_mb=0.0, link_ms=0.0, batches=3000)
+    assert plan.machines == (2, 1)
+    assert plan.shares == pytest.approx([0.4, 0.2, 0.4], rel=0.05)
+    assert plan.machine_efficiency == pytest.approx(1.0, abs=0.03)
+
+
+def test_one_machine_has_no_link() -> None:
+    plan = simulate([10, 20], model_mb=1e9)
+    assert plan == simulate([10, 20], machines=[2])
+    assert (plan.machines, plan.machine_rounds, plan.bytes_per_s) == ((), 0, 0.0)
+
+
+@pytest.mark.parametrize("policy", ["sync", "exact"])
+def test_every_round_of_the_other_policies_is_one_of_all(policy: Policy) -> None:
+    options = MachineOptions(rounds=10)
+    plan = simulate([10, 10], machines=2, policy=policy, machine_options=options, model_mb=1.0, batches=200)
+    assert plan.machine_rounds == plan.rounds > 0
+
+
+def test_a_prediction_of_machines_prints_what_crosses_the_link() -> None:
+    lines = str(on_link(10)).splitlines()
+    assert lines[-1].startswith("4 machines: ")
+    assert "120 ms and 15 MB of each" in lines[-1]
+    many = simulate([1.0], machines=64, batches=640, model_mb=0.1)
+    assert "and 32 more" in str(many)
+    assert len(str(many).splitlines()) == 37
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"machines": 0}, "machines must be"),
+        ({"machines": [2, 2]}, "have 4 devices, and speeds has 2"),
+        ({"machines": [2, 0]}, "machines must be"),
+        ({"machines": 2, "link_mbit": 0.0}, "link_mbit must be"),
+        ({"machines": 2, "link_ms": -1.0}, "link_ms must be"),
+        ({"machines": 2, "model_mb": float("nan")}, "model_mb must be"),
+        ({"machines": 2, "policy": "async"}, "runs on one machine alone"),
+    ],
+)
+def test_wrong_machines_are_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        simulate([10, 10], **wrong)

@@ -67,20 +67,24 @@ class Bounds:
     def standstill_ms(self) -> float:
         """No standstill takes longer than this: a heal, two evaluations, two captures."""
         evaluation_ms = (self._run.eval_batches + 1) * 1.5 * self._run.eval_ms
-        return 2 * evaluation_ms + 2 * self._run.capture_ms + self._run.sync_ms + 12 * self._run.latency_ms
+        heals_ms = self._run.sync_ms * (1 + len(self._run.config.machines)) + self._run.pass_ms
+        ways = 12 + 4 * len(self._run.config.machines)
+        return 2 * evaluation_ms + 2 * self._run.capture_ms + heals_ms + ways * self._run.way_ms
 
     @cached_property
     def most_rounds(self) -> int:
         """No run holds more of them."""
         steps = sum(self._run.length(epoch) for epoch in range(self._run.config.epochs or 1))
-        return 100 + 10 * (steps + self.standstills)
+        return 100 + 10 * (steps + self.standstills) * self._run.config.inner_rounds
 
     @cached_property
     def longest_run_ms(self) -> float:
         """No run that ends by itself takes longer than this."""
         steps = sum(self._run.length(epoch) for epoch in range(self._run.config.epochs or 1))
-        per_step = self.longest_step_ms + self._run.sync_ms + 6 * self._run.latency_ms + self._run.read_ms
+        averaging_ms = self._run.sync_ms + self._run.pass_ms
+        per_step = self.longest_step_ms + averaging_ms + 6 * self._run.way_ms + self._run.read_ms
         last_wish_ms = max((wish.at_ms for wish in self._run.wishes), default=0.0)
         lateness_ms = (steps * 4 + 20) * (self._run.lost_snapshot + self._run.late_snapshot) * LATENCY_MS * 8
         trained_ms = 4 * steps * per_step + self.standstills * self.standstill_ms
+        trained_ms += 0.0 if self._run.loss is None else self._run.loss.detect_ms
         return 100 + trained_ms + len(self._run.wishes) * (last_wish_ms + 1) + lateness_ms

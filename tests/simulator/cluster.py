@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from flowdp.errors import CollectiveAborted, ProtocolError
-from flowdp.machine.coordinator import Coordinator
+from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.event_log import brief
-from flowdp.machine.gate import GateState
+from flowdp.machine.gate import GateState, PartState
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import (
     Done,
@@ -32,21 +33,24 @@ from flowdp.protocol.commands import (
     Save,
 )
 from flowdp.protocol.messages import (
+    Arrival,
     BarrierTask,
     CheckpointWritten,
     DataEnded,
     Evaluated,
     Exiting,
     Fact,
+    Failed,
     Order,
     Outcome,
     ReplicaCopied,
     Requested,
+    Settle,
     SnapshotReady,
     StateSaved,
     SyncAck,
 )
-from flowdp.sim.world import World
+from flowdp.sim.machines import MachinesWorld
 from tests.simulator.effect import Memory
 from tests.simulator.rank import FaultyRank
 from tests.simulator.reader import VirtualReader
@@ -65,12 +69,14 @@ class Machines:
     coordinator: type[Coordinator] = Coordinator
     worker: type[WorkerMachine] = WorkerMachine
     gate: type[GateState] = GateState
+    part: type[PartState] = PartState
 
 
-class JudgedWorld(World):
+class JudgedWorld(MachinesWorld):
     """One run of a scenario, judged by all rules.
 
-    Each method does the same as that of `World`, and lets the faults of the scenario happen on the way.
+    Each method does the same as that of `MachinesWorld`, and lets the faults of the scenario happen on the
+    way.
 
     Args:
         scenario: The run.
@@ -108,6 +114,8 @@ class JudgedWorld(World):
             noise=scenario.noise,
             batch_size=scenario.batch_size,
             latency_ms=scenario.latency_ms,
+            links=scenario.links,
+            part=machines.part,
         )
         if ROUNDS[config.policy].averages == "parameters":
             for rank in self.ranks:
@@ -123,6 +131,8 @@ class JudgedWorld(World):
         self._to_write: int | None = None  # the newest checkpoint that is not written
         self._slow_until_ms: float | None = None  # of the disturbance, once it has begun
         self._trace = trace
+        self._lost: set[int] = set()  # machines
+        self._happened: Counter[str] = Counter()  # on the machine that will be lost
 
     def run(self) -> None:
         """Run to the end.
@@ -142,6 +152,9 @@ class JudgedWorld(World):
             self.reader.start()
         for wish in self.scenario.wishes:
             self.clock.after(wish.at_ms, self._wish, wish.request)
+        loss = self.scenario.loss
+        if loss is not None and loss.where == "time":
+            self.clock.after(loss.after, self._lose)
 
     def advance(self) -> None:
         """Let the next thing happen."""
@@ -248,8 +261,52 @@ class JudgedWorld(World):
                 return True
         return False
 
+    # ------------------------------------------------------------------ a machine that is lost
+    def _happens(self, where: str, number: int, later_ms: float = 0.0) -> None:
+        """Something happens to a rank, in which its machine may be lost."""
+        loss = self.scenario.loss
+        if loss is None or loss.where != where or loss.machine != self.machine_of[number]:
+            return
+        if self._happened[where] == loss.after:
+            self.clock.after(later_ms, self._lose)
+        self._happened[where] += 1
+
+    def _lose(self) -> None:
+        """A machine is lost: nothing comes from it any more, and nothing comes to it."""
+        loss = self.scenario.loss
+        if loss is None or loss.machine in self._lost:
+            return
+        self._lost.add(loss.machine)
+        ranks = self.ranks_of(loss.machine)
+        self.say("machine {} is lost", loss.machine)
+        missed = [rank for rank in ranks if self.ranks[rank].state != "gone"]
+        for rank in missed:
+            self.ranks[rank].state = "gone"
+            self.rules.goes_on(rank)
+            self.rules.idles(rank)
+        self.clock.after(loss.detect_ms, self._detect, loss.machine, missed)
+
+    def _detect(self, machine: int, missed: Sequence[int]) -> None:
+        """The coordinator hears of it."""
+        error = f"machine {machine} is lost"
+        if missed and self.coordinator.phase is not Phase.DONE:
+            self.rules.loses_machine(error, missed, self.clock.now_ms)
+        if self.finish is None:
+            self.handle(Failed(error, tuple(self.ranks_of(machine))))
+
+    def is_lost(self, machine: int) -> bool:
+        """Whether a machine is lost."""
+        return machine in self._lost
+
+    def travel(self, link: str, machine: int, act: Callable[..., None], *args: object) -> None:
+        """Let a message cross the link of a machine, if it is there when it sets out."""
+        if not self.is_lost(machine):
+            super().travel(link, machine, act, *args)
+
     def start(self, number: int) -> None:
         """A rank is ready."""
+        if self.ranks[number].state == "gone":
+            return
         if not self.crashes(number, "start"):
             super().start(number)
 
@@ -279,6 +336,7 @@ class JudgedWorld(World):
             self.rules.waits(number, missing, self.clock.now_ms)
         elif not self.crashes(number, "step"):
             self.rules.step_begins(number, keys[0], step.position)
+            self._happens("step", number, self.ranks[number].ms_per_step / 2)
             super().begin_step(number, step)
 
     def step_ms(self, number: int, step: Step) -> float:
@@ -313,7 +371,11 @@ class JudgedWorld(World):
     def end_step(self, number: int, step: Step, ms: float) -> None:
         """A rank has taken a step."""
         rank = self.ranks[number]
-        if (number, rank.machine.total_steps) in self.scenario.bad_steps:
+        if rank.state == "gone":
+            return
+        # Its optimizer spoils a replica again that an inner mean has made finite.
+        is_again = bool(self.parts) and self.rules.standing.is_bad(number)
+        if is_again or (number, rank.machine.total_steps) in self.scenario.bad_steps:
             self.rules.goes_bad(number, is_late=rank.machine.is_late)
             rank.goes_bad(step)
         self.rules.step_ends(number, step)
@@ -348,6 +410,10 @@ class JudgedWorld(World):
 
     def serve(self, number: int, task: BarrierTask) -> None:
         """A rank begins a barrier task."""
+        self._happens("task", number)
+        if isinstance(task, Settle):
+            super().serve(number, task)
+            return
         self.ranks[number].state = "serving"
         self._serving.serve(number, task)
 
@@ -357,6 +423,8 @@ class JudgedWorld(World):
         super().idle(number)
 
     def _served(self, number: int, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
+        if self.ranks[number].state == "gone":
+            return
         self.say("rank {} has done its barrier task: {}", number, fact)
         self.tell(fact, "up", number)
         self.ranks[number].state = "idle"
@@ -379,12 +447,30 @@ class JudgedWorld(World):
             return
         rank = self.ranks[number]
         self.rules.enters(number)
-        rank.read()
+        self._happens("gate", number)
+        if rank.read():
+            self.rules.standing.seen(number)
         self.say("rank {} enters the gate: {}", number, rank.machine.judged(action.arrival))
         try:
             super().enter(number, action)
         except CollectiveAborted:
             self._release(number)
+
+    def bring(self, machine: int, came: Sequence[Arrival]) -> None:
+        """All ranks of a machine stand in its gate, and their arrivals go to the gate of all."""
+        super().bring(machine, came)
+        self._happens("arrivals", came[0].rank)
+
+    def gather(self, came: Sequence[Arrival]) -> None:
+        """The arrivals of a machine are at the gate of all, which may have been aborted meanwhile."""
+        if self.gate.error is None:
+            super().gather(came)
+
+    def conclude(self, machine: int, outcome: Outcome) -> None:
+        """A machine has the outcome of a round of all."""
+        self._happens("outcome", self.ranks_of(machine)[0])
+        if not self.is_lost(machine) and self.gate.error is None:
+            super().conclude(machine, outcome)
 
     def leave_gate(self, number: int) -> None:
         """A rank takes no part in the gate any more."""
@@ -398,13 +484,20 @@ class JudgedWorld(World):
         for member in outcome.members:
             if self.crashes(member, "mean"):
                 # Its part of the mean is missing: the round is an error for all.
-                self._abort(f"rank {member} failed in round {outcome.round}")
+                reason = f"rank {member} failed in round {outcome.round}"
+                if outcome.inner:
+                    self._abort_part(self.machine_of[member], reason)
+                else:
+                    self._abort(reason)
                 return
         super().meet(outcome)
 
     def held(self, outcome: Outcome, sync_ms: float) -> None:
         """A round was held, and its mean is in."""
-        if self.gate.error is not None:
+        machines = {self.machine_of[member] for member in outcome.members}
+        gates = [self.gate, *(self.parts[machine] for machine in machines if self.parts)]
+        # One that is lost takes no more part in a mean of all, which then never ends.
+        if any(gate.error is not None for gate in gates) or self._lost & machines:
             return
         for member in outcome.members:
             self.rules.met(member, outcome)
@@ -419,7 +512,8 @@ class JudgedWorld(World):
         rank, differs = self.ranks[number], self.scenario.differs
         self.rules.reports(number, done, rank.steps)
         is_bad = rank.unread is not None
-        rank.read()
+        if rank.read():
+            self.rules.standing.seen(number)
         ack = super().acknowledgment(number, outcome, done, sync_ms)
         if outcome.compare and differs is not None and differs[0] == number and done.epoch >= differs[1]:
             ack = replace(ack, checksum=1)
@@ -428,8 +522,19 @@ class JudgedWorld(World):
     def _abort(self, reason: str) -> None:
         """Release all ranks from the gate, for good."""
         self.gate.abort(reason)
-        for number, rank in enumerate(self.ranks):
-            if rank.state == "gate":
+        if not self.parts:
+            self._release_all(range(len(self.ranks)))
+        for machine in range(len(self.parts)):
+            self.travel("aborts", machine, self._abort_part, machine, reason)
+
+    def _abort_part(self, machine: int, reason: str) -> None:
+        """Release the ranks of a machine from its gate, for good."""
+        self.parts[machine].abort(reason)
+        self._release_all(self.ranks_of(machine))
+
+    def _release_all(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if self.ranks[number].state in ("gate", "settling"):
                 self.clock.after(0.0, self._release, number)
 
     def _release(self, number: int) -> None:
@@ -444,4 +549,4 @@ class JudgedWorld(World):
             self.leave(number)
         else:
             # The order is on its way: look again when it has come.
-            self.clock.after(self.scenario.latency_ms + 0.01, self._release, number)
+            self.clock.after(self.scenario.way_ms + 0.01, self._release, number)

@@ -10,9 +10,10 @@ from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
 from flowdp.protocol.messages import Requested
-from tests.simulator.scenario import Crash, Disturbance, Scenario, Wish
+from flowdp.sim.machines import Links
+from tests.simulator.scenario import Crash, Disturbance, Loss, Scenario, Wish
 
-__all__ = ["Crash", "Disturbance", "Scenario", "Wish", "draw"]
+__all__ = ["Crash", "Disturbance", "Loss", "Scenario", "Wish", "draw"]
 
 
 def draw(seed: int) -> Scenario:
@@ -73,7 +74,75 @@ def draw(seed: int) -> Scenario:
     else:
         scenario = _draw_stream(rng, scenario) if seed % 10 == 8 else scenario
         scenario = _draw_groups(rng, scenario) if seed % 13 == 7 else scenario
-    return _draw_lives(rng, scenario, span_ms) if seed % 15 in (1, 8, 12) else scenario
+    scenario = _draw_lives(rng, scenario, span_ms) if seed % 15 in (1, 8, 12) or seed % 17 == 10 else scenario
+    if seed % 17 not in (10, 14):
+        return scenario
+    is_long = scenario.config.policy != "exact" and scenario.config.batches is not None
+    return _draw_machines(rng, scenario, rng.choice((1, 5, 20)) if is_long else 1)
+
+
+def _draw_machines(rng: random.Random, scenario: Scenario, times: int) -> Scenario:
+    """The same, and those that come after it, with the ranks on several machines.
+
+    Args:
+        rng: Source of the random numbers.
+        scenario: The first of them.
+        times: Epochs have so many times their batches, for rounds of all machines are far apart.
+    """
+    later = None if scenario.later is None else _draw_machines(rng, scenario.later, times)
+    config, ranks = scenario.config, len(scenario.ms_per_step)
+    batches = config.batches and config.batches * times
+    max_steps = config.max_steps and config.max_steps * times
+    whole = config.global_batch and replace(config.global_batch, may_be_alone=False)
+    config = replace(config, batches=batches, max_steps=max_steps, on_failure="raise", global_batch=whole)
+    if ranks == 1:
+        return replace(scenario, config=config, later=later)
+    cuts = sorted(rng.sample(range(1, ranks), rng.randint(1, min(3, ranks - 1))))
+    numbers = tuple(stop - start for start, stop in zip((0, *cuts), (*cuts, ranks), strict=True))
+    policy: Policy = "cadence" if config.policy == "async" else config.policy
+    ms_per_step = list(scenario.ms_per_step)
+    if rng.random() < 0.2:  # a machine that is far slower
+        slow = rng.randrange(len(numbers))
+        first = sum(numbers[:slow])
+        for rank in range(first, first + numbers[slow]):
+            ms_per_step[rank] *= 8.0
+    step_ms = max(scenario.ms_per_step)
+    latency_ms = rng.choice((0.1, 1.0, rng.choice((1.0, 10.0)) * step_ms))
+    return replace(
+        scenario,
+        config=replace(
+            config,
+            policy=policy,
+            cadence=replace(
+                config.cadence,
+                anchor=rng.choice((1, 2, 3, 10)),
+                max_anchor=rng.choice((None, None, 15)),
+                max_batch_diff=rng.choice((None, None, 5)),
+            ),
+            machines=numbers,
+            inner_rounds=rng.choice((1, 2, 3, 5, 10, 50)) if policy == "cadence" else 1,
+            overlaps=policy == "cadence" and rng.random() < 0.4,
+        ),
+        ms_per_step=tuple(ms_per_step),
+        links=Links(
+            (0.0, *(latency_ms * rng.uniform(0.1, 1.0) for _ in numbers[1:])),
+            rng.choice((0.0, 0.3, 3.0)) * step_ms,
+        ),
+        loss=_draw_loss(rng, scenario, len(numbers)) if rng.random() < 0.2 else None,
+        crashes=scenario.crashes if rng.random() < 0.5 else (),
+        late_snapshot=0.0,
+        lost_snapshot=0.0,
+        later=later,
+    )
+
+
+def _draw_loss(rng: random.Random, scenario: Scenario, machines: int) -> Loss:
+    where = rng.choice(("time", "step", "gate", "arrivals", "outcome", "task"))
+    span_ms = max(scenario.ms_per_step) * (scenario.config.batches or 10) * (scenario.config.epochs or 1)
+    after = rng.uniform(0.0, 1.0) * span_ms if where == "time" else rng.choice((0, 1, rng.randint(0, 20)))
+    return Loss(
+        rng.randrange(1, machines), where, after, rng.choice((0.0, 1.0, 30.0)) * max(scenario.ms_per_step)
+    )
 
 
 def _draw_disturbed(rng: random.Random, scenario: Scenario) -> Scenario:

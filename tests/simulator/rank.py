@@ -18,7 +18,8 @@ class FaultyRank(VirtualRank):
     """The state of a worker thread to which everything may happen.
 
     Attributes:
-        state: Also waiting (for its batch), serving (a task), released (from an aborted gate).
+        state: Also waiting (for its batch), serving (a task), settling (a mean), released (from an aborted
+            gate).
         asked_ms: When it began to wait for its batch; None: it does not.
         acts: How often it did what a crash may hit.
         unread: (epoch, batch) of the step with NaN or inf values before the last mean, while only the device
@@ -73,11 +74,15 @@ class FaultyRank(VirtualRank):
         self.machine.is_bad = True
         self._bad = self._bad or at
 
-    def read(self) -> None:
-        """Hear of the verdict on the round before."""
-        if self.unread is not None:
-            self._bad, self.unread = self._bad or self.unread, None
-            self.machine.was_bad, self.machine.is_late = True, False
+    def read(self) -> bool:
+        """Hear of the verdict on the round before; whether the host has seen for itself since, too."""
+        if self.unread is None:
+            return False
+        self._bad, self.unread = self._bad or self.unread, None
+        self.machine.was_bad, self.machine.is_late = True, False
+        self.machine.is_bad = self._fresh is not None
+        self._fresh = None
+        return self.machine.is_bad
 
     def met(self) -> None:
         """A round was held."""

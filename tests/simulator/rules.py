@@ -27,6 +27,7 @@ from flowdp.protocol.messages import (
     Outcome,
     ReplicaCopied,
     Requested,
+    Settled,
     StartEpoch,
     StateSaved,
     SyncAck,
@@ -35,15 +36,13 @@ from flowdp.protocol.messages import (
 from tests.simulator.bounds import Bounds
 from tests.simulator.effect import Effect, Memory
 from tests.simulator.leads import Leads
+from tests.simulator.levels import Levels
 from tests.simulator.scenario import Scenario
 from tests.simulator.standing import Standing
 from tests.simulator.violation import Violation
 from tests.simulator.windows import Windows
 
 __all__ = ["Rules", "Violation"]
-
-PATIENCE = 3
-"""Rounds, or blocks of them, that may end before a wish is obeyed."""
 
 AT_ONCE = 10_000
 """Things that may happen without a moment between them."""
@@ -118,6 +117,8 @@ class Rules:
         self._windows = Windows(scenario) if is_shared else None
         self._lead = config.cadence.max_batch_diff if config.policy == "cadence" else None
         self._leads = Leads(scenario) if config.policy == "async" else None
+        self._levels = Levels(scenario)
+        self._lost_machine = ""  # the error that tells of it
 
     def wishes(self, request: Requested, coordinator: Coordinator, now_ms: float) -> None:
         """The user asks for something."""
@@ -149,7 +150,7 @@ class Rules:
             self._leads.hears(fact)
         if isinstance(fact, DataEnded):
             self.knows_end(fact)
-        if isinstance(fact, Evaluated | StateSaved | ReplicaCopied):
+        if isinstance(fact, Evaluated | StateSaved | ReplicaCopied | Settled):
             self.standing.answered(fact)
         if isinstance(fact, SyncAck) and fact.bad:
             self.standing.acknowledged(fact.rank)
@@ -184,11 +185,15 @@ class Rules:
         """Something happened after which every rank shall leave within so many rounds."""
         s = self.scenario
         read_ms = s.read_ms * sum(s.config.groups or ())  # a step in progress may wait for its batches
-        per_round = self.bounds.longest_step_ms + read_ms + 3 * s.sync_ms + 8 * s.latency_ms
+        per_round = self.bounds.longest_step_ms + read_ms + 3 * s.sync_ms + s.pass_ms + 8 * s.way_ms
         # An evaluation is cut short, and what is left is the batch that a rank is in.
         tasks_ms = (
-            1.5 * s.eval_ms + 2 * s.capture_ms + s.sync_ms + 12 * s.latency_ms if self.bounds.stands else 0.0
+            1.5 * s.eval_ms + 2 * s.capture_ms + s.sync_ms + 12 * s.way_ms if self.bounds.stands else 0.0
         )
+        if s.links is not None:
+            tasks_ms += self.bounds.standstill_ms
+        if s.loss is not None and rule != "L8":
+            tasks_ms += s.loss.detect_ms  # until then the others wait for the lost machine
         self._end_by.append((now_ms + rounds * per_round + tasks_ms + 1.0, rule))
 
     def left(self, rank: int) -> None:
@@ -216,6 +221,14 @@ class Rules:
         """The coordinator knows that the run fails."""
         self._reasons.append("failure")
         self.must_end("L2", now_ms, rounds=2)
+
+    def loses_machine(self, error: str, ranks: Sequence[int], now_ms: float) -> None:
+        """The coordinator is about to hear that a machine is lost, some of whose ranks had not left."""
+        self._lost_machine = error
+        self._reasons.append("failure")
+        self.must_end("L8", now_ms, rounds=2)
+        for rank in ranks:
+            self.left(rank)
 
     def loses(self, rank: int) -> None:
         """The run goes on without a rank; see `Effect.lose`."""
@@ -264,7 +277,7 @@ class Rules:
         for rank, ((epoch, batch), since_ms) in self._waits.items():
             if batch >= self.scenario.length(epoch) and epoch in self._ends_ms:
                 # One message to the coordinator, and one to the rank.
-                by_ms = max(since_ms, self._ends_ms[epoch]) + 2 * self.scenario.latency_ms
+                by_ms = max(since_ms, self._ends_ms[epoch]) + 2 * self.scenario.way_ms
                 if now_ms > by_ms + 1e-6:
                     raise Violation("L5", f"rank {rank} waits for batch {batch} of epoch {epoch}")
 
@@ -314,11 +327,14 @@ class Rules:
         mine.append(outcome)
         if len(mine) > self.bounds.most_rounds:
             raise Violation("L1", f"the run has not come to its end in {len(mine)} rounds")
-        for other in self.outcomes:
-            if len(other) >= len(mine) and other[len(mine) - 1] is not outcome:
-                raise Violation("S2", f"rank {rank} got {outcome}, another rank {other[len(mine) - 1]}")
+        for other, theirs in enumerate(self.outcomes):
+            if len(theirs) >= len(mine):
+                self._levels.judge_same(rank, outcome, other, theirs[len(mine) - 1])
         if rank == outcome.members[0]:
             self.standing.met(outcome)
+            nothing = self.standing.weightless | self.standing.silent
+            held = [0 if r in nothing else samples for r, samples in enumerate(self.effect.samples)]
+            self._levels.held(outcome, held, self.standing.silent, self.standing.dead)
         weight = 0 if rank in self.standing.weightless else self.effect.samples[rank]
         true = (self._uncredited(rank), weight)
         if (outcome.steps[rank], outcome.samples[rank]) != true:
@@ -384,8 +400,8 @@ class Rules:
         self.standing.reported(record, now_ms)
         for wish in self._waiting:
             self._waiting[wish] += 1
-            if self._waiting[wish] > PATIENCE:
-                raise Violation("L4", f"{wish} was not obeyed in {PATIENCE} rounds")
+            if self._waiting[wish] > self.scenario.patience:
+                raise Violation("L4", f"{wish} was not obeyed in {self.scenario.patience} rounds")
         if record.global_step < self.global_step:
             raise Violation("S4", f"global step fell from {self.global_step} to {record.global_step}")
         if record.global_step != self.global_step + (
@@ -409,7 +425,11 @@ class Rules:
         """Steps in a round of which averaging takes no more than its target, whichever rank was measured."""
         scenario = self.scenario
         step_ms = min(scenario.ms_per_step) * scenario.config.cadence.overhead_target
-        return math.ceil(1.01 * scenario.sync_ms / step_ms)
+        averaging_ms = scenario.sync_ms
+        if scenario.links is not None:
+            # Of a round: that of its machine, and its part of the one of all machines.
+            averaging_ms += (scenario.sync_ms + scenario.links.mean_ms) / scenario.config.inner_rounds
+        return math.ceil(1.01 * averaging_ms / step_ms)
 
     def ended(self, event: EpochEnded) -> None:
         """An epoch is complete."""
@@ -460,6 +480,8 @@ class Rules:
     def paused(self, event: Paused, is_somebody_in_a_step: bool) -> None:
         """The run stands still, or goes on."""
         self.is_paused = event.value
+        if event.value:
+            self.standing.stands(event)
         self._waiting.pop("pause", None)
         if event.value and is_somebody_in_a_step:
             raise Violation("S10", "the run says that it stands still while a rank is in a step")
@@ -469,6 +491,8 @@ class Rules:
         self.finish = finish
         mine = [self.outcomes[rank] for rank in range(len(self.outcomes)) if rank not in self._lost]
         stops = [[o for o in theirs if o.stop] for theirs in mine]
+        if self._lost_machine and finish.error is None:
+            raise Violation("L8", f"{finish} does not know that {self._lost_machine}")
         if finish.error is None:
             if any(len(theirs) != len(mine[0]) for theirs in mine):
                 raise Violation("S11", f"ranks left after {[len(theirs) for theirs in mine]} rounds")

@@ -8,8 +8,9 @@ from typing import Literal
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.worker import Step
 from flowdp.protocol.messages import Requested
+from flowdp.sim.machines import Links
 
-__all__ = ["LATENCY_MS", "STALL", "Crash", "Disturbance", "Scenario", "Wish"]
+__all__ = ["LATENCY_MS", "STALL", "Crash", "Disturbance", "Loss", "Scenario", "Wish"]
 
 STALL = 20.0
 """A stalled step takes this many times its time."""
@@ -36,6 +37,24 @@ class Crash:
     def is_alone(self) -> bool:
         """Whether no mean and no barrier task of the others depends on it."""
         return self.where in ("start", "step", "enter")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A machine is lost, all its ranks at once and without a word.
+
+    Attributes:
+        machine: Its number; not 0, which leads.
+        where: At a time; in the middle of a step; when a rank stands in its gate; when its arrivals have been
+            sent; when an outcome comes; when a rank begins a barrier task.
+        after: The time, or how many such things happen to its ranks before.
+        detect_ms: Time until the coordinator hears of it.
+    """
+
+    machine: int
+    where: Literal["time", "step", "gate", "arrivals", "outcome", "task"]
+    after: float
+    detect_ms: float
 
 
 @dataclass(frozen=True)
@@ -95,6 +114,8 @@ class Scenario:
         eval_ms: Mean time of one of them.
         capture_ms: Longest time that it takes a rank to put down what a checkpoint keeps of it.
         write_ms: Time in which a checkpoint's file is written.
+        links: Links between the machines, where `config` has several.
+        loss: A machine that is lost; None: none is.
         later: The run that begins where this one was saved; None: none does.
         begins_at: Which of the saved positions of the run before this one begins at, as a fraction of them.
     """
@@ -125,8 +146,30 @@ class Scenario:
     eval_ms: float = 1.0
     capture_ms: float = 1.0
     write_ms: float = 0.0
+    links: Links | None = None
+    loss: Loss | None = None
     later: Scenario | None = None
     begins_at: float = 1.0
+
+    @property
+    def patience(self) -> int:
+        """Rounds, or blocks of them, that may end before something is done that is wanted.
+
+        Where the outcome of one crosses a link, the next one may be decided meanwhile.
+        """
+        return 3 if self.links is None else 4
+
+    @property
+    def way_ms(self) -> float:
+        """Longest time of a message between the coordinator and a rank."""
+        return self.latency_ms + max(self.links.latency_ms if self.links else (0.0,))
+
+    @property
+    def pass_ms(self) -> float:
+        """Longest time of the averagings up to the next one of all machines, with the mean on its way."""
+        if self.links is None:
+            return 0.0
+        return (self.config.inner_rounds + 1) * self.sync_ms + 2 * self.links.mean_ms
 
     def length(self, epoch: int) -> int:
         """Batches of an epoch."""

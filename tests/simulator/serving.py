@@ -67,7 +67,7 @@ class Serving:
                     took_ms = self._rng.random() * self._scenario.capture_ms
                     self._clock.after(took_ms, self._answer, rank, StateSaved(rank))
             case CopyReplica():
-                self._clock.after(self._scenario.sync_ms, self._adopted, rank)
+                self._clock.after(self._scenario.sync_ms, self._adopted, rank, task.donor)
 
     def cut(self) -> None:
         """Deal no further batch of the evaluation under way."""
@@ -88,6 +88,7 @@ class Serving:
         self._rules.evaluated(result)
         self._take(rank)
 
-    def _adopted(self, rank: int) -> None:
-        self._rules.healed(rank)
+    def _adopted(self, rank: int, donor: int) -> None:
+        if rank != donor:
+            self._rules.healed(rank)
         self._answer(rank, ReplicaCopied(rank))

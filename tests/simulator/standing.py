@@ -17,6 +17,8 @@ from flowdp.protocol.messages import (
     Outcome,
     ReplicaCopied,
     SaveState,
+    Settle,
+    Settled,
     StateSaved,
 )
 from tests.simulator.effect import Effect, Memory
@@ -24,9 +26,6 @@ from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
 
 __all__ = ["Standing"]
-
-PATIENCE = 3
-"""Rounds, or blocks of them, that may end before a checkpoint comes that is due."""
 
 
 class Standing:
@@ -42,6 +41,9 @@ class Standing:
         is_enough: The run is to end by its monitor.
         is_stopped: The user wants it to end.
         weightless: Ranks whose samples did not count in the last outcome.
+        silent: Ranks that their devices left out of the last mean, and whose samples counted in its outcome.
+        dead: Machines without a finite replica when the last round was held.
+        travels: A mean of all machines may be on its way.
     """
 
     def __init__(self, scenario: Scenario, effect: Effect, memory: Memory) -> None:
@@ -67,6 +69,12 @@ class Standing:
         self._heard: set[int] = set()  # those of which an acknowledgment has told
         self._gone: set[int] = set()
         self._bad_snapshots: dict[int, int] = {}  # rank -> round of a snapshot that it took then
+        self._machine_of = scenario.config.machine_of
+        self._nan: set[int] = set()  # ranks whose replica is not finite now
+        self.silent: set[int] = set()
+        self.dead: set[int] = set()
+        self.travels = False
+        self._is_settling = False
         self._captures = 0
         self._results: dict[int, tuple[float, float]] = {}  # of the evaluation: batch -> samples, value
         self._evaluated: int | None = None  # epoch of the evaluation
@@ -103,7 +111,9 @@ class Standing:
         if stirs:
             raise Violation("S18", f"{task} is ordered, and {stirs}")
         bad = self._bad if self._scenario.config.policy != "exact" else set()
-        if bad and not isinstance(task, CopyReplica):
+        if self.travels != isinstance(task, Settle) and not self._is_settling:
+            raise Violation("S28", f"{task} is ordered, and a mean is on its way: {self.travels}")
+        if bad and not isinstance(task, CopyReplica | Settle):
             raise Violation("S21", f"{task} is ordered, and bad are {bad}")
         if any(other != task for other in self._serving.values()):
             raise Violation("S18", f"{task} is ordered while {self._serving} is out")
@@ -117,8 +127,19 @@ class Standing:
             case SaveState():
                 self._captures = task.number + 1
             case CopyReplica():
-                if rank not in self._told_bad | self._heard or task.donor in self._bad:
-                    raise Violation("S21", f"rank {rank} is to adopt rank {task.donor}, bad are {self._bad}")
+                self._judge_donor(rank, task)
+            case Settle():
+                self._is_settling = True
+
+    def _judge_donor(self, rank: int, task: CopyReplica) -> None:
+        if task.donor in self._bad or (rank != task.donor and rank not in self._told_bad | self._heard):
+            raise Violation("S21", f"rank {rank} is to adopt rank {task.donor}, bad are {self._bad}")
+        home = self._machine_of
+        is_far = task.receiver is not None
+        patient = rank if task.receiver is None else task.receiver
+        healthy = [r for r, machine in enumerate(home) if machine == home[patient] and r not in self._bad]
+        if is_far == bool(healthy) or is_far == (home[task.donor] == home[patient]):
+            raise Violation("S21", f"rank {rank} gets {task}, and healthy on its machine are {healthy}")
 
     def _is_due(self, task: Evaluate) -> bool:
         """Whether an evaluation is due: at an epoch's end, or once for each further so many steps."""
@@ -144,9 +165,11 @@ class Standing:
         self._evaluated_step = event.global_step
         self._waiting.pop("evaluation", None)
 
-    def answered(self, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
+    def answered(self, fact: Evaluated | StateSaved | ReplicaCopied | Settled) -> None:
         """The coordinator hears of the end of a barrier task."""
         self._serving.pop(fact.rank, None)  # it may have left since
+        if isinstance(fact, Settled) and not self._serving:
+            self.travels = self._is_settling = False
 
     def told(self, rank: int, what: object) -> None:
         """The coordinator tells a rank to begin something that is no barrier task."""
@@ -178,21 +201,36 @@ class Standing:
             is_late: Its device leaves it out of the mean, and its host hears of it behind that.
         """
         self._bad.add(rank)
+        self._nan.add(rank)
         if is_late:
             self._unseen.add(rank)
 
+    def seen(self, rank: int) -> None:
+        """The host of a rank has seen that its replica is not finite, before a mean is taken."""
+        self._unseen.discard(rank)
+
     def met(self, outcome: Outcome) -> None:
         """A round is held."""
-        self._round = outcome.round + 1
-        bad = self._bad.intersection(outcome.members) - self._unseen
-        self.weightless = bad - self._due
+        members = set(outcome.members)
+        self._round = outcome.round + (not outcome.inner)
+        self.travels |= self._scenario.config.overlaps and not outcome.inner
+        bad = self._bad.intersection(members) - self._unseen
+        self.weightless = bad.intersection(self._nan)
+        self.silent = self._unseen.intersection(members)
+        finite = {self._machine_of[rank] for rank in members - self._nan}
+        self.dead = {self._machine_of[rank] for rank in members} - finite
+        if any(outcome.samples[rank] for rank in members - self._nan):
+            self._nan -= members
+        self._nan -= self.silent
         if bad != set(outcome.bad) or any(outcome.samples[rank] for rank in self.weightless):
             raise Violation("S21", f"bad are {bad}, and the outcome is {outcome}")
         if self._scenario.config.policy == "exact":
             self._bad -= bad  # a gradient was, and is left out
-        else:
+            self._nan -= bad
+        elif not outcome.inner:
             self._told_bad |= bad
-        self._due, self._unseen = self._unseen, set()
+        self._due = (self._due - members) | self.silent
+        self._unseen -= members
 
     def acknowledged(self, rank: int) -> None:
         """The coordinator hears that a rank was left out of the last mean before it."""
@@ -221,7 +259,7 @@ class Standing:
 
     def healed(self, rank: int) -> None:
         """A rank has become what another one is."""
-        for ranks in (self._bad, self._told_bad, self._due, self._heard):
+        for ranks in (self._bad, self._nan, self._told_bad, self._due, self._heard):
             ranks.discard(rank)
 
     # ------------------------------------------------------------------ what is due
@@ -253,8 +291,8 @@ class Standing:
             self._waiting["checkpoint"] = 0
         for what in self._waiting:
             self._waiting[what] += 1
-            if self._waiting[what] > PATIENCE:
-                raise Violation("L6", f"a {what} was due {PATIENCE} rounds ago")
+            if self._waiting[what] > self._scenario.patience:
+                raise Violation("L6", f"a {what} was due {self._scenario.patience} rounds ago")
         plan = self._tasks.evaluation
         if self.is_stopped:
             self._waiting.pop("evaluation", None)
@@ -346,7 +384,7 @@ class Standing:
                 # A round behind it shows that it was not the last one of the run.
                 self._early = None if self._asked_checkpoints else f"{save} while one is being written"
             if not self._unwritten:
-                self._begin_ms = now_ms - self._scenario.capture_ms - 2 * self._scenario.latency_ms
+                self._begin_ms = now_ms - self._scenario.capture_ms - 2 * self._scenario.way_ms
             self._unwritten, self._asked_checkpoints = True, False
             self._versions += 1
             self._saved_step, self._saved_ms = position.global_step, now_ms
@@ -375,10 +413,16 @@ class Standing:
             best,
         )
 
+    def stands(self, what: object) -> None:
+        """The run pauses or ends."""
+        if self.travels:
+            raise Violation("S28", f"{what}, and a mean is on its way")
+
     def over(self, finish: Finish) -> None:
         """The run is over."""
         if finish.error is not None:
             return
+        self.stands(finish)
         if self._bad and self._scenario.config.policy != "exact":
             raise Violation("S21", f"the run ends, and bad are {self._bad}")
         if finish.position is not None:

@@ -16,12 +16,12 @@ import pytest
 
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
 from flowdp.machine.async_rounds import AsyncRounds
-from flowdp.machine.barrier_tasks import Barrier, BarrierPlan, Schedule
+from flowdp.machine.barrier_tasks import Barrier, BarrierPlan, SavePlan, Schedule
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
-from flowdp.machine.gate import GateState
+from flowdp.machine.gate import GateState, PartState
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Constraints
 from flowdp.machine.worker import Action, Done, Enter, Leave, Serve, Step, WorkerMachine
@@ -41,6 +41,7 @@ from flowdp.protocol.messages import (
     Directives,
     Exiting,
     Fact,
+    Failed,
     Order,
     Outcome,
     Requested,
@@ -55,12 +56,13 @@ from flowdp.protocol.messages import (
     Work,
 )
 from flowdp.protocol.position import Position
+from flowdp.sim.machines import Links
 from tests.simulator.cluster import JudgedWorld, Machines
 from tests.simulator.effect import Effect
 from tests.simulator.faults import Disturbance, Scenario, draw
 from tests.simulator.lives import play
 from tests.simulator.rules import Violation
-from tests.simulator.scenario import Wish
+from tests.simulator.scenario import Loss, Wish
 
 Patch = pytest.MonkeyPatch
 
@@ -75,7 +77,17 @@ class Lives:
         return [seed for seed in range(5 * self.count) if seed % 15 in (1, 8, 12)]
 
 
-Where = int | Lives | Scenario
+@dataclass(frozen=True)
+class OnMachines:
+    """The first so many seeds with several machines."""
+
+    count: int
+
+    def seeds(self) -> list[int]:
+        return [seed for seed in range(9 * self.count) if seed % 17 in (10, 14)][: self.count]
+
+
+Where = int | Lives | OnMachines | Scenario
 
 
 @dataclass(frozen=True)
@@ -109,7 +121,13 @@ def violations(planted: Mutant, patch: Patch) -> list[str]:
     machines = planted.plant(patch)
     found: list[str] = []
     where = planted.where
-    seeds = where.seeds() if isinstance(where, Lives) else range(where) if isinstance(where, int) else []
+    seeds = (
+        where.seeds()
+        if isinstance(where, Lives | OnMachines)
+        else range(where)
+        if isinstance(where, int)
+        else []
+    )
     for scenario in [where] if isinstance(where, Scenario) else map(draw, seeds):
         try:
             play(scenario, machines, world=planted.world)
@@ -993,8 +1011,10 @@ def a_run_ends_without_a_last_checkpoint(patch: Patch) -> None:
 def a_resumed_run_numbers_its_checkpoints_anew(patch: Patch) -> None:
     init = Barrier.__init__
 
-    def anew(self: Barrier, tasks: BarrierPlan, position: Position | None = None) -> None:
-        init(self, tasks, position)
+    def anew(
+        self: Barrier, tasks: BarrierPlan, position: Position | None = None, *rest: Any, **given: Any
+    ) -> None:
+        init(self, tasks, position, *rest, **given)
         self.versions = 0
 
     patch.setattr(Barrier, "__init__", anew)
@@ -1098,6 +1118,219 @@ def a_rank_that_was_left_out_is_never_probed(patch: Patch) -> None:
     patch.setattr(Exclusion, "plan", lambda self: self.out)
 
 
+# ---------------------------------------------------------------- several machines
+def on_machines(
+    *numbers: int, inner_rounds: int = 4, overlaps: bool = False, batches: int = 400, **given: Any
+) -> Scenario:
+    """Machines of so many ranks each, in rounds of a few steps."""
+    ranks = sum(numbers)
+    return Scenario(
+        seed=0,
+        config=CoordinatorConfig(
+            world_size=ranks,
+            batches=batches,
+            epochs=2,
+            cadence=CadenceOptions(anchor=3),
+            tasks=BarrierPlan(save=SavePlan(1, "epoch"), eval_every=1),
+            machines=numbers,
+            inner_rounds=inner_rounds,
+            overlaps=overlaps,
+        ),
+        ms_per_step=tuple(1.0 + 0.5 * rank for rank in range(ranks)),
+        sync_ms=0.1,
+        links=Links((0.0, *(0.5 for _ in numbers[1:])), 2.0),
+        **given,
+    )
+
+
+def a_wrong_part(plant: Callable[[PartState, Arrival], Arrival]) -> Machines:
+    """A gate of a machine that tells the gate of all something else."""
+
+    class Wrong(PartState):
+        @property
+        def gathered(self) -> tuple[Arrival, ...]:
+            return tuple(plant(self, arrival) for arrival in super().gathered)
+
+    return Machines(part=Wrong)
+
+
+@mutant("S26", on_machines(2, 1))
+def the_weights_of_all_are_those_since_the_inner_mean(_patch: Patch) -> Machines:
+    return a_wrong_part(lambda _, arrival: replace(arrival, earlier_samples=0))
+
+
+@mutant("S4", on_machines(2, 1))
+def the_steps_of_inner_rounds_are_not_counted(_patch: Patch) -> Machines:
+    return a_wrong_part(lambda _, arrival: replace(arrival, earlier_steps=0))
+
+
+@mutant("S26", on_machines(2, 1))
+def a_part_never_counts_anew(patch: Patch) -> Machines:
+    class Forever(PartState):
+        def conclude(self, outcome: Outcome) -> None:
+            steps, samples = self._steps, self._samples
+            super().conclude(outcome)
+            self._steps, self._samples = dict.fromkeys(steps, 0), samples
+
+    return Machines(part=Forever)
+
+
+BAD_MACHINE = on_machines(1, 2, inner_rounds=10, bad_steps=((1, 25), (2, 18)))
+
+
+@mutant("S26", BAD_MACHINE)
+def a_machine_without_a_healthy_replica_keeps_its_weight(_patch: Patch) -> Machines:
+    return a_wrong_part(lambda part, arrival: replace(arrival, earlier_samples=part._samples[arrival.rank]))
+
+
+@mutant("S26", on_machines(1, 2, inner_rounds=10, bad_steps=((1, 25),), late_verdicts=True))
+def samples_that_a_device_left_out_are_not_taken_back(patch: Patch) -> None:
+    patch.setattr(PartState, "_take_back", lambda self, came: None)
+
+
+@mutant("S27", on_machines(2, 2, wishes=(Wish(60.0, Requested("set_lr", 0.1)),)))
+def an_inner_outcome_takes_the_directives(_patch: Patch) -> Machines:
+    """Those of all machines, told to one by itself."""
+
+    gates: list[GateState] = []
+
+    class Whole(GateState):
+        def __init__(self, world_size: int) -> None:
+            super().__init__(world_size)
+            gates.append(self)
+
+    class Greedy(PartState):
+        def enter(self, arrival: Arrival) -> Outcome | None:
+            outcome = super().enter(arrival)
+            return outcome and replace(outcome, lr=gates[0].directives.lr)
+
+    return Machines(gate=Whole, part=Greedy)
+
+
+@mutant("S27", on_machines(2, 2, wishes=(Wish(60.0, Requested("checkpoint")),)))
+def a_hurried_inner_round_voids_for_its_machine_alone(patch: Patch) -> None:
+    def voids(self: Outcome) -> bool:
+        return self.stop or self.pause or self.halt or self.hurried or bool(self.left) or bool(self.bad)
+
+    patch.setattr(Outcome, "voids", property(voids))
+
+
+@mutant("S4", OnMachines(200))
+def a_hurried_order_is_whole_where_its_last_round_is(patch: Patch) -> None:
+    """The steps that were left out in inner rounds are forgotten at the round of all."""
+    patch.setattr(WorkerMachine, "_left", lambda self, sync, planned, is_inner: 0)
+
+
+@mutant("S27", on_machines(2, 2))
+def a_part_decides_with_the_first_of_its_ranks(_patch: Patch) -> Machines:
+    class Hasty(PartState):
+        def enter(self, arrival: Arrival) -> Outcome | None:
+            if not arrival.inner:
+                return super().enter(arrival)
+            members, self.members = self.members, {arrival.rank}
+            try:
+                return super().enter(arrival)
+            finally:
+                self.members = members
+
+    return Machines(part=Hasty)
+
+
+@mutant("S2", on_machines(2, 1))
+def a_part_concludes_a_round_twice(_patch: Patch) -> Machines:
+    class Twice(PartState):
+        def conclude(self, outcome: Outcome) -> None:
+            super().conclude(outcome)
+            super().conclude(outcome)
+
+    return Machines(part=Twice)
+
+
+HURRIED_WHILE_BAD = on_machines(
+    1, 2, inner_rounds=10, bad_steps=((1, 25),), wishes=(Wish(50.0, Requested("checkpoint")),)
+)
+
+
+@mutant("S21", HURRIED_WHILE_BAD)
+def a_bad_replica_that_took_an_inner_mean_is_never_healed(patch: Patch) -> Machines:
+    class Cured(WorkerMachine):
+        def met(self, outcome: Outcome) -> Any:
+            done = super().met(outcome)
+            self.was_bad = False
+            return done
+
+    return Machines(worker=Cured)
+
+
+@mutant("S21", on_machines(2, 2, bad_steps=((2, 40),)))
+def a_replica_is_healed_by_another_machine(patch: Patch) -> None:
+    init = Barrier.__init__
+
+    def blind(self: Barrier, tasks: Any, position: Any = None, machine_of: Any = (), **given: Any) -> None:
+        init(self, tasks, position, (), **given)
+
+    patch.setattr(Barrier, "__init__", blind)
+
+
+OVERLAPPING = on_machines(2, 1, overlaps=True)
+
+
+@mutant("S28", OVERLAPPING)
+def a_checkpoint_does_not_wait_for_the_mean_on_its_way(patch: Patch) -> None:
+    begun = Barrier._next
+
+    def hasty(self: Barrier, *where: Any, **given: Any) -> list[Command]:
+        self._is_unsettled = False
+        return begun(self, *where, **given)
+
+    patch.setattr(Barrier, "_next", hasty)
+
+
+@mutant("S28", replace(OVERLAPPING, config=replace(OVERLAPPING.config, tasks=BarrierPlan())))
+def a_run_ends_with_a_mean_on_its_way(patch: Patch) -> None:
+    patch.setattr(Barrier, "settle", lambda self: False)
+
+
+@mutant("S28", on_machines(2, 1))
+def a_mean_is_brought_in_where_none_travels(patch: Patch) -> None:
+    patch.setattr(Barrier, "trained", lambda self, *_: setattr(self, "_is_unsettled", True))
+
+
+LOST = on_machines(1, 2, 1, loss=Loss(1, "gate", 9, 5.0))
+
+
+@mutant("L8", LOST)
+def a_lost_machine_is_waited_for(_patch: Patch) -> Machines:
+    class Loyal(Coordinator):
+        def handle(self, fact: Fact, now_ms: float) -> list[Command]:
+            return super().handle(replace(fact, ranks=()) if isinstance(fact, Failed) else fact, now_ms)
+
+    return Machines(coordinator=Loyal)
+
+
+@mutant("S3", LOST)
+def a_lost_machine_is_no_failure(_patch: Patch) -> Machines:
+    class Calm(Coordinator):
+        def _take_failure(self, fact: Failed) -> None:
+            self._gone.update(fact.ranks)
+
+    return Machines(coordinator=Calm)
+
+
+LATE_MEANS = replace(
+    on_machines(1, 1, inner_rounds=10, batches=4000),
+    sync_ms=0.0,
+    links=Links((0.0, 0.1), 20.0),
+)
+
+
+@mutant("S5", replace(LATE_MEANS, config=replace(LATE_MEANS.config, cadence=CadenceOptions(anchor=10))))
+def a_mean_of_all_machines_counts_in_every_round(patch: Patch) -> None:
+    patch.setattr(
+        HeldRounds, "sync_ms", property(lambda held: 10 * max(a.sync_ms for a in held.armed.acks.values()))
+    )
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_mutant_is_found(name: str, monkeypatch: Patch) -> None:
     planted = MUTANTS[name]
@@ -1107,7 +1340,7 @@ def test_the_mutant_is_found(name: str, monkeypatch: Patch) -> None:
 
 def test_every_rule_finds_a_mutant() -> None:
     """A rule that no planted bug breaks has not been shown to work."""
-    expected = {f"S{number}" for number in range(1, 25)} | {f"L{number}" for number in range(1, 8)}
+    expected = {f"S{number}" for number in range(1, 29)} | {f"L{number}" for number in range(1, 9)}
     assert expected <= {planted.rule for planted in MUTANTS.values()}
 
 

@@ -72,6 +72,12 @@ def test_seeds_of_several_lives(first: int) -> None:
         play(draw(seed))
 
 
+@pytest.mark.parametrize("first", [10, 14])
+def test_seeds_of_several_machines(first: int) -> None:
+    for seed in range(first, 2500, 17):
+        play(draw(seed))
+
+
 def log_of(world: JudgedWorld) -> list[str]:
     """The lines that a run with a sink would have written."""
     lines: list[str] = []
@@ -82,7 +88,7 @@ def log_of(world: JudgedWorld) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("seed", [0, 7, 8, 12, 17, 19, 28, 38, 59, 223, 499, 3185])
+@pytest.mark.parametrize("seed", [0, 7, 8, 10, 12, 14, 17, 19, 27, 28, 38, 44, 59, 223, 499, 3185])
 def test_an_event_log_replays(seed: int) -> None:
     world = JudgedWorld(draw(seed))
     world.run()
