@@ -17,6 +17,8 @@ from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.open_source import is_stream, open_source
 from flowdp.data.source import Source
 from flowdp.engine.evaluation import EvaluationOptions
+from flowdp.machine.policies import ROUNDS
+from flowdp.network.team import Team
 from flowdp.observe.callbacks import Callback
 from flowdp.options import (
     CadenceOptions,
@@ -43,6 +45,8 @@ class RunConfig:
     """Settings of a run: arguments of a `Trainer`, checked, and what follows from them.
 
     Attributes:
+        devices: Devices of this machine.
+        team: The ranks of all machines.
         metrics: Metrics of the evaluation as they were given, each with a name; None: none.
         limit: Part of each epoch that is trained; None: all.
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
@@ -54,6 +58,7 @@ class RunConfig:
     """
 
     devices: tuple[torch.device, ...]
+    team: Team
     replica: ReplicaConfig
     dataset: DatasetOption
     reading: ReadingOptions
@@ -79,8 +84,8 @@ class RunConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.devices)
+        """Number of ranks of all machines."""
+        return self.team.world_size
 
     @property
     def sizes(self) -> Sizes:
@@ -92,6 +97,17 @@ class RunConfig:
         """The outer step behind each mean; None: the means are plain ones, or one device takes none."""
         is_plain = self.outer is None or self.outer.is_plain or self.world_size == 1
         return None if is_plain else self.outer
+
+    @property
+    def alone(self) -> RunConfig:
+        """The same on this machine's devices alone, for forwards without a run."""
+        return replace(self, team=Team((len(self.devices),)))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether means of all machines travel while the machines train on."""
+        team = self.team
+        return team.is_spread and team.options.overlap and ROUNDS[self.replica.policy].shares == "steps"
 
     @property
     def forward_size(self) -> int:
@@ -124,7 +140,9 @@ class RunConfig:
             shares_batches=self.sizes.window is not None,
             seed=self.replica.seed,
             epochs=self.epochs,
-            world_size=self.world_size,
+            world_size=len(self.devices),
+            machine=self.team.index,
+            machines=len(self.team.sizes),
             start=start,
             keeps=self.failures.on_failure == "continue",
             limit=self.limit,
@@ -145,7 +163,9 @@ class RunConfig:
             batch_size=self.forward_size,
             collate_fn=self.reading.collate_fn,
             num_workers=self.reading.num_workers,
-            world_size=self.world_size,
+            world_size=len(self.devices),
+            machine=self.team.index,
+            machines=len(self.team.sizes),
             limit=self._trained_samples if is_overfitted else Limit(self.evaluation.limit_batches),
         )
 

@@ -44,7 +44,7 @@ def validate(config: RunConfig, state: StateOption | None) -> dict[str, float | 
     if config.evaluation is None:
         raise OptionError("validate() needs the dataset to evaluate on: give Trainer(evaluation=...)")
     replicas = _replicas(config, state)
-    evaluator = open_evaluator(config)
+    evaluator = open_evaluator(config.alone)
     assert evaluator is not None
 
     def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Any:
@@ -79,7 +79,7 @@ def predict(
         batch_size=batch_size or config.forward_size,
         collate_fn=config.reading.collate_fn,
         num_workers=config.reading.num_workers,
-        world_size=config.world_size,
+        world_size=len(config.devices),
         name="predict",
     )
     batches = SharedBatches(source)
@@ -98,7 +98,7 @@ def open_evaluator(config: RunConfig) -> Evaluator | None:
     source = config.open_evaluation()
     if source is None or config.evaluation is None:
         return None
-    return Evaluator(source, config.evaluation.step, rank_metrics(config.metrics, config.world_size))
+    return Evaluator(source, config.evaluation.step, rank_metrics(config.metrics, len(config.devices)))
 
 
 def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
@@ -122,7 +122,7 @@ def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
         return
     is_less = isinstance(options.limit_batches, int) and options.limit_batches < options.sanity_check
     few = options if is_less else replace(options, limit_batches=options.sanity_check)
-    evaluator = open_evaluator(replace(config, evaluation=few))
+    evaluator = open_evaluator(replace(config.alone, evaluation=few))
     assert evaluator is not None
 
     def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> bool:

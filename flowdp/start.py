@@ -11,15 +11,17 @@ from pathlib import Path
 
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
-from flowdp.checkpoint.resume import Resumed, find
+from flowdp.checkpoint.resume import Resumed, find, shared_start
 from flowdp.checkpoint.writer import Saver
 from flowdp.checks import check_checkpoints
 from flowdp.config import RunConfig
+from flowdp.data.identity import check_identities
 from flowdp.data.open_source import dataset_length, loader_order
 from flowdp.data.source import Source
 from flowdp.device.discovery import device_names, nvml_uuid
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.engine import Engine
+from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.event_file import EventFile
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
@@ -29,6 +31,7 @@ from flowdp.engine.sigterm import SigtermStop, check_sigterm
 from flowdp.inference import open_evaluator, try_evaluation
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
+from flowdp.network.machines import Machines
 from flowdp.observe.banner import tell_devices
 from flowdp.observe.bar import ProgressBar
 from flowdp.observe.callbacks import step_callbacks
@@ -84,13 +87,16 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
     if config.tells_devices:
         tell_devices(config.devices)
     check_free(config.devices)
-    folder = open_folder(config, undo)
-    resumed = find_start(config, folder)
+    team = config.team
+    folder = open_folder(config, undo) if team.leads else None
+    resumed = find_start(config, folder) if team.leads else None
+    if team.machines is not None:
+        resumed = shared_start(resumed, team.machines)
     evaluator = open_evaluator(config)
     fresh = config.open_source() if resumed is None else None
     # A resumed run has been checked, and draws the numbers of a run that was never interrupted.
     checks_loss = config.replica.checks_loss and resumed is None
-    replicas = build_replicas(replace(config.replica, checks_loss=checks_loss), config.devices)
+    replicas = build_replicas(replace(config.replica, checks_loss=checks_loss), config.devices, team)
     described = _fingerprint(config, replicas[0])
     settings = run_settings(config, replicas[0])
     if fresh is not None:
@@ -100,15 +106,19 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         rates = replicas[0].learning_rate
         entered, source = resumed.enter(described, config.epochs, config.max_steps, rates, config.open_source)
         resumed = entered.watching(config.watched, config.restores_best)
-        resumed.put_back(replicas)
+        resumed.put_back(replicas, team.ranks)
         log.info("going on from %s: step %d", resumed, resumed.position.global_step)
     check_checkpoints(config.checkpoint, source)
+    if team.machines is not None:
+        _check_data(team.machines, source, evaluator)
     if resumed is None:
         try_evaluation(config, replicas)
     total_steps = config.total_steps(source.batches)
-    bar = _bar(config, source, resumed, total_steps)
-    callbacks = config.callbacks if bar is None else (bar, *config.callbacks)
-    if isinstance(config.timeline, Path):
+    bar = _bar(config, source, resumed, total_steps) if team.leads else None
+    # Callbacks and files belong to the machine that leads.
+    own_callbacks = config.callbacks if team.leads else ()
+    callbacks = own_callbacks if bar is None else (bar, *own_callbacks)
+    if isinstance(config.timeline, Path) and team.leads:
         callbacks = (*callbacks, TimelineFile(config.timeline))
     records = Records(() if resumed is None else resumed.history)
     failures = Failures()
@@ -116,7 +126,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
     saver = Saver(
         folder,
         described,
-        records.add if config.has_checkpoint_listeners else None,
+        records.add if config.has_checkpoint_listeners and team.leads else None,
         requests.fail,
         best=None if resumed is None else resumed.best,
         evaluates=evaluator is not None,
@@ -133,14 +143,14 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             saver=saver,
             evaluator=evaluator,
             fingerprint=described,
-            event_file=_open_event_file(config, records, undo),
+            event_file=_open_event_file(config, records, undo) if team.leads else None,
             sigterm=_open_sigterm(config, requests, undo),
-            step_callbacks=step_callbacks(config.callbacks),
+            step_callbacks=step_callbacks(own_callbacks),
             close_observer=observer.close,
             timeline=_open_timeline(config),
         )
         plan = _plan(config, source, replicas, resumed)
-        engine = Engine(plan, replicas, services, config.failures, config.runtime, config.outer_step)
+        engine = Engine(plan, replicas, services, config.failures, config.runtime, config.outer_step, team)
         undo.callback(engine.take_back)
         if resumed is not None:
             resumed.put_back_momentum(replicas)
@@ -227,6 +237,13 @@ def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = T
     )
 
 
+def _check_data(machines: Machines, source: Source, evaluator: Evaluator | None) -> None:
+    """Check that all machines have opened the same datasets."""
+    check_identities(machines.gather(source.identity()), machines.names)
+    if evaluator is not None:
+        check_identities(machines.gather(evaluator.source.identity()), machines.names, "evaluation's dataset")
+
+
 def _bar(
     config: RunConfig, source: Source, resumed: Resumed | None, total_steps: int | None
 ) -> ProgressBar | None:
@@ -277,7 +294,9 @@ def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:
     )
 
 
-def _global_batch(sizes: Sizes, source: Source, replicas: Sequence[Replica]) -> GlobalBatch | None:
+def _global_batch(
+    sizes: Sizes, source: Source, replicas: Sequence[Replica], *, is_spread: bool
+) -> GlobalBatch | None:
     if sizes.window is None or source.samples is None:
         return None
     first = replicas[0]
@@ -286,7 +305,7 @@ def _global_batch(sizes: Sizes, source: Source, replicas: Sequence[Replica]) -> 
         source.samples,
         first.least,
         sizes.parts if first.meets else None,
-        may_be_alone=not first.meets and not any(replica.lane.is_async for replica in replicas),
+        may_be_alone=not is_spread and not first.meets and not any(one.lane.is_async for one in replicas),
     )
 
 
@@ -304,9 +323,12 @@ def _plan(
         cadence=config.cadence,
         ratios=config.ratios,
         wait_for_metric=first.learning_rate.waits_for_metric,
-        global_batch=_global_batch(sizes, source, replicas),
+        global_batch=_global_batch(sizes, source, replicas, is_spread=config.team.is_spread),
         groups=sizes.groups,
         tasks=barrier_plan(config, resumed, inside=source.can_resume_inside and source.unseeded is None),
         on_failure=config.failures.on_failure,
         start=None if resumed is None else resumed.position,
+        machines=config.team.sizes if config.team.is_spread else (),
+        inner_rounds=config.team.options.rounds if config.team.is_spread else 1,
+        overlaps=config.overlaps,
     )

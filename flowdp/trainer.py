@@ -30,7 +30,6 @@ from flowdp.checks import (
 )
 from flowdp.config import DatasetOption, RunConfig
 from flowdp.description import describe_run
-from flowdp.device.discovery import resolve_devices
 from flowdp.engine.evaluation import EvaluationOptions, check_evaluation, check_judged
 from flowdp.engine.metrics import check_metrics
 from flowdp.engine.predictor import PredictStep
@@ -43,6 +42,7 @@ from flowdp.options import (
     CadenceOptions,
     CheckpointOptions,
     FailureOptions,
+    MachineOptions,
     OuterOptions,
     Policy,
     Precision,
@@ -59,6 +59,7 @@ from flowdp.replica.replica import LossOption
 from flowdp.result import TrainedState
 from flowdp.run import Run
 from flowdp.start import check_run, start_run
+from flowdp.team_options import check_team, find_team
 from flowdp.validators import check_int, one_of
 
 __all__ = ["Trainer"]
@@ -150,8 +151,12 @@ class Trainer:
         reading: Shuffling, collation and worker processes; not beside a DataLoader, which has its own.
         failures: Errors, stalls and NaNs: which of them end the run.
         runtime: Use of devices and process: backend, fixed shares, captured steps, SIGTERM.
+        machines: True: where a launcher (torchrun, Slurm, Ray Train) has started this script on several
+            machines, all of them train one run: each process has its own `devices`, and every one makes the
+            same Trainer. `MachineOptions` for the means between them; False: this process trains alone.
 
     Raises:
+        CollectiveError: Another machine of the job was lost, or does not make this Trainer.
         OptionError: An argument is wrong. The datasets are opened, and checked, by `start()` or `check()`.
 
     Threads:
@@ -194,21 +199,23 @@ class Trainer:
         reading: ReadingOptions | None = None,
         failures: FailureOptions | None = None,
         runtime: RuntimeOptions | None = None,
+        machines: bool | MachineOptions = True,
     ) -> None:
         one_of("policy", policy, Policy)
         one_of("precision", precision, Precision)
         max_ms = check_length(epochs, max_steps, max_time)
         check_model_and_optimizer(model, optimizer)
-        runtime, chosen = check_record("runtime", runtime, RuntimeOptions), resolve_devices(devices)
-        given, policy = policy, policy_of(policy, len(chosen), dataset, train_step)
+        runtime = check_record("runtime", runtime, RuntimeOptions)
+        chosen, team = find_team(devices, machines)
+        given, policy = policy, policy_of(policy, team.world_size, dataset, train_step)
         check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
         check_clipping(max_grad_norm, max_grad_value)
         check_int("seed", seed, least=0)
         check_backend(runtime.backend, policy, chosen)
-        ratios = check_ratios(runtime.partition_ratios, policy, len(chosen))
-        failures = check_failures(failures, policy, len(chosen))
+        ratios = check_ratios(runtime.partition_ratios, policy, team.world_size)
+        failures = check_failures(failures, policy, team.world_size)
         sizes = plan_sizes(
-            dataset, batch_size, per_device_batch_size, gradient_accumulation_steps, policy, len(chosen)
+            dataset, batch_size, per_device_batch_size, gradient_accumulation_steps, policy, team.world_size
         )
         sizes.check_end(max_steps)
         listed = check_callbacks(callbacks)
@@ -222,10 +229,11 @@ class Trainer:
         check_judged(options, judges=monitor is not None or (save is not None and save.keep_best is not None))
         reading = check_record("reading", reading, ReadingOptions)
         limit = check_limits(limit_batches, overfit_batches, fast_dev_run, sizes, reading)
-        rounds = check_cadence(cadence, given, len(chosen))
+        rounds = check_cadence(cadence, given, team.world_size)
         outer = check_outer(outer, given, rounds, runtime.backend, chosen)
         config = RunConfig(
             devices=chosen,
+            team=team,
             replica=ReplicaConfig(
                 model=model,
                 optimizer=optimizer,
@@ -267,6 +275,7 @@ class Trainer:
             tells_devices=progress is not False,
             timeline=check_timeline(timeline),
         )
+        check_team(config)
         self.config = config.as_dev_run() if fast_dev_run else config
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -18,6 +18,7 @@ from flowdp.checkpoint.rank_state import of_rank, restore, restore_momentum
 from flowdp.checkpoint.weights import Weights
 from flowdp.data.source import Source
 from flowdp.errors import CheckpointError, OptionError
+from flowdp.network.machines import Machines
 from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Best
 from flowdp.policy.tally import EpochMetrics
@@ -26,7 +27,7 @@ from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.replica import Replica
 
-__all__ = ["Resumed", "StopPosition", "find"]
+__all__ = ["Resumed", "StopPosition", "find", "shared_start"]
 
 ANEW = "the epoch in which the given state stood begins anew: %s"
 
@@ -257,8 +258,12 @@ class Resumed:
             return self
         return replace(self, best=None, position=replace(self.position, best=Best()))
 
-    def put_back(self, replicas: Sequence[Replica]) -> None:
+    def put_back(self, replicas: Sequence[Replica], ranks: Sequence[int] | None = None) -> None:
         """Restore newly built replicas.
+
+        Args:
+            replicas: Those of this machine.
+            ranks: Their ranks; None: from 0 on.
 
         A rank takes the state of the rank of its number; where there are more ranks than before, they begin
         with those of the first ones. Under exact all begin with that of rank 0.
@@ -266,7 +271,7 @@ class Resumed:
         Raises:
             CheckpointError: Models, optimizers or schedulers are others.
         """
-        for rank, replica in enumerate(replicas):
+        for rank, replica in zip(range(len(replicas)) if ranks is None else ranks, replicas, strict=True):
             kept = of_rank(self.ranks, rank)
             if isinstance(replica, ExactReplica):  # all take one step together, so from one state
                 kept |= {name: self.ranks[0][name] for name in ("optimizers", "scaler", "learning_rate")}
@@ -318,6 +323,19 @@ def find(resume: bool | str | PathLike[str], folder: CheckpointFolder | None) ->
     if folder is not None:
         _check_own(folder, None if found is None else found[0])
     return None if found is None else _resumed(*found, folder, searched)
+
+
+def shared_start(resumed: Resumed | None, machines: Machines) -> Resumed | None:
+    """The state that machine 0 has found, on all machines: the others need not see its files.
+
+    Raises:
+        CollectiveError: A machine was lost.
+    """
+    if resumed is not None:
+        # Of the files before it the others know nothing, so that none can take another one by itself.
+        resumed = replace(resumed, older=iter(()))
+    shared: Resumed | None = machines.share(resumed)
+    return shared
 
 
 def _older(path: Path, folder: CheckpointFolder | None, searched: CheckpointFolder) -> Iterator[Resumed]:

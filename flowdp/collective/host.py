@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import sqrt
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -19,102 +17,23 @@ from torch import Tensor
 from flowdp.collective.base import (
     NOTHING,
     Averaging,
-    BlockMean,
     Judge,
     Reading,
     is_held,
-    relative_drift,
     unjudged,
 )
+from flowdp.collective.machines_mean import MachinesMean
+from flowdp.collective.memory_mean import MemoryMean
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.collective.outer import OuterMomentum
-from flowdp.device.flat_parameters import Flat, FlatTensors
+from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import ProtocolError
+from flowdp.network.team import Team
 from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Outcome
 
-__all__ = ["SMALL", "HostMean", "MemoryMean"]
-
-SMALL = 1 << 18
-"""Elements of a replica up to which one thread reduces alone. With two replicas of 100,000 float32 that takes
-32 us a round instead of 46, with 400,000 as long, with a million it is slower (2 cores)."""
-
-
-class MemoryMean:
-    """Averages memories of the host, by the last arrival or by all members together.
-
-    All members get the same bits, independent of speed and of the reducing rank.
-
-    Args:
-        flats: The layout that all memories have; they themselves may lie elsewhere.
-        memories: One list per rank. A rank's may be filled later, before its first round.
-        meet: `meet(rank)` returns when all members of the round have called it and raises when the round
-            was given up: the second meeting at the gate.
-        outer: Outer step of the parameters, one for all ranks: each reduces, and moves, a part of its own.
-    """
-
-    def __init__(
-        self,
-        flats: Sequence[Flat],
-        memories: Sequence[Sequence[Tensor]],
-        meet: Callable[[int], None],
-        outer: OuterMomentum | None = None,
-    ) -> None:
-        self._outer = outer
-        self._flats = flats
-        self._memories = memories
-        self._meet = meet
-        self.is_small = sum(flat.memory.numel() for flat in flats) <= SMALL
-        # The range that each rank reduces, cut anew when the members change.
-        self._parts: list[tuple[Sequence[int], BlockMean] | None] = [None] * len(memories)
-        # Squares of each member's part. A row is written before the meeting and read behind it; no rank
-        # writes again before all readers have entered the gate of the next round.
-        self._squares: list[Tensor | None] = [None] * len(memories)
-        self._launch_ms = 0.0
-
-    def launch(self, outcome: Outcome) -> None:
-        """Reduce a small model; see `Collective.launch`."""
-        if self.is_small and is_held(outcome):
-            start = perf_counter()
-            self._squares[outcome.members[0]] = self._reduce(outcome.members[0], outcome, alone=True)
-            self._launch_ms = (perf_counter() - start) * 1e3
-
-    def average(self, rank: int, outcome: Outcome) -> Averaging:
-        """Reduce this rank's part of a large model, and wait for the others'.
-
-        Raises:
-            CollectiveAborted: The round was given up meanwhile.
-
-        Threads: worker `rank`, in a round that is held.
-        """
-        if self.is_small:
-            sync_ms, reducers = self._launch_ms, outcome.members[:1]
-        else:
-            start = perf_counter()
-            self._squares[rank] = self._reduce(rank, outcome, alone=False)
-            sync_ms, reducers = (perf_counter() - start) * 1e3, outcome.members
-            self._meet(rank)
-        drift = norm = None
-        if outcome.drift and outcome.samples[rank]:
-            rows = [row.tolist() for reducer in reducers if (row := self._squares[reducer]) is not None]
-            own = outcome.members.index(rank)
-            mean_square = sum(row[-1] for row in rows)
-            drift, norm = relative_drift(sum(row[own] for row in rows), mean_square), sqrt(mean_square)
-        return Averaging(sync_ms, drift, norm)
-
-    def _reduce(self, rank: int, outcome: Outcome, *, alone: bool) -> Tensor | None:
-        members = outcome.members
-        known = self._parts[rank]
-        if known is None or known[0] != members:
-            memories = [self._memories[member] for member in members]
-            part, parts = (0, 1) if alone else (members.index(rank), len(members))
-            host = torch.device("cpu")
-            mean = BlockMean(
-                self._flats, memories, memories, device=host, part=part, parts=parts, outer=self._outer
-            )
-            known = self._parts[rank] = (members, mean)
-        return known[1].reduce([outcome.samples[member] for member in members], drift=outcome.drift)
+__all__ = ["HostMean"]
 
 
 class _Copies:
@@ -131,7 +50,8 @@ class HostMean:
 
     Memory: one pinned copy of the replica per CUDA rank, made before its first round and kept. Replicas on
     the CPU are averaged in place. `meet` is as in `MemoryMean`. With `outer` the means have an outer step,
-    and all ranks one state for it, in the host's memory.
+    and all ranks one state for it, in the host's memory. With a `team` on several machines the means are of
+    all of them; indices of ranks are those of this machine then, outcomes are of all.
 
     Raises:
         OptionError: The replicas differ in structure.
@@ -145,6 +65,9 @@ class HostMean:
         lanes: Sequence[Lane],
         meet: Callable[[int], None],
         outer: OuterOptions | None = None,
+        team: Team | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
         for replica in replicas:
             replica.check_like(replicas[0])
@@ -161,6 +84,17 @@ class HostMean:
         ]
         state = self.outer[0] if self.outer else None
         self._mean = MemoryMean(replicas[0].flats, self._memories, meet, state)
+        self._of_all: MachinesMean | None = None
+        if team is not None and team.is_spread:
+            self._mean = self._of_all = MachinesMean(
+                replicas[0].flats,
+                self._memories,
+                meet,
+                state,
+                team,
+                is_difference=isinstance(replicas[0], FlatReplica),
+                overlaps=overlaps,
+            )
         self._ready = [lane.event() for lane in lanes]
         self._copies = [[_Copies(lane) for _ in range(ROUNDS)] for lane in lanes]
         self._rounds = [0] * len(replicas)  # prepared, of each rank
@@ -210,6 +144,19 @@ class HostMean:
             return replace(averaging, sync_ms=averaging.sync_ms + copied_ms)
 
         return read
+
+    def settle(self, rank: int) -> None:
+        """Bring the mean of all machines that is on its way into this rank's replica; see `Settle`.
+
+        Threads: worker `rank`, all of this machine at one barrier.
+        """
+        assert self._of_all is not None
+        self._of_all.settle()
+        replica, lane = self._replicas[rank], self._lanes[rank]
+        if lane.is_async:
+            _copy(lane, self._memories[rank], replica.memories, self._copies[rank][0].up)
+            lane.compute.wait_event(self._copies[rank][0].up[1])
+        replica.scatter()
 
     def abort(self) -> None:
         """Nothing hangs here but workers in `meet`, which the gate releases."""

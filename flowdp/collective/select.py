@@ -19,6 +19,7 @@ from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import Lane
 from flowdp.errors import CollectiveError
 from flowdp.machine.policies import ROUNDS
+from flowdp.network.team import Team
 from flowdp.options import Backend, LoopBackend, OuterOptions, Policy
 from flowdp.threads.shield import interrupts_held
 
@@ -84,6 +85,9 @@ def open_collective(
     meet: Callable[[int], None],
     hung: Callable[[CollectiveError], object],
     outer: OuterOptions | None = None,
+    team: Team | None = None,
+    *,
+    overlaps: bool = False,
 ) -> Collective:
     """The collective of a run.
 
@@ -95,6 +99,9 @@ def open_collective(
         meet: The second meeting at the gate, for collectives whose members work together on the host.
         hung: Called, on another thread, when a round does not end on the devices, just before it is aborted.
         outer: Outer step behind each mean; None: there is none. It begins at the parameters that are there.
+        team: The ranks of all machines, where there are several: the means are taken in the hosts' memory.
+            None: these replicas are all.
+        overlaps: Their means travel while the machines train on.
 
     Raises:
         CollectiveError: backend="nccl" was asked for and does not work here.
@@ -103,6 +110,8 @@ def open_collective(
     Threads:
         The one that starts the run, before any other thread of it exists.
     """
+    if team is not None and team.is_spread:
+        return HostMean(replicas, lanes, meet, outer, team, overlaps=overlaps)
     path = choose_path(backend, policy, [lane.device for lane in lanes])
     if path.backend == "nccl":
         try:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from flowdp.checks import check_loop_backend
 from flowdp.collective.base import arithmetic
 from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm, taking_part
-from flowdp.collective.host import SMALL
 from flowdp.collective.local_group import group_lanes
+from flowdp.collective.memory_mean import SMALL
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import Op, flat_view, reduce_all, split_equally, write_back

@@ -38,10 +38,15 @@ class Touched:
 
     Threads:
         `put`: each rank's own, once a round, before the gate. `union`, `any_weighted`: any, behind it.
+
+    Args:
+        world_size: Ranks of this machine.
+        travels: Whether other machines are to know, too: then it goes with the gradients, as numbers.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, travels: bool = False) -> None:
         self.world_size = world_size
+        self.travels = travels
         self._rows: list[list[tuple[Sequence[bool], bool]]] = [[((), False)] * world_size for _ in range(2)]
 
     def put(self, rank: int, turn: int, touched: Sequence[bool], is_weighted: bool) -> None:
@@ -160,7 +165,9 @@ class SharedGradients(FlatGradients, FlatTensors):
     """One rank's gradients and buffers, and the weight of its losses, as the flat memory that ranks average.
 
     The buffers follow the gradients, as copies. The ranks tell each other on the host which parameters their
-    backward has touched, before they meet: one that no rank touched has no gradient at the step.
+    backward has touched, before they meet: one that no rank touched has no gradient at the step. Those of
+    other machines tell by a number for each parameter, behind the weight: its mean is not zero where a rank
+    that counts has touched it.
 
     Attributes:
         rank: Rank of the replica.
@@ -181,8 +188,10 @@ class SharedGradients(FlatGradients, FlatTensors):
         self._turn = 0
         self._specs = replica._specs
         device = replica.flats[0].memory.device
-        extra = torch.zeros(ALIGNMENT // torch.float64.itemsize, dtype=torch.float64, device=device)
+        told = len(list(replica.parameters())) if touched.travels else 0
+        extra = torch.zeros(ALIGNMENT // torch.float64.itemsize + told, dtype=torch.float64, device=device)
         self.weight = extra[0]
+        self._told = extra[1 : told + 2]  # whether losses name a weight, and each parameter's
         self.is_weighted = False
         super().__init__(replica)
         twins = [Flat(home, flat.split) for flat, home in zip(replica.flats, self.homes, strict=True)]
@@ -196,7 +205,11 @@ class SharedGradients(FlatGradients, FlatTensors):
     def gather(self) -> None:
         """Copy in buffers, and gradients outside of flat memory; mark touched parameters. See `collect`."""
         self._turn += 1
-        self._touched.put(self.rank, self._turn, self.collect(), self.is_weighted)
+        touched = self.collect()
+        if self._touched.travels:
+            self._told.copy_(torch.tensor([self.is_weighted, *touched], dtype=torch.float64))
+        else:
+            self._touched.put(self.rank, self._turn, touched, self.is_weighted)
         self._replica.gather()
         for theirs, mine in self._buffers():
             mine.copy_(theirs)
@@ -209,8 +222,13 @@ class SharedGradients(FlatGradients, FlatTensors):
 
     def settle(self, members: Sequence[int]) -> list[bool]:
         """Divide the mean by the weight, as one device would; returns which parameters any rank touched."""
-        self._divide(is_weighted=self._touched.any_weighted(self._turn, members))
-        return self._touched.union(self._turn, members)
+        if self._touched.travels:
+            is_weighted, *touched = map(bool, self._told.tolist())
+        else:
+            is_weighted = self._touched.any_weighted(self._turn, members)
+            touched = self._touched.union(self._turn, members)
+        self._divide(is_weighted=is_weighted)
+        return touched
 
     def settle_alone(self) -> list[bool]:
         """Divide this rank's own sum by its weight; returns which parameters it touched."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from flowdp.checkpoint.rank_state import capture
+from flowdp.checkpoint.rank_state import capture, restore
 from flowdp.checkpoint.writer import Saver
 from flowdp.engine.evaluation import Evaluator
+from flowdp.engine.services import MeetingPoint
 from flowdp.errors import ProtocolError
+from flowdp.network.team import Team
 from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,
@@ -16,6 +19,7 @@ from flowdp.protocol.messages import (
     ReplicaCopied,
     SaveState,
     Settle,
+    Settled,
     StateSaved,
 )
 from flowdp.replica.replica import Replica
@@ -25,6 +29,15 @@ __all__ = ["BarrierTasks"]
 
 class BarrierTasks:
     """Executor of one rank's barrier tasks: those for which it has a saver and an evaluator.
+
+    Args:
+        replica: Replica of the rank.
+        replicas: Replicas of all ranks of its machine.
+        saver: Takes its saved states.
+        evaluator: Evaluates its replica.
+        rank: Rank index.
+        index: Its place among the ranks of its machine; None: its rank.
+        meeting: Where the ranks, and the machines, meet.
 
     Threads:
         The worker of the rank.
@@ -37,12 +50,17 @@ class BarrierTasks:
         saver: Saver | None,
         evaluator: Evaluator | None,
         rank: int,
+        index: int | None = None,
+        meeting: MeetingPoint | None = None,
     ) -> None:
         self._replica = replica
         self._replicas = replicas
         self._saver = saver
         self._evaluator = evaluator
         self._rank = rank
+        self._index = rank if index is None else index
+        self._settle = None if meeting is None else meeting.settle
+        self._team = None if meeting is None else meeting.team
 
     def name(self, task: BarrierTask) -> str:
         """Describe a task for messages."""
@@ -60,7 +78,7 @@ class BarrierTasks:
 
     def serve(
         self, task: BarrierTask, wait: Callable[[], bool], moved: Callable[[], None]
-    ) -> Evaluated | StateSaved | ReplicaCopied:
+    ) -> Evaluated | StateSaved | ReplicaCopied | Settled:
         """Execute a task and return the answer to the coordinator.
 
         Args:
@@ -74,12 +92,29 @@ class BarrierTasks:
         match task:
             case Evaluate() if self._evaluator is not None:
                 with self._replica.evaluated_weights():
-                    return self._evaluator.run(self._rank, self._replica, wait, moved)
+                    found = self._evaluator.run(self._index, self._replica, wait, moved)
+                return replace(found, rank=self._rank)
             case SaveState() if self._saver is not None:
                 self._saver.put(self._rank, capture(self._replica, shared=task.model == self._rank))
                 return StateSaved(self._rank)
-            case CopyReplica():
-                self._replica.copy_from(self._replicas[task.donor])
+            case CopyReplica(receiver=None):
+                donor = task.donor - self._rank + self._index
+                self._replica.copy_from(self._replicas[donor])
                 self._replica.lane.drain()  # the donor may train on as soon as the coordinator hears
                 return ReplicaCopied(self._rank)
+            case CopyReplica(donor, int(receiver)) if self._team is not None:
+                self._copy_between(self._team, donor, receiver)
+                return ReplicaCopied(self._rank)
+            case Settle() if self._settle is not None:
+                self._settle(self._index)
+                return Settled(self._rank)
         raise ProtocolError(f"rank {self._rank} cannot do {task}")
+
+    def _copy_between(self, team: Team, donor: int, receiver: int) -> None:
+        """Copy a replica to a rank of another machine."""
+        assert team.machines is not None
+        if self._rank == donor:
+            team.machines.send(capture(self._replica, shared=True)(), team.machine_of(receiver))
+            return
+        state = team.machines.receive(team.machine_of(donor))
+        restore(self._replica, state, state["model"], state["buffers"], state["ema"])

@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.engine.diagnostics import Diagnostics
+from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Postbox
 from flowdp.engine.services import MeetingPoint, Services
-from flowdp.engine.worker_thread import Mail
 from flowdp.errors import CollectiveError, FlowdpError, OptionError, ProtocolError
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.event_log import EventLog
@@ -60,21 +60,23 @@ class CoordinatorShell:
     """The body of the coordinator thread.
 
     After a failure the collective is aborted when ranks do not leave: one may hang in a kernel of it.
-    `closing` is called last, when every thread has ended.
+    `closing` is called last, when every thread has ended. With a `link` there are other machines: this is the
+    thread of the one that leads, or of one that follows.
     """
 
     def __init__(
         self,
-        machine: Coordinator,
+        machine: Coordinator | Follower,
         services: Services,
         meeting: MeetingPoint,
         *,
         event_log: EventLog,
-        workers: Sequence[Inbox[Mail]],
+        workers: Mapping[int, Postbox],
         threads: Sequence[threading.Thread],
         watch: StallWatch,
         diagnostics: Diagnostics,
         closing: Callable[[], None],
+        link: LeaderLink | FollowerLink | None = None,
     ) -> None:
         self.machine = machine
         self.event_log = event_log
@@ -82,6 +84,7 @@ class CoordinatorShell:
         self._gate, self._collective = meeting.gate, meeting.collective
         self._snapshots = meeting.snapshots
         self._workers = workers
+        self._link = link
         self._threads = threads
         self._source, self._evaluator = services.source, services.evaluator
         self._saver = services.saver
@@ -141,6 +144,8 @@ class CoordinatorShell:
         self.event_log.take(fact, now_ms, commands)
         for command in commands:
             self._obey(command)
+            if self._link is not None:
+                self._link.relay(command)
             if self._timeline is not None:
                 self._timeline.note(command)
         if isinstance(fact, Requested):
@@ -205,7 +210,7 @@ class CoordinatorShell:
                 self._records.add(command.metrics)
                 log.info("%s", command.metrics)
             case Direct():
-                self._gate.direct(command.directives)
+                (self._gate if self._link is None else self._link).direct(command.directives)
             case AbortGate():
                 self._gate.abort(command.reason)
                 self._failing_ms = self._now_ms() + GRACE_MS
@@ -251,7 +256,7 @@ class CoordinatorShell:
             )
         reason = self._failures.add(error)
         self._gate.abort(reason)
-        for worker in self._workers:
+        for worker in self._workers.values():
             with suppress(ProtocolError):  # one that is gone reads nothing
                 worker.post(Abort(reason))
 

@@ -14,6 +14,7 @@ from typing import Any
 from flowdp.checkpoint.resume import StopPosition
 from flowdp.checkpoint.writer import CapturedState
 from flowdp.collective.async_mean import SnapshotMean
+from flowdp.collective.host import HostMean
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
 from flowdp.device.compiled import make_room
@@ -25,6 +26,7 @@ from flowdp.device.streams import Lane
 from flowdp.engine import active_runs
 from flowdp.engine.coordinator_thread import CoordinatorShell
 from flowdp.engine.diagnostics import Diagnostics, Progress
+from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Postbox
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail, Worker
 from flowdp.errors import FlowdpError
@@ -32,6 +34,7 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog
 from flowdp.machine.policies import ROUNDS
+from flowdp.network.team import Team
 from flowdp.options import Backend, FailureOptions, OuterOptions, RuntimeOptions
 from flowdp.policy.efficiency import EfficiencyReport, RankTimes, efficiency_of
 from flowdp.policy.stall import StallWatch
@@ -75,8 +78,10 @@ class Engine:
         failures: FailureOptions,
         runtime: RuntimeOptions,
         outer: OuterOptions | None = None,
+        team: Team | None = None,
     ) -> None:
         self.config = config
+        self.team = Team((config.world_size,)) if team is None else team
         self.replicas = replicas
         self.records, self.failures, self.saver = services.records, services.failures, services.saver
         self._requests = services.requests
@@ -100,8 +105,8 @@ class Engine:
         self.begun_s = 0.0
         self.latch = Latch()
         self._letting_go = threading.RLock()  # several threads may join; finalizers may, inside of it
-        self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in range(config.world_size)]
-        make_room(config.world_size)
+        self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in self.team.ranks]
+        make_room(len(replicas))
         try:
             self._build(services, failures, runtime.backend, outer)
         except BaseException:
@@ -115,13 +120,15 @@ class Engine:
         backend: Backend,
         outer: OuterOptions | None,
     ) -> None:
-        config = self.config
+        config, ranks = self.config, self.team.ranks
         lanes = [replica.lane for replica in self.replicas]
+        inboxes = dict(zip(ranks, self._inboxes, strict=True))
+        self._link = self._open_link(inboxes)
         meeting = self._open_meeting(backend, lanes, outer)
         self._feeds = open_feeds(
             self._source,
             lanes,
-            held=list(config.groups or (1,) * config.world_size),
+            held=[(config.groups or (1,) * config.world_size)[rank] for rank in ranks],
             rows=_rows(config),
             spans=() if services.timeline is None else services.timeline.ranks,
         )
@@ -139,13 +146,14 @@ class Engine:
                 self.replicas,
                 services,
                 meeting,
-                feed=self._feeds[rank],
-                inbox=self._inboxes[rank],
-                pool=pools[rank],
+                index=index,
+                feed=self._feeds[index],
+                inbox=self._inboxes[index],
+                pool=pools[index],
                 failures=failures,
                 global_step=config.start.global_step if config.start is not None else 0,
             )
-            for rank in range(config.world_size)
+            for index, rank in enumerate(ranks)
         ]
         self._threads = [
             threading.Thread(  # in the settings of this one: torch.compile's belong to a thread
@@ -156,9 +164,15 @@ class Engine:
             )
             for worker in self.workers
         ]
-        machine = Coordinator(config)
-        file = services.event_file
-        self.event_log = EventLog(machine, None if file is None else file.write)
+        coordinator, file = Coordinator(config), services.event_file
+        self.event_log = EventLog(coordinator, None if file is None else file.write)
+        machine: Coordinator | Follower = coordinator
+        postboxes: dict[int, Postbox] = {**inboxes}
+        if isinstance(self._link, LeaderLink):
+            others = (rank for rank in range(config.world_size) if rank not in ranks)
+            postboxes |= {rank: self._link.postbox(rank) for rank in others}
+        elif self._link is not None:
+            machine = Follower(config, ranks, self._link.send)
         diagnostics = Diagnostics(
             self.workers,
             meeting.gate,
@@ -175,11 +189,12 @@ class Engine:
             services,
             meeting,
             event_log=self.event_log,
-            workers=self._inboxes,
+            workers=postboxes,
             threads=self._threads,
             watch=StallWatch(None if timeout_s is None else timeout_s * 1e3),
             diagnostics=diagnostics,
             closing=self._settings.close,
+            link=self._link,
         )
         # The thread holds this engine, not only its shell: a run whose `Run` was dropped must be found at the
         # end of the process.
@@ -187,21 +202,47 @@ class Engine:
             target=partial(self._run, shell), name="flowdp-coordinator", daemon=True
         )
 
+    def _open_link(self, inboxes: Mapping[int, Postbox]) -> LeaderLink | FollowerLink | None:
+        """Open the links to the other machines; None: there are none."""
+        if not self.team.is_spread:
+            return None
+        link: LeaderLink | FollowerLink
+        if self.team.leads:
+            link = LeaderLink(self.team, self._requests, self.failures)
+        else:
+            link = FollowerLink(self.team, self._requests, self.failures, inboxes)
+        self._settings.callback(link.close)
+        return link
+
     def _open_meeting(
         self, backend: Backend, lanes: Sequence[Lane], outer: OuterOptions | None
     ) -> MeetingPoint:
         config, averaged = self.config, [replica.averaged for replica in self.replicas]
         collective = open_collective(
-            backend, config.policy, averaged, lanes, lambda rank: gate.finish(rank), self._failed, outer
+            backend,
+            config.policy,
+            averaged,
+            lanes,
+            lambda index: gate.finish(self.team.ranks[index]),
+            self._failed,
+            outer,
+            self.team,
+            overlaps=config.overlaps,
         )
         self._settings.callback(collective.close)
         self._settings.callback(self.close)
-        gate = Gate(config.world_size, collective.launch)
+        link = self._link
+        gate = Gate(config.world_size, collective.launch, None if link is None else link.ask, self.team.ranks)
+        if link is not None:
+            link.gate = gate
         is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
         snapshots = SnapshotMean(averaged, lanes, collective.outer) if is_async else None
         for replica, momentum in zip(self.replicas, collective.outer, strict=False):  # empty without outer
             replica.outer = momentum
-        return MeetingPoint(gate=gate, collective=collective, snapshots=snapshots)
+        settle = collective.settle if config.overlaps and isinstance(collective, HostMean) else None
+        return MeetingPoint(
+            gate=gate, collective=collective, snapshots=snapshots, settle=settle, team=self.team
+        )
 
     def start(self) -> None:
         """Start all threads; they wait for `begin`. After an error, or without that, `take_back` ends them.
@@ -228,6 +269,8 @@ class Engine:
         for feed, inbox in zip(self._feeds, self._inboxes, strict=True):
             feed.start(partial(_notify, inbox))
         self.saver.start()
+        if self._link is not None:
+            self._link.start()
         for thread in (*self._threads, self._coordinator):
             thread.start()
 
@@ -380,7 +423,8 @@ class Engine:
         evaluator = self._evaluator
         readers = [*self._read_by(), *([] if evaluator is None else evaluator.source.threads())]
         writer = [] if self.saver.thread is None else [self.saver.thread]
-        return [*self._threads, self._coordinator, *readers, *writer]
+        links = [] if self._link is None else self._link.threads()
+        return [*self._threads, self._coordinator, *readers, *writer, *links]
 
     def report(self, headline: str, events: int) -> str:
         """Describe ranks, threads and the last events in many lines."""

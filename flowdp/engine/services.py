@@ -19,6 +19,7 @@ from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.sigterm import SigtermStop
+from flowdp.network.team import Team
 from flowdp.threads.gate import Gate
 from flowdp.timeline.timeline import Timeline
 
@@ -62,8 +63,13 @@ class MeetingPoint:
         gate: Gate at which all ranks meet.
         collective: Averages at the gate.
         snapshots: Averages while the ranks train on; None where the policy has no such rounds.
+        settle: Brings the mean of all machines that is on its way into a replica of this machine, by its
+            place here; None where none ever is.
+        team: The ranks of all machines.
     """
 
     gate: Gate
     collective: Collective
     snapshots: SnapshotMean | None = None
+    settle: Callable[[int], None] | None = None
+    team: Team | None = None

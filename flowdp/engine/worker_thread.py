@@ -55,6 +55,7 @@ from flowdp.protocol.messages import (
     Order,
     Outcome,
     SaveState,
+    Settle,
     SnapshotReady,
     StepsDone,
     SyncAck,
@@ -68,7 +69,12 @@ __all__ = ["Mail", "Worker"]
 
 Mail = Order | BatchReady
 
-ACTIVITIES = {Evaluate: Activity.EVALUATE, SaveState: Activity.SAVE, CopyReplica: Activity.HEAL}
+ACTIVITIES = {
+    Evaluate: Activity.EVALUATE,
+    SaveState: Activity.SAVE,
+    CopyReplica: Activity.HEAL,
+    Settle: Activity.AVERAGE,
+}
 """Use of the time of each barrier task."""
 
 CAPTURED_BY = 16
@@ -80,12 +86,13 @@ class Worker:
 
     Args:
         rank: Index of the rank.
-        replicas: Replicas of all ranks: one with NaN or infinite parameters copies a healthy one.
+        replicas: Replicas of all ranks here: one with NaN or infinite parameters copies a healthy one.
         services: Objects that the threads of the run share.
         meeting: Gate, collective and snapshots.
         feed: Brings this rank's batches to its device.
         inbox: Inbox of this thread.
         pool: Chooses the size of this thread's OpenMP pool.
+        index: Place of this rank among those of its machine; None: its rank.
         failures: Whether the others continue where this rank fails by itself, and whether NaNs are errors.
         global_step: Steps of all ranks before the run begins.
 
@@ -108,11 +115,13 @@ class Worker:
         feed: Feed,
         inbox: Inbox[Mail],
         pool: PoolSize,
+        index: int | None = None,
         failures: FailureOptions | None = None,
         global_step: int = 0,
     ) -> None:
         options = FailureOptions() if failures is None else failures
-        replica, source, collective = replicas[rank], services.source, meeting.collective
+        self._index = index = rank if index is None else index
+        replica, source, collective = replicas[index], services.source, meeting.collective
         self.moves = 0
         self.longest_ms = 0.0
         self.awaited: tuple[int, int] | None = None
@@ -121,7 +130,9 @@ class Worker:
         self.has_left = False
         self._times = RankTimes()
         self._begun_s = self._left_s = 0.0
-        self._tasks = BarrierTasks(replica, replicas, services.saver, services.evaluator, rank)
+        self._tasks = BarrierTasks(
+            replica, replicas, services.saver, services.evaluator, rank, index, meeting
+        )
         self._goes_on = options.on_failure == "continue"
         self._is_bound = False  # the other ranks wait for this one
         self.rank = rank
@@ -137,7 +148,7 @@ class Worker:
         self.machine = WorkerMachine(rank, global_step, is_late=is_late)
         with self._lane.on(self._lane.compute):
             self._meter = open_meter(self._lane)
-        self._meter.spans = None if services.timeline is None else services.timeline.ranks[rank]
+        self._meter.spans = None if services.timeline is None else services.timeline.ranks[index]
         if replica.turn is not None:
             replica.turn.ahead_s = self._meter.ahead_s
         self.current = worker_context.CurrentWorker(
@@ -198,7 +209,7 @@ class Worker:
             explained = self._place.explain(cause, self.task)
             is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
             if is_alone:
-                self._batcher.lose(self.rank)
+                self._batcher.lose(self._index)
                 with suppress(Exception):  # a dead device tells nothing more
                     self._meter.settle()  # acknowledgments that wait for it
             take = self._failures.hold if is_alone else self._failures.add
@@ -346,14 +357,14 @@ class Worker:
         self._meter.meet()
         try:
             self._numbers.read()  # the verdict on the round before
-            self._collective.prepare(self.rank, self._numbers.judge)
+            self._collective.prepare(self._index, self._numbers.judge)
             self._numbers.decide()
             self._is_bound = True
             outcome = self._gate.enter(self.machine.judged(action.arrival))
             if action.arrival.alone:
                 reading = self._take_over(outcome)
             else:
-                reading = self._collective.average(self.rank, outcome)
+                reading = self._collective.average(self._index, outcome)
         except CollectiveAborted:
             # Another rank failed, and the coordinator knows: its order to leave is on its way.
             self._await_leave()
@@ -365,11 +376,13 @@ class Worker:
         elif outcome.lr is not None:
             self._set_lr(outcome.lr, outcome.global_step)
         self.moves += 1
+        order = self.machine.order
+        has_inner = order is not None and order.sync is not None and order.sync.inner
         done = self.machine.met(outcome)
         self._batcher.settle()
         self._is_bound = False
         if done is not None:
-            self._close(done, outcome)
+            self._close(done, outcome, has_inner=has_inner)
         self._numbers.met()
 
     def _take_over(self, outcome: Outcome) -> Reading:
@@ -385,8 +398,8 @@ class Worker:
         averaging = Averaging((perf_counter() - start_s) * 1e3, None)
         return lambda: averaging
 
-    def _close(self, done: Done, outcome: Outcome | None = None) -> None:
-        """Close an order, with a mean or without one."""
+    def _close(self, done: Done, outcome: Outcome | None = None, *, has_inner: bool = False) -> None:
+        """Close an order, with a mean or without one; `has_inner`: only the last was of all machines."""
         self._tell_feed()
         numbers, checksum = self._numbers, None
         bad, verdict, lr = numbers.bad, numbers.verdict, self.current.lr
@@ -421,6 +434,7 @@ class Worker:
                     None if checksum is None else checksum(),
                     mean.norm,
                     bad=late is not None,
+                    inner_ms=sums.sync_ms - mean.sync_ms if has_inner else 0.0,
                 )
             )
 
@@ -494,7 +508,7 @@ class Worker:
     def _put_snapshot(self, action: Snapshot) -> None:
         assert self._snapshots is not None
         start_s = perf_counter()
-        self._snapshots.take(self.rank, action.round)
+        self._snapshots.take(self._index, action.round)
         self._meter.averaged(start_s)
         self._numbers.judge()
         self._meter.send()
@@ -510,7 +524,7 @@ class Worker:
     def _apply(self, action: Apply) -> None:
         assert self._snapshots is not None
         start_s = perf_counter()
-        self._snapshots.apply(self.rank, action.round, action.steps)
+        self._snapshots.apply(self._index, action.round, action.steps)
         self._meter.averaged(start_s)
         self._fit_feed()
         self.current.round = action.round

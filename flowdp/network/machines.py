@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from flowdp.errors import CollectiveError, OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["Machines", "find_machines"]
+__all__ = ["Machines", "Pending", "Reduction", "find_machines"]
 
 Reduction = Literal["sum", "max"]
 
@@ -28,6 +29,20 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of the environment by which torchrun, and launchers like it, describe a job."""
+
+
+SUM = "a sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A reduction over all machines that is on its way.
+
+    Attributes:
+        wait: Returns when it is done; raises `CollectiveError` where a machine was lost.
+    """
+
+    wait: Callable[[], None]
 
 
 class Machines:
@@ -122,18 +137,34 @@ class Machines:
         Raises:
             CollectiveError: A machine was lost, or does not come.
         """
+        self.begin(tensors, operations).wait()
 
-        def work() -> None:
+    def begin(self, tensors: Sequence[Tensor], operations: Sequence[Reduction] = ()) -> Pending:
+        """Begin a reduction as `reduce` does, and return before it is done.
+
+        The tensors are not to be touched until `Pending.wait` has returned; raises the same.
+        """
+        works: list[dist.Work] = []
+
+        def begin() -> None:
             chosen = operations or ("sum",) * len(tensors)
-            pending = [
-                dist.all_reduce(tensor, OPERATIONS[operation], group=self.group, async_op=True)
-                for tensor, operation in zip(tensors, chosen, strict=True)
-            ]
-            for one in pending:
-                if one is not None:
-                    one.wait()
+            for tensor, operation in zip(tensors, chosen, strict=True):
+                work = dist.all_reduce(tensor, OPERATIONS[operation], group=self.group, async_op=True)
+                assert work is not None
+                works.append(work)
 
-        self._call("a sum", work)
+        self._call(SUM, begin)
+        return Pending(lambda: self._call(SUM, lambda: [work.wait() for work in works]))
+
+    def send(self, value: Any, machine: int) -> None:
+        """Send a value to one other machine, which calls `receive`."""
+        self._call("sending a value", lambda: dist.send_object_list([value], machine, group=self.group))
+
+    def receive(self, machine: int) -> Any:
+        """Receive the value that another machine sends."""
+        box: list[Any] = [None]
+        self._call("receiving a value", lambda: dist.recv_object_list(box, machine, group=self.group))
+        return box[0]
 
     def close(self) -> None:
         """Give the groups back; a second call does nothing."""

@@ -26,6 +26,7 @@ from flowdp.device.streams import Lane, open_lanes
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.modules.whole_batch import check_dense, check_embeddings
+from flowdp.network.team import Team
 from flowdp.options import CaptureOptions, Policy, Precision
 from flowdp.policy.schedule import lr_factor
 from flowdp.replica.batch_sizes import Sizes
@@ -40,6 +41,7 @@ from flowdp.replica.factories import (
     build_models,
     build_optimizers,
     check_closure,
+    equal_machines,
     equal_start,
     seed_devices,
     several_optimizers,
@@ -85,23 +87,35 @@ class ReplicaConfig:
     checks_loss: bool = False
 
 
-def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> list[Replica]:
+def build_replicas(
+    config: ReplicaConfig, devices: Sequence[torch.device], team: Team | None = None
+) -> list[Replica]:
     """Build one replica per device.
 
+    Args:
+        config: Settings of the replicas of all ranks.
+        devices: Devices of this machine.
+        team: The ranks of all machines, which begin with the weights of the first one; None: these are all.
+
     Raises:
-        OptionError: The factories' results cannot be used.
+        CollectiveError: A machine was lost.
+        OptionError: The factories' results cannot be used, or those of another machine are others.
 
     Threads:
         The user's, where all factories are called.
     """
+    team = Team((len(devices),)) if team is None else team
+    world_size = team.world_size
     lanes = open_lanes(devices)
     modules = build_models(config.model, lanes)
     check_sync_batch_norm(modules, config.policy, devices)
     averages = ROUNDS[config.policy].averages
     if averages == "gradients":
-        check_embeddings(modules[0], "policy='exact'", is_shared=len(devices) > 1)
+        check_embeddings(modules[0], "policy='exact'", is_shared=world_size > 1)
     flats = equal_start(modules, lanes)
-    is_cut = len(devices) > 1 or (config.sizes.window or 0) > max(config.sizes.parts, default=0)
+    if team.machines is not None:
+        equal_machines(modules, lanes, team.machines)
+    is_cut = world_size > 1 or (config.sizes.window or 0) > max(config.sizes.parts, default=0)
     if averages == "gradients" and is_cut and min_part_size(plain_layers(modules[0])) > 1:
         log.warning(
             "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
@@ -118,30 +132,36 @@ def build_replicas(config: ReplicaConfig, devices: Sequence[torch.device]) -> li
     if config.capture is not None:
         captures = capture_steps(modules, functions, config.capture)
     meets = averages == "gradients" and bool(SharedStatistics(modules[0]))
+    if meets and team.is_spread:
+        raise OptionError(
+            "SyncBatchNorm takes statistics of the devices of one machine, and this run has "
+            f"{len(team.sizes)} machines: use GroupNorm or LayerNorm, or plain BatchNorm, whose statistics "
+            "are those of each micro-batch"
+        )
     turns = open_turns(len(lanes), meets=meets, captures=config.capture is not None)
-    factor = lr_factor(config.scheduler.lr_scaling, len(lanes))
-    touched, groups = Touched(len(lanes)), WindowGroups(lanes)
+    factor = lr_factor(config.scheduler.lr_scaling, world_size)
+    touched, groups = Touched(len(lanes), travels=team.is_spread), WindowGroups(lanes)
     replicas = []
-    for rank, lane in enumerate(lanes):
+    for index, (rank, lane) in enumerate(zip(team.ranks, lanes, strict=True)):
         with lane.on(lane.compute):
             parts = ReplicaParts(
-                module=modules[rank],
-                flat=flats[rank],
-                optimizers=optimizers[rank],
-                learning_rate=LearningRate(optimizers[rank], config.scheduler, factor),
+                module=modules[index],
+                flat=flats[index],
+                optimizers=optimizers[index],
+                learning_rate=LearningRate(optimizers[index], config.scheduler, factor),
                 lane=lane,
                 precision=config.precision,
                 max_grad_norm=config.max_grad_norm,
                 max_grad_value=config.max_grad_value,
                 ema_decay=config.ema_decay,
                 width=config.sizes.widths[rank],
-                caches_casts=len(lanes) == 1,
-                shares_generator=shares[rank],
-                turn=None if turns is None else turns.ranks[rank],
-                capture=captures[rank],
+                caches_casts=world_size == 1,
+                shares_generator=shares[index],
+                turn=None if turns is None else turns.ranks[index],
+                capture=captures[index],
             )
-            replicas.append(_replica(config, parts, functions[rank], touched, groups))
-    seed_devices(devices, config.seed)
+            replicas.append(_replica(config, rank, parts, functions[index], touched, groups))
+    seed_devices(devices, config.seed, team.index)
     if config.repeats:
         warn_of_draws(devices, uses_compile(modules[0], functions[0]))
     advice = None if replicas[0].steps_flat else slow_optimizer(all_of(replicas[0].optimizers)[0])
@@ -187,6 +207,7 @@ def _function(config: ReplicaConfig, lane: Lane) -> Callable[..., Any]:
 
 def _replica(
     config: ReplicaConfig,
+    rank: int,
     parts: ReplicaParts,
     function: Callable[..., Any],
     touched: Touched,
@@ -196,9 +217,9 @@ def _replica(
         return CustomStepReplica(parts, config.train_step)
     if ROUNDS[config.policy].averages != "gradients":
         return Replica(parts, function)
-    size, checks = config.sizes.parts[parts.flat.rank], config.checks_loss
+    size, checks = config.sizes.parts[rank], config.checks_loss
     seed = config.seed if config.repeats else None
-    if touched.world_size == 1:
+    if len(config.sizes.parts) == 1:
         return LoneReplica(parts, function, size=size, seed=seed, checks=checks)
     check_dense(all_of(parts.optimizers)[0])
     return ExactReplica(parts, function, size=size, touched=touched, groups=groups, seed=seed, checks=checks)

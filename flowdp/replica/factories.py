@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowdp.device.flat_parameters import FlatReplica
@@ -24,6 +24,7 @@ from flowdp.errors import OptionError
 from flowdp.modules.copying import CopyError, copy_module
 from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import kept_in_eval, start_training
+from flowdp.network.machines import Machines
 from flowdp.replica.optimizer_rebuild import check_factory, rebuild
 
 __all__ = [
@@ -184,6 +185,33 @@ def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> list[Fla
     return replicas
 
 
+def equal_machines(modules: Sequence[nn.Module], lanes: Sequence[Lane], machines: Machines) -> None:
+    """Give the replicas of all machines the values of the first one's, frozen parameters included.
+
+    Raises:
+        CollectiveError: A machine was lost.
+        OptionError: The model of another machine has another structure.
+    """
+    structures = machines.gather(structure(modules[0]))
+    remedy = "the script must build the same model on every machine"
+    for name, own in zip(machines.names, structures, strict=True):
+        check_same(own, structures[0], f"on {name}", f"on {machines.names[0]}", remedy)
+    with lanes[0].on(lanes[0].compute), torch.no_grad():
+        values = [tensor.to("cpu", copy=True).contiguous() for tensor in _values(modules[0])]
+    # Bytes: not every dtype travels, and none is to be changed on the way.
+    machines.spread([value.reshape(-1).view(torch.uint8) for value in values if value.numel()])
+    for module, lane in zip(modules, lanes, strict=True):
+        with lane.on(lane.compute), torch.no_grad():
+            for tensor, value in zip(_values(module), values, strict=True):
+                tensor.copy_(value)
+        lane.drain()
+
+
+def _values(module: nn.Module) -> list[Tensor]:
+    """All parameters and buffers of a module."""
+    return [*module.parameters(), *module.buffers()]
+
+
 def _restore_chunks(module: nn.Module) -> None:
     """Give recurrent layers on CUDA their weights back in the one chunk that cuDNN wants.
 
@@ -286,7 +314,7 @@ def check_closure(optimizer: Optimizer) -> None:
         )
 
 
-def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
+def seed_devices(devices: Sequence[torch.device], seed: int, machine: int = 0) -> None:
     """Seed the generator of every CUDA device, for dropout and the like; each differently.
 
     The CPU's generator belongs to the process, and the user.
@@ -294,10 +322,13 @@ def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
     Args:
         devices: One per rank. Ranks that share a device share its generator.
         seed: Seed of the run.
+        machine: Number of this machine, of several.
     """
     for place, device in enumerate(dict.fromkeys(devices)):
         if device.type == "cuda":
-            state = np.random.SeedSequence(seed, spawn_key=(place,)).generate_state(1, np.uint64)
+            state = np.random.SeedSequence(
+                seed, spawn_key=(place, machine) if machine else (place,)
+            ).generate_state(1, np.uint64)
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(int(state[0]))
 

@@ -7,6 +7,9 @@ Guarantees:
 - The launch runs outside the lock, so an abort never waits for it.
 
 Not `threading.Barrier`: its abort tells ranks different things about one round, and it cannot lose a member.
+Where a run has ranks on several machines, each machine has a gate for its own, and the gate of all ranks is
+asked for the outcome: the last arrival here asks and waits, and `conclude` brings the answer.
+
 Waiting is one lock per rank used as a binary semaphore: it is released once by the thread that takes the rank
 out of the set of waiting ranks, under the gate's lock, so a release can be neither lost nor doubled.
 """
@@ -14,11 +17,11 @@ out of the set of waiting ranks, under the gate's lock, so a release can be neit
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flowdp.errors import CollectiveAborted
-from flowdp.machine.gate import GateState
+from flowdp.machine.gate import GateState, PartState
 from flowdp.policy.formats import format_error
 from flowdp.protocol.messages import Arrival, Directives, Outcome
 
@@ -45,27 +48,41 @@ class Gate:
     """A meeting of all ranks, twice a round: `enter` decides, `finish` ends it.
 
     Threads:
-        `enter`, `finish`: the rank's own. `direct`, `leave`, `waiting`, `abort`: any.
+        `enter`, `finish`: the rank's own. `direct`, `leave`, `waiting`, `abort`, `conclude`: any.
         `retire`: any, when no rank comes any more.
 
     Args:
-        world_size: Ranks.
+        world_size: Ranks of the run.
         launch: Called by the last arrival with the outcome, before any rank is released; an error of it
             makes the round an error for all.
+        ask: Where the run has several machines: called by the last arrival with those of this machine, to
+            have the round decided by the gate of all. Must not block; `conclude` brings the answer.
+        ranks: Those of this machine, then.
     """
 
-    def __init__(self, world_size: int, launch: Callable[[Outcome], None] | None = None) -> None:
-        self._state = GateState(world_size)
+    def __init__(
+        self,
+        world_size: int,
+        launch: Callable[[Outcome], None] | None = None,
+        ask: Callable[[tuple[Arrival, ...]], None] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        here = range(world_size) if ranks is None else ranks
+        self._part = None if ask is None else PartState(here, world_size)
+        self._state = GateState(world_size) if self._part is None else self._part
         self._launch = launch
+        self._ask = ask
+        self._asking: int | None = None  # the rank that waits for the gate of all
+        self._answer: Outcome | None = None  # and the answer to it
         self._lock = threading.Lock()  # serialises every change of the state and of the two waiting sets
         self._inside: set[int] = set()  # wait for the outcome
         self._unfinished: set[int] = set()  # of the decided round, not yet in finish
         self._finishing: set[int] = set()  # wait for the rest in finish
         self._held = 0  # rounds that every member finished
         self._decided = -1  # number of the newest round that was decided
-        self._outcome: list[Outcome | None] = [None] * world_size
-        self._wake = [threading.Lock() for _ in range(world_size)]
-        for wake in self._wake:
+        self._outcome: dict[int, Outcome | None] = dict.fromkeys(here)
+        self._wake = {rank: threading.Lock() for rank in here}
+        for wake in self._wake.values():
             wake.acquire()
 
     def enter(self, arrival: Arrival) -> Outcome:
@@ -75,20 +92,43 @@ class Gate:
             CollectiveAborted: The gate was aborted before the round was published.
         """
         rank = arrival.rank
+        asked: tuple[Arrival, ...] = ()
         with self._lock:
             outcome = self._state.enter(arrival)
-            if outcome is None:
-                self._inside.add(rank)
-            else:
+            if outcome is not None:
                 self._decided = outcome.round
+            else:
+                self._inside.add(rank)
+                if self._part is not None and (asked := self._part.gathered):
+                    self._asking = rank
+        if asked and self._ask is not None:
+            self._ask(asked)
         if outcome is None:
             self._wake[rank].acquire()
-        else:
+            if asked:
+                outcome, self._answer = self._answer, None
+        if outcome is not None:
             self._publish(outcome)
         mine, self._outcome[rank] = self._outcome[rank], None
         if mine is None:
             raise CollectiveAborted(self._state.error or "the gate was aborted")
         return mine
+
+    def conclude(self, outcome: Outcome) -> None:
+        """Take the outcome of the gate of all ranks; one that comes behind an abort changes nothing.
+
+        Raises:
+            ProtocolError: No rank here waits for it.
+        """
+        with self._lock:
+            if self._part is None or self._part.error is not None:
+                return
+            self._part.conclude(outcome)
+            asking, self._asking = self._asking, None
+            assert asking is not None  # the last of the arrivals that were concluded
+            self._answer, self._decided = outcome, outcome.round
+            self._inside.discard(asking)
+            self._wake[asking].release()
 
     def finish(self, rank: int) -> None:
         """Wait until every member of the round has called this: its part of the averaging is done.

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from flowdp.collective import base, host
+from flowdp.collective import base, memory_mean
 from flowdp.collective.base import Averaging
-from flowdp.collective.host import HostMean, MemoryMean
+from flowdp.collective.host import HostMean
+from flowdp.collective.memory_mean import MemoryMean
 from flowdp.device.flat_gradients import SharedGradients, Touched
 from flowdp.device.flat_parameters import Flat, FlatReplica
 from flowdp.device.streams import QUIET, Lane, open_lanes
@@ -42,7 +43,7 @@ def model(seed: int) -> nn.Module:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to reduce: by the last arrival, as for small models, and by all members."""
     if request.param == "together":
-        monkeypatch.setattr(host, "SMALL", 0)
+        monkeypatch.setattr(memory_mean, "SMALL", 0)
     return request.param
 
 
@@ -347,7 +348,7 @@ def test_the_time_is_that_of_both_copies_and_the_mean(world):
 
 
 def test_an_abort_releases_who_waits_for_the_others(monkeypatch):
-    monkeypatch.setattr(host, "SMALL", 0)
+    monkeypatch.setattr(memory_mean, "SMALL", 0)
     world = FakeWorld(host_mean, (0, 1))
 
     def body(rank: int) -> object:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowdp.collective import base, host
+from flowdp.collective import base, memory_mean
 from flowdp.collective.base import NOTHING
 from flowdp.collective.nccl import NcclMean
 from flowdp.collective.on_streams import ROUNDS
@@ -42,7 +42,7 @@ def device_sums(monkeypatch):
 def world(request, monkeypatch) -> FakeWorld:
     make, cards = WAYS[request.param]
     if request.param == "host, all members":
-        monkeypatch.setattr(host, "SMALL", 0)
+        monkeypatch.setattr(memory_mean, "SMALL", 0)
     world = FakeWorld(make, cards)
     world.way = WAYS[request.param]
     if make is host_mean:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective import base, host, outer
+from flowdp.collective import base, memory_mean, outer
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.host import HostMean
 from flowdp.collective.outer import OuterMomentum
@@ -90,7 +90,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(base, "BLOCK", 256)
     monkeypatch.setattr(base, "_adds_on_host", lambda device: False)
     if request.param == "host, all members":
-        monkeypatch.setattr(host, "SMALL", 0)
+        monkeypatch.setattr(memory_mean, "SMALL", 0)
     return str(request.param)
 
 

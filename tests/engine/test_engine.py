@@ -168,7 +168,15 @@ def test_a_collective_that_hangs_on_the_devices_ends_the_run(
     made: list[FakeNccl] = []
 
     def collective(
-        _: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any, outer: Any
+        _: Any,
+        policy: Any,
+        replicas: Any,
+        lanes: Any,
+        meet: Any,
+        hung: Any,
+        outer: Any,
+        *_team: Any,
+        **_on: Any,
     ) -> NcclMean:
         made.append(FakeNccl(lanes[0].cuda, lanes))
         mean = NcclMean(replicas, lanes, made[0], hung, outer)

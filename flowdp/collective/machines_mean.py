@@ -1,0 +1,291 @@
+"""The mean of the replicas of several machines, in the memory of their hosts.
+
+Each machine reduces its own replicas, and the results are summed by `torch.distributed`, each times the part
+of its machine in all samples. The last arrival does all of it while the others stand in the gate.
+
+With overlap the sum of round k travels while the machines train round k + 1. With `sent`, what a machine gave
+away in round k, and `mean_k`, which has come when round k + 1 ends::
+
+    parameters = parameters + (mean_k - sent)
+
+So nothing of round k + 1 is lost, and the machines stay one round apart from each other. Buffers do not
+travel then: each machine has its own until `settle`, which makes all replicas equal.
+
+Source: the delayed averaging of DaSGD (Zhou et al. 2020, arXiv:2006.00441) and of streaming DiLoCo (Douillard
+et al. 2025, arXiv:2501.18512).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from flowdp.collective.base import Averaging, BlockMean, arithmetic, is_held, relative_drift
+from flowdp.collective.memory_mean import MemoryMean
+from flowdp.collective.outer import OuterMomentum
+from flowdp.device.flat_parameters import Flat
+from flowdp.network.machines import Pending, Reduction
+from flowdp.network.team import Team
+from flowdp.protocol.messages import Outcome
+
+__all__ = ["MachinesMean"]
+
+SUMMED = {torch.uint8, torch.int8, torch.int32, torch.int64}
+"""Integer dtypes that gloo reduces; others travel as int64."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """A part of a mean on its way.
+
+    Attributes:
+        part: The part of this machine's mean, into which that of all comes.
+        tensor: The tensor that travels for it; the part itself where dtypes agree.
+        operation: Reduction over the machines.
+        is_trained: It holds parameters, which travel in every round.
+        base: Parameters after the last mean, where differences from it travel.
+    """
+
+    part: Tensor
+    tensor: Tensor
+    operation: Reduction
+    is_trained: bool = False
+    base: Tensor | None = None
+
+    def arrive(self) -> None:
+        """Take over the mean of all, now that it is there."""
+        if self.tensor is not self.part:
+            self.part.copy_(self.tensor)
+        if self.base is not None:
+            self.base.copy_(self.part.add_(self.base))
+
+
+class MachinesMean(MemoryMean):
+    """Averages the memories of all machines; inner rounds those of this machine alone.
+
+    All machines get the same bits. Float buffers travel as float64, so that a constant table comes out as it
+    went in. Memory: one replica more, in the dtype that `arithmetic` says; with overlap two, and one where
+    parameters travel in bfloat16.
+
+    Args:
+        flats: The layout that all memories have.
+        memories: One list for each rank of this machine.
+        meet: As of `MemoryMean`.
+        outer: Outer step of the parameters, after the mean of all machines.
+        team: The ranks of all machines. Their order is that of the outcomes.
+        is_difference: What is averaged are parameters, so that in bfloat16 the differences from the last mean
+            travel; else gradients, which travel as they are.
+        overlaps: Means of parameters travel while the machines train on.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        memories: Sequence[Sequence[Tensor]],
+        meet: Callable[[int], None],
+        outer: OuterMomentum | None,
+        team: Team,
+        *,
+        is_difference: bool,
+        overlaps: bool = False,
+    ) -> None:
+        super().__init__(flats, memories, meet)
+        assert team.machines is not None
+        self._team, self._machines = team, team.machines
+        self._outer_step = outer
+        self._overlaps = overlaps
+        self._is_narrow = team.options.payload == "bf16"
+        self._means = [torch.empty_like(flat.memory, dtype=_wide(flat), device="cpu") for flat in flats]
+        self._bases = self._copies() if self._is_narrow and is_difference else None
+        self._given: list[Tensor] = self._copies() if overlaps else []
+        self._on_way: tuple[Pending, Sequence[_Sent], Outcome] | None = None
+        self._rest: Outcome | None = None  # of the last mean, whose buffers did not travel
+        self._settling = threading.Lock()  # the first rank that settles does it, the others wait
+        self._ours = BlockMean(flats, memories, [self._means], device=torch.device("cpu"))
+        self._taken = Averaging(0.0, None)
+        self._drifts: list[float | None] = [None] * len(memories)
+
+    def launch(self, outcome: Outcome) -> None:
+        """Reduce all machines' replicas; see `Collective.launch`."""
+        if outcome.inner:
+            super().launch(self._local(outcome))
+        elif is_held(outcome):
+            start = perf_counter()
+            norm = self._pass_on(outcome) if self._overlaps else self._take(outcome)
+            self._taken = Averaging((perf_counter() - start) * 1e3, None, norm)
+
+    def average(self, rank: int, outcome: Outcome) -> Averaging:
+        """Timing and drift of the mean, which the last arrival has taken; see `MemoryMean.average`."""
+        if outcome.inner:
+            return super().average(rank, self._local(outcome))
+        has_drift = outcome.drift and outcome.samples[self._team.ranks[rank]] > 0
+        return (
+            replace(self._taken, drift=self._drifts[rank]) if has_drift else replace(self._taken, norm=None)
+        )
+
+    def settle(self) -> None:
+        """Bring in the mean that is on its way, so that the replicas of all machines are equal.
+
+        Nothing was trained since its round. Every rank calls it; all machines do, at the same barrier.
+
+        Raises:
+            CollectiveError: A machine was lost.
+        """
+        with self._settling:
+            self._arrive(is_last=True)
+            outcome, self._rest = self._rest, None
+            if outcome is not None:
+                self._reduce_ours(outcome)
+                sent = [one for one in self._outgoing(self._weight(outcome)) if not one.is_trained]
+                self._machines.reduce([one.tensor for one in sent], [one.operation for one in sent])
+                for one in sent:
+                    one.arrive()
+                for memories in self._memories:
+                    for flat, memory, mean in zip(self._flats, memories, self._means, strict=True):
+                        first = 0 if flat.counts else flat.split
+                        memory[first:].copy_(mean[first:])
+
+    def _take(self, outcome: Outcome) -> float | None:
+        """Take the mean of all machines, and wait for it; returns its norm where the drift is measured."""
+        self._reduce_ours(outcome)
+        sent = list(self._outgoing(self._weight(outcome)))
+        self._machines.reduce([one.tensor for one in sent], [one.operation for one in sent])
+        for one in sent:
+            one.arrive()
+        norm = self._measure(self._memories, outcome) if outcome.drift else None
+        if self._outer_step is not None:
+            self._outer_step.step(self._means)
+        for memories in self._memories:
+            for memory, mean in zip(memories, self._means, strict=True):
+                memory.copy_(mean)
+        return norm
+
+    def _pass_on(self, outcome: Outcome) -> float | None:
+        """Bring in the mean of the round before, and send what this machine has now; see the module."""
+        norm = self._arrive(drift=outcome.drift)
+        self._reduce_ours(outcome)
+        for memories in (self._given, *self._memories):
+            for memory, mean in zip(memories, self._means, strict=True):
+                memory.copy_(mean)
+        sent = [one for one in self._outgoing(self._weight(outcome)) if one.is_trained]
+        pending = self._machines.begin([one.tensor for one in sent])
+        self._on_way, self._rest = (pending, sent, outcome), outcome
+        return norm
+
+    def _arrive(self, *, drift: bool = False, is_last: bool = False) -> float | None:
+        """Bring in the mean that is on its way; returns its norm where the drift is measured.
+
+        Args:
+            drift: Whether to measure the distance of what this machine gave from it.
+            is_last: Nothing was trained since, so the replicas become the mean, to the bit.
+        """
+        if self._on_way is None:
+            self._drifts = [None] * len(self._memories)
+            return None
+        pending, sent, outcome = self._on_way
+        self._on_way = None
+        pending.wait()
+        for one in sent:
+            one.arrive()
+        norm = self._measure([self._given] * len(self._memories), outcome) if drift else None
+        if self._outer_step is not None:
+            self._outer_step.step(self._means)
+        # A machine that gave nothing has no finite numbers that a difference could be added to.
+        replaces = is_last or not self._weight(outcome)
+        for memories in self._memories:
+            for flat, memory, mean, given in zip(
+                self._flats, memories, self._means, self._given, strict=True
+            ):
+                if flat.counts:
+                    continue
+                ours, theirs, old = (one[: flat.split] for one in (memory, mean, given))
+                if replaces:
+                    ours.copy_(theirs)
+                elif ours.dtype == theirs.dtype:
+                    ours.add_(theirs).sub_(old)
+                else:
+                    ours.copy_(ours.to(theirs.dtype).add_(theirs).sub_(old))
+        return norm
+
+    def _reduce_ours(self, outcome: Outcome) -> None:
+        """Reduce the replicas of this machine."""
+        weights = outcome.local_weights(self._team.ranks)
+        self._ours.reduce(weights if any(weights) else [1] * len(weights), drift=False)
+
+    def _weight(self, outcome: Outcome) -> float:
+        """Part of this machine in the mean of all."""
+        weights = outcome.weights
+        return sum(weights[rank] for rank in self._team.ranks) / sum(weights)
+
+    def _local(self, outcome: Outcome) -> Outcome:
+        """An outcome of this machine's ranks, by their places here."""
+        ranks = self._team.ranks
+        members = tuple(rank - ranks.start for rank in outcome.members)
+        return replace(outcome, members=members, samples=outcome.samples[ranks.start : ranks.stop])
+
+    def _outgoing(self, weight: float) -> Iterator[_Sent]:
+        """Make the parts of this machine's mean ready for their way, each times the weight of the machine."""
+        for index, (flat, mean) in enumerate(zip(self._flats, self._means, strict=True)):
+            if flat.counts:
+                yield _Sent(mean, mean if mean.dtype in SUMMED else mean.to(torch.int64), "max")
+                continue
+            parameters, buffers = mean[: flat.split], mean[flat.split :]
+            if len(parameters):
+                base = None if self._bases is None else self._bases[index][: flat.split]
+                yield self._outgoing_parameters(parameters, base, weight)
+            if len(buffers):
+                # NaN times 0 is NaN.
+                yield _Sent(buffers, buffers.double().mul_(weight) if weight else _zeros(buffers), "sum")
+
+    def _outgoing_parameters(self, mean: Tensor, base: Tensor | None, weight: float) -> _Sent:
+        is_narrow = self._is_narrow and mean.dtype == torch.float32
+        if not is_narrow:
+            base = None
+        if not weight:
+            mean.zero_()
+        elif base is not None:
+            mean.sub_(base).mul_(weight)
+        else:
+            mean.mul_(weight)
+        return _Sent(mean, mean.bfloat16() if is_narrow else mean, "sum", is_trained=True, base=base)
+
+    def _measure(self, memories: Sequence[Sequence[Tensor]], outcome: Outcome) -> float:
+        """Measure distances from the mean, for each rank of this machine; returns the norm of the mean."""
+        measured = [index for index, flat in enumerate(self._flats) if flat.is_measured and not flat.counts]
+        means = [self._means[index][: self._flats[index].split] for index in measured]
+        mean_square = sum(_square(mean) for mean in means)
+        for place, (rank, ours) in enumerate(zip(self._team.ranks, memories, strict=True)):
+            self._drifts[place] = None
+            if outcome.samples[rank]:
+                square = sum(
+                    _square(ours[index][: len(mean)].to(mean.dtype) - mean)
+                    for index, mean in zip(measured, means, strict=True)
+                )
+                self._drifts[place] = relative_drift(square, mean_square)
+        return sqrt(mean_square)
+
+    def _copies(self) -> list[Tensor]:
+        """Copies of the first rank's memory, in the dtypes of the means; all ranks begin alike."""
+        memories = self._memories[0] or [flat.memory for flat in self._flats]
+        return [memory.to(mean, copy=True) for memory, mean in zip(memories, self._means, strict=True)]
+
+
+def _wide(flat: Flat) -> torch.dtype:
+    """The dtype in which a flat is averaged; flags travel as numbers."""
+    if flat.counts:
+        return torch.uint8 if flat.memory.dtype == torch.bool else flat.memory.dtype
+    return arithmetic(flat.memory.dtype)
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.float64)
+
+
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 if tensor.numel() else 0.0

@@ -1,0 +1,307 @@
+"""Links between the machines of a run: orders, facts, and the gate of all ranks.
+
+Machine 0 leads: its coordinator decides for all ranks, and the gate of all ranks is there. The others follow:
+their coordinator threads pass facts on to it, and obey the commands that come back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flowdp.engine.failures import Failures
+from flowdp.engine.remote_error import RemoteError, sent_error
+from flowdp.engine.requests import Requests
+from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError
+from flowdp.machine.config import CoordinatorConfig
+from flowdp.machine.coordinator import Phase
+from flowdp.machine.gate import GateState
+from flowdp.network.channel import Channel
+from flowdp.network.team import Team
+from flowdp.protocol.commands import (
+    AbortGate,
+    Command,
+    CutEvaluation,
+    EpochEnded,
+    EvaluationEnded,
+    Finish,
+    Paused,
+    RoundEnded,
+    Send,
+)
+from flowdp.protocol.messages import (
+    Abort,
+    Arrival,
+    CheckpointWritten,
+    DataEnded,
+    Directives,
+    Exiting,
+    Fact,
+    Failed,
+    Order,
+    Outcome,
+    Tick,
+)
+from flowdp.threads.gate import Gate
+
+__all__ = ["Follower", "FollowerLink", "LeaderLink", "Postbox", "Relayed"]
+
+PASSED_ON = (AbortGate, CutEvaluation, RoundEnded, EpochEnded, EvaluationEnded, Paused, Finish)
+"""Commands that all machines obey; an order goes to the machine of its rank alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A command of the coordinator that leads, for the thread of one that follows."""
+
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class _Orphaned:
+    """The machine that leads is lost, so nothing more is decided."""
+
+    reason: str
+
+
+class Postbox(Protocol):
+    """Place for orders to a rank: its inbox, or a link to its machine."""
+
+    def post(self, message: Order, /) -> None:
+        """Put an order in; returns at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """Postbox of a rank on another machine."""
+
+    channel: Channel
+    machine: int
+    rank: int
+
+    def post(self, message: Order, /) -> None:
+        self.channel.send(self.machine, Send(self.rank, message))
+
+
+class LeaderLink:
+    """The links of machine 0 with all others, and the gate of all ranks.
+
+    Args:
+        team: The ranks of the run.
+        requests: Inbox of the coordinator.
+        failures: Failures of the run.
+
+    Attributes:
+        gate: Gate of this machine's ranks.
+
+    Threads:
+        Any, unless a method says otherwise.
+    """
+
+    gate: Gate
+
+    def __init__(self, team: Team, requests: Requests, failures: Failures) -> None:
+        assert team.machines is not None
+        self._team, self._machines = team, team.machines
+        self._post = requests.inbox.post
+        self._failures = failures
+        self._state = GateState(team.world_size)
+        self._lock = threading.Lock()  # serialises the gate of all ranks
+        self._origin: int | None = None  # the machine that has the first failure itself
+        self._channel = Channel(self._machines, self._received, self._lost)
+
+    def start(self) -> None:
+        """Start the threads of the links."""
+        self._channel.start()
+
+    def close(self) -> None:
+        """Send what is left, and wait until the others have closed, too."""
+        self._channel.close()
+
+    def threads(self) -> list[threading.Thread]:
+        """Threads of the links."""
+        return self._channel.threads()
+
+    def postbox(self, rank: int) -> Postbox:
+        """Place for orders to a rank of another machine."""
+        return _Remote(self._channel, self._team.machine_of(rank), rank)
+
+    def ask(self, arrivals: tuple[Arrival, ...]) -> None:
+        """Bring the arrivals of one machine to the gate of all; the last machine's decide the round.
+
+        Raises:
+            CollectiveAborted: The gate was aborted.
+            ProtocolError: The ranks mean different rounds.
+        """
+        with self._lock:
+            outcome = None
+            for arrival in arrivals:
+                outcome = self._state.enter(arrival)
+            if outcome is not None:
+                self._channel.tell_all(outcome)
+        if outcome is not None:
+            self.gate.conclude(outcome)
+
+    def direct(self, directives: Directives) -> None:
+        """Replace the directives of the next outcome of all machines; see `Gate.direct`."""
+        with self._lock:
+            self._state.direct(directives)
+
+    def relay(self, command: Command) -> None:
+        """Pass a command on that concerns all machines."""
+        if isinstance(command, AbortGate):
+            with self._lock:
+                self._state.abort(command.reason)
+            self._tell_failure()
+        if isinstance(command, PASSED_ON):
+            self._channel.tell_all(Relayed(command))
+
+    def _tell_failure(self) -> None:
+        """Tell the others the first error, which their runs end with; not the machine that had it."""
+        first = self._failures.first
+        if first is None:
+            return
+        for machine in range(1, self._machines.count):
+            if machine != self._origin:
+                self._channel.send(machine, sent_error(first, self._machines.names[0], self._origin is None))
+
+    def _received(self, machine: int, message: Any) -> None:
+        """Take a message of a follower; on the thread of its link."""
+        match message:
+            case tuple():
+                try:
+                    self.ask(message)
+                except CollectiveAborted:
+                    pass  # its own gate hears of it in a moment
+                except FlowdpError as error:
+                    self._post(Failed(self._failures.add(error)))
+            case RemoteError():
+                if self._failures.first is None:
+                    self._origin = machine
+                self._failures.add(message.error())
+            case _:
+                self._post(message)
+
+    def _lost(self, machine: int, error: CollectiveError) -> None:
+        """End the run: the ranks of a machine that is lost do nothing any more."""
+        self._post(Failed(self._failures.add(error), tuple(self._team.of(machine))))
+
+
+class FollowerLink:
+    """The link of a machine that follows with machine 0; see `LeaderLink`.
+
+    Args:
+        team: The ranks of the run.
+        requests: Inbox of the coordinator's thread here.
+        failures: Failures of the run, as far as they are known here.
+        inboxes: Inboxes of the ranks here.
+    """
+
+    gate: Gate
+
+    def __init__(
+        self, team: Team, requests: Requests, failures: Failures, inboxes: Mapping[int, Postbox]
+    ) -> None:
+        assert team.machines is not None
+        self._machines = team.machines
+        self._post: Callable[[Any], None] = requests.inbox.post
+        self._failures = failures
+        self._inboxes = inboxes
+        self._channel = Channel(self._machines, self._received, self._lost)
+
+    def start(self) -> None:
+        """Start the threads of the link."""
+        self._channel.start()
+
+    def close(self) -> None:
+        """Send what is left, and wait until machine 0 has closed, too."""
+        self._channel.close()
+
+    def threads(self) -> list[threading.Thread]:
+        """Threads of the link."""
+        return self._channel.threads()
+
+    def ask(self, arrivals: tuple[Arrival, ...]) -> None:
+        """Send the arrivals of this machine's ranks to the gate of all."""
+        self._channel.send(0, arrivals)
+
+    def direct(self, directives: Directives) -> None:
+        """Do nothing: directives stand at the gate of all."""
+
+    def relay(self, command: Command) -> None:
+        """Do nothing: commands come from machine 0."""
+
+    def send(self, fact: Fact) -> None:
+        """Send a fact to the coordinator, with the error itself where it tells of one."""
+        first = self._failures.first
+        if isinstance(fact, Exiting | Failed) and fact.error is not None and first is not None:
+            self._channel.send(0, sent_error(first, self._machines.names[self._machines.index], True))
+        self._channel.send(0, fact)
+
+    def _received(self, _machine: int, message: Any) -> None:
+        match message:
+            case Outcome():
+                self.gate.conclude(message)
+            case Send():
+                self._inboxes[message.rank].post(message.order)
+            case RemoteError():
+                self._failures.add(message.error())
+            case _:
+                self._post(message)
+
+    def _lost(self, _machine: int, error: CollectiveError) -> None:
+        self._post(_Orphaned(self._failures.add(error)))
+
+
+class Follower:
+    """The coordinator's place on a machine that follows: facts go to machine 0, and commands come from there.
+
+    It has the interface that a `CoordinatorShell` uses of a `Coordinator`. Where machine 0 is lost it ends
+    the run by itself.
+
+    Args:
+        config: The run.
+        ranks: Ranks of this machine.
+        send: Sends a fact to machine 0.
+    """
+
+    def __init__(self, config: CoordinatorConfig, ranks: range, send: Callable[[Fact], None]) -> None:
+        self.config = config
+        self.phase = Phase.RUNNING
+        self.global_step = 0 if config.start is None else config.start.global_step
+        self._ranks = ranks
+        self._send = send
+        self._left: set[int] = set()
+        self._reason: str | None = None  # of an end that is decided here
+
+    def handle(self, fact: Any, _now_ms: float) -> list[Command]:
+        """Pass a fact on, or return the command that has come."""
+        commands: list[Command] = []
+        match fact:
+            case Relayed():
+                commands = [fact.command]
+                if isinstance(fact.command, RoundEnded):
+                    self.global_step = fact.command.global_step
+                elif isinstance(fact.command, Finish):
+                    self.phase = Phase.DONE
+            case _Orphaned() if self.phase is not Phase.DONE:
+                self._reason, self.phase = fact.reason, Phase.FAILING
+                orders = [Send(rank, Abort(fact.reason)) for rank in self._ranks if rank not in self._left]
+                commands = [AbortGate(fact.reason), *orders]
+            case Tick() | DataEnded() | CheckpointWritten() | _Orphaned():
+                pass  # machine 0 has its own
+            case _:
+                if isinstance(fact, Exiting):
+                    self._left.add(fact.rank)
+                self._send(fact)
+        if self._reason is not None and len(self._left) == len(self._ranks) and self.phase is not Phase.DONE:
+            self.phase = Phase.DONE
+            commands.append(Finish(self._reason, True, self.global_step, 0))
+        return commands
+
+    def deadline_ms(self) -> float | None:
+        """Time to call `handle` with a `Tick`: never."""
+        return None

@@ -1,0 +1,69 @@
+"""Errors on their way from one machine to another."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from flowdp.errors import FlowdpError
+from flowdp.policy.formats import format_error
+
+__all__ = ["RemoteError", "sent_error"]
+
+
+class _RemoteTracebackError(Exception):
+    """Traceback of another machine, as the cause of the error that is raised here."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteError:
+    """An error of another machine.
+
+    Attributes:
+        content: The error's class, arguments and attributes, pickled; None: they cannot be.
+        text: The error as text, with the name of its machine.
+        trace: Its traceback, as text.
+    """
+
+    content: bytes | None
+    text: str
+    trace: str
+
+    def error(self) -> BaseException:
+        """An error of the same class and attributes; a `FlowdpError` where that is not known here."""
+        made: BaseException = FlowdpError(self.text)
+        if self.content is not None:
+            kind, attributes = pickle.loads(self.content)
+            made = kind.__new__(kind, self.text)
+            made.__dict__.update(attributes)
+        made.__cause__ = _RemoteTracebackError(self.trace)
+        return made
+
+
+def sent_error(error: BaseException, machine: str, is_own: bool) -> RemoteError:
+    """Describe an error for another machine.
+
+    Args:
+        error: The error.
+        machine: Name of this machine.
+        is_own: Whether it comes from this machine; else its text names another one.
+    """
+    text = f"{machine}: {error}" if is_own else str(error)
+    trace = "".join(traceback.format_exception(error))
+    content: bytes | None = None
+    if isinstance(error, FlowdpError):
+        attributes: dict[str, Any] = {
+            name: value for name, value in vars(error).items() if name != "__notes__"
+        }
+        try:
+            content = pickle.dumps((type(error), attributes))
+        except Exception:  # an attribute of the user's
+            content = None
+    elif is_own:
+        text = f"{machine}: {format_error(error)}"
+    return RemoteError(content, text, trace)

@@ -1,0 +1,59 @@
+"""The ranks of a run, and the machines that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowdp.network.machines import Machines
+from flowdp.options import MachineOptions
+
+__all__ = ["Team"]
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks of a run: machine 0 has the first ones, machine 1 those behind them, and so on.
+
+    Attributes:
+        sizes: Ranks of each machine. Shape (machines,).
+        machines: The machines; None: this process trains alone.
+        options: Options of several machines.
+    """
+
+    sizes: tuple[int, ...]
+    machines: Machines | None = None
+    options: MachineOptions = field(default_factory=MachineOptions)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of all machines."""
+        return sum(self.sizes)
+
+    @property
+    def index(self) -> int:
+        """Number of this machine."""
+        return 0 if self.machines is None else self.machines.index
+
+    @property
+    def leads(self) -> bool:
+        """Whether this machine decides for all, and writes the files."""
+        return self.index == 0
+
+    @property
+    def ranks(self) -> range:
+        """Ranks of this machine."""
+        return self.of(self.index)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether there are other machines."""
+        return self.machines is not None
+
+    def of(self, machine: int) -> range:
+        """Ranks of a machine."""
+        first = sum(self.sizes[:machine])
+        return range(first, first + self.sizes[machine])
+
+    def machine_of(self, rank: int) -> int:
+        """The machine that holds a rank."""
+        return next(machine for machine in range(len(self.sizes)) if rank in self.of(machine))

@@ -1,0 +1,170 @@
+"""Several machines: the ranks of a run on all of them, and options that they cannot have."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from flowdp.config import RunConfig
+from flowdp.device.discovery import nvml_uuid, resolve_devices
+from flowdp.errors import OptionError
+from flowdp.machine.policies import ROUNDS
+from flowdp.network.machines import Machines, find_machines
+from flowdp.network.team import Team
+from flowdp.options import MachineOptions
+
+__all__ = ["check_team", "find_team"]
+
+
+def find_team(
+    devices: Literal["auto"] | int | Sequence[torch.device | str | int], machines: bool | MachineOptions
+) -> tuple[tuple[torch.device, ...], Team]:
+    """Find the devices of this machine, and the ranks of all.
+
+    Where a launcher has started several processes on one host (`torchrun --nproc-per-node 8`), and `devices`
+    is "auto", each of them has its part of the host's CUDA devices.
+
+    Args:
+        devices: As a Trainer's.
+        machines: As a Trainer's.
+
+    Raises:
+        CollectiveError: Another machine was lost, or does not come here.
+        OptionError: A value is wrong, or two processes have the same CUDA device.
+    """
+    if not isinstance(machines, bool | MachineOptions):
+        raise OptionError(f"machines must be True, False or MachineOptions(...), not {machines!r}")
+    options = machines if isinstance(machines, MachineOptions) else MachineOptions()
+    found = find_machines(timeout_s=options.timeout, wanted=machines is not False)
+    chosen = resolve_devices(devices)
+    if found is None:
+        return chosen, Team((len(chosen),), options=options)
+    if devices == "auto":
+        chosen = _part_of(chosen)
+    sizes = found.gather(len(chosen))
+    _check_devices(found, chosen)
+    return chosen, Team(tuple(sizes), found, options)
+
+
+def _part_of(chosen: tuple[torch.device, ...]) -> tuple[torch.device, ...]:
+    """The CUDA devices of this process, of all that it shares with others on its host."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local == 1 or chosen[0].type != "cuda":
+        return chosen
+    if len(chosen) % local:
+        raise OptionError(
+            f"devices='auto': {local} processes on this host cannot share its {len(chosen)} CUDA devices "
+            "evenly; start one process on each host, which trains on all, or give each its own devices"
+        )
+    part, place = len(chosen) // local, int(os.environ.get("LOCAL_RANK", "0"))
+    return chosen[place * part : (place + 1) * part]
+
+
+def _check_devices(machines: Machines, chosen: Sequence[torch.device]) -> None:
+    """Check that no CUDA device is used by two processes."""
+    cards = [device for device in dict.fromkeys(chosen) if device.type == "cuda"]
+    there = machines.gather([(nvml_uuid(card), f"{card} of {socket.gethostname()}") for card in cards])
+    owner: dict[str, int] = {}
+    for machine, named in enumerate(there):
+        for uuid, name in named:
+            if uuid in owner:
+                raise OptionError(
+                    f"{machines.names[owner[uuid]]} and {machines.names[machine]} both train on {name}: "
+                    "start one process on each host, which trains on all of its devices, or give each its own"
+                )
+            owner[uuid] = machine
+
+
+def check_team(config: RunConfig) -> None:
+    """Check that several machines can train a run, and that all of them mean the same run.
+
+    Raises:
+        CollectiveError: Another machine was lost.
+        OptionError: They cannot, or do not.
+    """
+    machines, options = config.team.machines, config.team.options
+    policy = config.replica.policy
+    if options.rounds > 1 and ROUNDS[policy].shares != "steps":
+        raise OptionError(
+            f"machines=MachineOptions(rounds={options.rounds}) is for policy='cadence': under {policy!r} "
+            "every mean is of all machines"
+        )
+    if machines is None:
+        return
+    if ROUNDS[policy].averages == "snapshots":
+        raise OptionError(
+            "policy='async' trains on one machine: on several use policy='cadence', whose means of all "
+            "machines travel while the devices train on"
+        )
+    if config.failures.on_failure == "continue":
+        raise OptionError(
+            "failures.on_failure='continue' is for the devices of one machine: on several a failure ends the "
+            "run, and the launcher starts it again (torchrun --max-restarts), from its checkpoint with "
+            "resume=True"
+        )
+    if config.runtime.backend == "nccl":
+        raise OptionError(
+            "runtime.backend='nccl' averages within one machine: on several the means are taken in the "
+            "hosts' memory and summed by torch.distributed; leave it out"
+        )
+    if config.restores_best:
+        raise OptionError(
+            "EarlyStopping(restore_best=True) keeps the best weights on one machine: on several use "
+            "CheckpointOptions(keep_best=...), and load best.pt"
+        )
+    if config.metrics is not None:
+        raise OptionError(
+            "metrics of the evaluation are merged within one machine: on several return means from "
+            "EvaluationOptions(step=...)"
+        )
+    _check_alike(machines, _described(config))
+
+
+def _described(config: RunConfig) -> dict[str, Any]:
+    """Settings in which the machines of a run must agree, by the names of the user's arguments."""
+    own, sizes = config.replica, config.sizes
+    return {
+        "policy": own.policy,
+        "batch_size or per_device_batch_size": (
+            sizes.source,
+            sizes.widths,
+            sizes.groups,
+            sizes.window,
+            sizes.parts,
+        ),
+        "epochs": config.epochs,
+        "max_steps": config.max_steps,
+        "seed": own.seed,
+        "cadence": config.cadence,
+        "outer": config.outer,
+        "precision": own.precision,
+        "max_grad_norm": own.max_grad_norm,
+        "max_grad_value": own.max_grad_value,
+        "runtime.partition_ratios": config.ratios,
+        "machines": config.team.options,
+        "limit_batches": config.limit,
+        "a train_step": own.train_step is not None,
+        "an evaluation": None
+        if config.evaluation is None
+        else (config.evaluation.every, config.evaluation.unit, config.evaluation.limit_batches),
+        "failures.on_nan": config.failures.on_nan,
+        "flowdp.EMA": own.ema_decay,
+        "torch": str(torch.__version__).partition("+")[0],
+    }
+
+
+def _check_alike(machines: Machines, own: Mapping[str, Any]) -> None:
+    """Check that all machines have the same values; every machine raises where they do not."""
+    described = machines.gather(own)
+    for name, value in described[0].items():
+        for index, other in enumerate(described):
+            if other.get(name) != value:
+                raise OptionError(
+                    f"the machines of this job mean different runs: {name} is {value!r} on "
+                    f"{machines.names[0]} and {other.get(name)!r} on {machines.names[index]}; give every "
+                    "machine the same arguments"
+                )
