@@ -156,6 +156,10 @@ def ready(
     return flowdp.setup(model, made, devices=["cpu"] * devices, progress=False, **options), made
 
 
+def square(context: flowdp.LossContext) -> Tensor:
+    return context.output.square().mean()
+
+
 def unused(rank: int, devices: int) -> list[Any]:
     """Gradients where each machine uses another layer, and none uses the third."""
     dp, _ = ready(Two(), devices)
@@ -275,7 +279,7 @@ def buffers(rank: int, devices: int) -> list[Any]:
     for option in ("broadcast", "average"):
         model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
         model.register_buffer("still", torch.full((2,), 1.0 + rank))
-        dp, optimizer = ready(model, 1, buffers=option)
+        dp, optimizer = ready(model, devices, buffers=option)
         for step in range(2):
             dp(rows(rank + 2 * step, 4 + 2 * rank)).mean().backward()
             optimizer.step()
@@ -298,7 +302,18 @@ def resumed(rank: int, devices: int) -> list[Any]:
     return [model.weight.tolist(), optimizer.param_groups[0]["lr"]]
 
 
-SCENES = [unused, adversaries, discarded, thawed, halves, scaled, buffers, resumed]
+def captured(rank: int, devices: int) -> list[Any]:
+    """Windows whose forward and backward are recorded as a graph."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    dp, _ = ready(model, devices, loss_fn=square, capture=True, cadence=False)
+    for window in dp.epoch(list(rows(rank, 4 * 30).float().split(4))):
+        dp.forward_batch(window)
+        dp.step()
+    return [*(p.tolist() for p in model.parameters()), list(dp.uncaptured)]
+
+
+SCENES = [unused, adversaries, discarded, thawed, halves, scaled, buffers, resumed, captured]
 
 
 def scenes(rank: int) -> dict[str, Any]:
@@ -360,6 +375,20 @@ class TestLoops:
     def test_no_machine_steps_by_an_overflow(self, played: Any, devices: int) -> None:
         steps, scale, *_ = played[0][f"scaled {devices}"]
         assert (steps, scale) == (2, 4.0)
+
+    def test_captured_windows_are_summed(self, played: Any, devices: int) -> None:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parts = [rows(rank, 4 * 30).float().split(4) for rank in (0, 1)]
+        for both in zip(*parts, strict=True):
+            model(torch.cat(both)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        *found, uncaptured = played[0][f"captured {devices}"]
+        assert uncaptured == []
+        for mine, one in zip(found, model.parameters(), strict=True):
+            close(mine, one.tolist(), atol=1e-5)
 
     def test_the_state_of_machine_0s_optimizer_is_everywhere(self, played: Any, devices: int) -> None:
         assert played[1][f"resumed {devices}"][1] == 0.1
@@ -432,10 +461,6 @@ def clipped_by_hand(_rank: int) -> None:
 def gradients_with_a_graph(_rank: int) -> None:
     dp, _ = ready(network(), 1)
     dp(rows(1, width=5)).sum().backward(create_graph=True)
-
-
-def square(context: flowdp.LossContext) -> Tensor:
-    return context.output.square().mean()
 
 
 def shorter_epoch(rank: int) -> None:
