@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from flowdp.errors import ProtocolError
@@ -64,6 +65,8 @@ class MachinesWorld(World):
         config = coordinator.config
         self.links = links
         self.machine_of = config.machine_of
+        ends = list(accumulate(config.machines or (config.world_size,)))
+        self._ranks = [range(start, stop) for start, stop in zip((0, *ends), ends, strict=False)]
         self.parts: list[PartState] = []
         if links is not None:
             self.parts = [
@@ -73,9 +76,9 @@ class MachinesWorld(World):
         self._arrives_ms = 0.0  # the mean on its way, where it travels while the machines train
         self._settling: list[int] = []  # ranks that wait for it
 
-    def ranks_of(self, machine: int) -> list[int]:
+    def ranks_of(self, machine: int) -> range:
         """Ranks of a machine."""
-        return [rank for rank, home in enumerate(self.machine_of) if home == machine]
+        return self._ranks[machine]
 
     # ------------------------------------------------------------------ links
     def travel(self, link: str, machine: int, act: Any, *args: object) -> None:
