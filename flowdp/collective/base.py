@@ -84,8 +84,12 @@ def unjudged() -> None:
 
 
 def is_held(outcome: Outcome) -> bool:
-    """Whether a round averages anything: several members, and samples."""
-    return len(outcome.members) > 1 and any(outcome.samples)
+    """Whether a round averages anything: several members, and samples.
+
+    A mean of all machines has those since the last one of all: all ranks may have been called away from inner
+    rounds, and have none since their last inner mean.
+    """
+    return len(outcome.members) > 1 and any(outcome.weights)
 
 
 class Collective(Protocol):

@@ -71,8 +71,8 @@ class CopyReplica:
 class Settle:
     """At a barrier of machines whose means travel while they train: make all replicas equal.
 
-    First the mean on its way is brought in, then one is taken of the steps since. A machine that weighed
-    nothing in a mean takes it as it is: it has no finite numbers that a difference could be added to.
+    Nothing was trained since the round of the mean that is on its way, so the replicas become that mean,
+    those of a machine that weighed nothing too. Buffers, which do not travel with it, are averaged now.
     """
 
 

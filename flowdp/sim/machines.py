@@ -170,7 +170,7 @@ class MachinesWorld(World):
             rest_ms = max(0.0, self._arrives_ms - self.clock.now_ms)
             ranks, self._settling = self._settling, []
             for rank in ranks:
-                self.clock.after(rest_ms + self.sync_ms + self.links.mean_ms, self.settled, rank)
+                self.clock.after(rest_ms + self.sync_ms, self.settled, rank)
 
     def settled(self, number: int) -> None:
         """The replica of a rank equals all others."""

@@ -10,6 +10,7 @@ from flowdp.collective import base
 from flowdp.collective.base import BlockMean, arithmetic, relative_drift, shift
 from flowdp.device.flat_parameters import Flat
 from flowdp.errors import ProtocolError
+from flowdp.protocol.messages import Outcome
 
 SPLIT, LENGTH = 1600, 1920
 
@@ -264,3 +265,11 @@ def test_the_maximum_of_what_lies_far(far):
     ours = [[torch.tensor([1, 7, 3])], [torch.tensor([4, 2, 3])]]
     BlockMean([Flat(ours[0][0], 0)], ours, ours, far=far).reduce([1, 1], drift=False)
     assert ours[0][0].tolist() == ours[1][0].tolist() == [4, 7, 3]
+
+
+def test_a_mean_of_all_machines_is_held_where_only_inner_rounds_have_samples() -> None:
+    called_away = Outcome(3, 40, (0, 1), (0, 0), (0, 0), hurried=True, earlier=(80, 40))
+    assert base.is_held(called_away)
+    assert not base.is_held(Outcome(3, 40, (0, 1), (0, 0), (0, 0)))
+    assert not base.is_held(Outcome(3, 40, (0, 1), (0, 0), (0, 0), inner=True))
+    assert not base.is_held(Outcome(3, 40, (0,), (1,), (8,)))
