@@ -22,6 +22,8 @@ from flowdp.machine.cadence_rounds import CadenceRounds
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.policies import rounds_class
 from flowdp.machine.sync_rounds import SingleRounds
+from flowdp.network.machines import Machines
+from flowdp.network.team import Team
 from flowdp.options import CheckpointOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.schedule import lr_factor
@@ -49,12 +51,14 @@ def _labelled(name: str, value: str | Sequence[str]) -> list[tuple[str, str]]:
 
 def _parts(config: RunConfig) -> Iterator[tuple[str, str | Sequence[str]]]:
     own = config.replica
-    yield "devices", _devices(config.devices)
+    yield "devices", _devices(config.devices, config.team.ranks.start)
+    if config.team.machines is not None:
+        yield "machines", _machines(config.team, config.team.machines)
     yield "policy", f"{own.policy}: {_policy(config)}"
     if config.outer is not None:
         yield "outer step", _outer(config)
     if config.world_size > 1:
-        yield "backend", str(choose_path(config.runtime.backend, own.policy, config.devices))
+        yield "backend", _backend(config)
     yield "batch size", _batch_size(config)
     yield "steps", _steps(config)
     yield "learning rate", _learning_rate(config)
@@ -83,14 +87,31 @@ def _model(config: RunConfig) -> str:
     return f"{type(model).__name__}, {trained:,} parameters"
 
 
-def _devices(devices: Sequence[torch.device]) -> list[str]:
+def _devices(devices: Sequence[torch.device], first: int) -> list[str]:
     ranks: dict[torch.device, list[str]] = {}
-    for rank, device in enumerate(devices):
+    for rank, device in enumerate(devices, first):
         ranks.setdefault(device, []).append(str(rank))
     return [
         f"{device} {look_at(device)}: rank{'s' if len(of) > 1 else ''} {', '.join(of)}"
         for device, of in ranks.items()
     ]
+
+
+def _machines(team: Team, machines: Machines) -> list[str]:
+    return [
+        f"{name}: {size} {'rank' if size == 1 else 'ranks'}" + (", this one" if index == team.index else "")
+        for index, (name, size) in enumerate(zip(machines.names, team.sizes, strict=True))
+    ]
+
+
+def _backend(config: RunConfig) -> str:
+    own, team = config.replica, config.team
+    if not team.is_spread:
+        return str(choose_path(config.runtime.backend, own.policy, config.devices))
+    every = f"every {team.options.rounds} rounds" if team.options.rounds > 1 else "every round"
+    travels = ", and travels while they train on" if config.overlaps else ""
+    payload = ", as bfloat16" if team.options.payload == "bf16" else ""
+    return f"host memory, and torch.distributed between machines: a mean of all {every}{travels}{payload}"
 
 
 def _policy(config: RunConfig) -> str:

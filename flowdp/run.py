@@ -62,7 +62,7 @@ class Run:
         Any thread but the run's own; `join()` and `metrics()` raise there.
 
     Attributes:
-        devices: One per rank.
+        devices: Devices of this machine, one for each of its ranks.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Run:
     # ------------------------------------------------------------------ reading
     @property
     def world_size(self) -> int:
-        """Ranks."""
-        return len(self.devices)
+        """Ranks of all machines."""
+        return self._engine.config.world_size
 
     @property
     def settings(self) -> Mapping[str, Setting]:
@@ -373,7 +373,9 @@ class Run:
                 "an IterableDataset, or a sampler without a seed, is resumed at an epoch's end alone: use "
                 "run.snapshot()"
             )
-        if not self._engine.saver.writes:
+        if not (
+            self._engine.saver.writes or (self._engine.config.tasks.save and not self._engine.team.leads)
+        ):
             raise OptionError("there is nowhere to write a checkpoint: give Trainer(checkpoint='a folder')")
         self._engine.request(Requested("checkpoint"))
 
@@ -385,8 +387,14 @@ class Run:
 
         Raises:
             FlowdpError: The run has failed.
-            OptionError: The caller is one of the run's threads, which the snapshot would wait for.
+            OptionError: The caller is one of the run's threads, which the snapshot would wait for; or this
+                machine is not the first of several, which has the run's state.
         """
+        if not self._engine.team.leads:
+            raise OptionError(
+                "snapshot() is answered on machine 0, where the state of a run on several machines is put "
+                "together; join() returns the result on all of them"
+            )
         if not self._is_called_back():
             self._check_caller("snapshot")
         captured = self._engine.snapshot()

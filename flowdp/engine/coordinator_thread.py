@@ -44,6 +44,7 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.messages import Abort, Averaged, Exiting, Failed, Requested, Tick
 from flowdp.threads.inbox import Inbox
+from flowdp.timeline.timeline import Timeline
 
 __all__ = ["CoordinatorShell"]
 
@@ -147,11 +148,17 @@ class CoordinatorShell:
             if self._link is not None:
                 self._link.relay(command)
             if self._timeline is not None:
-                self._timeline.note(command)
+                self._note(self._timeline, command)
         if isinstance(fact, Requested):
             self._records.count_request()
         elif isinstance(fact, Exiting):
             self._failures.blame(fact.rank)  # unless it has been forgiven
+
+    def _note(self, timeline: Timeline, command: Command) -> None:
+        """Record a command on a timeline, which has the ranks of this machine."""
+        near = command if self._link is None else self._link.near(command)
+        if near is not None:
+            timeline.note(near)
 
     def _look(self, now_ms: float) -> None:
         """See whether anything has moved since the last look."""
@@ -256,6 +263,8 @@ class CoordinatorShell:
             )
         reason = self._failures.add(error)
         self._gate.abort(reason)
+        if self._link is not None:
+            self._link.give_up(reason)
         for worker in self._workers.values():
             with suppress(ProtocolError):  # one that is gone reads nothing
                 worker.post(Abort(reason))

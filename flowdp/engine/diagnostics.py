@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flowdp.data.source import Source
+from flowdp.engine.machine_links import FollowerLink, LeaderLink
 from flowdp.engine.stacks import describe_rank, describe_run, stacks
 from flowdp.engine.worker_thread import Worker
 from flowdp.errors import StallError
+from flowdp.network.channel import Sign
 from flowdp.policy.formats import format_indices
 from flowdp.protocol.commands import Quarantined
 from flowdp.threads.gate import Gate
@@ -48,6 +50,8 @@ class Diagnostics:
         tail: The last so many events of the coordinator, as text.
         steps_at_gate: The optimizers step there, all alike ("exact").
         readers: Returns descriptions of the waits of all dataset readers.
+        link: Link to the other machines, of whose ranks only signs of life are known here; None: there are
+            none.
 
     Threads:
         Any. Facts about different ranks are of close moments, not of the same moment.
@@ -63,7 +67,9 @@ class Diagnostics:
         *,
         steps_at_gate: bool = False,
         readers: Callable[[], list[str]] = list,
+        link: LeaderLink | FollowerLink | None = None,
     ) -> None:
+        self._link = link
         self._workers = workers
         self._gate = gate
         self._source = source
@@ -73,18 +79,31 @@ class Diagnostics:
         self._readers = readers
 
     def progress(self) -> list[int]:
-        """Counters of all that moves between two rounds. Shape (2 x world_size,).
+        """Counters of all that moves between two rounds: two of each rank here, one of each link.
 
         A meeting is none of it: ranks that wait for data may meet again and again with nothing to bring.
         """
+        return self._moves() + [sign.moves for sign in self._signs()]
+
+    def _moves(self) -> list[int]:
         return [
             count
             for worker in self._workers
             for count in (worker.current.local_step, worker.moves if worker.task else 0)
         ]
 
+    def sign(self) -> Sign:
+        """Sign of life of this machine's ranks."""
+        return Sign(sum(self._moves()), self._longest_ms(), self._has_started())
+
+    def _signs(self) -> Sequence[Sign]:
+        return () if self._link is None else self._link.signs
+
     def have_all_started(self) -> bool:
         """Whether every rank has ended its first step, or is in none and waits for no batch."""
+        return self._has_started() and all(sign.has_started for sign in self._signs())
+
+    def _has_started(self) -> bool:
         waiting = self._gate.waiting()
         return all(
             worker.has_left
@@ -100,6 +119,9 @@ class Diagnostics:
 
     def longest_ms(self) -> float:
         """The longest step of any rank in the orders that have ended."""
+        return max([self._longest_ms(), *(sign.longest_ms for sign in self._signs())])
+
+    def _longest_ms(self) -> float:
         return max(worker.longest_ms for worker in self._workers)
 
     def ranks(self) -> list[str]:
@@ -138,10 +160,10 @@ class Diagnostics:
 
     def quarantined(self, command: Quarantined) -> str:
         """Text about a replica that had NaN or infinite numbers: which, and since which batch."""
-        device = self._workers[command.rank].current.device
+        named = [f" on {one.current.device}" for one in self._workers if one.rank == command.rank]
         text = (
-            f"rank {command.rank} on {device} had NaN or infinite numbers: it was left out of the mean, and "
-            "goes on from the other replicas"
+            f"rank {command.rank}{''.join(named)} had NaN or infinite numbers: it was left out of the mean, "
+            "and goes on from the other replicas"
         )
         if command.batch is None:
             return text

@@ -123,7 +123,7 @@ class Engine:
         config, ranks = self.config, self.team.ranks
         lanes = [replica.lane for replica in self.replicas]
         inboxes = dict(zip(ranks, self._inboxes, strict=True))
-        self._link = self._open_link(inboxes)
+        self._link = self._open_link(inboxes, failures.stall_timeout)
         meeting = self._open_meeting(backend, lanes, outer)
         self._feeds = open_feeds(
             self._source,
@@ -181,7 +181,10 @@ class Engine:
             self.event_log.tail,
             steps_at_gate=self.workers[0].replica.steps_at_gate,
             readers=partial(_waits_of, services),
+            link=self._link,
         )
+        if self._link is not None:
+            self._link.sign = diagnostics.sign
         self._report: Callable[[str, int], str] = diagnostics.report
         timeout_s = failures.stall_timeout
         shell = CoordinatorShell(
@@ -202,15 +205,17 @@ class Engine:
             target=partial(self._run, shell), name="flowdp-coordinator", daemon=True
         )
 
-    def _open_link(self, inboxes: Mapping[int, Postbox]) -> LeaderLink | FollowerLink | None:
+    def _open_link(
+        self, inboxes: Mapping[int, Postbox], stall_s: float | None
+    ) -> LeaderLink | FollowerLink | None:
         """Open the links to the other machines; None: there are none."""
         if not self.team.is_spread:
             return None
         link: LeaderLink | FollowerLink
         if self.team.leads:
-            link = LeaderLink(self.team, self._requests, self.failures)
+            link = LeaderLink(self.team, self._requests, self.failures, stall_s)
         else:
-            link = FollowerLink(self.team, self._requests, self.failures, inboxes)
+            link = FollowerLink(self.team, self._requests, self.failures, stall_s, inboxes)
         self._settings.callback(link.close)
         return link
 

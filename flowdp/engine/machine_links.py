@@ -7,8 +7,9 @@ their coordinator threads pass facts on to it, and obey the commands that come b
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from flowdp.engine.failures import Failures
@@ -18,7 +19,7 @@ from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Phase
 from flowdp.machine.gate import GateState
-from flowdp.network.channel import Channel
+from flowdp.network.channel import Channel, Sign
 from flowdp.network.team import Team
 from flowdp.protocol.commands import (
     AbortGate,
@@ -28,6 +29,7 @@ from flowdp.protocol.commands import (
     EvaluationEnded,
     Finish,
     Paused,
+    Quarantined,
     RoundEnded,
     Send,
 )
@@ -48,6 +50,9 @@ from flowdp.threads.gate import Gate
 
 __all__ = ["Follower", "FollowerLink", "LeaderLink", "Postbox", "Relayed"]
 
+LOOKS = 4
+"""Signs of life in the time after which a run that stands still fails."""
+
 PASSED_ON = (AbortGate, CutEvaluation, RoundEnded, EpochEnded, EvaluationEnded, Paused, Finish)
 """Commands that all machines obey; an order goes to the machine of its rank alone."""
 
@@ -61,9 +66,13 @@ class Relayed:
 
 @dataclass(frozen=True, slots=True)
 class _Orphaned:
-    """The machine that leads is lost, so nothing more is decided."""
+    """The machine that leads is gone, so nothing more is decided.
 
-    reason: str
+    Attributes:
+        error: Its loss; None: it has closed its link, as at the end of a run.
+    """
+
+    error: str | None
 
 
 class Postbox(Protocol):
@@ -86,44 +95,102 @@ class _Remote:
         self.channel.send(self.machine, Send(self.rank, message))
 
 
-class LeaderLink:
-    """The links of machine 0 with all others, and the gate of all ranks.
+class _Link(ABC):
+    """Links of a machine: signs of life, and the threads.
 
     Args:
         team: The ranks of the run.
-        requests: Inbox of the coordinator.
-        failures: Failures of the run.
+        requests: Inbox of the coordinator's thread here.
+        failures: Failures of the run, as far as they are known here.
+        stall_s: Seconds without progress after which a run fails; None: it never does.
 
     Attributes:
         gate: Gate of this machine's ranks.
-
-    Threads:
-        Any, unless a method says otherwise.
+        sign: Makes a sign of life of this machine alone.
     """
 
     gate: Gate
+    sign: Callable[[], Sign]
 
-    def __init__(self, team: Team, requests: Requests, failures: Failures) -> None:
+    def __init__(self, team: Team, requests: Requests, failures: Failures, stall_s: float | None) -> None:
         assert team.machines is not None
         self._team, self._machines = team, team.machines
-        self._post = requests.inbox.post
+        self._post: Callable[[Any], None] = requests.inbox.post
         self._failures = failures
-        self._state = GateState(team.world_size)
-        self._lock = threading.Lock()  # serialises the gate of all ranks
-        self._origin: int | None = None  # the machine that has the first failure itself
-        self._channel = Channel(self._machines, self._received, self._lost)
+        self._signs: dict[int, Sign] = {}  # the last of each other machine
+        sign_s = self._machines.timeout_s if stall_s is None else stall_s / LOOKS
+        self._channel = Channel(self._machines, self._received, self._ended, self._sign_for, sign_s)
+
+    @property
+    def signs(self) -> list[Sign]:
+        """The last signs of life of the other machines: one for each, or from machine 0 for all of them."""
+        return [self._signs.get(other, Sign()) for other in self._channel.others]
 
     def start(self) -> None:
         """Start the threads of the links."""
         self._channel.start()
 
     def close(self) -> None:
-        """Send what is left, and wait until the others have closed, too."""
+        """Send what is left, and wait until the other ends have closed, too."""
         self._channel.close()
 
     def threads(self) -> list[threading.Thread]:
         """Threads of the links."""
         return self._channel.threads()
+
+    def near(self, command: Command) -> Command | None:
+        """The command as it concerns this machine's ranks, by their places here; None: it does not."""
+        ranks = self._team.ranks
+        here = slice(ranks.start, ranks.stop)
+        match command:
+            case RoundEnded():
+                return replace(
+                    command,
+                    steps=command.steps[here],
+                    samples=command.samples[here],
+                    busy_ms=command.busy_ms[here],
+                    data_ms=command.data_ms[here],
+                    wait_ms=command.wait_ms[here],
+                    share=command.share[here],
+                )
+            case Send() | Quarantined():
+                is_here = command.rank in ranks
+                return replace(command, rank=command.rank - ranks.start) if is_here else None
+        return command
+
+    def _sign_for(self, machine: int) -> Sign:
+        """Sign of life for a machine: of this one, and of all that it has no link to."""
+        own = self.sign()
+        others = [sign for other, sign in self._signs.items() if other != machine]
+        return Sign(
+            own.moves + sum(other.moves for other in others),
+            max([own.longest_ms, *(other.longest_ms for other in others)]),
+            own.has_started and all(other.has_started for other in others),
+        )
+
+    @abstractmethod
+    def give_up(self, reason: str) -> None:
+        """Tell the other machines that the coordinator's thread here has failed."""
+
+    @abstractmethod
+    def _received(self, machine: int, message: Any) -> None: ...
+
+    @abstractmethod
+    def _ended(self, machine: int, error: CollectiveError | None) -> None: ...
+
+
+class LeaderLink(_Link):
+    """The links of machine 0 with all others, and the gate of all ranks; arguments as of `_Link`.
+
+    Threads:
+        Any, unless a method says otherwise.
+    """
+
+    def __init__(self, team: Team, requests: Requests, failures: Failures, stall_s: float | None) -> None:
+        super().__init__(team, requests, failures, stall_s)
+        self._state = GateState(team.world_size)
+        self._lock = threading.Lock()  # serialises the gate of all ranks
+        self._origin: int | None = None  # the machine that has the first failure itself
 
     def postbox(self, rank: int) -> Postbox:
         """Place for orders to a rank of another machine."""
@@ -159,6 +226,10 @@ class LeaderLink:
         if isinstance(command, PASSED_ON):
             self._channel.tell_all(Relayed(command))
 
+    def give_up(self, reason: str) -> None:
+        """See `_Link.give_up`."""
+        self.relay(AbortGate(reason))
+
     def _tell_failure(self) -> None:
         """Tell the others the first error, which their runs end with; not the machine that had it."""
         first = self._failures.first
@@ -171,6 +242,8 @@ class LeaderLink:
     def _received(self, machine: int, message: Any) -> None:
         """Take a message of a follower; on the thread of its link."""
         match message:
+            case Sign():
+                self._signs[machine] = message
             case tuple():
                 try:
                     self.ask(message)
@@ -185,44 +258,29 @@ class LeaderLink:
             case _:
                 self._post(message)
 
-    def _lost(self, machine: int, error: CollectiveError) -> None:
-        """End the run: the ranks of a machine that is lost do nothing any more."""
-        self._post(Failed(self._failures.add(error), tuple(self._team.of(machine))))
+    def _ended(self, machine: int, error: CollectiveError | None) -> None:
+        """End the run where a machine is lost: its ranks do nothing any more."""
+        if error is not None:
+            self._post(Failed(self._failures.add(error), tuple(self._team.of(machine))))
 
 
-class FollowerLink:
-    """The link of a machine that follows with machine 0; see `LeaderLink`.
+class FollowerLink(_Link):
+    """The link of a machine that follows with machine 0; arguments as of `_Link`.
 
     Args:
-        team: The ranks of the run.
-        requests: Inbox of the coordinator's thread here.
-        failures: Failures of the run, as far as they are known here.
         inboxes: Inboxes of the ranks here.
     """
 
-    gate: Gate
-
     def __init__(
-        self, team: Team, requests: Requests, failures: Failures, inboxes: Mapping[int, Postbox]
+        self,
+        team: Team,
+        requests: Requests,
+        failures: Failures,
+        stall_s: float | None,
+        inboxes: Mapping[int, Postbox],
     ) -> None:
-        assert team.machines is not None
-        self._machines = team.machines
-        self._post: Callable[[Any], None] = requests.inbox.post
-        self._failures = failures
+        super().__init__(team, requests, failures, stall_s)
         self._inboxes = inboxes
-        self._channel = Channel(self._machines, self._received, self._lost)
-
-    def start(self) -> None:
-        """Start the threads of the link."""
-        self._channel.start()
-
-    def close(self) -> None:
-        """Send what is left, and wait until machine 0 has closed, too."""
-        self._channel.close()
-
-    def threads(self) -> list[threading.Thread]:
-        """Threads of the link."""
-        return self._channel.threads()
 
     def ask(self, arrivals: tuple[Arrival, ...]) -> None:
         """Send the arrivals of this machine's ranks to the gate of all."""
@@ -234,6 +292,10 @@ class FollowerLink:
     def relay(self, command: Command) -> None:
         """Do nothing: commands come from machine 0."""
 
+    def give_up(self, reason: str) -> None:
+        """See `_Link.give_up`."""
+        self.send(Failed(reason, tuple(self._team.ranks)))
+
     def send(self, fact: Fact) -> None:
         """Send a fact to the coordinator, with the error itself where it tells of one."""
         first = self._failures.first
@@ -241,8 +303,10 @@ class FollowerLink:
             self._channel.send(0, sent_error(first, self._machines.names[self._machines.index], True))
         self._channel.send(0, fact)
 
-    def _received(self, _machine: int, message: Any) -> None:
+    def _received(self, machine: int, message: Any) -> None:
         match message:
+            case Sign():
+                self._signs[machine] = message
             case Outcome():
                 self.gate.conclude(message)
             case Send():
@@ -252,8 +316,8 @@ class FollowerLink:
             case _:
                 self._post(message)
 
-    def _lost(self, _machine: int, error: CollectiveError) -> None:
-        self._post(_Orphaned(self._failures.add(error)))
+    def _ended(self, _machine: int, error: CollectiveError | None) -> None:
+        self._post(_Orphaned(None if error is None else self._failures.add(error)))
 
 
 class Follower:
@@ -288,9 +352,9 @@ class Follower:
                 elif isinstance(fact.command, Finish):
                     self.phase = Phase.DONE
             case _Orphaned() if self.phase is not Phase.DONE:
-                self._reason, self.phase = fact.reason, Phase.FAILING
-                orders = [Send(rank, Abort(fact.reason)) for rank in self._ranks if rank not in self._left]
-                commands = [AbortGate(fact.reason), *orders]
+                self._reason, self.phase = fact.error or "machine 0 has left the run", Phase.FAILING
+                orders = [Send(rank, Abort(self._reason)) for rank in self._ranks if rank not in self._left]
+                commands = [AbortGate(self._reason), *orders]
             case Tick() | DataEnded() | CheckpointWritten() | _Orphaned():
                 pass  # machine 0 has its own
             case _:

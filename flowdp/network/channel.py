@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Any
 
 import torch
@@ -21,16 +24,31 @@ from flowdp.errors import CollectiveError
 from flowdp.network.machines import Machines
 from flowdp.policy.formats import format_error
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Sign"]
 
 FRAME = 2048
 """Bytes of a first frame: nearly all messages fit. The rest of a longer one follows in a frame of its own."""
 
 LENGTH = 8
-"""Bytes of a first frame that say how long the message is; 0: a sign of life."""
+"""Bytes of a first frame that say how long the message is."""
 
 SIGNS = 4
 """Signs of life within the timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Sign of life: how far a machine is, so that others do not take a long step there for a standstill.
+
+    Attributes:
+        moves: Counts up with all that its ranks do.
+        longest_ms: The longest step of its ranks.
+        has_started: Each of its ranks has ended its first step.
+    """
+
+    moves: int = 0
+    longest_ms: float = 0.0
+    has_started: bool = False
 
 
 class _Bye:
@@ -43,7 +61,10 @@ class Channel:
     Args:
         machines: Machines of the job.
         received: Called as `received(machine, message)` with each message. Must not block.
-        lost: Called as `lost(machine, error)`, once for each machine that is lost. Must not block.
+        ended: Called as `ended(machine, error)`, once for each machine, when nothing more comes from it: None
+            where it has closed its channel, else the error by which it was lost. Must not block.
+        sign: Makes a sign of life for a machine.
+        sign_s: Longest time between two of them.
 
     Threads:
         `send` and `tell_all`: any; they do not block. The callbacks come from a thread for each link.
@@ -53,16 +74,22 @@ class Channel:
         self,
         machines: Machines,
         received: Callable[[int, Any], None],
-        lost: Callable[[int, CollectiveError], None],
+        ended: Callable[[int, CollectiveError | None], None],
+        sign: Callable[[int], Sign],
+        sign_s: float,
     ) -> None:
         group = machines.open_group()
         others = range(1, machines.count) if machines.leads else (0,)
+        sign_s = min(sign_s, machines.timeout_s / SIGNS)
         self._links = {
-            other: _Link(
-                other, machines.names[other], group, machines.timeout_s, received=received, lost=lost
-            )
+            other: _Link(other, machines, group, partial(sign, other), sign_s, received, ended)
             for other in others
         }
+
+    @property
+    def others(self) -> Iterable[int]:
+        """Machines at the other ends."""
+        return self._links.keys()
 
     def start(self) -> None:
         """Start the threads of all links."""
@@ -107,18 +134,19 @@ class _Link:
     def __init__(
         self,
         other: int,
-        name: str,
+        machines: Machines,
         group: dist.ProcessGroup,
-        timeout_s: float,
-        *,
+        sign: Callable[[], Sign],
+        sign_s: float,
         received: Callable[[int, Any], None],
-        lost: Callable[[int, CollectiveError], None],
+        ended: Callable[[int, CollectiveError | None], None],
     ) -> None:
         self.queue: SimpleQueue[Any] = SimpleQueue()
-        self._other, self._name = other, name
-        self._group, self._timeout_s = group, timeout_s
-        self._received, self._lost = received, lost
-        self._lock = threading.Lock()  # guards whether the loss was told
+        self._other, self._name = other, machines.names[other]
+        self._group, self._timeout_s = group, machines.timeout_s
+        self._sign, self._sign_s = sign, sign_s
+        self._received, self._ended = received, ended
+        self._lock = threading.Lock()  # guards whether the end was told
         self._is_over = False
         self.threads = [
             threading.Thread(target=self._run, args=(body,), name=f"flowdp-{does}-{other}", daemon=True)
@@ -138,30 +166,28 @@ class _Link:
         try:
             body()
         except Exception as error:
-            self._end(error)
-
-    def _end(self, error: Exception) -> None:
-        """Tell the loss, once, and let the other thread end."""
-        with self._lock:
-            is_news, self._is_over = not self._is_over, True
-        self.queue.put(_Bye())
-        if is_news:
             loss = CollectiveError(
                 f"{self._name} was lost, or said nothing for {self._timeout_s:g} s: {format_error(error)}"
             )
             loss.__cause__ = error
-            self._lost(self._other, loss)
+            self._end(loss)
+            self.queue.put(_Bye())  # for the other thread, which ends
+
+    def _end(self, error: CollectiveError | None) -> None:
+        """Tell the end, once."""
+        with self._lock:
+            is_news, self._is_over = not self._is_over, True
+        if is_news:
+            self._ended(self._other, error)
 
     def _send(self) -> None:
         """The body of the sending thread."""
-        while not self._is_over:
+        due_s = monotonic() + self._sign_s
+        while True:
             try:
-                message = self.queue.get(timeout=self._timeout_s / SIGNS)
+                message = self.queue.get(timeout=max(0.0, due_s - monotonic()))
             except Empty:
-                self._put(b"")
-                continue
-            if self._is_over:
-                return
+                message, due_s = self._sign(), monotonic() + self._sign_s
             self._put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
             if isinstance(message, _Bye):
                 return
@@ -180,8 +206,6 @@ class _Link:
             dist.recv(frame, self._other, group=self._group)
             content = frame.numpy().tobytes()
             length = int.from_bytes(content[:LENGTH], "little")
-            if not length:
-                continue
             content = content[LENGTH : LENGTH + length]
             if length > len(content):
                 rest = torch.empty(length - len(content), dtype=torch.uint8)
@@ -189,6 +213,7 @@ class _Link:
                 content += rest.numpy().tobytes()
             message = pickle.loads(content)
             if isinstance(message, _Bye):
+                self._end(None)
                 return
             self._received(self._other, message)
 
