@@ -373,9 +373,8 @@ class Run:
                 "an IterableDataset, or a sampler without a seed, is resumed at an epoch's end alone: use "
                 "run.snapshot()"
             )
-        if not (
-            self._engine.saver.writes or (self._engine.config.tasks.save and not self._engine.team.leads)
-        ):
+        engine = self._engine
+        if not (engine.saver.writes if engine.team.leads else engine.config.tasks.save):
             raise OptionError("there is nowhere to write a checkpoint: give Trainer(checkpoint='a folder')")
         self._engine.request(Requested("checkpoint"))
 
