@@ -14,6 +14,7 @@ FREE_FOLDERS = {
     "reliability": "whole runs that are cut, resumed, hurt and evaluated",
     "gpu": "what needs CUDA devices",
     "real": "training scripts as others write them",
+    "machines": "jobs of several processes, under launchers, cut and steered",
     "vectors": "recorded behaviour, run through the production functions",
     "bench": "mirrors bench/",
     "docs": "the code of the pages, and the site made of them",

@@ -1,0 +1,107 @@
+"""Exact training on several machines: each case is trained by the job, and by one device in the test.
+
+Run as a script, it trains all cases and saves the parameters that each machine has at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flowdp
+from tests.machines.launch import report
+
+SAMPLES, BATCH, EPOCHS, INPUTS, OUTPUTS = 1003, 64, 3, 12, 4
+RARE = 25  # samples that use parameters which no other sample does
+
+CASES = ("plain", "rare", "weights", "unequal")
+
+
+class Net(nn.Module):
+    """A perceptron, with a branch that is called for samples with a flag alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Sequential(
+            nn.Linear(INPUTS, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, OUTPUTS)
+        )
+        self.rare = nn.Linear(INPUTS, OUTPUTS)
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        out: Tensor = self.common(x)
+        if not flag.any():
+            return out
+        return torch.where(flag[:, None], out + self.rare(x), out)
+
+
+def data(case: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs of shape (SAMPLES, INPUTS), classes, and flags."""
+    draw = torch.Generator().manual_seed(7)
+    x = torch.randn(SAMPLES, INPUTS, generator=draw, dtype=torch.float64)
+    classes = torch.randint(OUTPUTS, (SAMPLES,), generator=draw)
+    flags = torch.zeros(SAMPLES, dtype=torch.bool)
+    if case == "rare":
+        flags[torch.randperm(SAMPLES, generator=draw)[:RARE]] = True
+    return x, classes, flags
+
+
+def mean_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    x, classes, flags = batch
+    return F.cross_entropy(model(x, flags), classes)
+
+
+def weighted_loss(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Any]:
+    """A mean over some of the samples: class 0 is left out, as padding would be."""
+    x, classes, flags = batch
+    count = (classes != 0).sum()
+    total = F.cross_entropy(model(x, flags), classes, ignore_index=0, reduction="sum")
+    return {"loss": total / count.clamp(min=1), "weight": count}
+
+
+def trainer(case: str, devices: int, **options: Any) -> flowdp.Trainer:
+    torch.manual_seed(1)
+    return flowdp.Trainer(
+        Net().double(),
+        lambda params: torch.optim.AdamW(params, lr=3e-3),
+        weighted_loss if case == "weights" else mean_loss,
+        dataset=data(case),
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        devices=["cpu"] * devices,
+        policy="exact",
+        max_grad_norm=0.5,
+        progress=False,
+        **options,
+    )
+
+
+def main(cases: Sequence[str]) -> None:
+    rank = int(os.environ["RANK"])
+    for case in cases:
+        devices = (1, 3)[rank % 2] if case == "unequal" else 2
+        state = trainer(case, devices).fit()
+        last = state.history[-1]
+        torch.save(
+            {"model": dict(state.state_dict), "optimizer": state.optimizer_state},
+            Path(os.environ["FLOWDP_TEST_FOLDER"]) / f"{case}-{rank}.pt",
+        )
+        report(
+            "trained",
+            case=case,
+            steps=state.global_step,
+            samples=[sum(one.samples for one in epoch.per_rank) for epoch in state.history],
+            ranks=[one.samples for one in last.per_rank],
+            losses=[epoch.loss for epoch in state.history],
+        )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])

@@ -1,0 +1,238 @@
+"""Jobs of several processes: real scripts under torchrun, or each by itself as on machines of its own.
+
+A script reports records with `report`; they come through one named pipe, as lines of JSON. Whatever happens,
+no process of a job outlives its `with` block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PIPE = "FLOWDP_TEST_PIPE"
+WAIT_S = 150.0
+"""Seconds that end only a job that hangs."""
+
+Record = dict[str, Any]
+
+
+def report(what: str, **values: Any) -> None:
+    """Send a record to the test that has started this job; of less than 4,000 characters, to stay whole."""
+    line = json.dumps(
+        {
+            "what": what,
+            "machine": int(os.environ["RANK"]),
+            "life": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "pid": os.getpid(),
+            "at": time.monotonic(),  # one clock for all processes of a host
+            **values,
+        }
+    ).encode()
+    assert len(line) < 4000, f"a record of {len(line)} bytes is not written at once"
+    pipe = os.open(os.environ[PIPE], os.O_WRONLY)
+    try:
+        os.write(pipe, line + b"\n")
+    finally:
+        os.close(pipe)
+
+
+class Job:
+    """Processes of one script.
+
+    Args:
+        module: The script, as a module: `tests.machines.exact`.
+        arguments: Its arguments.
+        processes: How many of it run.
+        restarts: How often torchrun starts all of them again after one has failed.
+        by_hand: Start each process alone, with the variables of torchrun: none of them is told what becomes
+            of another one, as on machines of their own.
+        program: A file in place of a module.
+        environment: Further variables.
+
+    Attributes:
+        records: All records so far, in the order in which they came.
+        folder: A folder for files of the job; gone after the `with` block.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: object,
+        processes: int = 2,
+        restarts: int = 0,
+        by_hand: bool = False,
+        program: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._target = [str(program)] if program is not None else ["-m", module]
+        self._arguments = [str(argument) for argument in arguments]
+        self._count, self._restarts, self._by_hand = processes, restarts, by_hand
+        self._more = dict(environment or {})
+        self.records: list[Record] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._rest = b""
+
+    def __enter__(self) -> Job:
+        self._scratch = tempfile.TemporaryDirectory(prefix="flowdp-job-", ignore_cleanup_errors=True)
+        self.folder = Path(self._scratch.name)
+        os.mkfifo(self.folder / "records")
+        # Open for writing, too, so that the last writer's end is no end of the file.
+        self._pipe = os.open(self.folder / "records", os.O_RDWR | os.O_NONBLOCK)
+        self._output = (self.folder / "output").open("wb")
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            print(self.output(), file=sys.stderr)
+            print(*self.records, sep="\n", file=sys.stderr)
+        self._end()
+
+    def _start(self) -> None:
+        shared = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            PIPE: str(self.folder / "records"),
+        }
+        shared |= {"FLOWDP_TEST_FOLDER": str(self.folder), **self._more}
+        if not self._by_hand:
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._count)]
+            launcher += ["--max-restarts", str(self._restarts)]
+            self._spawn([*launcher, *self._target, *self._arguments], shared)
+            return
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(self._count):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(self._count)}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            self._spawn([*self._target, *self._arguments], {**shared, **place})
+
+    def _spawn(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+
+    # ------------------------------------------------------------------ waiting
+    def wait_for(
+        self, what: str, count: int = 1, where: Callable[[Record], bool] = lambda one: True
+    ) -> list[Record]:
+        """Wait until `count` records of a kind are there; returns them all.
+
+        Raises:
+            AssertionError: The job ended, or hangs, without them.
+        """
+
+        def found() -> list[Record]:
+            return [one for one in self.records if one["what"] == what and where(one)]
+
+        self._wait(lambda: len(found()) >= count, f"{count} records of {what!r}", until_end=True)
+        return found()
+
+    def wait(self) -> list[int]:
+        """Wait until all processes have ended; returns their exit statuses, under torchrun its own alone."""
+        self._wait(lambda: all(one.poll() is not None for one in self._processes), "the end")
+        return [one.returncode for one in self._processes]
+
+    def ended(self) -> list[Record]:
+        """Records of a job that must end well."""
+        statuses = self.wait()
+        assert not any(statuses), f"exit statuses {statuses}"
+        return self.records
+
+    def wait_end(self, machine: int) -> float:
+        """Wait until a process that was started by hand has ended; returns the time, on `time.monotonic`."""
+        self._wait(lambda: self._processes[machine].poll() is not None, f"the end of machine {machine}")
+        return time.monotonic()
+
+    def _wait(self, is_done: Callable[[], bool], text: str, *, until_end: bool = False) -> None:
+        deadline = time.monotonic() + WAIT_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._pipe, selectors.EVENT_READ)
+            while True:
+                is_over = all(one.poll() is not None for one in self._processes)
+                self._read()
+                if is_done():
+                    return
+                assert not (until_end and is_over), f"the job ended without {text}"
+                assert time.monotonic() < deadline, f"waited {WAIT_S:g} s for {text}"
+                selector.select(0.02)
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            while part := os.read(self._pipe, 1 << 16):
+                self._rest += part
+        *lines, self._rest = self._rest.split(b"\n")
+        self.records += [json.loads(line) for line in lines]
+
+    def output(self) -> str:
+        """Text that all processes have written so far."""
+        self._output.flush()
+        return (self.folder / "output").read_text(errors="replace")
+
+    # ------------------------------------------------------------------ ending
+    def _end(self) -> None:
+        with suppress(OSError):
+            self._read()
+        for process in self._processes:
+            for pid in [*_below(process.pid), process.pid]:
+                _kill(pid)
+        for pid in {one["pid"] for one in self.records}:
+            if _is_ours(pid, self.folder):
+                _kill(pid)
+        for process in self._processes:
+            process.wait()
+        os.close(self._pipe)
+        self._output.close()
+        self._scratch.cleanup()
+
+
+def _below(pid: int) -> list[int]:
+    """Children of a process, and theirs. torchrun starts its in sessions of their own."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def _is_ours(pid: int, folder: Path) -> bool:
+    """Whether a process is still one of this job: its number may be another's by now."""
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).environ().get("FLOWDP_TEST_FOLDER") == str(folder))
+    except psutil.Error:
+        return False
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
