@@ -84,10 +84,10 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
     """
     if config.runtime.handle_sigterm:
         check_sigterm()
-    if config.tells_devices:
-        tell_devices(config.devices)
-    check_free(config.devices)
     team = config.team
+    if config.tells_devices and team.leads:
+        tell_devices(config.devices, () if team.machines is None else team.machines.names)
+    check_free(config.devices)
     folder = open_folder(config, undo) if team.leads else None
     resumed = find_start(config, folder) if team.leads else None
     if team.machines is not None:

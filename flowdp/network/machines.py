@@ -31,6 +31,9 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of the environment by which torchrun, and launchers like it, describe a job."""
 
 
+START_S = 600.0
+"""Seconds for which a machine waits for another one at the start of a run: that may still read its data."""
+
 SUM = "a sum"
 
 
@@ -52,7 +55,8 @@ class Machines:
     time of each.
 
     Args:
-        timeout_s: Longest wait for another machine.
+        timeout_s: Longest wait for another machine within a run; before it, one may still read its data, and
+            `gather`, `share` and `spread` wait as long as `START_S`.
 
     Attributes:
         index: Number of this machine, from 0; machine 0 leads.
@@ -69,6 +73,7 @@ class Machines:
         self.index, self.count = dist.get_rank(), dist.get_world_size()
         self.names = tuple(f"machine {index}" for index in range(self.count))
         self._groups: list[dist.ProcessGroup] = []
+        self._lobby = self.open_group(max(timeout_s, START_S))
         self.group = self.open_group()
         hosts = self.gather(socket.gethostname())
         self.names = tuple(f"machine {index} ({host})" for index, host in enumerate(hosts))
@@ -78,14 +83,18 @@ class Machines:
         """Whether this machine decides for all."""
         return self.index == 0
 
-    def open_group(self) -> dist.ProcessGroup:
+    def open_group(self, timeout_s: float | None = None) -> dist.ProcessGroup:
         """Open another group of all machines, for messages or sums of its own, in the host's memory.
+
+        Args:
+            timeout_s: Longest wait for another machine; None: as within a run.
 
         Raises:
             CollectiveError: Not all machines came here in time.
         """
         try:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+            seconds = self.timeout_s if timeout_s is None else timeout_s
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         except Exception as error:
             raise CollectiveError(
                 f"the {self.count} machines of this job do not reach each other: {format_error(error)}; each "
@@ -102,7 +111,7 @@ class Machines:
             CollectiveError: A machine was lost, or does not come.
         """
         values: list[Any] = [None] * self.count
-        self._call("gathering values", lambda: dist.all_gather_object(values, value, group=self.group))
+        self._call("gathering values", lambda: dist.all_gather_object(values, value, group=self._lobby))
         return values
 
     def share(self, value: Any) -> Any:
@@ -112,7 +121,7 @@ class Machines:
             CollectiveError: A machine was lost, or does not come.
         """
         box = [value]
-        self._call("sharing a value", lambda: dist.broadcast_object_list(box, src=0, group=self.group))
+        self._call("sharing a value", lambda: dist.broadcast_object_list(box, src=0, group=self._lobby))
         return box[0]
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
@@ -122,7 +131,7 @@ class Machines:
             CollectiveError: A machine was lost, or does not come.
         """
         self._call(
-            "sharing tensors", lambda: [dist.broadcast(one, src=0, group=self.group) for one in tensors]
+            "sharing tensors", lambda: [dist.broadcast(one, src=0, group=self._lobby) for one in tensors]
         )
 
     def reduce(self, tensors: Sequence[Tensor], operations: Sequence[Reduction] = ()) -> None:
@@ -179,7 +188,7 @@ class Machines:
         except Exception as error:
             raise CollectiveError(
                 f"{what} between the {self.count} machines of this job failed on {self.names[self.index]}: "
-                f"one was lost, or did not come within {self.timeout_s:g} s: {format_error(error)}"
+                f"one was lost, or did not come in time: {format_error(error)}"
             ) from error
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from flowdp.config import RunConfig
 from flowdp.data.open_source import loader_generators
 from flowdp.device.seeding import generators_kept
+from flowdp.errors import OptionError
 from flowdp.run import Run
 from flowdp.start import start_run
 
@@ -28,7 +29,14 @@ def trial_run(config: RunConfig) -> Iterator[Run]:
 
     Raises:
         FlowdpError: As of `Trainer.start` and `Run.join`.
+        OptionError: The settings are those of a run on several machines, which would measure apart from each
+            other, and go on with different numbers.
     """
+    if config.team.is_spread:
+        raise OptionError(
+            f"find_lr, find_batch_size and compare measure on one machine, and this Trainer has "
+            f"{len(config.team.sizes)}: give them one of Trainer(..., machines=False), before the long run"
+        )
     quiet = replace(
         config,
         checkpoint=None,

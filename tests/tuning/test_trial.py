@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,3 +74,13 @@ def test_a_start_that_fails_leaves_nothing() -> None:
         pass
     assert generators() == before
     assert flowdp.runs() == ()
+
+
+def test_short_runs_measure_on_one_machine() -> None:
+    config = trainer().config
+    spread = replace(config, team=SimpleNamespace(is_spread=True, sizes=(1, 2)))
+    with (
+        pytest.raises(flowdp.OptionError, match=r"measure on one machine.* has 2: .*machines=False"),
+        trial_run(spread),
+    ):
+        pass
