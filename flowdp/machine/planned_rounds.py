@@ -176,7 +176,10 @@ class PlannedRounds(Rounds):
         return bad
 
     def decide(self, now_ms: float, constraints: Constraints) -> list[Command]:
-        """Arm the rounds that are due. All ranks meet behind each, so a wish to meet needs no order."""
+        """Arm the rounds that are due.
+
+        All ranks meet behind each, so a wish to meet needs no order, but where inner rounds come before that.
+        """
         self._limit = constraints.limit
         commands: list[Command] = []
         while not constraints.hold and self._may_arm:
@@ -186,7 +189,9 @@ class PlannedRounds(Rounds):
             commands += orders
         if self._armed and self.may_hurry:
             armed = self._armed[0]
-            if self._hurried < armed.last_round and (constraints.hold or now_ms >= self._late_ms(armed)):
+            # An order that was armed just now ends with the first outcome behind the wish in any case.
+            is_called = constraints.hold or (constraints.meet and armed.sync.inner and not commands)
+            if self._hurried < armed.last_round and (is_called or now_ms >= self._late_ms(armed)):
                 self._hurried = armed.last_round
                 commands += [Send(rank, SyncNow(armed.last_round)) for rank in self._present]
         return commands

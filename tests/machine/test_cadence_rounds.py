@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flowdp.machine.cadence_rounds import CadenceRounds
+from flowdp.machine.rounds import Constraints
 from flowdp.protocol.messages import SyncPoints
 from flowdp.protocol.position import Position
 from tests.planned import acks, decide, orders, rounds, settle, sync, sync_now
@@ -159,3 +160,13 @@ def test_the_averaging_of_inner_rounds_counts_too() -> None:
     assert machine.anchor > 40
     assert machine.times.inner_ms == 50.0
     assert machine.times.sync_ms == 50.0
+
+
+def test_a_wish_to_meet_ends_the_inner_rounds() -> None:
+    machine = of_machines(1000, 4, speed_hint=(1, 2.0))
+    assert orders(machine.decide(0.0, Constraints(meet=True)))  # they are behind the wish: nobody is called
+    assert machine.decide(1.0, Constraints(meet=True)) == sync_now(3)
+    assert machine.decide(2.0, Constraints(meet=True)) == []
+    plain = of_machines(1000, 1, speed_hint=(1, 2.0))
+    decide(plain)
+    assert plain.decide(1.0, Constraints(meet=True)) == []
