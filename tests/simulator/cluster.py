@@ -413,6 +413,8 @@ class JudgedWorld(MachinesWorld):
         self._happens("task", number)
         if isinstance(task, Settle):
             super().serve(number, task)
+            if self.parts and self.parts[self.machine_of[number]].error is not None:
+                self._release(number)  # the order to leave came behind this one
             return
         self.ranks[number].state = "serving"
         self._serving.serve(number, task)

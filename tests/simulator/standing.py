@@ -280,8 +280,9 @@ class Standing:
         """A checkpoint is written."""
         if version == self._versions:
             self._unwritten = False
-            # At most all of the time from the order to the file was lost.
-            self._allowed_ms = max(now_ms, self._begin_ms + (now_ms - self._begin_ms) / AIM)
+            # At most all of the time from the order to the file was lost, until the coordinator hears of it.
+            heard_ms = now_ms + self._scenario.latency_ms
+            self._allowed_ms = max(heard_ms, self._begin_ms + (heard_ms - self._begin_ms) / AIM)
 
     def reported(self, record: RoundEnded, now_ms: float) -> None:
         """Rounds are over."""
