@@ -117,14 +117,19 @@ class _Link(ABC):
         self._team, self._machines = team, team.machines
         self._post: Callable[[Any], None] = requests.inbox.post
         self._failures = failures
-        self._signs: dict[int, Sign] = {}  # the last of each other machine
+        self._theirs: list[
+            tuple[BaseException, int]
+        ] = []  # errors of other machines, noted before they count
         sign_s = self._machines.timeout_s if stall_s is None else stall_s / LOOKS
         self._channel = Channel(self._machines, self._received, self._ended, self._sign_for, sign_s)
+        # The last of each other machine. All are there from the start: the threads of several links read it
+        # at any moment, and one that grows cannot be read.
+        self._signs = dict.fromkeys(self._channel.others, Sign())
 
     @property
     def signs(self) -> list[Sign]:
         """The last signs of life of the other machines: one for each, or from machine 0 for all of them."""
-        return [self._signs.get(other, Sign()) for other in self._channel.others]
+        return list(self._signs.values())
 
     def start(self) -> None:
         """Start the threads of the links."""
@@ -168,6 +173,16 @@ class _Link(ABC):
             own.has_started and all(other.has_started for other in others),
         )
 
+    def _take_error(self, message: RemoteError, machine: int) -> None:
+        """Add an error of another machine to the failures."""
+        error = message.error()
+        self._theirs.append((error, machine))
+        self._failures.add(error)
+
+    def _origin_of(self, error: BaseException) -> int | None:
+        """The machine from which an error came; None: this one."""
+        return next((machine for theirs, machine in self._theirs if theirs is error), None)
+
     @abstractmethod
     def give_up(self, reason: str) -> None:
         """Tell the other machines that the coordinator's thread here has failed."""
@@ -190,7 +205,6 @@ class LeaderLink(_Link):
         super().__init__(team, requests, failures, stall_s)
         self._state = GateState(team.world_size)
         self._lock = threading.Lock()  # serialises the gate of all ranks
-        self._origin: int | None = None  # the machine that has the first failure itself
 
     def postbox(self, rank: int) -> Postbox:
         """Place for orders to a rank of another machine."""
@@ -235,9 +249,10 @@ class LeaderLink(_Link):
         first = self._failures.first
         if first is None:
             return
+        origin = self._origin_of(first)
         for machine in range(1, self._machines.count):
-            if machine != self._origin:
-                self._channel.send(machine, sent_error(first, self._machines.names[0], self._origin is None))
+            if machine != origin:
+                self._channel.send(machine, sent_error(first, self._machines.names[0], origin is None))
 
     def _received(self, machine: int, message: Any) -> None:
         """Take a message of a follower; on the thread of its link."""
@@ -252,9 +267,7 @@ class LeaderLink(_Link):
                 except FlowdpError as error:
                     self._post(Failed(self._failures.add(error)))
             case RemoteError():
-                if self._failures.first is None:
-                    self._origin = machine
-                self._failures.add(message.error())
+                self._take_error(message, machine)
             case _:
                 self._post(message)
 
@@ -299,7 +312,8 @@ class FollowerLink(_Link):
     def send(self, fact: Fact) -> None:
         """Send a fact to the coordinator, with the error itself where it tells of one."""
         first = self._failures.first
-        if isinstance(fact, Exiting | Failed) and fact.error is not None and first is not None:
+        is_failure = isinstance(fact, Exiting | Failed) and fact.error is not None
+        if is_failure and first is not None and self._origin_of(first) is None:
             self._channel.send(0, sent_error(first, self._machines.names[self._machines.index], True))
         self._channel.send(0, fact)
 
@@ -312,7 +326,7 @@ class FollowerLink(_Link):
             case Send():
                 self._inboxes[message.rank].post(message.order)
             case RemoteError():
-                self._failures.add(message.error())
+                self._take_error(message, machine)
             case _:
                 self._post(message)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class RemoteError:
     """An error of another machine.
 
     Attributes:
-        content: The error's class, arguments and attributes, pickled; None: they cannot be.
+        content: The error's class and attributes, pickled; None: they cannot be.
         text: The error as text, with the name of its machine.
         trace: Its traceback, as text.
     """
@@ -35,12 +36,16 @@ class RemoteError:
     trace: str
 
     def error(self) -> BaseException:
-        """An error of the same class and attributes; a `FlowdpError` where that is not known here."""
+        """An error of the same class and attributes; a `FlowdpError` where these are not known here."""
         made: BaseException = FlowdpError(self.text)
         if self.content is not None:
-            kind, attributes = pickle.loads(self.content)
-            made = kind.__new__(kind, self.text)
-            made.__dict__.update(attributes)
+            with suppress(
+                Exception
+            ):  # a class of the user's, or an attribute, that this machine does not have
+                kind, attributes = pickle.loads(self.content)
+                known = kind.__new__(kind, self.text)
+                known.__dict__.update(attributes)
+                made = known
         made.__cause__ = _RemoteTracebackError(self.trace)
         return made
 

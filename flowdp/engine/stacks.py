@@ -94,7 +94,9 @@ def describe_run(
 def _at_gate(waiting: Waiting) -> str:
     where = f"at the gate in round {waiting.round}"
     if not waiting.missing:
-        return f"{where}, whose averaging is being launched"
+        return f"{where}, " + (
+            "whose averaging is being launched" if waiting.decided else "waiting for other machines"
+        )
     plural = "s" if len(waiting.missing) > 1 else ""
     who = f"rank{plural} {', '.join(map(str, waiting.missing))}"
     return f"{where}, waiting for {who}" + (" to finish the averaging" if waiting.decided else "")

@@ -34,8 +34,8 @@ class Waiting:
 
     Attributes:
         round: The round's number.
-        missing: Ranks that have not come, or, once the round is decided, not done their part of it. None is
-            missing while the launch runs.
+        missing: Ranks of this machine that have not come, or, once the round is decided, not done their part
+            of it. None is missing while the launch runs, and while the ranks of other machines are awaited.
         decided: All have come.
     """
 

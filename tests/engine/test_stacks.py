@@ -90,6 +90,10 @@ def test_asking_for_stacks_keeps_nothing_alive() -> None:
             {"waiting": Waiting(12, (), decided=True)},
             "at the gate in round 12, whose averaging is being launched",
         ),
+        (
+            {"waiting": Waiting(12, (), decided=False)},
+            "at the gate in round 12, waiting for other machines",
+        ),
         ({"awaited": (0, 7), "step": (0, 7)}, "waiting for data: batch 7 of epoch 0"),
         ({"task": "evaluates after epoch 2", "awaited": (0, 7)}, "evaluates after epoch 2"),
         ({"idle": "no data"}, "idle: no data"),

@@ -10,12 +10,14 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from flowdp.errors import CollectiveAborted, ProtocolError
+from flowdp.machine.gate import GateState
 from flowdp.protocol.messages import Arrival, Directives, Outcome
 from flowdp.threads.gate import Gate, Waiting
 
@@ -389,3 +391,268 @@ def test_a_retired_gate_keeps_nothing_of_what_it_launched() -> None:
     assert gone() is not None
     gate.retire()
     assert gone() is None
+
+
+# ---------------------------------------------------------------- several machines
+class Machines:
+    """The gates of several machines, and the gate of all their ranks, whose outcomes come in threads."""
+
+    def __init__(self, sizes: tuple[int, ...], launch: Callable[[Outcome], None] | None = None) -> None:
+        self.world_size = sum(sizes)
+        self.all = GateState(self.world_size)
+        self.lock = threading.Lock()
+        self.asked: list[tuple[Arrival, ...]] = []
+        self.ranks: list[range] = []
+        for size in sizes:
+            first = self.ranks[-1].stop if self.ranks else 0
+            self.ranks.append(range(first, first + size))
+        self.gates = [Gate(self.world_size, launch, self.ask, ranks) for ranks in self.ranks]
+        self.mail: list[queue.SimpleQueue[Outcome | None]] = [queue.SimpleQueue() for _ in sizes]
+        self.links = Threads()
+        for gate, mail in zip(self.gates, self.mail, strict=True):
+            self.links.call(self.deliver, gate, mail)
+
+    def ask(self, arrivals: tuple[Arrival, ...]) -> None:
+        with self.lock:
+            self.asked.append(arrivals)
+            outcomes = [outcome for one in arrivals if (outcome := self.all.enter(one)) is not None]
+            for outcome in outcomes:
+                for mail in self.mail:
+                    mail.put(outcome)
+
+    def deliver(self, gate: Gate, mail: queue.SimpleQueue[Outcome | None]) -> None:
+        while (outcome := mail.get()) is not None:
+            gate.conclude(outcome)
+
+    def gate_of(self, rank: int) -> Gate:
+        return next(gate for gate, ranks in zip(self.gates, self.ranks, strict=True) if rank in ranks)
+
+    def abort(self, reason: str) -> None:
+        """As the coordinator's order: first where it decides, then on each machine."""
+        with self.lock:
+            self.all.abort(reason)
+        for gate in self.gates:
+            gate.abort(reason)
+
+    def close(self) -> None:
+        for mail in self.mail:
+            mail.put(None)
+        assert self.links.join() == [None] * len(self.mail)
+
+
+@contextmanager
+def machines(*sizes: int, launch: Callable[[Outcome], None] | None = None) -> Iterator[Machines]:
+    opened = Machines(sizes, launch)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_ranks_of_all_machines_get_one_outcome() -> None:
+    with machines(1, 2) as all_of:
+        threads = Threads()
+        for rank in range(3):
+            threads.call(all_of.gate_of(rank).enter, arrival(rank))
+        first, second, third = threads.join()
+    assert isinstance(first, Outcome)
+    assert first is second
+    assert second is third
+    assert (first.members, first.samples, first.global_step) == ((0, 1, 2), (8, 8, 8), 3)
+    # Each machine has asked once, for all its ranks.
+    assert sorted(tuple(one.rank for one in asked) for asked in all_of.asked) == [(0,), (1, 2)]
+
+
+def test_each_machine_launches_once_before_its_ranks_are_released() -> None:
+    launched: list[tuple[Outcome, str]] = []
+    with machines(
+        2, 1, launch=lambda outcome: launched.append((outcome, threading.current_thread().name))
+    ) as all_of:
+        threads = Threads()
+        for rank in range(3):
+            threads.call(all_of.gate_of(rank).enter, arrival(rank))
+        outcome = threads.join()[0]
+    assert [one for one, _ in launched] == [outcome, outcome]
+    assert len({name for _, name in launched}) == 2
+
+
+def test_an_abort_while_a_rank_asks_releases_all_and_a_late_answer_changes_nothing() -> None:
+    gate, threads = Gate(3, ask=lambda arrivals: None, ranks=(1, 2)), Threads()
+    threads.call(gate.enter, arrival(1))
+    threads.call(gate.enter, arrival(2))
+    waits_in(gate, 2)
+    assert gate.waiting() == dict.fromkeys((1, 2), Waiting(0, missing=(), decided=False))
+    gate.abort("machine 0 was lost")
+    assert [str(error) for error in threads.join()] == ["machine 0 was lost"] * 2
+    gate.conclude(Outcome(0, 3, (0, 1, 2), (1, 1, 1), (8, 8, 8)))
+    with pytest.raises(CollectiveAborted, match="machine 0 was lost"):
+        gate.enter(arrival(1, 1))
+
+
+def test_an_abort_between_the_answer_and_the_launch_is_an_error_for_all() -> None:
+    def ask(arrivals: tuple[Arrival, ...]) -> None:
+        gate.conclude(Outcome(0, 2, (0, 1), (1, 1), (8, 8)))
+        gate.abort("the user stopped it")
+
+    gate, threads = Gate(2, lambda outcome: None, ask, (0, 1)), Threads()
+    threads.call(gate.enter, arrival(0))
+    threads.call(gate.enter, arrival(1))
+    errors = threads.join()
+    assert [(type(error), str(error)) for error in errors] == [(CollectiveAborted, "the user stopped it")] * 2
+
+
+def test_a_question_that_fails_is_an_error_of_the_last_arrival() -> None:
+    def ask(arrivals: tuple[Arrival, ...]) -> None:
+        raise ProtocolError("ranks meet in different rounds")
+
+    gate, threads = Gate(3, ask=ask, ranks=(0, 1)), Threads()
+    threads.call(gate.enter, arrival(0))
+    waits_in(gate, 1)
+    with pytest.raises(ProtocolError, match="different rounds"):
+        gate.enter(arrival(1))
+    gate.abort("rank 1 failed")
+    [waiting] = threads.join()
+    assert str(waiting) == "rank 1 failed"
+
+
+def test_an_answer_that_no_rank_waits_for_is_a_bug() -> None:
+    outcome = Outcome(0, 2, (0, 1), (1, 1), (8, 8))
+    gate, threads = Gate(2, ask=lambda arrivals: None, ranks=(1,)), Threads()
+    with pytest.raises(ProtocolError, match="came while the ranks"):
+        gate.conclude(outcome)
+    threads.call(gate.enter, arrival(1, round=1))
+    waits_in(gate, 1)
+    with pytest.raises(ProtocolError, match="came while the ranks"):
+        gate.conclude(outcome)
+    gate.conclude(replace(outcome, round=1))
+    assert [one.round for one in threads.join()] == [1]
+
+
+def test_a_rank_waits_for_those_here_and_then_for_the_other_machines() -> None:
+    launching: list[dict[int, Waiting]] = []
+    gate = Gate(3, lambda outcome: launching.append(gate.waiting()), lambda arrivals: None, (1, 2))
+    threads = Threads()
+    threads.call(gate.enter, arrival(1, round=4))
+    waits_in(gate, 1)
+    assert gate.waiting() == {1: Waiting(4, missing=(2,), decided=False)}
+    threads.call(gate.enter, arrival(2, round=4))
+    waits_in(gate, 2)
+    assert gate.waiting() == dict.fromkeys((1, 2), Waiting(4, missing=(), decided=False))
+    gate.conclude(Outcome(4, 3, (0, 1, 2), (1, 1, 1), (8, 8, 8)))
+    threads.join()
+    assert launching == [{1: Waiting(4, missing=(), decided=True)}]
+    assert gate.waiting() == {}
+
+
+def test_inner_rounds_are_decided_here_and_travel_with_the_next_question() -> None:
+    with machines(2, 1) as all_of:
+        threads = Threads()
+        for rank in (0, 1):
+            threads.call(all_of.gates[0].enter, replace(arrival(rank), inner=True))
+        first, second = threads.join()
+        assert first is second
+        assert (first.members, first.inner, all_of.asked) == ((0, 1), True, [])
+        threads = Threads()
+        for rank in range(3):
+            threads.call(all_of.gate_of(rank).enter, arrival(rank, round=1))
+        [outcome, *_] = threads.join()
+    assert (outcome.inner, outcome.earlier, outcome.weights) == (False, (8, 8, 0), (16, 16, 8))
+    assert outcome.global_step == 5
+
+
+@dataclass
+class Travel:
+    """Rounds of ranks on several machines, some of them inner ones, with random trouble by seed."""
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        rng = random.Random(self.seed)
+        self.sizes = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
+        self.inner = rng.randint(0, 2)  # rounds of one machine before each of all
+        self.rounds = rng.randint(10, 120)
+        self.trouble = rng.choice(("none", "none", "abort", "launch", "stop"))
+        self.at = rng.randrange(self.rounds)
+        self.got: list[list[Outcome]] = [[] for _ in range(sum(self.sizes))]
+        self.visitor: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def launch(self, outcome: Outcome) -> None:
+        if self.trouble == "launch" and outcome.round == self.at:
+            raise OSError("the launch failed")
+
+    def is_inner(self, round: int) -> bool:
+        return (round + 1) % (self.inner + 1) != 0
+
+    def member(self, rank: int) -> None:
+        gate, global_step = self.all.gate_of(rank), 0
+        for round in range(self.rounds):
+            if round == self.at and self.trouble in ("abort", "stop"):
+                self.visitor.put(self.trouble)
+            came = replace(arrival(rank, round, global_step), inner=self.is_inner(round))
+            try:
+                outcome = gate.enter(came)
+            except OSError:
+                self.visitor.put("abort")  # as its coordinator would
+                raise
+            self.got[rank].append(outcome)
+            gate.finish(rank)
+            if not outcome.inner:
+                global_step = outcome.global_step
+            if outcome.stop:
+                return
+
+    def visit(self) -> None:
+        while (what := self.visitor.get()) is not None:
+            if what == "abort":
+                self.all.abort("stopped from outside")
+            else:
+                with self.all.lock:
+                    self.all.all.direct(Directives(stop=True))
+
+    def run(self) -> int:
+        with machines(*self.sizes, launch=self.launch) as self.all:
+            members, visitor = Threads(), Threads()
+            visitor.call(self.visit)
+            for rank in range(sum(self.sizes)):
+                members.call(self.member, rank)
+            self.ends = members.join()
+            self.visitor.put(None)
+            assert visitor.join() == [None]
+        return self.rounds
+
+    def judge(self) -> None:
+        fails = self.trouble in ("abort", "launch")
+        allowed = (CollectiveAborted, OSError) if fails else ()
+        assert all(end is None or isinstance(end, allowed) for end in self.ends), self.ends
+        of_all: dict[int, Outcome] = {}
+        for ranks in self.all.ranks:
+            # The ranks of a machine get the same answers, as often as each other.
+            first = self.got[ranks[0]]
+            assert [outcome.round for outcome in first] == list(range(len(first)))
+            for rank in ranks:
+                assert len(self.got[rank]) == len(first)
+                assert all(mine is other for mine, other in zip(self.got[rank], first, strict=True))
+            for outcome in first:
+                assert outcome.inner == self.is_inner(outcome.round)
+                if not outcome.inner:
+                    assert of_all.setdefault(outcome.round, outcome) is outcome
+        for round, outcome in of_all.items():
+            world = sum(self.sizes)
+            assert outcome.weights == (8 * (self.inner + 1),) * world
+            assert outcome.global_step == (round + 1) * world
+        if not fails:
+            last = max(of_all, default=0) if self.trouble == "stop" else self.rounds - 1
+            assert all(mine[-1].round >= last for mine in self.got)
+
+
+@pytest.mark.usefixtures("restless")
+def test_stress_of_several_machines() -> None:
+    rounds, seed = 0, 0
+    while rounds < STRESS_ROUNDS // 6:
+        travel = Travel(seed)
+        rounds += travel.run()
+        try:
+            travel.judge()
+        except AssertionError as error:
+            raise AssertionError(f"travel {seed}: {error}") from error
+        seed += 1

@@ -1,0 +1,121 @@
+"""Tests of errors on their way between machines: their class, attributes, machine and traceback arrive."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+
+import pytest
+
+from flowdp import errors
+from flowdp.engine.remote_error import RemoteError, sent_error
+from flowdp.errors import (
+    CheckpointError,
+    CollectiveAborted,
+    CollectiveError,
+    CollectiveTimeout,
+    DataError,
+    DeviceError,
+    FlowdpError,
+    OptionError,
+    OutOfDeviceMemory,
+    ProtocolError,
+    StallError,
+    StateError,
+    StepError,
+)
+
+HERE = "machine 1 (b)"
+
+ERRORS = [
+    FlowdpError("it failed"),
+    OptionError("it failed"),
+    DataError("it failed", epoch=2, indices=[3, 4]),
+    StepError("it failed", rank=3, device="cuda:1", epoch=1, step=7, indices=[5]),
+    DeviceError("it failed"),
+    OutOfDeviceMemory("it failed", rank=2, needed_bytes=10, free_bytes=5),
+    CollectiveError("it failed"),
+    CollectiveAborted("it failed"),
+    CollectiveTimeout("it failed"),
+    StallError("it failed", ranks=["idle"], stacks={"flowdp-worker-0": "File ..."}),
+    CheckpointError("it failed", path="a/b.ckpt", version=4),
+    StateError("it failed", state={"a": 1}),
+    ProtocolError("it failed", events=["one", "two"]),
+]
+
+
+def raised(error: BaseException) -> BaseException:
+    def loss_of_the_user() -> None:
+        raise error
+
+    try:
+        loss_of_the_user()
+    except BaseException as caught:
+        return caught
+    raise AssertionError
+
+
+def arrived(error: BaseException, *, is_own: bool = True) -> BaseException:
+    """The error as another machine has it."""
+    sent: RemoteError = pickle.loads(pickle.dumps(sent_error(raised(error), HERE, is_own)))
+    return sent.error()
+
+
+def test_every_class_of_errors_is_tried() -> None:
+    assert {type(error).__name__ for error in ERRORS} == set(errors.__all__)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_arrives_as_its_class_with_its_attributes(error: FlowdpError) -> None:
+    there = arrived(error)
+    assert type(there) is type(error)
+    assert vars(there) == vars(error)
+    assert str(there) == f"{HERE}: {error}"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_that_is_passed_on_names_its_machine_once(error: FlowdpError) -> None:
+    there = arrived(arrived(error), is_own=False)
+    assert type(there) is type(error)
+    assert str(there).count("machine") == 1
+    assert "in loss_of_the_user" in str(there.__cause__)
+
+
+def test_the_traceback_of_its_machine_is_the_cause() -> None:
+    error = StepError("rank 3 failed", rank=3, device="cpu")
+    error.__cause__ = ZeroDivisionError("division by zero")
+    error.add_note("Then rank 4: the same")
+    text = str(arrived(error).__cause__)
+    assert "in loss_of_the_user\n    raise error" in text
+    assert "ZeroDivisionError: division by zero" in text
+    assert "Then rank 4: the same" in text
+
+
+def test_an_error_of_the_users_is_one_of_flowdp_with_its_text() -> None:
+    class OwnError(Exception):
+        """Not known on other machines."""
+
+    there = arrived(OwnError("no such user"))
+    assert type(there) is FlowdpError
+    assert str(there) == f"{HERE}: OwnError: no such user"
+    assert "in loss_of_the_user" in str(there.__cause__)
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
+    there = arrived(StateError("the model does not take it", state=lambda: None))
+    assert type(there) is FlowdpError
+    assert str(there) == f"{HERE}: the model does not take it"
+    assert "StateError" in str(there.__cause__)
+
+
+def test_a_class_that_is_not_known_there_keeps_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("of_one_machine")
+    exec("from flowdp.errors import StepError\nclass OwnError(StepError): pass", vars(module))
+    monkeypatch.setitem(sys.modules, "of_one_machine", module)
+    sent = sent_error(raised(module.OwnError("it failed", rank=0, device="cpu")), HERE, is_own=True)
+    assert type(sent.error()) is module.OwnError
+    monkeypatch.delitem(sys.modules, "of_one_machine")
+    there = sent.error()
+    assert type(there) is FlowdpError
+    assert str(there) == f"{HERE}: it failed"
