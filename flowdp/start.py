@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
+from flowdp.checkpoint.machine_states import StateCollector, StateSender
 from flowdp.checkpoint.resume import Resumed, find, shared_start
 from flowdp.checkpoint.writer import Saver
 from flowdp.checks import check_checkpoints
@@ -31,7 +32,9 @@ from flowdp.engine.sigterm import SigtermStop, check_sigterm
 from flowdp.inference import open_evaluator, try_evaluation
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
+from flowdp.machine.policies import ROUNDS
 from flowdp.network.machines import Machines
+from flowdp.network.transfer import Transfer
 from flowdp.observe.banner import tell_devices
 from flowdp.observe.bar import ProgressBar
 from flowdp.observe.callbacks import step_callbacks
@@ -123,15 +126,20 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
     records = Records(() if resumed is None else resumed.history)
     failures = Failures()
     requests = Requests(records, failures)
+    has_listeners = config.has_checkpoint_listeners and team.leads
+    transfer = _open_transfer(config, writes=has_listeners or folder is not None)
     saver = Saver(
         folder,
         described,
-        records.add if config.has_checkpoint_listeners and team.leads else None,
+        records.add if has_listeners else None,
         requests.fail,
         best=None if resumed is None else resumed.best,
         evaluates=evaluator is not None,
         orders=partial(orders, source),
         written=requests.written,
+        keeps_ranks=team.leads or transfer is not None,
+        collector=StateCollector(transfer) if transfer is not None and team.leads else None,
+        sender=None if transfer is None or team.leads else StateSender(transfer),
     )
     observer = Observer(records, callbacks, requests.fail, config.failures.stall_timeout)
     with interrupts_held() as held:
@@ -242,6 +250,20 @@ def _check_data(machines: Machines, source: Source, evaluator: Evaluator | None)
     check_identities(machines.gather(source.identity()), machines.names)
     if evaluator is not None:
         check_identities(machines.gather(evaluator.source.identity()), machines.names, "evaluation's dataset")
+
+
+def _open_transfer(config: RunConfig, *, writes: bool) -> Transfer | None:
+    """Open the way of the other machines' states into a checkpoint; None: none of them is needed there.
+
+    Args:
+        config: Settings of the run.
+        writes: Checkpoints go anywhere; that of machine 0 counts.
+    """
+    machines = config.team.machines
+    if machines is None or not machines.share(writes):
+        return None
+    has_own = ROUNDS[config.replica.policy].averages != "gradients"  # else all ranks have that of rank 0
+    return Transfer(machines) if has_own else None
 
 
 def _bar(

@@ -111,11 +111,6 @@ def check_team(config: RunConfig) -> None:
             "runtime.backend='nccl' averages within one machine: on several the means are taken in the "
             "hosts' memory and summed by torch.distributed; leave it out"
         )
-    if config.restores_best:
-        raise OptionError(
-            "EarlyStopping(restore_best=True) keeps the best weights on one machine: on several use "
-            "CheckpointOptions(keep_best=...), and load best.pt"
-        )
     if config.metrics is not None:
         raise OptionError(
             "metrics of the evaluation are merged within one machine: on several return means from "

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from flowdp.checkpoint.file import write
 from flowdp.checkpoint.folder import CheckpointFolder
+from flowdp.checkpoint.machine_states import StateCollector, StateSender
 from flowdp.checkpoint.weights import Weights, load_average
-from flowdp.errors import CheckpointError
+from flowdp.errors import CheckpointError, CollectiveError
 from flowdp.policy.formats import format_error
 from flowdp.policy.monitor import number_of
 from flowdp.policy.tally import EpochMetrics
@@ -34,13 +35,16 @@ log = logging.getLogger("flowdp")
 PendingState = Callable[[], dict[str, Any]]
 """Returns a rank's saved state, once its device has come that far."""
 
+SHARED = ("model", "buffers", "ema", "outer")
+"""Parts of a saved state that one rank has for all."""
+
 
 class CapturedState:
     """States saved at one barrier.
 
     Args:
-        states: States of the ranks that were there.
-        model: The rank whose state holds the model.
+        states: States of the ranks of this machine that were there.
+        model: The rank whose state holds the model; one of another machine: the model is not kept here.
         position: Position of the run.
         history: Records of the epochs that were complete.
         orders: Checksums of a sampler's draws for the open epochs; None: unknown.
@@ -66,11 +70,12 @@ class CapturedState:
         self._read: dict[str, Any] | None = None
 
     def read(self) -> dict[str, Any]:
-        """Arguments of `file.write`, but for the descriptions of the run."""
+        """Arguments of `file.write`, but for the run's descriptions; "ranks" are those of this machine."""
         with self._lock:
             if self._read is None:
                 ranks = {rank: state() for rank, state in sorted(self._states.items())}
-                shared = {name: ranks[self._first].pop(name) for name in ("model", "buffers", "ema", "outer")}
+                holder = ranks.get(self._first)
+                shared = {} if holder is None else {name: holder.pop(name) for name in SHARED}
                 self._read = {**shared, "ranks": list(ranks.values())}
                 self._states = {}
             return self._read
@@ -152,12 +157,14 @@ class _Job:
 
     Attributes:
         version: Number of the checkpoint.
-        captured: Contents of the checkpoint.
+        capture: Number of the capture.
+        captured: Contents of the checkpoint, as far as this machine has them.
         best: The best model at that moment; None where there is none.
         value: Value of the metric that `keep_best` names; None without one.
     """
 
     version: int
+    capture: int
     captured: CapturedState
     best: CapturedState | None
     value: float | None
@@ -190,10 +197,17 @@ class Saver:
             position; None: they are not known.
         written: Called on the writer's thread with the number of each checkpoint that it is done with,
             written or not. One that is dropped for a newer one is not among them.
+        keeps_ranks: Whether the states of this machine's ranks are of use to it. Where all ranks of several
+            machines have the same ones, those of machine 0 are enough.
+        collector: On machine 0, the states of the other machines; None: they are not needed.
+        sender: On another machine, the way of its states there; None: they are not needed.
 
     Attributes:
         problems: Failed writes, as text.
-        thread: Thread of the writer; None without one.
+        thread: Thread of the writer, or of the sender; None without one.
+        keeps_ranks: As given.
+        collector: As given.
+        sender: As given.
     """
 
     def __init__(
@@ -206,9 +220,15 @@ class Saver:
         evaluates: bool = False,
         orders: Callable[[Position], Mapping[int, int] | None] = lambda _: None,
         written: Callable[[int], object] = lambda _: None,
+        *,
+        keeps_ranks: bool = True,
+        collector: StateCollector | None = None,
+        sender: StateSender | None = None,
     ) -> None:
         self.problems: list[str] = []
         self.orders = orders
+        self.keeps_ranks = keeps_ranks
+        self.collector, self.sender = collector, sender
         self._folder = folder
         self._describe = describe
         self._saved = saved
@@ -220,7 +240,7 @@ class Saver:
         self._is_warned = False  # of a metric that is not there
         self._state = _SaverState()
         self._changed = threading.Condition()  # guards the state
-        self.thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None if sender is None else sender.thread
 
     def start(self) -> None:
         """Start the writer's thread, where there is anything to write or to tell.
@@ -230,6 +250,7 @@ class Saver:
         """
         if self.writes:
             self.thread = threading.Thread(target=self._run, name="flowdp-checkpoint", daemon=True)
+        if self.thread is not None:
             self.thread.start()
 
     @property
@@ -240,6 +261,8 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether something is being written, or waits to be."""
+        if self.sender is not None:
+            return self.sender.is_busy
         with self._changed:
             return self._state.is_writing or bool(self._state.pending)
 
@@ -275,13 +298,19 @@ class Saver:
             position = command.position
             # Now, for a writer that comes late may find that the sampler has long gone on.
             orders = self.orders(position)
-            captured = CapturedState(states, command.model, position, history[: position.done], orders)
+            # A machine that follows has the best model alone, from its own first rank.
+            is_own = command.model in states or not command.is_best
+            model = command.model if is_own else min(states)
+            captured = CapturedState(states, model, position, history[: position.done], orders)
             if command.is_best:
                 self._best = captured
             if command.snapshots > state.answered:
                 state.snapshot, state.answered = captured, command.snapshots
-            if command.version is not None and self.thread is not None:
-                self._queue(_Job(command.version, captured, self._best, self._value(captured)))
+            if command.version is not None and self.sender is not None:
+                self.sender.keep(command.capture, captured)
+            elif command.version is not None and self.thread is not None:
+                job = _Job(command.version, command.capture, captured, self._best, self._value(captured))
+                self._queue(job)
             self._changed.notify_all()
 
     def wait_for_snapshot(self, wish: int) -> CapturedState | None:
@@ -319,6 +348,8 @@ class Saver:
             self._state.is_closed = True
             self._state.states.clear()
             self._changed.notify_all()
+        if self.sender is not None:
+            return self.sender.close(timeout_s)
         if self.thread is None or self.thread.ident is None:
             return True
         self.thread.join(timeout_s)
@@ -343,9 +374,8 @@ class Saver:
             try:
                 self._write(job)
             except CheckpointError as error:
-                self._complain(
-                    error, is_final=error.path is None and not isinstance(error.__cause__, OSError)
-                )
+                is_passing = isinstance(error.__cause__, OSError | CollectiveError)
+                self._complain(error, is_final=error.path is None and not is_passing)
             except BaseException as cause:
                 text = f"checkpoint {job.version} failed: {format_error(cause)}"
                 failure = CheckpointError(text, version=job.version)
@@ -367,9 +397,11 @@ class Saver:
         valued = [(one.value, one) for one in waiting]
         best = [] if self._folder is None else [one for _, one in self._folder.best_of(valued)]
         self._state.pending = [one for one in waiting if one is job or one in best]
-        for one in waiting:
-            if one not in self._state.pending:
-                log.info("checkpoint %d is not written: a newer one is there", one.version)
+        dropped = [one for one in waiting if one not in self._state.pending]
+        for one in dropped:
+            log.info("checkpoint %d is not written: a newer one is there", one.version)
+        if self.collector is not None:
+            self.collector.drop([one.capture for one in dropped])
 
     def _value(self, captured: CapturedState) -> float | None:
         """Value of the metric that `keep_best` names, at the end of an epoch."""
@@ -389,9 +421,13 @@ class Saver:
 
     def _write(self, job: _Job) -> None:
         position, history = job.captured.position, job.captured.history
+        # First, as the other machines keep theirs until then.
+        others = [] if self.collector is None else self.collector.collect(job.capture)
         best = self._old_best if job.best is None else job.best.weights
+        own = job.captured.read()
         state = {
-            **job.captured.read(),
+            **own,
+            "ranks": [*own["ranks"], *others],
             "version": job.version,
             "epoch": position.done,
             "global_step": position.global_step,

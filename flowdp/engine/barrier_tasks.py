@@ -95,7 +95,9 @@ class BarrierTasks:
                     found = self._evaluator.run(self._index, self._replica, wait, moved)
                 return replace(found, rank=self._rank)
             case SaveState() if self._saver is not None:
-                self._saver.put(self._rank, capture(self._replica, shared=task.model == self._rank))
+                holds_model = task.model == self._rank or (task.is_best and self._is_follower_first())
+                if holds_model or self._saver.keeps_ranks:
+                    self._saver.put(self._rank, capture(self._replica, shared=holds_model))
                 return StateSaved(self._rank)
             case CopyReplica(receiver=None):
                 donor = task.donor - self._rank + self._index
@@ -109,6 +111,10 @@ class BarrierTasks:
                 self._settle(self._index)
                 return Settled(self._rank)
         raise ProtocolError(f"rank {self._rank} cannot do {task}")
+
+    def _is_follower_first(self) -> bool:
+        """Whether this is the first rank of a machine that follows."""
+        return self._team is not None and not self._team.leads and self._index == 0
 
     def _copy_between(self, team: Team, donor: int, receiver: int) -> None:
         """Copy a replica to a rank of another machine."""

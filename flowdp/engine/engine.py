@@ -214,8 +214,10 @@ class Engine:
         link: LeaderLink | FollowerLink
         if self.team.leads:
             link = LeaderLink(self.team, self._requests, self.failures, stall_s)
+            if self.saver.collector is not None:
+                self.saver.collector.tell = link.tell
         else:
-            link = FollowerLink(self.team, self._requests, self.failures, stall_s, inboxes)
+            link = FollowerLink(self.team, self._requests, self.failures, stall_s, inboxes, self.saver.sender)
         self._settings.callback(link.close)
         return link
 

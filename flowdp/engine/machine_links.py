@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from flowdp.checkpoint.machine_states import DroppedStates, StateSender, WantedStates
 from flowdp.engine.failures import Failures
 from flowdp.engine.remote_error import RemoteError, sent_error
 from flowdp.engine.requests import Requests
@@ -31,6 +32,7 @@ from flowdp.protocol.commands import (
     Paused,
     Quarantined,
     RoundEnded,
+    Save,
     Send,
 )
 from flowdp.protocol.messages import (
@@ -53,7 +55,7 @@ __all__ = ["Follower", "FollowerLink", "LeaderLink", "Postbox", "Relayed"]
 LOOKS = 4
 """Signs of life in the time after which a run that stands still fails."""
 
-PASSED_ON = (AbortGate, CutEvaluation, RoundEnded, EpochEnded, EvaluationEnded, Paused, Finish)
+PASSED_ON = (AbortGate, CutEvaluation, RoundEnded, EpochEnded, EvaluationEnded, Save, Paused, Finish)
 """Commands that all machines obey; an order goes to the machine of its rank alone."""
 
 
@@ -206,6 +208,10 @@ class LeaderLink(_Link):
         self._state = GateState(team.world_size)
         self._lock = threading.Lock()  # serialises the gate of all ranks
 
+    def tell(self, message: object) -> None:
+        """Send a message to all other machines; does not block."""
+        self._channel.tell_all(message)
+
     def postbox(self, rank: int) -> Postbox:
         """Place for orders to a rank of another machine."""
         return _Remote(self._channel, self._team.machine_of(rank), rank)
@@ -282,6 +288,7 @@ class FollowerLink(_Link):
 
     Args:
         inboxes: Inboxes of the ranks here.
+        states: Sends saved states of the ranks here; None: machine 0 asks for none.
     """
 
     def __init__(
@@ -291,9 +298,11 @@ class FollowerLink(_Link):
         failures: Failures,
         stall_s: float | None,
         inboxes: Mapping[int, Postbox],
+        states: StateSender | None = None,
     ) -> None:
         super().__init__(team, requests, failures, stall_s)
         self._inboxes = inboxes
+        self._states = states
 
     def ask(self, arrivals: tuple[Arrival, ...]) -> None:
         """Send the arrivals of this machine's ranks to the gate of all."""
@@ -327,10 +336,15 @@ class FollowerLink(_Link):
                 self._inboxes[message.rank].post(message.order)
             case RemoteError():
                 self._take_error(message, machine)
+            case WantedStates() | DroppedStates():
+                assert self._states is not None
+                self._states.take(message)
             case _:
                 self._post(message)
 
     def _ended(self, _machine: int, error: CollectiveError | None) -> None:
+        if self._states is not None:
+            self._states.end()
         self._post(_Orphaned(None if error is None else self._failures.add(error)))
 
 

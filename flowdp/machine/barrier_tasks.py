@@ -390,7 +390,7 @@ class Barrier:
             return self._ask(Evaluate(position.done, self._evaluations - 1, position.global_step), present)
         self._asked_wishes, self._begin_ms = self._wishes, now_ms
         self._captures += 1
-        return self._ask(SaveState(self._captures - 1, present[0]), present)
+        return self._ask(SaveState(self._captures - 1, present[0], self._is_best), present)
 
     def _heal(self, present: Sequence[int]) -> list[Command]:
         """Heal the bad replicas of a machine by one that it has, or the first of them by another's."""

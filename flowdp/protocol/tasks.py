@@ -46,10 +46,12 @@ class SaveState:
     Attributes:
         number: Index of the saving in the run.
         model: The rank that also puts down the model.
+        is_best: The model is the best so far: a rank of each machine puts it down, for its own user.
     """
 
     number: int
     model: int = 0
+    is_best: bool = False
 
 
 @dataclass(frozen=True, slots=True)

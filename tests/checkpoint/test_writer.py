@@ -14,9 +14,10 @@ from torch import nn
 
 from flowdp.checkpoint.file import read
 from flowdp.checkpoint.folder import CheckpointFolder
+from flowdp.checkpoint.machine_states import DroppedStates, StateSender, WantedStates
 from flowdp.checkpoint.weights import Weights
 from flowdp.checkpoint.writer import CapturedState, Checkpoint, PendingState, Saver
-from flowdp.errors import CheckpointError
+from flowdp.errors import CheckpointError, CollectiveError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.tally import EpochMetrics, RankMetrics, RankSums
 from flowdp.protocol.commands import Save
@@ -321,3 +322,83 @@ def test_a_run_that_is_over_keeps_the_best_alone() -> None:
     desk.saver.let_go()
     assert desk.saver.best is not None
     assert desk.saver.wait_for_snapshot(9) is None
+
+
+# ---------------------------------------------------------------- several machines
+class Others:
+    """Stands for the states of another machine with one rank."""
+
+    def __init__(self) -> None:
+        self.dropped: list[int] = []
+        self.collected: list[int] = []
+        self.error: Exception | None = None
+
+    def collect(self, capture: int) -> list[dict[str, Any]]:
+        self.collected.append(capture)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return [{"optimizers": [{"rank": 2}], "scaler": None, "generator": None}]
+
+    def drop(self, captures: list[int]) -> None:
+        self.dropped += captures
+
+
+def test_a_file_has_the_states_of_other_machines_and_they_hear_what_is_not_written(
+    tmp_path: Path, slow: threading.Event
+) -> None:
+    others = Others()
+    desk = Desk(tmp_path, collector=others)
+    desk.put(1)
+    wait_until_writing(desk.saver)
+    for epoch in (2, 3, 4):
+        desk.put(epoch)
+    slow.set()
+    assert desk.close() == [1, 4]
+    assert (others.collected, others.dropped) == ([1, 4], [2, 3])
+    kept = read(desk.told[-1].path)["ranks"]
+    assert [rank["optimizers"] for rank in kept] == [[{"rank": rank}] for rank in (0, 1, 2)]
+
+
+def test_a_lost_machine_leaves_a_checkpoint_out_and_the_next_one_is_written(tmp_path: Path) -> None:
+    others = Others()
+    others.error = CheckpointError("the checkpoint lacks states")
+    others.error.__cause__ = CollectiveError("machine 1 was lost")
+    desk = Desk(tmp_path, collector=others)
+    desk.put(1)
+    while not desk.saver.problems:  # it may not be replaced by the next one
+        threading.Event().wait(0.001)
+    desk.put(2)
+    assert desk.close() == [2]
+    assert desk.failed == []  # the run's end is that of the lost machine
+    assert others.collected == [1, 2]
+
+
+class Road:
+    """Stands for the way to machine 0."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, value: Any, machine: int) -> None:
+        self.sent.append((machine, value.capture, [rank["optimizers"] for rank in value.states]))
+
+
+def test_a_machine_that_follows_sends_its_states_and_keeps_the_best_model() -> None:
+    road: Any = Road()
+    desk = Desk(None, listens=False, sender=StateSender(road))
+    assert desk.saver.sender is not None
+    # The rank with the model of all is on machine 0; here the first one has it where it is the best.
+    for epoch, is_best in ((1, True), (2, False)):
+        for rank in (2, 3):
+            desk.saver.put(rank, part(rank, float(epoch), shared=is_best and rank == 2))
+        desk.saver.save(Save(epoch, at(epoch), epoch, 0, 0, is_best), LOSSES)
+    desk.saver.save(Save(3, at(2), None, 1), LOSSES)  # a snapshot, for the user of machine 0
+    assert desk.saver.best is not None
+    assert desk.saver.best.model["weight"].item() == 1.0
+    assert desk.saver.is_busy
+    desk.saver.sender.take(DroppedStates((1,)))
+    desk.saver.sender.take(WantedStates(2))
+    assert desk.saver.close(WAIT_S)
+    assert road.sent == [(0, 2, [[{"rank": 2}], [{"rank": 3}]])]
+    assert not desk.saver.is_busy

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from flowdp.checkpoint.writer import PendingState
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.engine.barrier_tasks import BarrierTasks
 from flowdp.errors import ProtocolError
+from flowdp.network.team import Team
 from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
 from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda
@@ -31,8 +33,9 @@ def replica(value: float, lane: Lane | None = None) -> Replica:
 class Taker:
     """Stands for the saver."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_ranks: bool = True) -> None:
         self.parts: dict[int, PendingState] = {}
+        self.keeps_ranks = keeps_ranks
 
     def put(self, rank: int, part: PendingState) -> None:
         self.parts[rank] = part
@@ -69,6 +72,21 @@ def test_the_rank_that_is_named_puts_the_model_down(model: int, has_model: bool)
     assert ("model" in state) == has_model
     assert not has_model or state["model"]["weight"].item() == 3.0
     assert state["optimizers"][0]["param_groups"][0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("keeps_ranks", [True, False])
+@pytest.mark.parametrize("is_best", [True, False])
+def test_a_machine_that_follows_puts_down_what_is_of_use_there(keeps_ranks: bool, is_best: bool) -> None:
+    """The model where it is the best, from its first rank; states of ranks where machine 0 asks for them."""
+    taker, replicas = Taker(keeps_ranks=keeps_ranks), [replica(3.0), replica(3.0)]
+    machines: Any = SimpleNamespace(index=1)
+    meeting: Any = SimpleNamespace(settle=None, team=Team((1, 2), machines))
+    for index, own in enumerate(replicas):
+        serve = BarrierTasks(own, replicas, cast(Any, taker), None, 1 + index, index, meeting)
+        task = SaveState(0, 0, is_best)
+        assert serve.serve(task, never, lambda: None) == StateSaved(1 + index)
+    assert list(taker.parts) == ([1, 2] if keeps_ranks else [1] if is_best else [])
+    assert ["model" in part() for part in taker.parts.values()] == [is_best, False][: len(taker.parts)]
 
 
 def test_an_evaluation_is_answered_with_its_numbers() -> None:

@@ -73,6 +73,8 @@ class Still:
         assert [type(order) for order in asked] == [SaveState, SaveState]
         [save] = self.answers(StateSaved)
         assert isinstance(save, Save)
+        # Ranks of other machines know from the order alone whether they keep the model.
+        assert {order.is_best for order in asked if isinstance(order, SaveState)} == {save.is_best}
         return save
 
     def ends(self, epoch: int, loss: float = 1.0) -> list[Command]:
