@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from flowdp.config import RunConfig
-from flowdp.device.discovery import nvml_uuid, resolve_devices
+from flowdp.device.discovery import resolve_devices
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
+from flowdp.network.devices import check_devices
 from flowdp.network.machines import Machines, find_machines
 from flowdp.network.team import Team
 from flowdp.options import MachineOptions
@@ -46,7 +46,7 @@ def find_team(
     if devices == "auto":
         chosen = _part_of(chosen)
     sizes = found.gather(len(chosen))
-    _check_devices(found, chosen)
+    check_devices(found, chosen)
     return chosen, Team(tuple(sizes), found, options)
 
 
@@ -62,21 +62,6 @@ def _part_of(chosen: tuple[torch.device, ...]) -> tuple[torch.device, ...]:
         )
     part, place = len(chosen) // local, int(os.environ.get("LOCAL_RANK", "0"))
     return chosen[place * part : (place + 1) * part]
-
-
-def _check_devices(machines: Machines, chosen: Sequence[torch.device]) -> None:
-    """Check that no CUDA device is used by two processes."""
-    cards = [device for device in dict.fromkeys(chosen) if device.type == "cuda"]
-    there = machines.gather([(nvml_uuid(card), f"{card} of {socket.gethostname()}") for card in cards])
-    owner: dict[str, int] = {}
-    for machine, named in enumerate(there):
-        for uuid, name in named:
-            if uuid in owner:
-                raise OptionError(
-                    f"{machines.names[owner[uuid]]} and {machines.names[machine]} both train on {name}: "
-                    "start one process on each host, which trains on all of its devices, or give each its own"
-                )
-            owner[uuid] = machine
 
 
 def check_team(config: RunConfig) -> None:

@@ -63,6 +63,7 @@ from flowdp.errors import FlowdpError
 from flowdp.modules.copying import ReplicaFactory
 from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import start_training
+from flowdp.network.devices import check_devices
 from flowdp.observe.banner import tell_devices
 from flowdp.options import (
     Buffers,
@@ -196,6 +197,7 @@ def setup(
         sums = None
         if (found := open_machines(model, machines)) is not None:
             stack.callback(found.close)  # if the machines, or the threads, do not get to work
+            check_devices(found, chosen)
             check_windows(cadence, windows=windows)
             windows = False
             check_trainable(model)
