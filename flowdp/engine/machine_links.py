@@ -71,10 +71,10 @@ class _Orphaned:
     """The machine that leads is gone, so nothing more is decided.
 
     Attributes:
-        error: Its loss; None: it has closed its link, as at the end of a run.
+        error: Its loss, or that it has left, in words.
     """
 
-    error: str | None
+    error: str
 
 
 class Postbox(Protocol):
@@ -119,9 +119,8 @@ class _Link(ABC):
         self._team, self._machines = team, team.machines
         self._post: Callable[[Any], None] = requests.inbox.post
         self._failures = failures
-        self._theirs: list[
-            tuple[BaseException, int]
-        ] = []  # errors of other machines, noted before they count
+        self._is_over = False  # the machines know of the run's end, and may leave
+        self._theirs: list[tuple[BaseException, int]] = []  # errors of others, noted before they count
         sign_s = self._machines.timeout_s if stall_s is None else stall_s / LOOKS
         self._channel = Channel(self._machines, self._received, self._ended, self._sign_for, sign_s)
         # The last of each other machine. All are there from the start: the threads of several links read it
@@ -185,6 +184,12 @@ class _Link(ABC):
         """The machine from which an error came; None: this one."""
         return next((machine for theirs, machine in self._theirs if theirs is error), None)
 
+    def _early_end(self, machine: int) -> CollectiveError | None:
+        """The error that a machine has closed its link; None: the run is over."""
+        if self._is_over:
+            return None
+        return CollectiveError(f"{self._machines.names[machine]} has left the run before its end")
+
     @abstractmethod
     def give_up(self, reason: str) -> None:
         """Tell the other machines that the coordinator's thread here has failed."""
@@ -243,6 +248,7 @@ class LeaderLink(_Link):
             with self._lock:
                 self._state.abort(command.reason)
             self._tell_failure()
+        self._is_over |= isinstance(command, Finish)
         if isinstance(command, PASSED_ON):
             self._channel.tell_all(Relayed(command))
 
@@ -278,7 +284,8 @@ class LeaderLink(_Link):
                 self._post(message)
 
     def _ended(self, machine: int, error: CollectiveError | None) -> None:
-        """End the run where a machine is lost: its ranks do nothing any more."""
+        """End the run where a machine is lost, or leaves before the end: its ranks do nothing any more."""
+        error = error or self._early_end(machine)
         if error is not None:
             self._post(Failed(self._failures.add(error), tuple(self._team.of(machine))))
 
@@ -340,12 +347,16 @@ class FollowerLink(_Link):
                 assert self._states is not None
                 self._states.take(message)
             case _:
+                self._is_over |= isinstance(message, Relayed) and isinstance(message.command, Finish)
                 self._post(message)
 
-    def _ended(self, _machine: int, error: CollectiveError | None) -> None:
+    def _ended(self, machine: int, error: CollectiveError | None) -> None:
+        """End the run where machine 0 is lost, or leaves before the end: nothing more is decided."""
         if self._states is not None:
             self._states.end()
-        self._post(_Orphaned(None if error is None else self._failures.add(error)))
+        error = error or self._early_end(machine)
+        if error is not None:
+            self._post(_Orphaned(self._failures.add(error)))
 
 
 class Follower:
@@ -380,7 +391,7 @@ class Follower:
                 elif isinstance(fact.command, Finish):
                     self.phase = Phase.DONE
             case _Orphaned() if self.phase is not Phase.DONE:
-                self._reason, self.phase = fact.error or "machine 0 has left the run", Phase.FAILING
+                self._reason, self.phase = fact.error, Phase.FAILING
                 orders = [Send(rank, Abort(self._reason)) for rank in self._ranks if rank not in self._left]
                 commands = [AbortGate(self._reason), *orders]
             case Tick() | DataEnded() | CheckpointWritten() | _Orphaned():

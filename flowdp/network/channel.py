@@ -166,12 +166,14 @@ class _Link:
         try:
             body()
         except Exception as error:
-            loss = CollectiveError(
-                f"{self._name} was lost, or said nothing for {self._timeout_s:g} s: {format_error(error)}"
-            )
-            loss.__cause__ = error
-            self._end(loss)
+            what = f"{self._name} was lost, or said nothing for {self._timeout_s:g} s"
+            self._fail(what, error)
             self.queue.put(_Bye())  # for the other thread, which ends
+
+    def _fail(self, what: str, error: Exception) -> None:
+        loss = CollectiveError(f"{what}: {format_error(error)}")
+        loss.__cause__ = error
+        self._end(loss)
 
     def _end(self, error: CollectiveError | None) -> None:
         """Tell the end, once."""
@@ -211,11 +213,16 @@ class _Link:
                 rest = torch.empty(length - len(content), dtype=torch.uint8)
                 dist.recv(rest, self._other, group=self._group)
                 content += rest.numpy().tobytes()
-            message = pickle.loads(content)
-            if isinstance(message, _Bye):
-                self._end(None)
-                return
-            self._received(self._other, message)
+            try:
+                message = pickle.loads(content)
+                if isinstance(message, _Bye):
+                    self._end(None)
+                    return
+                if not self._is_over:
+                    self._received(self._other, message)
+            except Exception as error:
+                # The other end goes on: what it sends is received and dropped, or it would wait for that.
+                self._fail(f"a message of {self._name} cannot be taken", error)
 
 
 def _tensor(content: bytes) -> Tensor:

@@ -1,0 +1,316 @@
+"""Tests of the links between the machines of a run: real processes, and their gates."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowdp.engine.failures import Failures
+from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Relayed, _Orphaned
+from flowdp.engine.records import Records
+from flowdp.engine.requests import Requests
+from flowdp.errors import CollectiveAborted, ProtocolError, StepError
+from flowdp.machine.config import CoordinatorConfig
+from flowdp.machine.coordinator import Phase
+from flowdp.network.channel import Sign
+from flowdp.network.machines import find_machines
+from flowdp.network.team import Team
+from flowdp.protocol.commands import AbortGate, Finish, Paused, Quarantined, RoundEnded, Send
+from flowdp.protocol.messages import (
+    Abort,
+    Arrival,
+    DataEnded,
+    Directives,
+    Exiting,
+    Fact,
+    Failed,
+    SyncNow,
+    Tick,
+    WorkerReady,
+)
+from flowdp.threads.gate import Gate
+from flowdp.threads.inbox import Inbox
+from tests.collective.fake_world import in_threads
+from tests.torch_world import in_processes
+
+HANG_MS = 60_000.0
+FINISH = Finish(None, False, 6, 1)
+
+
+class Machine:
+    """The link, gate and inboxes of this process: machines of 2, 1 and 1 ranks."""
+
+    def __init__(self) -> None:
+        machines = find_machines(timeout_s=60.0)
+        assert machines is not None
+        self.machines = machines
+        self.team = Team((2, 1, 1)[: machines.count], machines)
+        self.failures = Failures()
+        self.requests = Requests(Records(()), self.failures)
+        self.inboxes = {rank: Inbox[Any](64, f"rank {rank}") for rank in self.team.ranks}
+        self.link: LeaderLink | FollowerLink
+        if self.team.leads:
+            self.link = LeaderLink(self.team, self.requests, self.failures, 1.0)
+        else:
+            self.link = FollowerLink(self.team, self.requests, self.failures, 1.0, self.inboxes)
+        self.gate = self.link.gate = Gate(self.team.world_size, None, self.link.ask, self.team.ranks)
+        self.link.sign = lambda: Sign(10**machines.index, 5.0 * machines.index, machines.index != 2)
+        self.link.start()
+
+    def enter(self, round: int, global_step: int) -> list[Any]:
+        """All ranks of this machine come to a round; their outcomes or errors."""
+        arrival = partial(Arrival, round=round, global_step=global_step, steps=1, samples=8)
+        return in_threads(self.team.ranks, lambda rank: self.gate.enter(arrival(rank)))
+
+    def next(self) -> Any:
+        fact = self.requests.inbox.get(HANG_MS)
+        assert fact is not None
+        return fact
+
+    def tick(self) -> None:
+        """Let all machines come this far."""
+        self.machines.gather(None)
+
+
+def rounds(rank: int) -> dict[str, Any]:
+    machine = Machine()
+    link = machine.link
+    found: dict[str, Any] = {"near": near(link)}
+    link.direct(Directives(lr=0.5))  # of a follower it stays where it is
+    machine.tick()
+    found["outcomes"] = [machine.enter(0, 0), machine.enter(1, 4)]
+    if isinstance(link, LeaderLink):
+        for other in (2, 3):
+            link.postbox(other).post(SyncNow(other))
+        link.relay(Paused(True))
+        link.relay(Send(0, SyncNow(7)))  # an order goes its own way
+        link.relay(FINISH)
+        found["heard"] = sorted((machine.next() for _ in range(2)), key=lambda fact: fact.rank)
+    else:
+        assert isinstance(link, FollowerLink)
+        link.send(WorkerReady(machine.team.ranks.start))
+        link.relay(Paused(False))  # commands come from machine 0
+        found["heard"] = [machine.next(), machine.next()]
+        found["order"] = machine.inboxes[machine.team.ranks.start].get(HANG_MS)
+    wanted = ([10, 100], [101], [11])[rank]
+    while [sign.moves for sign in link.signs] != wanted:  # until every machine has signs of all others
+        assert machine.requests.inbox.get(5.0) is None
+    found["signs"] = link.signs
+    machine.tick()
+    link.close()
+    found["names"] = [thread.name for thread in link.threads()]
+    found["is_quiet"] = machine.requests.inbox.is_empty()
+    found["error"] = machine.failures.first
+    return found
+
+
+def test_rounds_orders_facts_and_signs_of_three_machines(tmp_path: Path) -> None:
+    leader, *followers = found = in_processes(rounds, tmp_path, 3)
+    for number in range(2):
+        outcomes = [outcome for one in found for outcome in one["outcomes"][number]]
+        assert len(outcomes) == 4
+        assert outcomes == [outcomes[0]] * 4
+        assert (outcomes[0].round, outcomes[0].global_step) == (number, 4 + 4 * number)
+        assert outcomes[0].lr == (None if number else 0.5)
+    assert leader["heard"] == [WorkerReady(2), WorkerReady(3)]
+    assert leader["signs"] == [Sign(10, 5.0, True), Sign(100, 10.0, False)]
+    for rank, one in enumerate(followers, 2):
+        assert one["heard"] == [Relayed(Paused(True)), Relayed(FINISH)]
+        assert one["order"] == SyncNow(rank)
+    # A follower hears of machine 0 and of all behind it: has one not started, the run has not.
+    assert followers[0]["signs"] == [Sign(101, 10.0, False)]
+    assert followers[1]["signs"] == [Sign(11, 5.0, True)]
+    assert leader["names"] == ["flowdp-send-1", "flowdp-receive-1", "flowdp-send-2", "flowdp-receive-2"]
+    for one in found:
+        assert one["is_quiet"]  # the end of the links is that of the run
+        assert one["error"] is None
+
+    leader_near, middle = leader["near"], followers[0]["near"]
+    assert leader_near[0].steps == (1, 2)
+    assert (middle[0].steps, middle[0].samples, middle[0].busy_ms) == ((3,), (10,), (3.0,))
+    assert (middle[0].data_ms, middle[0].wait_ms, middle[0].share) == ((3.0,), (3.0,), ())
+    assert middle[1].share == (0.3,)
+    assert leader_near[2] == middle[2] == Paused(True)
+    assert (leader_near[3], middle[3]) == (None, Send(0, SyncNow(1)))
+    assert (leader_near[4], middle[4]) == (Quarantined(1, None), None)
+
+
+def failure(rank: int) -> Any:
+    machine = Machine()
+    link = machine.link
+    error = StepError("rank 2 failed: no such class", rank=2, device="cpu", indices=[4])
+    if isinstance(link, LeaderLink):
+        assert machine.next() == Exiting(2, "words")
+        assert machine.next() == WorkerReady(2)  # said behind it
+        link.relay(AbortGate("rank 2 failed"))
+        machine.gate.abort("rank 2 failed")
+    else:
+        assert isinstance(link, FollowerLink)
+        if rank == 1:
+            machine.failures.add(error)
+            link.send(Exiting(2, "words"))
+            link.send(WorkerReady(2))
+        assert machine.next() == Relayed(AbortGate("rank 2 failed"))
+        # What falls down behind the first failure is not sent as one of its own.
+        link.send(Failed("another one", (3,)))
+    if rank == 0:
+        assert {machine.next().error, machine.next().error} == {"another one"}
+        link.relay(FINISH)
+    elif rank:
+        assert machine.next() == Relayed(FINISH)
+    machine.tick()
+    machine.gate.abort("rank 2 failed")
+    aborted = machine.enter(0, 0)
+    link.close()
+    first = machine.failures.first
+    assert first is not None
+    return {
+        "class": type(first).__name__,
+        "text": str(first),
+        "vars": {name: value for name, value in vars(first).items() if name != "__notes__"},
+        "notes": getattr(first, "__notes__", []),
+        "aborted": [type(one) for one in aborted],
+    }
+
+
+def test_the_first_failure_is_that_of_all_machines_and_named_once(tmp_path: Path) -> None:
+    leader, origin, third = in_processes(failure, tmp_path, 3)
+    for one in (leader, origin, third):
+        assert one["class"] == "StepError"
+        assert one["vars"] == {"rank": 2, "device": "cpu", "epoch": None, "step": None, "indices": (4,)}
+        assert one["notes"] == []
+        assert set(one["aborted"]) == {CollectiveAborted}
+    assert origin["text"] == "rank 2 failed: no such class"
+    assert leader["text"] == third["text"]
+    assert leader["text"].startswith("machine 1 (")
+    assert leader["text"].count("machine") == 1
+
+
+def other_rounds(rank: int) -> Any:
+    machine = Machine()
+    if rank == 0:
+        in_thread = machine.team.ranks
+        assert isinstance(machine.link, LeaderLink)
+        machine.link.ask(tuple(Arrival(one, 0, 0, 1, 8) for one in in_thread))
+        fact = machine.next()
+        machine.link.give_up(fact.error)
+        found = fact, type(machine.failures.first)
+    else:
+        assert isinstance(machine.link, FollowerLink)
+        machine.link.ask((Arrival(2, 1, 0, 1, 8),))
+        found = machine.next(), type(machine.failures.first)
+    machine.tick()
+    machine.link.close()
+    return found
+
+
+def test_machines_that_mean_different_rounds_are_a_bug(tmp_path: Path) -> None:
+    leader, follower = in_processes(other_rounds, tmp_path, 2)
+    assert isinstance(leader[0], Failed)
+    assert "ranks meet in different rounds" in leader[0].error
+    assert isinstance(follower[0], Relayed)
+    assert isinstance(follower[0].command, AbortGate)
+    assert leader[1] is follower[1] is ProtocolError
+
+
+def leaves(rank: int, who: int) -> Any:
+    machine = Machine()
+    machine.tick()
+    if rank == who:
+        machine.link.close()
+        return None
+    fact = machine.next()
+    machine.link.close()
+    return fact, str(machine.failures.first)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_machine_that_leaves_before_the_end_ends_the_run(tmp_path: Path, who: int) -> None:
+    fact, text = in_processes(leaves, tmp_path, 2, who)[1 - who]
+    assert text.startswith(f"machine {who} (")
+    assert text.endswith(") has left the run before its end")
+    assert isinstance(fact, _Orphaned if who == 0 else Failed)
+    assert fact.error == f"CollectiveError: {text}"
+    if who == 1:
+        assert fact.ranks == (2,)
+
+
+def loses(rank: int, folder: str) -> Any:
+    machine = Machine()
+    machine.tick()
+    if rank == 1:
+        os._exit(1)
+    fact = machine.next()
+    machine.link.close()
+    (Path(folder) / "found").write_bytes(pickle.dumps((fact, str(machine.failures.first))))
+    os._exit(0)
+
+
+@pytest.mark.posix
+def test_a_lost_machine_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="see what the processes wrote"):
+        in_processes(loses, tmp_path, 2, str(tmp_path))
+    fact, text = pickle.loads((tmp_path / "found").read_bytes())
+    assert isinstance(fact, Failed)
+    assert fact.ranks == (2,)
+    assert "machine 1 (" in text
+    assert "was lost, or said nothing for 60 s" in text
+
+
+# ---------------------------------------------------------------- pure
+def follower(*ranks: int) -> tuple[Follower, list[Fact]]:
+    sent: list[Fact] = []
+    start = CoordinatorConfig(world_size=4, batches=12, epochs=1, machines=(4 - len(ranks), len(ranks)))
+    return Follower(start, range(ranks[0], ranks[-1] + 1), sent.append), sent
+
+
+def round_ended(global_step: int) -> RoundEnded:
+    four = (1.0, 2.0, 3.0, 4.0)
+    return RoundEnded(
+        0, 1, 0, global_step, (1, 2, 3, 4), (8, 9, 10, 11), 0.5, 0.1, 9.0, four, four, four, 1.0, 1
+    )
+
+
+def test_a_follower_passes_facts_on_and_obeys_what_comes_back() -> None:
+    machine, sent = follower(2, 3)
+    assert machine.deadline_ms() is None
+    assert machine.handle(WorkerReady(2), 0.0) == []
+    assert sent == [WorkerReady(2)]
+    ended = round_ended(48)
+    assert machine.handle(Relayed(ended), 1.0) == [ended]
+    assert machine.global_step == 48
+    for own in (Tick(), DataEnded(0, 3)):  # machine 0 has its own
+        assert machine.handle(own, 1.0) == []
+    assert sent == [WorkerReady(2)]
+    assert machine.phase is Phase.RUNNING
+    assert machine.handle(Relayed(FINISH), 2.0) == [FINISH]
+    assert machine.phase is Phase.DONE
+
+
+def test_a_follower_without_machine_0_ends_when_its_ranks_have_left() -> None:
+    machine, _ = follower(2, 3)
+    machine.handle(Exiting(2), 0.0)
+    lost = _Orphaned("CollectiveError: machine 0 was lost")
+    assert machine.handle(lost, 1.0) == [AbortGate(lost.error), Send(3, Abort(lost.error))]
+    assert machine.phase is Phase.FAILING
+    assert machine.handle(Exiting(3, "aborted"), 2.0) == [Finish(lost.error, True, 0, 0)]
+    assert machine.phase is Phase.DONE
+
+
+def test_a_follower_whose_ranks_have_all_left_ends_at_once() -> None:
+    machine, _ = follower(2, 3)
+    for rank in (2, 3):
+        assert machine.handle(Exiting(rank), 0.0) == []
+    assert machine.handle(_Orphaned("lost"), 1.0) == [AbortGate("lost"), Finish("lost", True, 0, 0)]
+
+
+def near(link: LeaderLink | FollowerLink) -> list[Any]:
+    shared = replace(round_ended(4), share=(0.1, 0.2, 0.3, 0.4))
+    commands = (round_ended(4), shared, Paused(True), Send(2, SyncNow(1)), Quarantined(1, None))
+    return [link.near(command) for command in commands]
