@@ -72,9 +72,12 @@ class HostMean:
         for replica in replicas:
             replica.check_like(replicas[0])
         self.outer: Sequence[OuterMomentum] = ()
-        if outer is not None:
+        is_spread = team is not None and team.is_spread
+        if outer is not None or is_spread:  # both start from the replica as it is
             with lanes[0].on(lanes[0].compute):
                 replicas[0].gather()
+        if outer is not None:
+            with lanes[0].on(lanes[0].compute):
                 shared = OuterMomentum(outer, replicas[0].flats, torch.device("cpu"))
             self.outer = (shared,) * len(replicas)
         self._replicas = tuple(replicas)
@@ -86,15 +89,16 @@ class HostMean:
         self._mean = MemoryMean(replicas[0].flats, self._memories, meet, state)
         self._of_all: MachinesMean | None = None
         if team is not None and team.is_spread:
-            self._mean = self._of_all = MachinesMean(
-                replicas[0].flats,
-                self._memories,
-                meet,
-                state,
-                team,
-                is_difference=isinstance(replicas[0], FlatReplica),
-                overlaps=overlaps,
-            )
+            with lanes[0].on(lanes[0].compute):
+                self._mean = self._of_all = MachinesMean(
+                    replicas[0].flats,
+                    self._memories,
+                    meet,
+                    state,
+                    team,
+                    is_difference=isinstance(replicas[0], FlatReplica),
+                    overlaps=overlaps,
+                )
         self._ready = [lane.event() for lane in lanes]
         self._copies = [[_Copies(lane) for _ in range(ROUNDS)] for lane in lanes]
         self._rounds = [0] * len(replicas)  # prepared, of each rank

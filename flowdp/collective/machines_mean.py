@@ -196,8 +196,8 @@ class MachinesMean(MemoryMean):
         norm = self._measure([self._given] * len(self._memories), outcome) if drift else None
         if self._outer_step is not None:
             self._outer_step.step(self._means)
-        # A machine that gave nothing has no finite numbers that a difference could be added to.
-        replaces = is_last or not self._weight(outcome)
+        # A machine that gave nothing may have no finite numbers that a difference could be added to.
+        replaces = is_last or not (self._weight(outcome) or self._is_finite(self._given))
         for memories in self._memories:
             for flat, memory, mean, given in zip(
                 self._flats, memories, self._means, self._given, strict=True
@@ -269,6 +269,13 @@ class MachinesMean(MemoryMean):
                 )
                 self._drifts[place] = relative_drift(square, mean_square)
         return sqrt(mean_square)
+
+    def _is_finite(self, memories: Sequence[Tensor]) -> bool:
+        """Whether all parameters in some memories are finite."""
+        return all(
+            bool(torch.isfinite(memory[: flat.split]).all())
+            for flat, memory in zip(self._flats, memories, strict=True)
+        )
 
     def _copies(self) -> list[Tensor]:
         """Copies of the first rank's memory, in the dtypes of the means; all ranks begin alike."""
