@@ -40,13 +40,15 @@ def find_team(
         raise OptionError(f"machines must be True, False or MachineOptions(...), not {machines!r}")
     options = machines if isinstance(machines, MachineOptions) else MachineOptions()
     found = find_machines(timeout_s=options.timeout, wanted=machines is not False)
-    chosen = resolve_devices(devices)
     if found is None:
+        chosen = resolve_devices(devices)
         return chosen, Team((len(chosen),), options=options)
-    if devices == "auto":
-        chosen = _part_of(chosen)
-    sizes = found.gather(len(chosen))
-    check_devices(found, chosen)
+    with found.telling():
+        chosen = resolve_devices(devices)
+        if devices == "auto":
+            chosen = _part_of(chosen)
+        sizes = found.gather(len(chosen))
+        check_devices(found, chosen)
     return chosen, Team(tuple(sizes), found, options)
 
 

@@ -201,81 +201,90 @@ class Trainer:
         runtime: RuntimeOptions | None = None,
         machines: bool | MachineOptions = True,
     ) -> None:
-        one_of("policy", policy, Policy)
-        one_of("precision", precision, Precision)
-        max_ms = check_length(epochs, max_steps, max_time)
-        check_model_and_optimizer(model, optimizer)
-        runtime = check_record("runtime", runtime, RuntimeOptions)
+        # First, so that an error of one machine alone finds the others, which wait for it.
         chosen, team = find_team(devices, machines)
-        given, policy = policy, policy_of(policy, team.world_size, dataset, train_step)
-        check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
-        check_clipping(max_grad_norm, max_grad_value)
-        check_int("seed", seed, least=0)
-        check_backend(runtime.backend, policy, chosen)
-        ratios = check_ratios(runtime.partition_ratios, policy, team.world_size)
-        failures = check_failures(failures, policy, team.world_size)
-        sizes = plan_sizes(
-            dataset, batch_size, per_device_batch_size, gradient_accumulation_steps, policy, team.world_size
-        )
-        sizes.check_end(max_steps)
-        listed = check_callbacks(callbacks)
-        save = checkpoint_of(listed, check_checkpoint(checkpoint))
-        if not isinstance(resume, TrainedState):
-            check_resume(resume, save)
-        options = check_evaluation(evaluation, train_step)
-        step = None if options is None else options.step
-        check_metrics(metrics, evaluates=options is not None, step=step, loss=loss)
-        monitor, restores_best = monitor_of(listed)
-        check_judged(options, judges=monitor is not None or (save is not None and save.keep_best is not None))
-        reading = check_record("reading", reading, ReadingOptions)
-        limit = check_limits(limit_batches, overfit_batches, fast_dev_run, sizes, reading)
-        rounds = check_cadence(cadence, given, team.world_size)
-        outer = check_outer(outer, given, rounds, runtime.backend, chosen)
-        config = RunConfig(
-            devices=chosen,
-            team=team,
-            replica=ReplicaConfig(
-                model=model,
-                optimizer=optimizer,
-                loss=loss,
-                train_step=train_step,
-                policy=policy,
-                sizes=sizes,
-                seed=seed,
-                precision=precision,
-                max_grad_norm=max_grad_norm,
-                max_grad_value=max_grad_value,
-                scheduler=check_scheduler(
-                    scheduler, optimizer, grows=grows(dataset, batch_size, per_device_batch_size, policy)
+        with team.telling():
+            one_of("policy", policy, Policy)
+            one_of("precision", precision, Precision)
+            max_ms = check_length(epochs, max_steps, max_time)
+            check_model_and_optimizer(model, optimizer)
+            runtime = check_record("runtime", runtime, RuntimeOptions)
+            given, policy = policy, policy_of(policy, team.world_size, dataset, train_step)
+            check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
+            check_clipping(max_grad_norm, max_grad_value)
+            check_int("seed", seed, least=0)
+            check_backend(runtime.backend, policy, chosen)
+            ratios = check_ratios(runtime.partition_ratios, policy, team.world_size)
+            failures = check_failures(failures, policy, team.world_size)
+            sizes = plan_sizes(
+                dataset,
+                batch_size,
+                per_device_batch_size,
+                gradient_accumulation_steps,
+                policy,
+                team.world_size,
+            )
+            sizes.check_end(max_steps)
+            listed = check_callbacks(callbacks)
+            save = checkpoint_of(listed, check_checkpoint(checkpoint))
+            if not isinstance(resume, TrainedState):
+                check_resume(resume, save)
+            options = check_evaluation(evaluation, train_step)
+            step = None if options is None else options.step
+            check_metrics(metrics, evaluates=options is not None, step=step, loss=loss)
+            monitor, restores_best = monitor_of(listed)
+            check_judged(
+                options, judges=monitor is not None or (save is not None and save.keep_best is not None)
+            )
+            reading = check_record("reading", reading, ReadingOptions)
+            limit = check_limits(limit_batches, overfit_batches, fast_dev_run, sizes, reading)
+            rounds = check_cadence(cadence, given, team.world_size)
+            outer = check_outer(outer, given, rounds, runtime.backend, chosen)
+            config = RunConfig(
+                devices=chosen,
+                team=team,
+                replica=ReplicaConfig(
+                    model=model,
+                    optimizer=optimizer,
+                    loss=loss,
+                    train_step=train_step,
+                    policy=policy,
+                    sizes=sizes,
+                    seed=seed,
+                    precision=precision,
+                    max_grad_norm=max_grad_norm,
+                    max_grad_value=max_grad_value,
+                    scheduler=check_scheduler(
+                        scheduler, optimizer, grows=grows(dataset, batch_size, per_device_batch_size, policy)
+                    ),
+                    capture=check_capture(runtime.capture, train_step),
+                    ema_decay=ema_decay_of(listed),
+                    repeats=ratios is not None,
+                    checks_loss=failures.check_loss,
                 ),
-                capture=check_capture(runtime.capture, train_step),
-                ema_decay=ema_decay_of(listed),
-                repeats=ratios is not None,
-                checks_loss=failures.check_loss,
-            ),
-            dataset=dataset,
-            reading=reading,
-            limit=limit,
-            epochs=epochs,
-            max_steps=max_steps,
-            max_ms=max_ms,
-            cadence=rounds,
-            outer=outer,
-            ratios=ratios,
-            evaluation=options,
-            metrics=metrics,
-            checkpoint=save,
-            resume=resume,
-            callbacks=listed,
-            monitor=monitor,
-            restores_best=restores_best,
-            failures=failures,
-            runtime=runtime,
-            has_bar=wants_progress(progress),
-            tells_devices=progress is not False,
-            timeline=check_timeline(timeline),
-        )
-        check_team(config)
+                dataset=dataset,
+                reading=reading,
+                limit=limit,
+                epochs=epochs,
+                max_steps=max_steps,
+                max_ms=max_ms,
+                cadence=rounds,
+                outer=outer,
+                ratios=ratios,
+                evaluation=options,
+                metrics=metrics,
+                checkpoint=save,
+                resume=resume,
+                callbacks=listed,
+                monitor=monitor,
+                restores_best=restores_best,
+                failures=failures,
+                runtime=runtime,
+                has_bar=wants_progress(progress),
+                tells_devices=progress is not False,
+                timeline=check_timeline(timeline),
+            )
+            check_team(config)
         self.config = config.as_dev_run() if fast_dev_run else config
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -348,7 +357,8 @@ class Trainer:
         """
         undo = ExitStack()
         try:
-            return start_run(self.config, undo)
+            with self.config.team.telling():
+                return start_run(self.config, undo)
         except BaseException:
             undo.close()
             raise

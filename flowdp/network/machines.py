@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -73,6 +73,7 @@ class Machines:
         self.index, self.count = dist.get_rank(), dist.get_world_size()
         self.names = tuple(f"machine {index}" for index in range(self.count))
         self._groups: list[dist.ProcessGroup] = []
+        self._has_told = False
         self._lobby = self.open_group(max(timeout_s, START_S))
         self.group = self.open_group()
         hosts = self.gather(socket.gethostname())
@@ -92,6 +93,10 @@ class Machines:
         Raises:
             CollectiveError: Not all machines came here in time.
         """
+        if self._groups:
+            self.gather(
+                None
+            )  # which waits longer, and hears of a machine that has failed; what follows does not
         try:
             seconds = self.timeout_s if timeout_s is None else timeout_s
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
@@ -103,6 +108,23 @@ class Machines:
         assert isinstance(group, dist.ProcessGroup)
         self._groups.append(group)
         return group
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Context that tells the other machines an error inside: their calls, which it ends, name it."""
+        if self._has_told:  # another try
+            self._has_told = False
+            with suppress(Exception):
+                _store().delete_key(self._key(self.index))
+        try:
+            yield
+        except CollectiveError:  # of another machine, most likely; that one has told
+            raise
+        except BaseException as error:
+            self._has_told = True
+            with suppress(Exception):  # a store that is gone, with the machine that kept it
+                _store().set(self._key(self.index), format_error(error))
+            raise
 
     def gather(self, value: Any) -> list[Any]:
         """Values of all machines, in their order; any that can be pickled.
@@ -186,10 +208,29 @@ class Machines:
         try:
             work()
         except Exception as error:
+            reason = self._told() or f"one was lost, or did not come in time: {format_error(error)}"
             raise CollectiveError(
                 f"{what} between the {self.count} machines of this job failed on {self.names[self.index]}: "
-                f"one was lost, or did not come in time: {format_error(error)}"
+                f"{reason}"
             ) from error
+
+    def _told(self) -> str:
+        """The errors that other machines have told; "" where none has."""
+        told: list[str] = []
+        with suppress(Exception):  # the store may be gone with the machine that kept it
+            for index, name in enumerate(self.names):
+                if index != self.index and _store().check([self._key(index)]):
+                    told.append(f"{name} failed: {_store().get(self._key(index)).decode()}")
+        return "; ".join(told)
+
+    def _key(self, index: int) -> str:
+        """Place of a machine's error in the store of torch.distributed."""
+        return f"flowdp/{self._lobby.group_name}/{index}"
+
+
+def _store() -> Any:
+    """The store by which the processes of the job have found each other."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:

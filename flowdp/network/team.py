@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from flowdp.network.machines import Machines
@@ -48,6 +49,10 @@ class Team:
     def is_spread(self) -> bool:
         """Whether there are other machines."""
         return self.machines is not None
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Context that tells the other machines an error inside; see `Machines.telling`."""
+        return nullcontext() if self.machines is None else self.machines.telling()
 
     def of(self, machine: int) -> range:
         """Ranks of a machine."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
-from flowdp.errors import OptionError
+from flowdp.errors import CollectiveError, OptionError
 from flowdp.network.machines import find_machines
+from flowdp.trainer import Trainer
 from tests.torch_world import in_processes
 
 
@@ -80,3 +85,67 @@ def test_an_environment_that_is_wrong_is_an_error(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(OptionError, match=r"a job of 2 processes.*machines=False"):
         find_machines(timeout_s=1.0)
+
+
+class OnlyHereError(Exception):
+    """An error of one machine."""
+
+
+def fails_alone(rank: int, folder: str, where: str) -> None:
+    model, optimizer = torch.nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.1)
+    data = TensorDataset(torch.randn(64, 2), torch.randn(64, 1))
+    more = {"devices": ["cpu"], "batch_size": 8, "epochs": 1, "progress": False}
+    if rank == 1 and where == "arguments":
+        more["seed"] = -1
+
+    def build() -> torch.nn.Module:
+        if rank == 1 and where == "start":
+            raise OnlyHereError("no such disk")
+        return model
+
+    try:
+        Trainer(build, optimizer, torch.nn.MSELoss(), dataset=data, **more).fit()
+        text = "no error"
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    (Path(folder) / str(rank)).write_text(text)
+    # As a script that ends by its error; the others are not to wait for more.
+    os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("where", "named"), [("arguments", "OptionError: seed"), ("start", "OnlyHereError: no such disk")]
+)
+def test_the_error_of_one_machine_before_a_run_is_named_on_the_others(
+    tmp_path: Path, where: str, named: str
+) -> None:
+    with pytest.raises(AssertionError, match="see what the processes wrote"):
+        in_processes(fails_alone, tmp_path, 2, str(tmp_path), where)
+    assert (tmp_path / "1").read_text().startswith(named)
+    text = (tmp_path / "0").read_text()
+    assert text.startswith("CollectiveError: ")
+    assert re.search(rf"on machine 0 \(.*\): machine 1 \(.*\) failed: {named}", text), text
+
+
+def tells_again(rank: int) -> list[str]:
+    """A machine that fails, and is better at its next try."""
+    machines = find_machines(timeout_s=60.0)
+    assert machines is not None
+    found = []
+    for attempt in range(2):
+        with suppress(OnlyHereError), machines.telling():
+            if rank == 1 and attempt == 0:
+                raise OnlyHereError("no such disk")
+        machines.gather(None)
+        found.append(machines._told())
+    with suppress(CollectiveError), machines.telling():
+        raise CollectiveError("of another machine")
+    machines.gather(None)
+    return [*found, machines._told()]
+
+
+def test_an_error_is_told_until_the_next_try(tmp_path: Path) -> None:
+    first, second = in_processes(tells_again, tmp_path, 2)
+    assert re.fullmatch(r"machine 1 \(.*\) failed: OnlyHereError: no such disk", first[0])
+    assert first[1:] == ["", ""]
+    assert second == ["", "", ""]
