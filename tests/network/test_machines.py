@@ -138,6 +138,7 @@ def tells_again(rank: int) -> list[str]:
                 raise OnlyHereError("no such disk")
         machines.gather(None)
         found.append(machines._told())
+        machines.gather(None)  # before the next try takes it back
     with suppress(CollectiveError), machines.telling():
         raise CollectiveError("of another machine")
     machines.gather(None)
