@@ -10,6 +10,7 @@ import torch
 
 from flowdp.config import RunConfig
 from flowdp.device.discovery import resolve_devices
+from flowdp.engine.metrics import named_metrics
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.network.devices import check_devices
@@ -98,11 +99,6 @@ def check_team(config: RunConfig) -> None:
             "runtime.backend='nccl' averages within one machine: on several the means are taken in the "
             "hosts' memory and summed by torch.distributed; leave it out"
         )
-    if config.metrics is not None:
-        raise OptionError(
-            "metrics of the evaluation are merged within one machine: on several return means from "
-            "EvaluationOptions(step=...)"
-        )
     _check_alike(machines, _described(config))
 
 
@@ -133,10 +129,17 @@ def _described(config: RunConfig) -> dict[str, Any]:
         "an evaluation": None
         if config.evaluation is None
         else (config.evaluation.every, config.evaluation.unit, config.evaluation.limit_batches),
+        "metrics": _kinds(config.metrics),
         "failures.on_nan": config.failures.on_nan,
         "flowdp.EMA": own.ema_decay,
         "torch": str(torch.__version__).partition("+")[0],
     }
+
+
+def _kinds(metrics: object) -> dict[str, str]:
+    """Classes of the evaluation's metrics, by their names."""
+    named = named_metrics(metrics)
+    return {name: type(one).__name__ for name, one in named.items()} if isinstance(named, Mapping) else {}
 
 
 def _check_alike(machines: Machines, own: Mapping[str, Any]) -> None:

@@ -16,6 +16,8 @@ from flowdp.protocol.messages import (
     CopyReplica,
     Evaluate,
     Evaluated,
+    MergeMetrics,
+    MetricsMerged,
     ReplicaCopied,
     SaveState,
     Settle,
@@ -69,6 +71,8 @@ class BarrierTasks:
                 return f"evaluates after epoch {epoch}"
             case Evaluate(_, _, global_step):
                 return f"evaluates at step {global_step}"
+            case MergeMetrics():
+                return "computes the metrics of all machines"
             case SaveState():
                 return "saves its state"
             case CopyReplica():
@@ -78,7 +82,7 @@ class BarrierTasks:
 
     def serve(
         self, task: BarrierTask, wait: Callable[[], bool], moved: Callable[[], None]
-    ) -> Evaluated | StateSaved | ReplicaCopied | Settled:
+    ) -> Evaluated | MetricsMerged | StateSaved | ReplicaCopied | Settled:
         """Execute a task and return the answer to the coordinator.
 
         Args:
@@ -94,6 +98,8 @@ class BarrierTasks:
                 with self._replica.evaluated_weights():
                     found = self._evaluator.run(self._index, self._replica, wait, moved)
                 return replace(found, rank=self._rank)
+            case MergeMetrics() if self._evaluator is not None:
+                return self._evaluator.merge(self._rank, task.number)
             case SaveState() if self._saver is not None:
                 holds_model = task.model == self._rank or (task.is_best and self._is_follower_first())
                 if holds_model or self._saver.keeps_ranks:

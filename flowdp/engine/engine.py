@@ -211,13 +211,17 @@ class Engine:
         """Open the links to the other machines; None: there are none."""
         if not self.team.is_spread:
             return None
+        common = (self.team, self._requests, self.failures, stall_s)
+        metrics = None if self._evaluator is None else self._evaluator.meeting
         link: LeaderLink | FollowerLink
         if self.team.leads:
-            link = LeaderLink(self.team, self._requests, self.failures, stall_s)
+            link = LeaderLink(*common, metrics)
             if self.saver.collector is not None:
                 self.saver.collector.tell = link.tell
         else:
-            link = FollowerLink(self.team, self._requests, self.failures, stall_s, inboxes, self.saver.sender)
+            link = FollowerLink(*common, inboxes, self.saver.sender)
+            if metrics is not None:
+                metrics.send = link.send
         self._settings.callback(link.close)
         return link
 

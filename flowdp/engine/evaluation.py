@@ -25,8 +25,11 @@ from flowdp.device.compiled import FirstCalls
 from flowdp.device.copies import move
 from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker, current_worker
+from flowdp.engine.machine_metrics import MetricsMeeting
 from flowdp.engine.metrics import (
     MetricPool,
+    Parts,
+    computed,
     flattened,
     is_metric,
     named_metrics,
@@ -39,7 +42,7 @@ from flowdp.engine.shared_batches import SharedBatches
 from flowdp.errors import OptionError
 from flowdp.modules.training_mode import put_modes
 from flowdp.policy.metric_array import MetricArray
-from flowdp.protocol.messages import Evaluated
+from flowdp.protocol.messages import Evaluated, MetricsMerged
 from flowdp.replica.replica import unpack_loss
 from flowdp.validators import check_function, check_int, one_of
 
@@ -189,6 +192,7 @@ class Evaluator:
 
     Attributes:
         batches: Batches that the ranks share.
+        meeting: Metrics of all machines.
 
     Threads:
         The user's, unless a method says otherwise; it has made the dataset's tensors.
@@ -205,6 +209,7 @@ class Evaluator:
         self._takes_metrics = eval_step is not None and takes_metrics(eval_step)
         self._metrics = metrics
         self._pool = MetricPool()
+        self.meeting = MetricsMeeting(self.batches.source.stride.first)
 
     @property
     def source(self) -> Source:
@@ -228,7 +233,8 @@ class Evaluator:
         Returns:
             Results of each batch that this rank evaluated; not of all, if it was cut or told to leave. The
             last rank to come to the end adds the values of the metrics that all ranks have updated: numbers
-            as a batch of weight 1 behind the others.
+            as a batch of weight 1 behind the others. On several machines the last rank of each brings their
+            states to the meeting, and `merge` has the values.
 
         Streams:
             All is enqueued on the current stream, which is the lane's `compute`, and the results are read
@@ -255,28 +261,40 @@ class Evaluator:
                     while (taken := self.batches.take(rank, number, wait)) is not None:
                         self._evaluate(number, *taken, replica, worker, rows, own)
                         moved()
-                    numbers, arrays = self._merged(number, own, {row[2] for row in rows})
+                    parts = self._gathered(number, own)
+                    end, means = self.batches.end(number), {row[2] for row in rows}
+                    if not parts or end is None:
+                        return Evaluated(rank, _read(rows))
+                    if self.source.stride.step > 1:
+                        self.meeting.bring(number, end, means, parts)
+                        return Evaluated(rank, _read(rows), has_metrics=True)
+                    numbers, arrays = _values(end, means, parts)
                     return Evaluated(rank, _read(rows) + numbers, arrays)
             finally:
                 own.reset()
                 worker.sink, worker.samples = sink, samples
 
-    def _merged(
-        self, number: int, own: _Metrics, means: Collection[str]
-    ) -> tuple[EvalSums, tuple[tuple[str, MetricArray], ...]]:
-        """Numbers and arrays of the metrics over all ranks, where this is the last one; else none."""
-        end = self.batches.end(number)
+    def _gathered(self, number: int, own: _Metrics) -> Parts:
+        """Metrics of all ranks of this machine, where this is the last one; else none."""
         found, own.found = own.found, {}  # from here on the pool's: another rank may still fill one
-        values = self._pool.put(number, own.batches, found, self.batches.own(number))
-        if not values or end is None:
-            return (), ()
-        named = [one for name, value in values for one in flattened(name, value)]
-        for name, times in Counter(name for name, _ in named).items():
-            if times > 1 or name in means:
-                raise TypeError(f"{name!r} is the name of two values of the evaluation: rename one of them")
-        numbers = tuple((name, one) for name, one in named if isinstance(one, float))
-        arrays = tuple((name, one) for name, one in named if isinstance(one, MetricArray))
-        return (((end, 1.0, numbers),) if numbers else ()), arrays
+        return self._pool.put(number, own.batches, found, self.batches.own(number))
+
+    def merge(self, rank: int, number: int) -> MetricsMerged:
+        """Merge the metrics that all machines have brought to the meeting of an evaluation.
+
+        Args:
+            rank: Rank index.
+            number: Index of the evaluation.
+
+        Raises:
+            TypeError: They cannot be merged.
+
+        Threads:
+            The worker of a rank of machine 0, while all ranks stand still.
+        """
+        with torch.no_grad():
+            numbers, arrays = _values(*self.meeting.end(number))
+        return MetricsMerged(rank, numbers, arrays)
 
     def cut(self) -> None:
         """Let no rank take another batch, of this evaluation or a later one.
@@ -438,6 +456,23 @@ class _Metrics:
         """Reset them: they are the evaluation's own."""
         for metric in (*self.found.values(), *self.given.values()):
             reset(metric)
+
+
+def _values(
+    end: int, means: Collection[str], parts: Parts
+) -> tuple[EvalSums, tuple[tuple[str, MetricArray], ...]]:
+    """Values of metrics: numbers, as a batch of weight 1 behind all `end` others, and arrays.
+
+    Raises:
+        TypeError: A value has the name of another one, or of one of the `means`; or it cannot be computed.
+    """
+    named = [one for name, value in computed(parts) for one in flattened(name, value)]
+    for name, times in Counter(name for name, _ in named).items():
+        if times > 1 or name in means:
+            raise TypeError(f"{name!r} is the name of two values of the evaluation: rename one of them")
+    numbers = tuple((name, one) for name, one in named if isinstance(one, float))
+    arrays = tuple((name, one) for name, one in named if isinstance(one, MetricArray))
+    return (((end, 1.0, numbers),) if numbers else ()), arrays
 
 
 def _of_one_batch(name: str, metric: object) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from flowdp.checkpoint.machine_states import DroppedStates, StateSender, WantedStates
 from flowdp.engine.failures import Failures
+from flowdp.engine.machine_metrics import MachineMetrics, MetricsMeeting
 from flowdp.engine.remote_error import RemoteError, sent_error
 from flowdp.engine.requests import Requests
 from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError
@@ -204,12 +205,23 @@ class _Link(ABC):
 class LeaderLink(_Link):
     """The links of machine 0 with all others, and the gate of all ranks; arguments as of `_Link`.
 
+    Args:
+        metrics: Takes the metrics of the other machines behind an evaluation; None: there is none.
+
     Threads:
         Any, unless a method says otherwise.
     """
 
-    def __init__(self, team: Team, requests: Requests, failures: Failures, stall_s: float | None) -> None:
+    def __init__(
+        self,
+        team: Team,
+        requests: Requests,
+        failures: Failures,
+        stall_s: float | None,
+        metrics: MetricsMeeting | None = None,
+    ) -> None:
         super().__init__(team, requests, failures, stall_s)
+        self._metrics = metrics
         self._state = GateState(team.world_size)
         self._lock = threading.Lock()  # serialises the gate of all ranks
 
@@ -271,6 +283,9 @@ class LeaderLink(_Link):
         match message:
             case Sign():
                 self._signs[machine] = message
+            case MachineMetrics():
+                assert self._metrics is not None
+                self._metrics.take(machine, message)
             case tuple():
                 try:
                     self.ask(message)
@@ -325,8 +340,8 @@ class FollowerLink(_Link):
         """See `_Link.give_up`."""
         self.send(Failed(reason, tuple(self._team.ranks)))
 
-    def send(self, fact: Fact) -> None:
-        """Send a fact to the coordinator, with the error itself where it tells of one."""
+    def send(self, fact: Fact | MachineMetrics) -> None:
+        """Send a fact to the coordinator, with the error itself where it tells of one; or metrics."""
         first = self._failures.first
         is_failure = isinstance(fact, Exiting | Failed) and fact.error is not None
         if is_failure and first is not None and self._origin_of(first) is None:

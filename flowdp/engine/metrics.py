@@ -26,8 +26,10 @@ from flowdp.replica.optimizer_rebuild import leaves, variables
 
 __all__ = [
     "MetricPool",
+    "Parts",
     "States",
     "check_metrics",
+    "computed",
     "flattened",
     "is_metric",
     "named_metrics",
@@ -61,6 +63,9 @@ _OtherAttributes = dict[tuple[int, str], tuple[nn.Module, Any, Any]]
 
 States = list[tuple[int, dict[str, Any]]]
 """Updates and states (on the CPU, by name) of a metric and of each metric inside it."""
+
+Parts = dict[str, tuple[Any, list[States]]]
+"""A metric of each name, and the states of all ranks that have updated theirs."""
 
 
 def is_metric(value: object) -> bool:
@@ -251,19 +256,18 @@ class MetricPool:
                 "or keep one for each current_worker().rank"
             )
 
-    def put(
-        self, evaluation: int, batches: int, metrics: Mapping[str, Any], end: int | None
-    ) -> list[tuple[str, object]]:
+    def put(self, evaluation: int, batches: int, metrics: Mapping[str, Any], end: int | None) -> Parts:
         """Take the states of a rank that has no batch left, and reset its metrics.
 
         Args:
             evaluation: Index of the evaluation, from 0.
             batches: That this rank has evaluated.
             metrics: Those it has updated, by their names.
-            end: Batches of the evaluation; None where it was cut, so that the number is not known.
+            end: Batches of the evaluation that its ranks share; None where it was cut, so that the number is
+                not known.
 
         Returns:
-            The values over all batches by their names, from the last rank that evaluated any; else nothing.
+            The states of all ranks, for the last rank that evaluated any; else nothing.
 
         Raises:
             TypeError: A metric keeps something beside its states, which cannot be merged.
@@ -282,18 +286,13 @@ class MetricPool:
             parts = self._parts.setdefault(evaluation, [])
             parts.append(_RankMetric(batches, taken))
             if not batches or sum(part.batches for part in parts) != end:
-                return []
+                return {}
             del self._parts[evaluation]
-        values = []
+        found: Parts = {}
         for name in dict.fromkeys(name for part in parts for name in part.metrics):
             there = [part.metrics[name] for part in parts if name in part.metrics]
-            metric = metrics[name] if name in metrics else there[0][0]
-            try:
-                _fill(metric, [states for _, states in there])
-                values.append((name, _computed(name, metric)))
-            finally:
-                reset(metric)
-        return values
+            found[name] = metrics[name] if name in metrics else there[0][0], [states for _, states in there]
+        return found
 
     def _check(self, name: str, metric: nn.Module) -> None:
         """Check that neither updates nor a reset change anything but the states.
@@ -318,6 +317,25 @@ def _check_equal(name: str, then: _OtherAttributes, now: _OtherAttributes, how: 
                 f"{place[1]!r} {how}, and only states of add_state() are merged. Register it there with a "
                 "dist_reduce_fx or, if this is a wrapper, return the metric that it wraps"
             )
+
+
+def computed(parts: Parts) -> list[tuple[str, object]]:
+    """Values of metrics over all batches, by their names; the metrics are reset.
+
+    Raises:
+        TypeError: One was never updated, or cannot be merged.
+
+    Streams:
+        The host waits for the values.
+    """
+    values = []
+    for name, (metric, ranks) in parts.items():
+        try:
+            _fill(metric, ranks)
+            values.append((name, _computed(name, metric)))
+        finally:
+            reset(metric)
+    return values
 
 
 def _computed(name: str, metric: Any) -> object:
@@ -374,6 +392,7 @@ def _fill(metric: Any, ranks: Sequence[States]) -> None:
                 setattr(part, name, _on_device(merged, part))
         part._update_count = sum(count for count, _ in updated)
         part._computed = None
+    for part in filter(is_metric, metric.modules()):
         part._to_sync = False  # all states are here: nothing to ask another process for
 
 

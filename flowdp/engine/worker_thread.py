@@ -52,6 +52,7 @@ from flowdp.protocol.messages import (
     CopyReplica,
     Evaluate,
     Exiting,
+    MergeMetrics,
     Order,
     Outcome,
     SaveState,
@@ -71,6 +72,7 @@ Mail = Order | BatchReady
 
 ACTIVITIES = {
     Evaluate: Activity.EVALUATE,
+    MergeMetrics: Activity.EVALUATE,
     SaveState: Activity.SAVE,
     CopyReplica: Activity.HEAL,
     Settle: Activity.AVERAGE,

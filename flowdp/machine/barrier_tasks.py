@@ -34,6 +34,8 @@ from flowdp.protocol.messages import (
     Evaluate,
     Evaluated,
     Evaluation,
+    MergeMetrics,
+    MetricsMerged,
     ReplicaCopied,
     SaveState,
     Settle,
@@ -180,12 +182,24 @@ class Schedule:
 
 @dataclass(slots=True)
 class _Asked:
-    """An order that is out."""
+    """An order that is out.
+
+    Attributes:
+        task: The order.
+        waits_for: Ranks that have not answered.
+        results: Results of the evaluation so far.
+        arrays: Arrays of it.
+        holders: Ranks whose machines have metrics to be merged.
+        evaluation: Of an order to merge them, the evaluation.
+        is_cut: The evaluation was cut short.
+    """
 
     task: BarrierTask
     waits_for: set[int]
     results: list[Evaluation] = field(default_factory=list)
     arrays: dict[str, MetricArray] = field(default_factory=dict)
+    holders: list[int] = field(default_factory=list)
+    evaluation: Evaluate | None = None
     is_cut: bool = False
 
 
@@ -324,20 +338,28 @@ class Barrier:
         if self._budget is not None and version == self.versions:
             self._budget.written(now_ms)
 
-    def take(self, fact: Evaluated | StateSaved | ReplicaCopied | Settled) -> None:
+    def take(self, fact: Evaluated | MetricsMerged | StateSaved | ReplicaCopied | Settled) -> None:
         """Take an answer.
 
         Raises:
             ProtocolError: No such task of this rank is out.
         """
-        kinds = {Evaluated: Evaluate, StateSaved: SaveState, ReplicaCopied: CopyReplica, Settled: Settle}
+        kinds = {
+            Evaluated: Evaluate,
+            MetricsMerged: MergeMetrics,
+            StateSaved: SaveState,
+            ReplicaCopied: CopyReplica,
+            Settled: Settle,
+        }
         asked = self._asked
         if asked is None or not isinstance(asked.task, kinds[type(fact)]) or fact.rank not in asked.waits_for:
             raise ProtocolError(f"unexpected {fact}: {asked} is under way")
         asked.waits_for.discard(fact.rank)
-        if isinstance(fact, Evaluated):
+        if isinstance(fact, Evaluated | MetricsMerged):
             asked.results += fact.results
             asked.arrays |= fact.arrays
+        if isinstance(fact, Evaluated) and fact.has_metrics:
+            asked.holders.append(fact.rank)
 
     # ------------------------------------------------------------------ doing
     def decide(
@@ -413,7 +435,13 @@ class Barrier:
 
     def _finish(self, asked: _Asked, now_ms: float, stand: Callable[[], Position]) -> list[Command]:
         """All answers are there."""
-        match asked.task:
+        match asked.evaluation or asked.task:
+            case Evaluate(number=number) as task if asked.holders and not asked.is_cut:
+                # Machine 0 has the first ranks, and the metrics of all machines.
+                self._asked = _Asked(
+                    MergeMetrics(number), {min(asked.holders)}, asked.results, asked.arrays, evaluation=task
+                )
+                return [Send(min(asked.holders), self._asked.task)]
             case Evaluate(epoch, _, int(global_step)):
                 means = evaluation_means(asked.results)
                 return [] if asked.is_cut else [EvaluationEnded(global_step, epoch, means, asked.arrays)]
@@ -424,8 +452,8 @@ class Barrier:
                     metrics = replace(metrics, eval=means, eval_arrays=asked.arrays)
                 return self._report(metrics)
             # An epoch whose end was read meanwhile is evaluated and reported first; then it is captured anew.
-            case SaveState() if not self._ended:
-                return [self._save(asked.task, now_ms, stand)]
+            case SaveState() as task if not self._ended:
+                return [self._save(task, now_ms, stand)]
         return []
 
     def _report(self, metrics: EpochMetrics) -> list[Command]:

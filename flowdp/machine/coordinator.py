@@ -45,6 +45,7 @@ from flowdp.protocol.messages import (
     Exiting,
     Fact,
     Failed,
+    MetricsMerged,
     Order,
     ReplicaCopied,
     Requested,
@@ -166,7 +167,9 @@ class Coordinator:
                     return self.rounds.end(fact)
             case CheckpointWritten():
                 self.barrier.written(fact.version, now_ms)  # in any phase: the writer may be late
-            case Evaluated() | StateSaved() | ReplicaCopied() | Settled() if self.phase is Phase.RUNNING:
+            case Evaluated() | MetricsMerged() | StateSaved() | ReplicaCopied() | Settled() if (
+                self.phase is Phase.RUNNING
+            ):
                 self.barrier.take(fact)
                 if isinstance(fact, ReplicaCopied):
                     self._bad.pop(fact.rank, None)

@@ -17,6 +17,7 @@ from flowdp.protocol.messages import (
     CopyReplica,
     DataEnded,
     Evaluate,
+    MergeMetrics,
     Order,
     Outcome,
     RequestParams,
@@ -232,7 +233,7 @@ class WorkerMachine:
                 self._sync_now = max(self._sync_now, order.round)
             case Throttle():
                 self._throttle = order
-            case Evaluate() | SaveState() | CopyReplica() | Settle():
+            case Evaluate() | MergeMetrics() | SaveState() | CopyReplica() | Settle():
                 self._tasks.append(order)
             case Shutdown():
                 self._leave = self._leave or Leave(None)

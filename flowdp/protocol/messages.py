@@ -19,6 +19,8 @@ from flowdp.protocol.tasks import (
     Evaluate,
     Evaluated,
     Evaluation,
+    MergeMetrics,
+    MetricsMerged,
     ReplicaCopied,
     SaveState,
     Settle,
@@ -42,6 +44,8 @@ __all__ = [
     "Exiting",
     "Fact",
     "Failed",
+    "MergeMetrics",
+    "MetricsMerged",
     "Order",
     "Outcome",
     "Pace",
@@ -421,6 +425,7 @@ Fact = (
     | Updated
     | DataEnded
     | Evaluated
+    | MetricsMerged
     | StateSaved
     | CheckpointWritten
     | ReplicaCopied

@@ -16,6 +16,8 @@ __all__ = [
     "Evaluate",
     "Evaluated",
     "Evaluation",
+    "MergeMetrics",
+    "MetricsMerged",
     "ReplicaCopied",
     "SaveState",
     "Settle",
@@ -78,7 +80,18 @@ class Settle:
     """
 
 
-BarrierTask = Evaluate | SaveState | CopyReplica | Settle
+@dataclass(frozen=True, slots=True)
+class MergeMetrics:
+    """At a barrier, behind an evaluation by several machines: merge their metrics, and compute the values.
+
+    Attributes:
+        number: Index of the evaluation in the run.
+    """
+
+    number: int
+
+
+BarrierTask = Evaluate | MergeMetrics | SaveState | CopyReplica | Settle
 """Task of a rank at a barrier."""
 
 Evaluation = tuple[int, float, tuple[tuple[str, float], ...]]
@@ -95,7 +108,19 @@ class Evaluated:
         results: Results of the batches that it took: number, samples, and (name, mean over the samples)
             pairs.
         arrays: Values of metrics with several elements, by their names, from the last rank.
+        has_metrics: This rank is the last one of a machine whose metrics are to be merged with those of
+            other machines.
     """
+
+    rank: int
+    results: tuple[Evaluation, ...]
+    arrays: tuple[tuple[str, MetricArray], ...] = ()
+    has_metrics: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsMerged:
+    """Values of the metrics over the batches of all machines; fields as of `Evaluated`."""
 
     rank: int
     results: tuple[Evaluation, ...]

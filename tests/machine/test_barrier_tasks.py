@@ -8,12 +8,14 @@ import pytest
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.barrier_tasks import MINUTE_MS, Barrier, BarrierPlan, SavePlan
+from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import EpochMetrics, Tally, Work
 from flowdp.protocol.commands import (
     Command,
     CutEvaluation,
     EpochEnded,
+    EvaluationEnded,
     Fail,
     RoundEnded,
     Save,
@@ -24,6 +26,8 @@ from flowdp.protocol.messages import (
     CopyReplica,
     Evaluate,
     Evaluated,
+    MergeMetrics,
+    MetricsMerged,
     ReplicaCopied,
     SaveState,
     Settle,
@@ -103,6 +107,45 @@ def test_an_epoch_is_reported_with_its_evaluation() -> None:
     assert event.metrics.eval == {"score": 2.5}
     assert not still.barrier.is_wanted
     assert still.ends(2) == [EpochEnded(metrics(2))]
+
+
+@pytest.mark.parametrize("unit", ["epoch", "step"])
+def test_metrics_of_several_machines_are_merged_before_the_evaluation_is_reported(unit: Any) -> None:
+    still = Still(BarrierPlan(eval_every=1, eval_unit=unit))
+    if unit == "epoch":
+        still.ends(0)
+    else:
+        still.barrier.evaluations.begin(0.0, 0)
+        still.global_step = 1
+        still.barrier.look(0.0, 1)
+    still.decide()
+    still.barrier.take(Evaluated(1, ((1, 2, (("score", 4.0),)),), has_metrics=True))
+    still.barrier.take(Evaluated(0, ((0, 6, (("score", 2.0),)),), has_metrics=True))
+    # Rank 0 is on machine 0, which has the metrics of all.
+    assert still.decide() == [Send(0, MergeMetrics(0))]
+    assert still.decide() == []
+    array = MetricArray((2,), (1.0, 2.0))
+    with pytest.raises(ProtocolError):
+        still.barrier.take(MetricsMerged(1, ()))
+    still.barrier.take(MetricsMerged(0, ((2, 1.0, (("f1", 0.5),)),), (("roc", array),)))
+    [event] = still.decide()
+    found = event.metrics if isinstance(event, EpochEnded) else event
+    assert isinstance(found, EpochMetrics if unit == "epoch" else EvaluationEnded)
+    assert found.eval == {"score": 2.5, "f1": 0.5}
+    assert found.eval_arrays == {"roc": array}
+    assert not still.barrier.is_wanted
+
+
+def test_metrics_of_an_evaluation_that_was_cut_short_are_not_merged() -> None:
+    still = Still(BarrierPlan(eval_every=1))
+    still.ends(0)
+    still.decide()
+    assert still.decide(leaves=True) == [CutEvaluation()]
+    still.barrier.take(Evaluated(1, ((1, 2, (("score", 4.0),)),), has_metrics=True))
+    still.barrier.take(Evaluated(0, ()))
+    [event] = still.decide(leaves=True)
+    assert isinstance(event, EpochEnded)
+    assert not event.metrics.eval
 
 
 def test_epochs_keep_their_order() -> None:
