@@ -1,0 +1,1 @@
+"""Several machines on a link that is slow on purpose."""
