@@ -42,8 +42,10 @@ def report(what: str, **values: Any) -> None:
         }
     ).encode()
     assert len(line) < 4000, f"a record of {len(line)} bytes is not written at once"
-    pipe = os.open(os.environ[PIPE], os.O_WRONLY)
+    # Where the test was killed nobody reads: an error then, and no process that waits for ever.
+    pipe = os.open(os.environ[PIPE], os.O_WRONLY | os.O_NONBLOCK)
     try:
+        os.set_blocking(pipe, True)
         os.write(pipe, line + b"\n")
     finally:
         os.close(pipe)
@@ -115,6 +117,8 @@ class Job:
             PIPE: str(self.folder / "records"),
         }
         shared |= {"FLOWDP_TEST_FOLDER": str(self.folder), **self._more}
+        # Or a life reads the addresses of the one before: pytorch/pytorch#135712.
+        shared["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if not self._by_hand:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._count)]
             launcher += ["--max-restarts", str(self._restarts)]
@@ -202,7 +206,7 @@ class Job:
         with suppress(OSError):
             self._read()
         for process in self._processes:
-            for pid in [*_below(process.pid), process.pid]:
+            for pid in [*below(process.pid), process.pid]:
                 _kill(pid)
         for pid in {one["pid"] for one in self.records}:
             if _is_ours(pid, self.folder):
@@ -214,7 +218,7 @@ class Job:
         self._scratch.cleanup()
 
 
-def _below(pid: int) -> list[int]:
+def below(pid: int) -> list[int]:
     """Children of a process, and theirs. torchrun starts its in sessions of their own."""
     import psutil
 
