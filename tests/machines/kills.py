@@ -1,0 +1,185 @@
+"""Machines that are killed or frozen in the middle of a run, and the run that goes on.
+
+::
+
+    python -m tests.machines.kills --times 20
+
+kills processes of torchrun jobs, at random moments; torchrun starts all again, and they resume. The model
+counts in an integer buffer how often each sample was trained in each epoch; of such a buffer the mean takes
+the largest, so batches that were lost with a process are not in it. `--worker` is the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import flowdp
+from tests.machines.launch import Job, Record, report
+
+SAMPLES, BATCH, EPOCHS, DEVICES = 601, 4, 4, 2
+EVERY = 25
+STEPS = EPOCHS * -(-SAMPLES // BATCH)
+FROZEN_TIMEOUT_S = 3.0
+
+POLICIES = ("exact", "sync", "cadence")
+
+
+class Counting(nn.Module):
+    """A layer, and a count for each sample of each epoch, of shape (EPOCHS, SAMPLES)."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("seen", torch.zeros(EPOCHS, SAMPLES, dtype=torch.int64))
+
+    def forward(self, numbers: Tensor, x: Tensor) -> Tensor:
+        worker = flowdp.current_worker()
+        if worker is not None:  # none where the loss is compared with those of its parts
+            self.seen[worker.epoch, numbers] += 1
+        out: Tensor = self.layer(x)
+        return out
+
+
+def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    numbers, x = batch
+    return nn.functional.mse_loss(model(numbers, x), x.sum(1, keepdim=True))
+
+
+def worker(policy: Any, timeout_s: float) -> None:
+    """Train from the newest checkpoint to the end, and report rounds, and what the model has counted."""
+    folder = Path(os.environ["FLOWDP_TEST_FOLDER"], "checkpoints")
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"machines": flowdp.MachineOptions(timeout=timeout_s)}
+    options["batch_size" if policy == "exact" else "per_device_batch_size"] = BATCH
+    if policy == "cadence":
+        options["cadence"] = flowdp.CadenceOptions(anchor=3, max_anchor=5)
+        options["machines"] = flowdp.MachineOptions(timeout=timeout_s, rounds=3)
+    trainer = flowdp.Trainer(
+        Counting(),
+        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        loss,
+        dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 4, generator=draw)),
+        epochs=EPOCHS,
+        devices=["cpu"] * DEVICES,
+        policy=policy,
+        checkpoint=flowdp.CheckpointOptions(folder, every=EVERY, unit="step"),
+        resume=True,
+        failures=flowdp.FailureOptions(check_loss=False),
+        progress=False,
+        **options,
+    )
+    run = trainer.start()
+    report("started", step=run.start_step)
+    try:
+        for record in run.metrics(10):
+            report("step", step=record.global_step)
+        state = run.join()
+    except flowdp.FlowdpError as error:
+        report("failed", kind=type(error).__name__, text=str(error)[:500])
+        raise
+    counts = state.state_dict["seen"]
+    report(
+        "trained",
+        steps=state.global_step,
+        epochs=state.epochs_done,
+        samples=[sum(one.samples for one in epoch.per_rank) for epoch in state.history],
+        complete=[epoch.is_complete for epoch in state.history],
+        wrong=[[int(epoch), int(sample)] for epoch, sample in (counts != 1).nonzero()[:20]],
+    )
+
+
+# ---------------------------------------------------------------- the jobs
+def killed(policy: str, kills: int, draw: random.Random) -> None:
+    """Kill processes of a job, one after another, and check what its last life has trained."""
+    with Job("tests.machines.kills", "--worker", policy, restarts=kills) as job:
+        begun = job.wait_for("started", 2)
+        for life in range(kills):
+            # Each life gets further than the one before, and dies before the run is over.
+            step = (life + 1) * 100 + draw.randrange(80)
+            victim = draw.randrange(2)
+            job.wait_for("step", 1, partial(_has_come, life, step))
+            os.kill(next(one["pid"] for one in begun if one["machine"] == victim), signal.SIGKILL)
+            at = time.monotonic()
+            begun = job.wait_for("started", 2, partial(_has_come, life + 1, 0))
+            took_s = max(one["at"] for one in begun) - at
+            resumed = {one["step"] for one in begun}
+            print(
+                f"{policy}: machine {victim} killed at step {step}; {took_s:.1f} s later all go on, {resumed}"
+            )
+            assert len(resumed) == 1
+            assert resumed.pop() > 0, "nothing was resumed"
+        job.ended()
+        check_end(job.wait_for("trained", 2))
+
+
+def _has_come(life: int, step: int, one: Record) -> bool:
+    return bool(one["life"] == life and one["step"] >= step)
+
+
+def check_end(both: Sequence[Record]) -> None:
+    """Check that all epochs are complete, and that each sample was trained once in each."""
+    assert {one["machine"] for one in both} == {0, 1}
+    for one in both:
+        assert one["wrong"] == []
+        assert one["samples"] == [SAMPLES] * EPOCHS
+        assert one["complete"] == [True] * EPOCHS
+        assert (one["steps"], one["epochs"]) == (STEPS, EPOCHS)
+
+
+def lost(number: signal.Signals, victim: int, step: int) -> float:
+    """Kill or freeze a process that no launcher watches; returns after how many seconds the other ended."""
+    timeout_s = FROZEN_TIMEOUT_S if number == signal.SIGSTOP else 30.0
+    with Job("tests.machines.kills", "--worker", "sync", "--timeout", timeout_s, by_hand=True) as job:
+        begun = job.wait_for("started", 2)
+        job.wait_for("step", 1, lambda one: one["step"] >= step)
+        os.kill(next(one["pid"] for one in begun if one["machine"] == victim), number)
+        at = time.monotonic()
+        took_s = job.wait_end(1 - victim) - at
+        (failed,) = job.wait_for("failed", 1, lambda one: one["machine"] != victim)
+        assert failed["kind"] == "CollectiveError", failed
+        assert f"machine {victim}" in failed["text"], failed
+        return took_s
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as one machine, or start jobs and kill their machines."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--times", type=int, default=20, help="number of kills (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments (%(default)s)")
+    parser.add_argument("--worker", choices=POLICIES, help=argparse.SUPPRESS)
+    parser.add_argument("--timeout", type=float, default=30.0, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if given.worker:
+        worker(given.worker, given.timeout)
+        return 0
+    draw = random.Random(given.seed)
+    left, turn = given.times, 0
+    while left:
+        kills = min(3, left)
+        killed(POLICIES[turn % len(POLICIES)], kills, draw)
+        left, turn = left - kills, turn + 1
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        for victim in (0, 1):
+            took_s = lost(number, victim, draw.randrange(20, 200))
+            print(f"{number.name} of machine {victim}: the other one ends after {took_s:.2f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
