@@ -1,0 +1,63 @@
+"""The slow link: when its packets arrive, and a ping through real namespaces."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench.machines.link import QUEUE_BYTES, Direction, SlowLink, leftovers
+
+
+def test_packets_queue_for_the_rate_and_then_take_the_delay() -> None:
+    way = Direction(delay_ms=5, megabits=8)  # a byte in a microsecond
+    assert way.next_at is None
+    assert way.take(b"a" * 1000, now=1.0)
+    assert way.take(b"b" * 1000, now=1.0)
+    assert way.next_at == pytest.approx(1.006)
+    assert way.arrived(1.0059) == []
+    assert way.arrived(1.0061) == [b"a" * 1000]
+    assert way.next_at == pytest.approx(1.007)
+    assert way.take(b"c" * 1000, now=2.0)  # the link was idle since
+    assert way.arrived(2.0) == [b"b" * 1000]
+    assert way.next_at == pytest.approx(2.006)
+
+
+def test_a_full_queue_loses_packets() -> None:
+    way = Direction(delay_ms=5, megabits=8)
+    taken = sum(way.take(b"a" * 1000, now=0.0) for _ in range(2000))
+    assert taken == QUEUE_BYTES // 1000 + 1
+    assert way.take(b"a" * 1000, now=0.002)
+
+
+@pytest.mark.linux
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/dev/net/tun").exists(),
+    reason="needs root and /dev/net/tun, for namespaces",
+)
+def test_a_round_trip_takes_twice_the_delay() -> None:
+    with SlowLink(delay_ms=20, megabits=100) as link:
+        script = (
+            "import socket, sys, time\n"
+            "one = socket.socket(socket.AF_INET, socket.SOCK_STREAM)\n"
+            "started = time.monotonic()\n"
+            "try: one.connect((sys.argv[1], 9))\n"
+            "except ConnectionRefusedError: print('refused after', time.monotonic() - started)\n"
+        )
+        done = subprocess.run(
+            link.command(0, ["python3", "-c", script, link.addresses[1]]),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        took = re.findall(r"refused after ([\d.e-]+)", done.stdout)
+        assert took, done.stderr
+        assert float(took[0]) >= 0.040
+        there = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        assert there.count(f"flowdp-{os.getpid()}-") == 2
+        assert leftovers() == []
+    gone = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"flowdp-{os.getpid()}-" not in gone
