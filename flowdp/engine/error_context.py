@@ -9,7 +9,7 @@ import torch
 from flowdp.data.source import Source
 from flowdp.device.streams import CudaLane, Lane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.errors import DataError, OutOfDeviceMemory, ProtocolError, StepError
+from flowdp.errors import CollectiveError, DataError, OutOfDeviceMemory, ProtocolError, StepError
 from flowdp.machine.worker import Step
 from flowdp.policy.formats import format_error, format_indices, format_text
 
@@ -63,7 +63,7 @@ class ErrorContext:
     def _explained(self, cause: BaseException, task: str) -> BaseException:
         if isinstance(cause, OutOfDeviceMemory):
             return cause.with_traceback(None)  # of ours; its frames hold the replica
-        if isinstance(cause, DataError | ProtocolError):
+        if isinstance(cause, CollectiveError | DataError | ProtocolError):
             return cause
         if isinstance(cause, torch.OutOfMemoryError):
             return self.out_of_memory(cause, "what had no room cannot be done in pieces")

@@ -6,6 +6,7 @@ every byte between them; nothing here opens a connection of its own.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from flowdp.errors import CollectiveError, OptionError
 from flowdp.policy.formats import format_error
 
 __all__ = ["Machines", "Pending", "Reduction", "find_machines"]
+
+log = logging.getLogger("flowdp")
 
 Reduction = Literal["sum", "max"]
 
@@ -252,6 +255,13 @@ def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not all(name in os.environ for name in LAUNCHED):
             return None
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        ):  # a life may read the addresses of the one before: pytorch/pytorch#135712
+            log.warning(
+                "torchrun has started this job again; should the machines not reach each other now, start "
+                "torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+            )
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(backend)

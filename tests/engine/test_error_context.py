@@ -13,7 +13,7 @@ from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
-from flowdp.errors import DataError, OutOfDeviceMemory, StepError
+from flowdp.errors import CollectiveError, DataError, OutOfDeviceMemory, StepError
 from flowdp.machine.worker import Step
 from tests.data.cards import Card
 
@@ -37,6 +37,13 @@ def test_it_names_the_step() -> None:
     assert (error.rank, error.device, error.epoch, error.step) == (1, "cpu", 2, 7)
     assert error.indices == tuple(range(10, 20))
     assert isinstance(error.__cause__, ValueError)
+
+
+def test_a_lost_machine_is_no_fault_of_the_step() -> None:
+    here = place()
+    here.step = Step(2, (1, 2), 0)
+    error = CollectiveError("a sum failed: one was lost")
+    assert here.explain(error) is error
 
 
 def test_before_the_first_step_there_is_nothing_to_name() -> None:

@@ -12,7 +12,7 @@ from tests.machines.kills import FROZEN_TIMEOUT_S, POLICIES, killed, lost
 pytestmark = [pytest.mark.posix, pytest.mark.linux]
 
 NOTICED_S = 2.0
-"""Seconds until a machine has ended after another was lost; on a busy host the interpreter's end is some."""
+"""Seconds until join() raises after another machine was lost, beyond the timeout where that has to pass."""
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -22,9 +22,12 @@ def test_a_killed_job_goes_on_and_trains_every_sample_once(policy: str) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_others_end_when_a_machine_is_killed(victim: int) -> None:
-    assert lost(signal.SIGKILL, victim, 60) < NOTICED_S + 3
+    heard_s, _ = lost(signal.SIGKILL, victim, 60)
+    assert heard_s < NOTICED_S
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_others_end_when_a_machine_is_frozen(victim: int) -> None:
-    assert lost(signal.SIGSTOP, victim, 60) < FROZEN_TIMEOUT_S + NOTICED_S
+    heard_s, ended_s = lost(signal.SIGSTOP, victim, 60)
+    print(f"heard of after {heard_s:.2f} s, ended after {ended_s:.2f} s")
+    assert heard_s < FROZEN_TIMEOUT_S + NOTICED_S

@@ -150,3 +150,17 @@ def test_an_error_is_told_until_the_next_try(tmp_path: Path) -> None:
     assert re.fullmatch(r"machine 1 \(.*\) failed: OnlyHereError: no such disk", first[0])
     assert first[1:] == ["", ""]
     assert second == ["", "", ""]
+
+
+def test_a_restart_by_torchrun_names_the_variable_that_it_may_need(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "no port"}
+    for shared, restarts, is_told in (("True", "1", True), ("False", "1", False), ("True", "0", False)):
+        caplog.clear()
+        restarted = {"TORCHELASTIC_USE_AGENT_STORE": shared, "TORCHELASTIC_RESTART_COUNT": restarts}
+        for name, value in (wrong | restarted).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(OptionError):
+            find_machines(timeout_s=1.0)
+        assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == is_told
