@@ -1,5 +1,6 @@
 """Handwritten digits on several machines; with one process it trains alone.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a restart may find the addresses of the life before
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint host0:29400 \
         --max-restarts 3 examples/several_machines.py runs/digits
 
