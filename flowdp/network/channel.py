@@ -78,11 +78,11 @@ class Channel:
         sign: Callable[[int], Sign],
         sign_s: float,
     ) -> None:
-        group = machines.open_group()
+        self._machines, self._group = machines, machines.open_group()
         others = range(1, machines.count) if machines.leads else (0,)
         sign_s = min(sign_s, machines.timeout_s / SIGNS)
         self._links = {
-            other: _Link(other, machines, group, partial(sign, other), sign_s, received, ended)
+            other: _Link(other, machines, self._group, partial(sign, other), sign_s, received, ended)
             for other in others
         }
 
@@ -117,6 +117,7 @@ class Channel:
             link.queue.put(_Bye())
         for link in self._links.values():
             link.join()
+        self._machines.close_group(self._group)
 
     def threads(self) -> list[threading.Thread]:
         """Threads of the links, for diagnostics."""

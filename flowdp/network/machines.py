@@ -97,9 +97,8 @@ class Machines:
             CollectiveError: Not all machines came here in time.
         """
         if self._groups:
-            self.gather(
-                None
-            )  # which waits longer, and hears of a machine that has failed; what follows does not
+            # It waits longer, and hears of a machine that has failed; what follows does not.
+            self.gather(None)
         try:
             seconds = self.timeout_s if timeout_s is None else timeout_s
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
@@ -111,6 +110,13 @@ class Machines:
         assert isinstance(group, dist.ProcessGroup)
         self._groups.append(group)
         return group
+
+    def close_group(self, group: dist.ProcessGroup) -> None:
+        """Give a group back that nothing uses any more."""
+        if group in self._groups:
+            self._groups.remove(group)
+            with suppress(Exception):  # of a job that has ended its default group by itself
+                dist.destroy_process_group(group)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -202,10 +208,8 @@ class Machines:
 
     def close(self) -> None:
         """Give the groups back; a second call does nothing."""
-        groups, self._groups = self._groups, []
-        for group in groups:
-            with suppress(Exception):  # of a job that has ended its default group by itself
-                dist.destroy_process_group(group)
+        for group in self._groups.copy():
+            self.close_group(group)
 
     def _call(self, what: str, work: Callable[[], object]) -> None:
         try:
