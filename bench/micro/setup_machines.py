@@ -100,7 +100,7 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     pairs = 5 if arguments.quick else arguments.pairs
-    spawning.spawn(work, (port, pairs, arguments.save), nprocs=PROCESSES)
+    spawning.spawn(work, (port, pairs, arguments.save), nprocs=PROCESSES)  # type: ignore[attr-defined, no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -139,9 +139,9 @@ def trainer(case: str, devices: int, **more: Any) -> flowdp.Trainer:
 
 def numbers(run: flowdp.Run) -> list[dict[str, Any]]:
     """Numbers and arrays of each evaluation of a run."""
-    events = list(run.metrics("evaluation"))
-    state = run.join()
-    found = [(one.eval, one.eval_arrays) for one in (*state.history, *events) if one.eval]
+    events = [(one.eval, one.eval_arrays) for one in run.metrics("evaluation")]
+    epochs = [(one.eval, one.eval_arrays) for one in run.join().history]
+    found = [one for one in (*epochs, *events) if one[0]]
     arrays = [{name: list(one.values) for name, one in arrays.items()} for _, arrays in found]
     for one in arrays:  # in the order in which the ranks came
         one.get("spread", []).sort()

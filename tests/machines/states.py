@@ -67,7 +67,7 @@ def watch(case: str) -> None:
             report("restored", case=case, rank=rank, digest=found)
 
     restore = RESTORE
-    barrier_tasks.capture = noted
+    barrier_tasks.capture = noted  # type: ignore[attr-defined]
     Resumed.put_back = put_back  # type: ignore[method-assign]
 
 

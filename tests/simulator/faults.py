@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import get_args
 
 from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
@@ -11,7 +12,7 @@ from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
 from flowdp.protocol.messages import Requested
 from flowdp.sim.machines import Links
-from tests.simulator.scenario import Crash, Disturbance, Loss, Scenario, Wish
+from tests.simulator.scenario import Crash, Disturbance, Loss, Scenario, Where, Wish
 
 __all__ = ["Crash", "Disturbance", "Loss", "Scenario", "Wish", "draw"]
 
@@ -137,7 +138,7 @@ def _draw_machines(rng: random.Random, scenario: Scenario, times: int) -> Scenar
 
 
 def _draw_loss(rng: random.Random, scenario: Scenario, machines: int) -> Loss:
-    where = rng.choice(("time", "step", "gate", "arrivals", "outcome", "task"))
+    where: Where = rng.choice(get_args(Where))
     span_ms = max(scenario.ms_per_step) * (scenario.config.batches or 10) * (scenario.config.epochs or 1)
     after = rng.uniform(0.0, 1.0) * span_ms if where == "time" else rng.choice((0, 1, rng.randint(0, 20)))
     return Loss(

@@ -39,6 +39,9 @@ class Crash:
         return self.where in ("start", "step", "enter")
 
 
+Where = Literal["time", "step", "gate", "arrivals", "outcome", "task"]
+
+
 @dataclass(frozen=True)
 class Loss:
     """A machine is lost, all its ranks at once and without a word.
@@ -52,7 +55,7 @@ class Loss:
     """
 
     machine: int
-    where: Literal["time", "step", "gate", "arrivals", "outcome", "task"]
+    where: Where
     after: float
     detect_ms: float
 
