@@ -80,7 +80,8 @@ class FaultyRank(VirtualRank):
             return False
         self._bad, self.unread = self._bad or self.unread, None
         self.machine.was_bad, self.machine.is_late = True, False
-        self.machine.is_bad = self._fresh is not None
+        # What came after another rank had told of one is no secret of the device's.
+        self.machine.is_bad |= self._fresh is not None
         self._fresh = None
         return self.machine.is_bad
 
