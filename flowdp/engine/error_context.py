@@ -63,7 +63,10 @@ class ErrorContext:
     def _explained(self, cause: BaseException, task: str) -> BaseException:
         if isinstance(cause, OutOfDeviceMemory):
             return cause.with_traceback(None)  # of ours; its frames hold the replica
-        if isinstance(cause, CollectiveError | DataError | ProtocolError):
+        if isinstance(cause, DataError | ProtocolError):
+            return cause
+        # Of a link that broke; without a cause it is of the user's module, whose tensors have changed.
+        if isinstance(cause, CollectiveError) and isinstance(cause.__cause__, RuntimeError):
             return cause
         if isinstance(cause, torch.OutOfMemoryError):
             return self.out_of_memory(cause, "what had no room cannot be done in pieces")

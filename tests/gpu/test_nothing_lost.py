@@ -242,7 +242,15 @@ def over_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     fake_streams(monkeypatch)
 
     def collective(
-        _: Any, policy: Any, replicas: Any, lanes: Any, meet: Any, hung: Any, outer: Any
+        _: Any,
+        policy: Any,
+        replicas: Any,
+        lanes: Any,
+        meet: Any,
+        hung: Any,
+        outer: Any,
+        *_team: Any,
+        **_on: Any,
     ) -> NcclMean:
         return NcclMean(replicas, lanes, FakeNccl(lanes[0].cuda, lanes), hung, outer)
 

@@ -37,7 +37,7 @@ def test_killed_before_each_call_of_a_write() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_model_that_is_not_put_back_is_seen(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Resumed, "put_back", lambda resumed, replicas: None)
+    monkeypatch.setattr(Resumed, "put_back", lambda *_: None)
     faults = kill(1, plans=[Plan(policy)], aims=[Aim("sync folder", write=1)]).faults
     assert any("do not agree with" in fault for fault in faults)
     assert any("samples per epoch and per sample" in fault for fault in faults)
