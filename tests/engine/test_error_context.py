@@ -43,6 +43,7 @@ def test_a_lost_machine_is_no_fault_of_the_step() -> None:
     here = place()
     here.step = Step(2, (1, 2), 0)
     error = CollectiveError("a sum failed: one was lost")
+    error.__cause__ = RuntimeError("Connection closed by peer")
     assert here.explain(error) is error
 
 
