@@ -37,16 +37,15 @@ LONGEST_S = 120.0  # beyond the training itself; ends only a measurement that ha
 PORT = 29_511
 
 
-def rate(began: Sequence[Sequence[float]]) -> float:
+def rate(steps: Sequence[Sequence[float]]) -> float:
     """Samples per second of all machines together, in the part of the time that counts.
 
     Args:
-        began: Times at which each machine began its steps, on one clock. Shape (machines, steps).
+        steps: Times of each machine's steps, on one clock. Shape (machines, steps).
     """
-    first, last = max(one[0] for one in began), min(one[-1] for one in began)
+    first, last = max(one[0] for one in steps), min(one[-1] for one in steps)
     start = first + WARM * (last - first)
-    steps = sum(start <= at < last for one in began for at in one)
-    return BATCH * steps / (last - start)
+    return BATCH * sum(start <= at < last for one in steps for at in one) / (last - start)
 
 
 def measure(link: SlowLink, side: str, seconds: float, under: Sequence[str]) -> dict[str, Any]:
@@ -80,8 +79,8 @@ def measure(link: SlowLink, side: str, seconds: float, under: Sequence[str]) -> 
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    began = [one.pop("began") for one in found]
-    return {"samples_per_s": rate(began), "steps": [len(one) for one in began], **found[0]}
+    steps = [one.pop("steps") for one in found]
+    return {"samples_per_s": rate(steps), "steps": [len(one) for one in steps], **found[0]}
 
 
 def summary(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
