@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +28,19 @@ def work(config: dict[str, Any]) -> None:
         epochs=config["epochs"],
         devices=["cpu"],  # leave this out to train on all GPUs that Ray gives the worker
     ).start()
-    for epoch in run.metrics():  # the same on all workers; Ray keeps those of the first
-        samples = [rank.samples for rank in epoch.per_rank]
-        train.report({"epoch": epoch.epoch, "loss": epoch.loss, "samples": samples})
-    run.join()
+    for epoch in run.metrics():  # the same on all workers
+        report(epoch)
+    state = run.join()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(state.params, Path(folder, "params.pt"))
+        is_first = train.get_context().get_world_rank() == 0
+        report(run.history[-1], train.Checkpoint.from_directory(folder) if is_first else None)
+
+
+def report(epoch: flowdp.EpochMetrics, checkpoint: train.Checkpoint | None = None) -> None:
+    """Report an epoch to Ray, from all workers; the result has the numbers that came with a checkpoint."""
+    samples = [rank.samples for rank in epoch.per_rank]
+    train.report({"epoch": epoch.epoch, "loss": epoch.loss, "samples": samples}, checkpoint=checkpoint)
 
 
 def main(epochs: int = 5) -> train.Result:
@@ -39,6 +50,7 @@ def main(epochs: int = 5) -> train.Result:
         scaling_config=train.ScalingConfig(num_workers=2, use_gpu=False),
     ).fit()
     print(result.metrics)
+    print(f"parameters in {result.checkpoint}")
     return result
 
 

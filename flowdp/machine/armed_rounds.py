@@ -19,10 +19,11 @@ class ArmedRounds:
 
     Attributes:
         plan: Number of the plan.
-        sync: `every` is that of rank 0; the other fields hold for all.
+        sync: `every` and `short` are those of rank 0; the other fields hold for all.
         epoch: Epoch of the batches.
         deal: The batches.
         every: Steps of each rank in one of the rounds. Shape (world_size,).
+        steps: Steps of all ranks in all of the rounds.
         predicted_ms: Expected duration; infinite while no speed is known.
         alone: The rank that trains all of the batches (exact); None: all ranks train.
         start_ms: Time of the beginning.
@@ -35,6 +36,7 @@ class ArmedRounds:
     epoch: int
     deal: Deal
     every: tuple[int, ...]
+    steps: int
     predicted_ms: float
     alone: int | None = None
     start_ms: float = math.nan
@@ -49,7 +51,7 @@ class ArmedRounds:
     @property
     def end_step(self) -> int:
         """Global step behind all of them."""
-        return self.sync.global_step + self.sync.count * self.sync.steps
+        return self.sync.global_step + self.steps
 
     def is_acknowledged(self, present: Sequence[int]) -> bool:
         """Whether all present ranks have acknowledged it."""

@@ -72,17 +72,18 @@ class CadenceRounds(PlannedRounds):
         return count, ledger.deal(quotas, cadence.ms_per_step, cadence.due)
 
     def _rounds_at_once(self, ledger: Ledger, quotas: Sequence[int]) -> int:
-        """Rounds of the next order: as many as a mean of all machines is apart, or what is left of the epoch.
+        """Rounds of the next order: as many as a mean of all machines is apart, or as the epoch's rest makes.
 
-        No round begins behind a limit, and before the speeds are known one round measures them.
+        No round begins behind a limit, and before the speeds are known one round measures them. The rest of
+        an epoch is one order, for each ends with a mean of all machines: its rounds may be shorter.
         """
         if self._inner_rounds == 1 or not self._is_paced:
             return 1
         batches = sum(quota * group for quota, group in zip(quotas, ledger.groups, strict=True))
-        count = min(self._inner_rounds, ledger.remaining // batches)
+        count = min(self._inner_rounds, -(-ledger.remaining // batches))
         if self._limit is not None:
             count = min(count, -(-self._room // sum(quotas)))
-        return max(1, count)
+        return count
 
     @property
     def _has_inner(self) -> bool:

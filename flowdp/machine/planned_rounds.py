@@ -300,20 +300,21 @@ class PlannedRounds(Rounds):
             return []
         count, deal = self._deal(ledger)
         taken = [ledger.steps(rank, hand) for rank, hand in enumerate(deal)]
-        every = tuple(steps // count for steps in taken)
+        every = tuple(-(-steps // count) for steps in taken)
         sync = SyncPoints(
             self._round,
             every[0],
             count,
             before,
-            sum(taken) // count,
+            sum(every),
             drift=self._wants_drift,
             compare=self._wants_comparison and ledger.remaining == 0,
             inner=self._has_inner and count > 1,
+            short=count * every[0] - taken[0],
         )
         times = zip(taken, self._predicted_pace_ms, strict=False)
         predicted_ms = max((steps * ms for steps, ms in times), default=math.inf)
-        armed = ArmedRounds(self._plan, sync, ledger.epoch, deal, every, predicted_ms, self._alone)
+        armed = ArmedRounds(self._plan, sync, ledger.epoch, deal, every, sum(taken), predicted_ms, self._alone)
         if not self._armed:
             armed.start_ms = now_ms
         self._armed.append(armed)
@@ -331,7 +332,10 @@ class PlannedRounds(Rounds):
             group=self.epochs.of(armed.epoch).groups[rank],
         )
         every = armed.every[rank]
-        return order if every == sync.every else replace(order, sync=replace(sync, every=every))
+        short = sync.count * every - order.steps
+        if (every, short) == (sync.every, sync.short):
+            return order
+        return replace(order, sync=replace(sync, every=every, short=short))
 
     def _late_ms(self, armed: ArmedRounds) -> float:
         predicted_ms = armed.predicted_ms

@@ -358,7 +358,7 @@ class WorkerMachine:
     def _left(self, sync: SyncPoints, planned: int, *, is_inner: bool) -> int:
         """Steps that the rank was to take and did not: before one of all machines, in all of the order."""
         if sync.inner and not is_inner:
-            return sync.count * planned - self._done
+            return sync.count * planned - sync.short - self._done
         return planned - self._in_round
 
     def _shorten(self, end: DataEnded) -> None:

@@ -123,6 +123,8 @@ class SyncPoints:
         compare: Whether the replicas are compared after the last of the rounds (exact).
         inner: Only the last of the rounds is one of all machines: in those before it each machine's ranks
             meet by themselves, and cannot void what is armed.
+        short: Steps of this rank by which the rounds fall short of `count` times `every`, as they end an
+            epoch: it enters its last gates with fewer.
     """
 
     round: int
@@ -133,6 +135,7 @@ class SyncPoints:
     drift: bool = False
     compare: bool = False
     inner: bool = False
+    short: int = 0
 
 
 @dataclass(frozen=True, slots=True)

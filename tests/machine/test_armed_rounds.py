@@ -13,7 +13,7 @@ DEAL = ((0, 2, 4), (1, 3, 5))
 
 def block(count: int = 3) -> ArmedRounds:
     every = tuple(len(hand) // count for hand in DEAL)
-    return ArmedRounds(0, SyncPoints(7, every[0], count, 20, 2), 1, DEAL, every, 10.0)
+    return ArmedRounds(0, SyncPoints(7, every[0], count, 20, 2), 1, DEAL, every, 2 * count, 10.0)
 
 
 def outcome(round: int, members: tuple[int, ...] = (0, 1), steps: tuple[int, int] = (1, 1)) -> Outcome:

@@ -116,15 +116,19 @@ def of_machines(batches: int, inner_rounds: int, **options: Any) -> CadenceRound
 
 
 def test_an_order_arms_the_rounds_up_to_one_of_all_machines() -> None:
-    machine = of_machines(300, 4, speed_hint=(1, 2.0))
+    machine = of_machines(311, 4, speed_hint=(1, 2.0))
     first, second = orders(decide(machine))
     assert sync(first[0]) == SyncPoints(0, 20, 4, 0, 30, drift=True, inner=True)
     assert [sync(block[1]).every for block in (first, second)] == [10, 10]
     assert [len(block[rank].batches) for block in (first, second) for rank in (0, 1)] == [80, 40] * 2
     settle(machine, acks(first, pace_ms=(10.0, 20.0)))
-    # Two rounds are left of the epoch, and less than one.
+    # Two rounds are left of the epoch, and less than one: three, that end with one mean of all machines.
     [third] = orders(decide(machine))
-    assert sync(third[0]) == SyncPoints(8, 20, 2, 240, 30, drift=True, inner=True)
+    assert [len(third[rank].batches) for rank in (0, 1)] == [48, 23]
+    assert sync(third[0]) == SyncPoints(8, 16, 3, 240, 24, drift=True, inner=True)
+    assert sync(third[1]) == SyncPoints(8, 8, 3, 240, 24, drift=True, inner=True, short=1)
+    settle(machine, acks(third, steps=(48, 23)))
+    assert (machine.global_step, machine.epochs.of(0).is_complete) == (311, True)
 
 
 def test_the_round_that_measures_is_one_of_all_machines() -> None:
