@@ -32,7 +32,7 @@ def work(config: dict[str, Any]) -> None:
         report(epoch)
     state = run.join()
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(state.params, Path(folder, "params.pt"))
+        torch.save(state.state_dict, Path(folder, "model.pt"))
         is_first = train.get_context().get_world_rank() == 0
         report(run.history[-1], train.Checkpoint.from_directory(folder) if is_first else None)
 
@@ -50,7 +50,7 @@ def main(epochs: int = 5) -> train.Result:
         scaling_config=train.ScalingConfig(num_workers=2, use_gpu=False),
     ).fit()
     print(result.metrics)
-    print(f"parameters in {result.checkpoint}")
+    print(f"the model is in {result.checkpoint}")
     return result
 
 

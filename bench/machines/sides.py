@@ -23,8 +23,8 @@ import flowdp
 
 __all__ = ["BATCH", "SIDES", "WARM", "cadences"]
 
-SAMPLES, INPUTS, CLASSES, BATCH = 16_384, 512, 10, 64
-"""Data of each machine, and samples of a step of one device."""
+SAMPLES, INPUTS, CLASSES, BATCH = 131_072, 512, 10, 64
+"""Data of each machine, in which fifty rounds have room, and samples of a step of one device."""
 
 WARM = 0.3
 """Part of a measurement before its figures count: the cadence is found in it."""

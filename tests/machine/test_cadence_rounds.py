@@ -127,6 +127,7 @@ def test_an_order_arms_the_rounds_up_to_one_of_all_machines() -> None:
     assert [len(third[rank].batches) for rank in (0, 1)] == [48, 23]
     assert sync(third[0]) == SyncPoints(8, 16, 3, 240, 24, drift=True, inner=True)
     assert sync(third[1]) == SyncPoints(8, 8, 3, 240, 24, drift=True, inner=True, short=1)
+    settle(machine, acks(second))
     settle(machine, acks(third, steps=(48, 23)))
     assert (machine.global_step, machine.epochs.of(0).is_complete) == (311, True)
 

@@ -98,13 +98,16 @@ def test_slurm_starts_one_process_on_each_node(tmp_path: Path) -> None:
     assert output.count(f"5 epochs, step {STEPS}, loss ") == 2
 
 
-def test_ray_train_runs_it_in_two_workers() -> None:
+def test_ray_train_runs_it_in_two_workers(tmp_path: Path) -> None:
     pytest.importorskip("ray.train")
     pytest.importorskip("pandas")  # of ray[train]
-    with started([[sys.executable, str(EXAMPLES / "ray_train.py")]], RAY_USAGE_STATS_ENABLED="0") as running:
+    # Ray keeps its results in the home folder.
+    variables = {"RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path)}
+    with started([[sys.executable, str(EXAMPLES / "ray_train.py")]], **variables) as running:
         (output,) = said(running)
     metrics = ast.literal_eval(re.findall(r"^\{'epoch': .*\}$", output, re.MULTILINE)[-1])
     assert metrics["epoch"] == 4
     assert len(metrics["samples"]) == 2
     assert min(metrics["samples"]) > 0
     assert sum(metrics["samples"]) == DIGITS
+    assert [path.name for path in tmp_path.rglob("model.pt")] == ["model.pt"]
