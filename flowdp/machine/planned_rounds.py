@@ -314,7 +314,9 @@ class PlannedRounds(Rounds):
         )
         times = zip(taken, self._predicted_pace_ms, strict=False)
         predicted_ms = max((steps * ms for steps, ms in times), default=math.inf)
-        armed = ArmedRounds(self._plan, sync, ledger.epoch, deal, every, sum(taken), predicted_ms, self._alone)
+        armed = ArmedRounds(
+            self._plan, sync, ledger.epoch, deal, every, sum(taken), predicted_ms, self._alone
+        )
         if not self._armed:
             armed.start_ms = now_ms
         self._armed.append(armed)
