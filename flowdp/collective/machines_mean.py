@@ -18,7 +18,7 @@ et al. 2025, arXiv:2501.18512).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from time import perf_counter
@@ -124,10 +124,9 @@ class MachinesMean(MemoryMean):
         """Timing and drift of the mean, which the last arrival has taken; see `MemoryMean.average`."""
         if outcome.inner:
             return super().average(rank, self._local(outcome))
-        has_drift = outcome.drift and outcome.samples[self._team.ranks[rank]] > 0
-        return (
-            replace(self._taken, drift=self._drifts[rank]) if has_drift else replace(self._taken, norm=None)
-        )
+        if outcome.drift and outcome.samples[self._team.ranks[rank]]:
+            return replace(self._taken, drift=self._drifts[rank])
+        return replace(self._taken, norm=None)
 
     def settle(self) -> None:
         """Bring in the mean that is on its way, so that the replicas of all machines are equal.
@@ -142,10 +141,7 @@ class MachinesMean(MemoryMean):
             outcome, self._rest = self._rest, None
             if outcome is not None:
                 self._reduce_ours(outcome)
-                sent = [one for one in self._outgoing(self._weight(outcome)) if not one.is_trained]
-                self._machines.reduce([one.tensor for one in sent], [one.operation for one in sent])
-                for one in sent:
-                    one.arrive()
+                self._exchange(one for one in self._outgoing(self._weight(outcome)) if not one.is_trained)
                 for memories in self._memories:
                     for flat, memory, mean in zip(self._flats, memories, self._means, strict=True):
                         first = 0 if flat.counts else flat.split
@@ -154,10 +150,7 @@ class MachinesMean(MemoryMean):
     def _take(self, outcome: Outcome) -> float | None:
         """Take the mean of all machines, and wait for it; returns its norm where the drift is measured."""
         self._reduce_ours(outcome)
-        sent = list(self._outgoing(self._weight(outcome)))
-        self._machines.reduce([one.tensor for one in sent], [one.operation for one in sent])
-        for one in sent:
-            one.arrive()
+        self._exchange(self._outgoing(self._weight(outcome)))
         norm = self._measure(self._memories, outcome) if outcome.drift else None
         if self._outer_step is not None:
             self._outer_step.step(self._means)
@@ -165,6 +158,13 @@ class MachinesMean(MemoryMean):
             for memory, mean in zip(memories, self._means, strict=True):
                 memory.copy_(mean)
         return norm
+
+    def _exchange(self, parts: Iterable[_Sent]) -> None:
+        """Replace parts of this machine's mean by those of all machines."""
+        sent = list(parts)
+        self._machines.reduce([one.tensor for one in sent], [one.operation for one in sent])
+        for one in sent:
+            one.arrive()
 
     def _pass_on(self, outcome: Outcome) -> float | None:
         """Bring in the mean of the round before, and send what this machine has now; see the module."""

@@ -168,7 +168,7 @@ class _Link(ABC):
     def _sign_for(self, machine: int) -> Sign:
         """Sign of life for a machine: of this one, and of all that it has no link to."""
         own = self.sign()
-        others = [sign for other, sign in self._signs.copy().items() if other != machine]
+        others = [sign for other, sign in self._signs.items() if other != machine]
         return Sign(
             own.moves + sum(other.moves for other in others),
             max([own.longest_ms, *(other.longest_ms for other in others)]),

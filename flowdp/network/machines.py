@@ -33,7 +33,6 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of the environment by which torchrun, and launchers like it, describe a job."""
 
-
 START_S = 600.0
 """Seconds for which a machine waits for another one at the start of a run: that may still read its data."""
 
