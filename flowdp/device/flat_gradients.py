@@ -244,8 +244,9 @@ class SharedGradients(FlatGradients, FlatTensors):
 
     def _divide(self, *, is_weighted: bool) -> None:
         if is_weighted:
+            weight = torch.where(self.weight == 0, 1.0, self.weight)  # a mean over nothing has no gradient
             for part in self._parts:
-                part.div_(self.weight)
+                part.div_(weight)
 
     def _sums_in(self, _dtype: torch.dtype) -> torch.dtype:  # for all alike
         # So that it is the same on cards that add in another order.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flowdp.data.batches import Portion
@@ -48,7 +49,8 @@ class LoneReplica(WindowReplica):
             self.loss_weight = None
             return super().step(factor)
         weight = self.loss_weight = weight + unnamed
-        value = super().step(1.0 / weight)  # the gradients are those of loss x weight
+        # The gradients are those of loss x weight; a mean over nothing has none.
+        value = super().step(1.0 / torch.where(weight == 0, 1.0, weight))
         return None if value is None else value * weight
 
     def count(self, computed: Computed, factors: Factors) -> None:

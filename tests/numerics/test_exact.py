@@ -489,6 +489,31 @@ def test_a_rate_that_follows_a_weighted_loss_is_that_of_one_device() -> None:
         assert apart(model, alone) < 1e-12
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_window_without_any_weight_is_a_step_without_a_gradient(devices: int) -> None:
+    """As one device takes it: momentum and weight decay go on."""
+    kept = torch.ones(SAMPLES, dtype=torch.float64)
+    kept[next(windows())] = 0.0
+
+    def masked(model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+        each = F.mse_loss(model(x), y, reduction="none").mean(1)
+        return (each * counts).sum() / counts.sum().clamp(min=1.0)
+
+    model = net()
+    expected = copy.deepcopy(model)
+    optimizer = momentum(expected.parameters())
+    for index in windows():
+        masked(expected, X[index], Y[index], kept[index]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": masked(model, *batch), "weight": batch[2].sum()}
+
+    exact(model, momentum, devices, loss, dataset=(X, Y, kept))
+    assert apart(model, expected) < 1e-12
+
+
 def test_a_weight_as_a_number() -> None:
     model = net()
     expected = plain(model, momentum)
