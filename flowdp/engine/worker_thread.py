@@ -293,7 +293,7 @@ class Worker:
             if is_first:
                 meter.begin(start_s)
                 replica.part = step.part
-                replica.learning_rate.advance(step.position, step.epoch, step.metric)
+                replica.learning_rate.advance(step.position, step.epoch, step.metrics)
                 current.epoch, current.global_step = step.epoch, step.position
                 current.lr = replica.learning_rate.value
                 if replica.has_state:
@@ -373,12 +373,16 @@ class Worker:
             return
         self._meter.met(reading)
         self.current.round = outcome.round
+        order = self.machine.order
+        if order is not None and order.sync is not None and order.sync.steps:
+            # A rank without a step in it, too: all have the same rates when these are set, or saved.
+            self.current.epoch = order.epoch
+            self.replica.learning_rate.advance(action.arrival.global_step, order.epoch, order.metrics)
         if action.arrival.together:
             self._step_together(action.arrival, outcome)
         elif outcome.lr is not None:
             self._set_lr(outcome.lr, outcome.global_step)
         self.moves += 1
-        order = self.machine.order
         has_inner = order is not None and order.sync is not None and order.sync.inner
         done = self.machine.met(outcome)
         self._batcher.settle()
@@ -461,11 +465,8 @@ class Worker:
             self._feed.fit()
 
     def _step_together(self, arrival: Arrival, outcome: Outcome) -> None:
-        """Step the optimizer, on all ranks alike: at the window's position and with the gate's rate."""
-        order, replica = self.machine.order, self.replica
-        assert order is not None
-        self.current.epoch = order.epoch
-        replica.learning_rate.advance(arrival.global_step, order.epoch, order.metric)
+        """Step the optimizer, on all ranks alike: with the rates of the window's position, and the gate's."""
+        replica = self.replica
         if outcome.lr is not None:
             self._set_lr(outcome.lr, arrival.global_step)
         if any(outcome.samples):

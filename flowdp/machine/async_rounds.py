@@ -288,7 +288,7 @@ class AsyncRounds(Rounds):
             ledger.epoch,
             batches,
             pace=self._orders.paces[rank],
-            metric=self.epochs.metric,
+            metrics=self.epochs.metrics,
             group=ledger.groups[rank],
             report_every=self._orders.report_every[rank],
         )

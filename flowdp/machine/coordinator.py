@@ -308,8 +308,9 @@ class Coordinator:
             if isinstance(command, EpochEnded):
                 metrics = command.metrics
                 is_seen = not self.config.tasks.evaluates_epochs or metrics.is_evaluated
-                self.epochs.metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
-                if is_seen and self.epochs.metric is None:
+                metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
+                self.epochs.metrics = (*self.epochs.metrics[:-1], metric)
+                if is_seen and metric is None:
                     text = (
                         f"epoch {metrics.epoch} has no loss, and a scheduler watches it: return it as 'loss'"
                     )
@@ -345,7 +346,7 @@ class Coordinator:
             global_step=self.global_step,
             round=self.rounds.next_round,
             planned=planned,
-            metric=self.epochs.metric,
+            metric=self.epochs.metrics[-1] if self.epochs.metrics else None,
             versions=self.barrier.versions,
             anchor=None if cadence is None else cadence.anchor,
             pace_ms=self.rounds.pace_ms,

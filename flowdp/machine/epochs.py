@@ -48,7 +48,8 @@ class Epochs:
 
     Attributes:
         done: Epochs that are over: complete, or as far as the run's limit goes.
-        metric: Loss of the last complete epoch, where a scheduler waits for it; else None.
+        metrics: Losses of the complete epochs of this run, the last one behind them, where a scheduler waits
+            for them, else empty; None: an epoch that it does not see.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Epochs:
         self.wait_for_metric = wait_for_metric
         self.groups = groups
         self.done = 0
-        self.metric: float | None = None
+        self.metrics: tuple[float | None, ...] = ()
         self._open: deque[_Open] = deque()
         self._opened = 0
         self._halts = halts
@@ -137,7 +138,7 @@ class Epochs:
         """
         self.done = self._opened = position.done
         self._planned = position.planned
-        self.metric = position.metric if self.wait_for_metric else None
+        self.metrics = (position.metric,) if self.wait_for_metric else ()
         for stood in position.open:
             if stood.position == self._next_length == 0:
                 return
@@ -213,7 +214,8 @@ class Epochs:
                 now_ms - epoch.start_ms, anchor, global_step, self.epochs, is_complete=not epoch.is_cut
             )
             self.done += 1
-            self.metric = metrics.loss if self.wait_for_metric else None
+            if self.wait_for_metric:
+                self.metrics = (*self.metrics, metrics.loss)
             epoch.spent_ms = metrics.epoch_ms
             records.append(metrics)
             if self._open:

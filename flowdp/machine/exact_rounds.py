@@ -122,7 +122,7 @@ class ExactRounds(PlannedRounds):
             armed.epoch,
             armed.deal[0],
             armed.sync,
-            metric=self.epochs.metric,
+            metrics=self.epochs.metrics,
             parts=self._next_parts[rank],
             alone=armed.alone is not None,
         )

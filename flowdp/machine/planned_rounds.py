@@ -330,7 +330,7 @@ class PlannedRounds(Rounds):
             armed.epoch,
             armed.deal[rank],
             sync,
-            metric=self.epochs.metric,
+            metrics=self.epochs.metrics,
             group=self.epochs.of(armed.epoch).groups[rank],
         )
         every = armed.every[rank]

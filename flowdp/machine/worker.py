@@ -55,7 +55,7 @@ class Step:
         epoch: Their epoch.
         batches: Their numbers in the epoch: one, or up to the order's `group`.
         position: Where the step stands in the run, in steps of all ranks: the scheduler's clock.
-        metric: Loss of the epoch before, where a scheduler waits for it.
+        metrics: Losses of the epochs before; see `StartEpoch`.
         part: The samples of its one batch that are this rank's, at least one; the optimizer steps after the
             meeting that follows (exact). None: whole batches.
         alone: The part is the whole batch, and the optimizer steps at once: others take over the replica.
@@ -64,7 +64,7 @@ class Step:
     epoch: int
     batches: tuple[int, ...]
     position: int
-    metric: float | None = None
+    metrics: tuple[float | None, ...] = ()
     part: SampleRange | None = None
     alone: bool = False
 
@@ -409,9 +409,9 @@ class WorkerMachine:
         if order.parts is not None:
             at = self._held + self._in_round
             window = (order.batches[at],)
-            return Step(order.epoch, window, position, order.metric, order.parts[at], order.alone)
+            return Step(order.epoch, window, position, order.metrics, order.parts[at], order.alone)
         batches = order.batches[self._taken : self._taken + order.group]
-        return Step(order.epoch, batches, position, order.metric)
+        return Step(order.epoch, batches, position, order.metrics)
 
 
 def _wanted(order: StartEpoch, gone: int = 0) -> list[tuple[int, int, SampleRange | None]]:

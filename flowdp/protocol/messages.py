@@ -148,7 +148,8 @@ class StartEpoch:
         batches: Batch numbers within the epoch, in the order of training.
         sync: The rounds it arms; None: no meeting (async).
         pace: Position of the steps where `sync` is None.
-        metric: Loss of the epoch before, where a scheduler waits for it.
+        metrics: Losses of the epochs before, that of the last one behind them, where a scheduler waits for
+            them: a rank may have had no order in some. None: an epoch that the scheduler does not see.
         parts: Samples of each batch that are this rank's; every rank gets the same batches then, and meets
             after each (exact). None: the batches are this rank's alone. Shape (batches,).
         alone: One rank trains all batches, with a step after each, and the others take over its replica at
@@ -162,7 +163,7 @@ class StartEpoch:
     batches: tuple[int, ...]
     sync: SyncPoints | None = None
     pace: Pace | None = None
-    metric: float | None = None
+    metrics: tuple[float | None, ...] = ()
     parts: tuple[SampleRange, ...] | None = None
     alone: bool = False
     group: int = 1

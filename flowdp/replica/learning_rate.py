@@ -206,13 +206,14 @@ class LearningRate:
         factor = self._factor * self._warm_up
         return {name: lr * factor for name, lr in zip(self._names, self._plain, strict=True)}
 
-    def advance(self, position: int, epoch: int, metric: float | None = None) -> None:
+    def advance(self, position: int, epoch: int, metrics: Sequence[float | None] = ()) -> None:
         """Set the rates for a step.
 
         Args:
             position: Steps of all ranks before it.
             epoch: Its epoch.
-            metric: Loss of the epoch before, for a scheduler that watches it.
+            metrics: Losses of the epochs before, that of the last one behind them, for a scheduler that
+                watches them; None: one that it does not see.
         """
         warm_up, self._warm_up = self._warm_up, warm_up_factor(position, self._warmup_steps)
         if self._warm_up != warm_up:
@@ -224,7 +225,7 @@ class LearningRate:
         elif self._schedulers:
             count = position if self._unit == "step" else epoch
             if count > self._count:
-                self._step_schedulers(count, metric)
+                self._step_schedulers(count, metrics)
 
     def set(self, lr: float, position: int, epoch: int) -> None:
         """Scale all groups so that the very first has `lr` at this position, and keep that scale."""
@@ -291,11 +292,13 @@ class LearningRate:
     def _kinds(self) -> list[str]:
         return [type(scheduler).__name__ for scheduler in self._schedulers]
 
-    def _step_schedulers(self, count: int, metric: float | None) -> None:
+    def _step_schedulers(self, count: int, metrics: Sequence[float | None]) -> None:
         # Many schedulers compute the next rate from the one in the group: it must be their own.
         self._write(plain=True)
         while self._count < count:
             self._count += 1
+            behind = count - self._count
+            metric = metrics[-1 - behind] if behind < len(metrics) else None
             for scheduler in self._schedulers:
                 if _is_of_timm(scheduler):
                     if self._unit == "step":

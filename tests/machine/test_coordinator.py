@@ -346,7 +346,7 @@ def test_an_epoch_waits_for_the_loss_of_the_one_before() -> None:
     commands = machine.handle(StepsDone(0, 0, one), 3.0)
     assert [type(command) for command in commands[:1]] == [EpochEnded]
     # The loss is there: the second epoch is dealt.
-    assert (orders(commands)[0].epoch, orders(commands)[0].metric) == (1, 0.5)
+    assert (orders(commands)[0].epoch, orders(commands)[0].metrics) == (1, (0.5,))
 
 
 def test_a_scheduler_that_waits_for_a_loss_needs_one() -> None:
@@ -442,7 +442,7 @@ def test_a_scheduler_gets_the_loss_of_the_evaluation() -> None:
     machine, out = started(batches=6, epochs=2, tasks=BarrierPlan(eval_every=1), wait_for_metric=True)
     meet(machine, orders(out))
     machine.handle(Evaluated(0, ((0, 2, (("loss", 0.5),)),)), 101.0)
-    assert orders(machine.handle(Evaluated(1, ()), 102.0))[0].metric == 0.5
+    assert orders(machine.handle(Evaluated(1, ()), 102.0))[0].metrics == (0.5,)
 
 
 def test_a_checkpoint_that_is_asked_for_halts_the_ranks_at_their_next_meeting() -> None:
@@ -663,16 +663,16 @@ def test_a_scheduler_sees_one_kind_of_loss() -> None:
     machine = Coordinator(CoordinatorConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9))
     own, evaluated = ended_epoch(0, 2.0), ended_epoch(1, 3.0, loss=5.0)
     machine._watch_metric([own])
-    assert machine.epochs.metric == 2.0
+    assert machine.epochs.metrics == (2.0,)
     tasks = BarrierPlan(eval_every=2)
     machine = Coordinator(
         CoordinatorConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9, tasks=tasks)
     )
     # The metric of an epoch without an evaluation cannot be compared with the others.
     machine._watch_metric([own])
-    assert machine.epochs.metric is None
+    assert machine.epochs.metrics == (None,)
     machine._watch_metric([evaluated])
-    assert machine.epochs.metric == 5.0
+    assert machine.epochs.metrics == (5.0,)
 
 
 def ended_epoch(epoch: int, training_loss: float, **means: float) -> EpochEnded:

@@ -86,13 +86,13 @@ def test_what_comes_back_is_dealt_before_the_next_epoch() -> None:
 def test_a_scheduler_that_waits_for_the_loss_holds_the_next_epoch() -> None:
     epochs = Epochs(4, 2, None, 2, wait_for_metric=True)
     dealt(epochs)
-    assert epochs.metric is None
+    assert epochs.metrics == ()
     assert epochs.dealing(0.0) is None
     assert not epochs.is_exhausted
     trained(epochs, 0, 0, (0, 2), loss=0.5)
     trained(epochs, 0, 1, (1, 3), loss=0.5)
     epochs.ended(1.0, 1, 4)
-    assert epochs.metric == 0.5
+    assert epochs.metrics == (0.5,)
     assert dealt(epochs).epoch == 1
 
 
@@ -102,7 +102,7 @@ def test_no_scheduler_no_metric() -> None:
     trained(epochs, 0, 0, (0, 2))
     trained(epochs, 0, 1, (1, 3))
     epochs.ended(1.0, 1, 4)
-    assert epochs.metric is None
+    assert epochs.metrics == ()
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_the_loss_that_a_scheduler_waits_for_goes_on() -> None:
     for waits in (True, False):
         epochs = Epochs(4, 2, None, 2, wait_for_metric=waits)
         epochs.resume(Position(2, 1, metric=0.25))
-        assert epochs.metric == (0.25 if waits else None)
+        assert epochs.metrics == ((0.25,) if waits else ())
 
 
 def test_what_a_lost_rank_has_left_is_given_to_others() -> None:

@@ -85,10 +85,10 @@ def test_without_orders_it_waits() -> None:
 
 def test_an_order_is_trained_and_then_met() -> None:
     machine = WorkerMachine(1)
-    machine.handle(StartEpoch(0, 3, (5, 7), SyncPoints(2, 2, 1, 100, 10, drift=True), metric=0.5))
+    machine.handle(StartEpoch(0, 3, (5, 7), SyncPoints(2, 2, 1, 100, 10, drift=True), metrics=(0.5,)))
     # Two steps, at schedule positions spread over the 10 steps of all ranks.
-    assert step(machine) == Step(3, (5,), 100, 0.5)
-    assert step(machine) == Step(3, (7,), 105, 0.5)
+    assert step(machine) == Step(3, (5,), 100, (0.5,))
+    assert step(machine) == Step(3, (7,), 105, (0.5,))
     # Then the gate, with all steps done.
     assert machine.next() == Enter(Arrival(1, 2, 100, 2, 16, drift=True))
     # The mean ends the order, and the count starts anew.

@@ -142,9 +142,9 @@ def test_a_plateau_goes_on_waiting() -> None:
         rate_of([one], lambda opt: ReduceLROnPlateau(opt, patience=1), "epoch") for one in (first, second)
     )
     for epoch, loss in enumerate((1.0, 0.5, 0.6), 1):
-        before.advance(0, epoch, loss)
+        before.advance(0, epoch, (loss,))
     loaded(checkpoint_file.plain(before.state_dict()), after, second, first)
-    after.advance(0, 4, 0.7)  # the second bad epoch
+    after.advance(0, 4, (0.7,))  # the second bad epoch
     assert after.value == pytest.approx(0.01)
 
 
@@ -226,9 +226,24 @@ def test_a_plateau_is_stepped_with_the_loss_of_each_epoch() -> None:
     assert rate.waits_for_metric
     seen = []
     for epoch, metric in enumerate((None, 1.0, 0.5, 0.6, 0.4)):
-        rate.advance(epoch * 5, epoch, metric)
+        rate.advance(epoch * 5, epoch, (metric,))
         seen.append(rate.value)
     assert seen == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_a_rank_without_steps_in_some_epochs_sees_their_losses_all_the_same() -> None:
+    """Each loss once; an epoch that the scheduler does not see is no bad one."""
+    rates = [
+        rate_of([sgd()], lambda opt: ReduceLROnPlateau(opt, factor=0.1, patience=0), "epoch")
+        for _ in range(2)
+    ]
+    losses = (1.0, 0.5, None, 0.4, 0.6, 0.3)
+    for epoch in range(1, 7):
+        rates[0].advance(5 * epoch, epoch, losses[:epoch])
+    for epoch in (2, 6):
+        rates[1].advance(5 * epoch, epoch, losses[:epoch])
+    assert rates[0].value == pytest.approx(0.01)
+    assert rates[0].state_dict() == rates[1].state_dict()
 
 
 def test_a_rate_that_is_set_scales_all_groups_and_the_scheduler_goes_on_from_it() -> None:
