@@ -376,6 +376,7 @@ class Worker:
         order = self.machine.order
         if order is not None and order.sync is not None and order.sync.steps:
             # A rank without a step in it, too: all have the same rates when these are set, or saved.
+            # One without any steps (async) may stand before an epoch whose scheduler waits for a metric.
             self.current.epoch = order.epoch
             self.replica.learning_rate.advance(action.arrival.global_step, order.epoch, order.metrics)
         if action.arrival.together:
