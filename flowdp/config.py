@@ -143,6 +143,7 @@ class RunConfig:
             world_size=len(self.devices),
             machine=self.team.index,
             machines=len(self.team.sizes),
+            is_part=self.team.is_spread and self.team.options.stream == "part",
             start=start,
             keeps=self.failures.on_failure == "continue",
             limit=self.limit,

@@ -33,6 +33,7 @@ __all__ = [
     "ReadingOptions",
     "RuntimeOptions",
     "SchedulerUnit",
+    "StreamPart",
 ]
 
 Policy = Literal["sync", "cadence", "async", "exact"]
@@ -44,6 +45,7 @@ OnFailure = Literal["raise", "continue"]
 OnNan = Literal["quarantine", "raise"]
 Buffers = Literal["broadcast", "average"]
 Payload = Literal["full", "bf16"]
+StreamPart = Literal["whole", "part"]
 CheckpointUnit = Literal["epoch", "step", "minute"]
 
 
@@ -340,12 +342,16 @@ class MachineOptions:
             ("cadence"). False: they wait for it.
         payload: Numbers on their way between machines: "full" as they are, "bf16" in half the bytes of
             float32.
+        stream: An IterableDataset yields "whole", the same on each machine, which reads all of it and trains
+            every n-th batch; or "part": it splits itself by machine (`torch.distributed.get_rank()`), and
+            each trains all that it reads.
         timeout: Seconds without a sign of life after which a machine counts as lost, and the run fails.
     """
 
     rounds: int = 1
     overlap: bool = True
     payload: Payload = "full"
+    stream: StreamPart = "whole"
     timeout: float = 30.0
 
     def __post_init__(self) -> None:
@@ -357,6 +363,7 @@ class MachineOptions:
         check_int("machines.rounds", self.rounds)
         check_flag("machines.overlap", self.overlap)
         one_of("machines.payload", self.payload, Payload)
+        one_of("machines.stream", self.stream, StreamPart)
         check_number("machines.timeout", self.timeout, above=True)
 
 

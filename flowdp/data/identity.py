@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Identity:
         tensors: Shapes and dtypes of a dataset of tensors; "" of any other.
         order: Checksum of the order of the first epoch; None of an IterableDataset.
         first: Checksum of the first item of an IterableDataset; None of any other.
+        part: The same of one that yields a part on each machine, where they differ; else None.
     """
 
     samples: int | None
@@ -36,6 +37,7 @@ class Identity:
     tensors: str = ""
     order: int | None = None
     first: int | None = None
+    part: int | None = None
 
 
 _WHOLE = "give every machine the whole dataset, as flowdp deals it to the devices of all of them"
@@ -50,8 +52,9 @@ _ADVICE = {
     ),
     "first": (
         "checksum of the first item",
-        "an IterableDataset must be the same on every machine, which flowdp gives every n-th batch of it: "
-        "let it not split itself by rank (torch.distributed, RANK), nor draw random numbers without a seed",
+        "an IterableDataset must be the same on every machine, which flowdp gives every n-th batch of it: it "
+        "may neither split itself by rank (torch.distributed, RANK) nor draw random numbers without a seed; "
+        "for training, MachineOptions(stream='part') says that it splits itself",
     ),
 }
 
@@ -69,7 +72,7 @@ def check_identities(identities: Sequence[Identity], names: Sequence[str], datas
     Raises:
         OptionError: They differ.
     """
-    for name in (field.name for field in fields(Identity)):
+    for name in _ADVICE:
         given = [getattr(one, name) for one in identities]
         what, advice = _ADVICE[name]
         for other, value in zip(names[1:], given[1:], strict=True):
@@ -78,6 +81,14 @@ def check_identities(identities: Sequence[Identity], names: Sequence[str], datas
                     f"the machines of this run have opened the {dataset} differently: {what}: {given[0]} on "
                     f"{names[0]}, {value} on {other}; {advice}"
                 )
+    owner: dict[int, str] = {}
+    for one, name in zip(identities, names, strict=True):
+        if one.part is not None and owner.setdefault(one.part, name) != name:
+            raise OptionError(
+                f"the {dataset} yields the same first item on {owner[one.part]} and {name}, and "
+                "MachineOptions(stream='part') says that it splits itself by machine: split it by "
+                "torch.distributed.get_rank(), or leave stream out, so that flowdp splits it"
+            )
 
 
 def content_checksum(item: Any) -> int:

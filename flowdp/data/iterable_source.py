@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from flowdp.data.epoch_order import ALL
 from flowdp.data.identity import Identity, content_checksum
 from flowdp.data.loader_source import NOTHING, LoaderSource, ReadPlan
 from flowdp.data.processes import begin
@@ -32,6 +33,9 @@ class StreamReader(LoaderSource):
 
     The worker processes live through all epochs. Where the dataset has `set_epoch`, that is called before
     each, in this process; a worker process's view of it must lie in shared memory.
+
+    Of several machines, number m of M reads all, and trains the batches m, m + M, m + 2 M, ... of the stream;
+    or it trains all that its own part of the stream yields, and these have the same numbers.
 
     A run is resumed at the beginning of an epoch alone, and the dataset is then iterated for the first time:
     one whose epochs differ must have `set_epoch`.
@@ -80,6 +84,7 @@ class StreamReader(LoaderSource):
         )
         super().__init__(None, made, plan, is_counted=True)
         self.batch_size = batch_size
+        self.is_part = plan.is_part
         self._lengths: dict[int, int] = {}  # of the epochs that have been read to their end; under the lock
 
     def indices(self, _epoch: int, _batch: int) -> tuple[int, ...]:  # samples have no number
@@ -99,7 +104,10 @@ class StreamReader(LoaderSource):
             raise DataError(
                 f"reading the first item of {type(dataset).__name__} failed: {format_error(error)}"
             ) from error
-        return Identity(None, self.batches, self.batch_size, first=content_checksum(first))
+        checksum = content_checksum(first)
+        if self.is_part:
+            return Identity(None, self.batches, self.batch_size, part=checksum)
+        return Identity(None, self.batches, self.batch_size, first=checksum)
 
     def _comes(self, key: tuple[int, ...]) -> bool:
         epoch, batch = key
@@ -121,13 +129,15 @@ class StreamReader(LoaderSource):
             set_epoch(epoch)
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[tuple[int, ...], Any]]:
-        first, epochs = self.plan.start.done, self.plan.epochs
-        for epoch in itertools.count(first) if epochs is None else range(first, epochs):
+        done, epochs = self.plan.start.done, self.plan.epochs
+        for epoch in itertools.count(done) if epochs is None else range(done, epochs):
             if not self._may_read(epoch):
                 return
-            self._reading = (epoch, 0)
+            # A part has the numbers of its stride, and not those between.
+            first, step = self.stride if self.is_part else ALL
+            self._reading = (epoch, first)
             current = self._in_turn(partial(self._iterate, epoch)) if iterator is None else iterator
-            while self._reading[1] != self.plan.limit:
+            while self.plan.limit is None or self._reading[1] < self.plan.limit:
                 read = self._in_turn(partial(next, current, NOTHING))
                 if read is NOTHING:
                     break
@@ -135,12 +145,12 @@ class StreamReader(LoaderSource):
                     yield self._reading, read
                 elif self._closing:
                     return
-                self._reading = (epoch, self._reading[1] + 1)
+                self._reading = (epoch, self._reading[1] + step)
             iterator = None
-            self._end(*self._reading)
+            self._end(*self._reading, is_empty=self._reading[1] == first)
 
-    def _end(self, epoch: int, batches: int) -> None:
-        if batches == 0:
+    def _end(self, epoch: int, batches: int, *, is_empty: bool) -> None:
+        if is_empty:
             less = " that is full, and drop_last=True leaves out any other" if self._loader.drop_last else ""
             raise DataError(
                 f"epoch {epoch} of {type(self._loader.dataset).__name__} has no batch{less}: its iterator "

@@ -57,7 +57,9 @@ class ReadPlan:
         limit: Most batches of an epoch whose length is not known; None: all.
         machine: Number of this machine.
         machines: Machines of the run. Above 1, the batches of an epoch are read that this machine's ranks
-            expect, or on demand every `machines`-th, from number `machine` on.
+            expect, or on demand and of a stream every `machines`-th, from number `machine` on.
+        is_stream: The dataset is an IterableDataset.
+        is_part: It yields this machine's batches alone.
     """
 
     epochs: int | None
@@ -68,11 +70,13 @@ class ReadPlan:
     limit: int | None = None
     machine: int = 0
     machines: int = 1
+    is_stream: bool = False
+    is_part: bool = False
 
     @property
     def stride(self) -> Stride:
         """Batches of an epoch that are read; see `Source`."""
-        return Stride(self.machine, self.machines) if self.on_demand else ALL
+        return Stride(self.machine, self.machines) if self.on_demand or self.is_stream else ALL
 
 
 class LoaderSource(Source):

@@ -91,6 +91,7 @@ def open_source(
     limit: Limit | None = None,
     machine: int = 0,
     machines: int = 1,
+    is_part: bool = False,
 ) -> Source:
     """The source of a dataset's batches.
 
@@ -115,8 +116,8 @@ def open_source(
     `StreamReader` for the duties of a sampler and an IterableDataset.
 
     On several machines each opens the whole dataset, and reads of it what its own ranks need: a source on
-    demand every `machines`-th batch, any other what they `expect`; see `DemandReader` for the duties of a
-    dataset. `check_identities` tells whether all have opened the same.
+    demand every `machines`-th batch, an IterableDataset all, any other what they `expect`; see `StreamReader`
+    and `DemandReader` for the duties of a dataset. `check_identities` tells whether all have opened the same.
 
     Args:
         dataset: Tensors of equal length (one, a tuple, a list or a mapping of them), a map-style dataset, an
@@ -137,6 +138,7 @@ def open_source(
         limit: Part of each epoch that is read; None: all.
         machine: Number of this machine, from 0.
         machines: Machines of the run.
+        is_part: An IterableDataset yields this machine's part, and not the whole.
 
     Raises:
         CheckpointError: The run stands inside an epoch of an IterableDataset.
@@ -156,10 +158,26 @@ def open_source(
     # On several machines each rank's part of one is read by itself.
     ahead = max(2 * (1 if shares_batches and machines == 1 else world_size) + 2, in_work)
     limit = limit or Limit()
-    read_limit = limit.of_unknown if is_stream(dataset) else None
-    plan = ReadPlan(epochs, ahead, start or NOTHING_TRAINED, on_demand, keeps, read_limit, machine, machines)
+    streams = is_stream(dataset)
+    plan = ReadPlan(
+        epochs,
+        ahead,
+        start or NOTHING_TRAINED,
+        on_demand,
+        keeps,
+        limit.of_unknown if streams else None,
+        machine,
+        machines,
+        streams,
+        is_part,
+    )
+    if is_part and not streams:
+        raise OptionError(
+            "machines=MachineOptions(stream='part') is for an IterableDataset, and the dataset is "
+            f"{type(dataset).__name__}: give every machine the whole of it, and leave stream out"
+        )
     if machines > 1:
-        _check_machines(dataset, on_demand)
+        _check_machines(dataset)
     if isinstance(dataset, DataLoader):
         source = _from_loader(dataset, options, seed, plan, limit)
     else:
@@ -420,7 +438,7 @@ def _generator(seed: int, start: Position) -> torch.Generator:
 
 
 # ---------------------------------------------------------------- checks of single options
-def _check_machines(dataset: object, on_demand: bool) -> None:
+def _check_machines(dataset: object) -> None:
     """Refuse datasets that cannot be read on several machines."""
     inner = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     name = type(inner).__name__
@@ -428,12 +446,6 @@ def _check_machines(dataset: object, on_demand: bool) -> None:
         raise OptionError(
             f"{name} is a DataPipe, of which torch gives each process of a job another part, but flowdp "
             "deals the whole dataset itself: give a map-style dataset, or use one machine (machines=False)"
-        )
-    if isinstance(inner, IterableDataset) and not on_demand:
-        raise OptionError(
-            f"{name} is an IterableDataset, whose batches come in one stream, and this run has several "
-            "machines, each of which reads only what its devices train: give a map-style dataset (with "
-            "__len__ and __getitem__), or train on one machine (machines=False)"
         )
 
 

@@ -29,11 +29,13 @@ class Source(ABC):
         unseeded: The sampler that draws another order each time, so that it cannot; None otherwise.
         keeps: Taken batches are kept until `settle`, so that they can be taken again when their rank is lost.
         stride: Batches of an epoch that can be taken here; the numbers above count all of them.
+        is_part: An IterableDataset yields these alone, and each machine's is another.
     """
 
     can_resume_inside = True
     keeps = False
     stride = ALL
+    is_part = False
     _order: BatchOrder  # a source without one has its own `samples_in` and `indices`
 
     def __init__(self, order: BatchOrder | None) -> None:
@@ -51,7 +53,8 @@ class Source(ABC):
 
         Args:
             ended: Called as `ended(epoch, batches)` by the reader thread, in the order of the epochs, before
-                anything of the next one is there. Must not block.
+                anything of the next one is there: no batch of this number or above can be taken. Must not
+                block.
         """
         self._ended = ended
 

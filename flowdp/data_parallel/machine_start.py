@@ -47,12 +47,13 @@ def check_machines(option: object) -> tuple[bool, float, Payload]:
     if not isinstance(option, MachineOptions):
         raise OptionError(f"machines must be True, False or MachineOptions(...), not {option!r}")
     default = MachineOptions()
-    for name in ("rounds", "overlap"):
+    summed = (
+        "the rounds of a Trainer: setup() sums all machines' gradients in every backward outside no_sync()"
+    )
+    read = "the dataset of a Trainer: with setup() the loop reads its own loader"
+    for name, reason in (("rounds", summed), ("overlap", summed), ("stream", read)):
         if (given := getattr(option, name)) != getattr(default, name):
-            raise OptionError(
-                f"machines.{name}={given!r} is for the rounds of a Trainer: setup() sums the gradients of "
-                f"all machines in every backward outside no_sync(); leave {name} out"
-            )
+            raise OptionError(f"machines.{name}={given!r} is for {reason}; leave {name} out")
     return True, option.timeout, option.payload
 
 

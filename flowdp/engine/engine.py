@@ -274,8 +274,7 @@ class Engine:
             self.timeline.start()
         if self._evaluator is not None:
             self._evaluator.batches.start(wake=self._wake_evaluation, failed=self._failed)
-        post = self._requests.inbox.post
-        self._source.on_end(lambda epoch, batches: post(DataEnded(epoch, batches)))
+        self._source.on_end(self._ended)
         self._source.start(wake=self._wake, failed=self._failed)
         for feed, inbox in zip(self._feeds, self._inboxes, strict=True):
             feed.start(partial(_notify, inbox))
@@ -450,6 +449,13 @@ class Engine:
 
     def _wake(self, rank: int, epoch: int, batch: int) -> None:
         self._feeds[rank].wake(epoch, batch)
+
+    def _ended(self, epoch: int, batches: int) -> None:
+        source = self._source
+        machine, machines = source.stride
+        read = None if source.is_part else batches
+        end = DataEnded(epoch, source.stride.of(batches), machine, machines, read)
+        self._requests.inbox.post(end)
 
     def _wake_evaluation(self, rank: int, epoch: int, batch: int) -> None:
         _notify(self._inboxes[rank], epoch, batch)

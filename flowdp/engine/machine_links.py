@@ -40,7 +40,6 @@ from flowdp.protocol.messages import (
     Abort,
     Arrival,
     CheckpointWritten,
-    DataEnded,
     Directives,
     Exiting,
     Fact,
@@ -409,7 +408,7 @@ class Follower:
                 self._reason, self.phase = fact.error, Phase.FAILING
                 orders = [Send(rank, Abort(self._reason)) for rank in self._ranks if rank not in self._left]
                 commands = [AbortGate(self._reason), *orders]
-            case Tick() | DataEnded() | CheckpointWritten() | _Orphaned():
+            case Tick() | CheckpointWritten() | _Orphaned():
                 pass  # machine 0 has its own
             case _:
                 if isinstance(fact, Exiting):

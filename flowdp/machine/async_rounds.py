@@ -16,13 +16,13 @@ from typing import ClassVar
 from flowdp.errors import ProtocolError
 from flowdp.machine.async_rank import AHEAD, AsyncRank, RankIndex
 from flowdp.machine.async_round import AsyncRound, Meeting
-from flowdp.machine.epochs import Epochs
+from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.round_record import ShareChanges, reason_of, round_ended
 from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import largest_drift
 from flowdp.policy.lead import Overshoot, lead_limits
-from flowdp.policy.ledger import ENDLESS, Ledger
+from flowdp.policy.ledger import ENDLESS
 from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
 from flowdp.protocol.messages import (
     Averaged,
@@ -282,7 +282,7 @@ class AsyncRounds(Rounds):
         index.changed.clear()
         return commands
 
-    def _order(self, ledger: Ledger, rank: int, batches: tuple[int, ...]) -> StartEpoch:
+    def _order(self, ledger: EpochLedger, rank: int, batches: tuple[int, ...]) -> StartEpoch:
         return StartEpoch(
             self._plan,
             ledger.epoch,

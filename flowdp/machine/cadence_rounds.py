@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from flowdp.machine.armed_rounds import HeldRounds
-from flowdp.machine.epochs import Epochs
+from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Shares
 from flowdp.policy.cadence import Cadence
-from flowdp.policy.ledger import Deal, Ledger
+from flowdp.policy.ledger import Deal
 from flowdp.protocol.commands import Command
 from flowdp.protocol.position import Position
 
@@ -64,14 +64,14 @@ class CadenceRounds(PlannedRounds):
         self.cadence.leave(rank)
         return super().leave(rank, unreported_samples, now_ms)
 
-    def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
+    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
         quotas, cadence = self.cadence.quotas, self.cadence
         count = self._rounds_at_once(ledger, quotas)
         if count > 1:
             quotas = tuple(count * quota for quota in quotas)
         return count, ledger.deal(quotas, cadence.ms_per_step, cadence.due)
 
-    def _rounds_at_once(self, ledger: Ledger, quotas: Sequence[int]) -> int:
+    def _rounds_at_once(self, ledger: EpochLedger, quotas: Sequence[int]) -> int:
         """Rounds of the next order: as many as a mean of all machines is apart, or as the epoch's rest makes.
 
         No round begins behind a limit, and before the speeds are known one round measures them. The rest of

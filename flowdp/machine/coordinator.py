@@ -92,6 +92,7 @@ class Coordinator:
             config.wait_for_metric,
             config.groups,
             config.tasks.halts,
+            config.machines if config.batches is None else (),
         )
         self.rounds = make_rounds(config, self.epochs)
         self.barrier = Barrier(config.tasks, config.start, config.machine_of, overlaps=config.overlaps)
@@ -163,7 +164,7 @@ class Coordinator:
             case DataEnded():
                 # As soon as it is read, before the first order too; a run that is leaving has no use for it.
                 if self.phase in (Phase.STARTING, Phase.RUNNING):
-                    self.epochs.end(fact.epoch, fact.batches)
+                    self.error = self.error or self.epochs.end(fact)
                     return self.rounds.end(fact)
             case CheckpointWritten():
                 self.barrier.written(fact.version, now_ms)  # in any phase: the writer may be late

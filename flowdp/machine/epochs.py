@@ -8,18 +8,21 @@ from dataclasses import dataclass, replace
 
 from flowdp.errors import ProtocolError
 from flowdp.policy.ledger import ENDLESS, Ledger
+from flowdp.policy.streams_ledger import StreamsLedger
 from flowdp.policy.tally import EpochMetrics, Tally
-from flowdp.protocol.messages import Work
+from flowdp.protocol.messages import DataEnded, Work
 from flowdp.protocol.position import OpenEpoch, Position
 
-__all__ = ["Epochs"]
+__all__ = ["EpochLedger", "Epochs"]
+
+EpochLedger = Ledger | StreamsLedger
 
 
 @dataclass(slots=True)
 class _Open:
     """An epoch that has begun and is not complete."""
 
-    ledger: Ledger
+    ledger: EpochLedger
     tally: Tally
     start_ms: float
     whole: int | None  # full length, ignoring max_steps; None until the reader reaches its end
@@ -45,6 +48,7 @@ class Epochs:
             (world_size,).
         halts: Whether all ranks stand still when this epoch is complete, and nothing of the next one is dealt
             before.
+        streams: Ranks of each machine, where each reads a stream of its own; empty: one source serves all.
 
     Attributes:
         done: Epochs that are over: complete, or as far as the run's limit goes.
@@ -61,6 +65,7 @@ class Epochs:
         wait_for_metric: bool = False,
         groups: Sequence[int] | None = None,
         halts: Callable[[int], bool] = lambda _: False,
+        streams: Sequence[int] = (),
     ) -> None:
         self.batches = batches
         self.epochs = epochs
@@ -77,7 +82,9 @@ class Epochs:
         self._group = 1 if groups is None else max(groups)
         self._planned = 0  # steps of the opened epochs
         self._early: list[tuple[float, float | None, int]] = []  # rounds that count towards the next epoch
-        self._ends: dict[int, int] = {}  # lengths of epochs that are not open yet
+        self._streams = streams
+        # Of epochs that are not complete, where their length is unknown: those that were read, by machine.
+        self._ends: dict[int, dict[int, DataEnded]] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -89,7 +96,7 @@ class Epochs:
         """Complete epochs, up to the first that `max_steps` cut short: with more steps the run enters it."""
         return self.done - len(self._cut)
 
-    def dealing(self, now_ms: float) -> Ledger | None:
+    def dealing(self, now_ms: float) -> EpochLedger | None:
         """The earliest epoch with batches to deal; None where there are none now, or none will come."""
         for epoch in self._open:
             if epoch.ledger.remaining:
@@ -100,9 +107,9 @@ class Epochs:
 
     def _begin(self, now_ms: float, dealt: int = 0) -> _Open:
         length = max(self._next_length, dealt)
-        self._planned += -(-length // self._group)
-        whole = self._ends.pop(self._opened, self.batches)
-        ledger = Ledger(self._opened, length, self.world_size, self.groups)
+        ledger = self._ledger(length)
+        self._planned += ledger.planned_steps(self._group)
+        whole = self._whole(self._opened)
         tally = Tally(self._opened, self.world_size)
         for early in self._early:
             tally.close_round(*early)
@@ -110,6 +117,23 @@ class Epochs:
         self._open.append(_Open(ledger, tally, now_ms, whole))
         self._opened += 1
         return self._open[-1]
+
+    def _ledger(self, length: int) -> EpochLedger:
+        """Ledger of the next epoch."""
+        if not self._streams:
+            return Ledger(self._opened, length, self.world_size, self.groups)
+        # Its own count of steps: the last one of each stream may have fewer batches.
+        limit = None if self.max_steps is None else self.max_steps - self._planned
+        ledger = StreamsLedger(self._opened, limit, self._streams, self.groups)
+        for end in self._ends.get(self._opened, {}).values():
+            ledger.end(end.batches, end.machine)
+        return ledger
+
+    def _whole(self, epoch: int) -> int | None:
+        """Full length of an epoch, ignoring `max_steps`; None until its end is read."""
+        ends = self._ends.get(epoch, {}).values()
+        is_known = len(ends) == max(1, len(self._streams))
+        return sum(end.batches for end in ends) if is_known else self.batches
 
     @property
     def is_exhausted(self) -> bool:
@@ -128,7 +152,7 @@ class Epochs:
     def position(self, now_ms: float) -> tuple[int, int, tuple[OpenEpoch, ...]]:
         """Number of complete epochs, their steps, and positions of the others; nothing is dealt."""
         open_ = [*self._cut, *self._open]
-        planned = self._planned - sum(-(-one.ledger.batches // self._group) for one in open_)
+        planned = self._planned - sum(one.ledger.planned_steps(self._group) for one in open_)
         return self.complete, planned, tuple(_standing(one, now_ms) for one in open_)
 
     def resume(self, position: Position) -> None:
@@ -158,20 +182,35 @@ class Epochs:
         for one in self._open:
             one.ledger.reassign(rank, ranks)
 
-    def of(self, epoch: int) -> Ledger:
+    def of(self, epoch: int) -> EpochLedger:
         """The ledger of an epoch under way."""
         return self._find(epoch).ledger
 
-    def end(self, epoch: int, batches: int) -> None:
-        """Take in how many batches an epoch of unknown length has."""
-        if epoch >= self._opened:
-            self._ends[epoch] = batches
-        elif self._is_open(epoch):
-            one = self._find(epoch)
-            one.whole = batches
-            if batches < one.ledger.batches:
-                self._planned -= -(-one.ledger.batches // self._group) + (-batches // self._group)
-                one.ledger.end(batches)
+    def end(self, end: DataEnded) -> str | None:
+        """Take in how many batches an epoch of unknown length has.
+
+        Returns:
+            An error, where machines that read the whole of it have read another number; else None.
+        """
+        if end.epoch < self.done:
+            return None
+        ends = self._ends.setdefault(end.epoch, {})
+        ends[end.machine] = end
+        for machine, other in ends.items():
+            if other.read != end.read:
+                return (
+                    f"epoch {end.epoch} has {other.read} batches on machine {machine}, {end.read} on machine "
+                    f"{end.machine}: each reads the whole IterableDataset and trains its part, so it must "
+                    "yield the same in the same order on all: give its random numbers a seed; one that "
+                    "splits itself by machine is for MachineOptions(stream='part')"
+                )
+        if end.epoch < self._opened:
+            one = self._find(end.epoch)
+            one.whole = self._whole(end.epoch)
+            planned = one.ledger.planned_steps(self._group)
+            one.ledger.end(end.batches, end.machine)
+            self._planned += one.ledger.planned_steps(self._group) - planned
+        return None
 
     def count_back(self, epoch: int, rank: int, batches: Sequence[int], steps: int) -> None:
         """Count back dealt batches of an epoch; none where it ended before them."""
@@ -208,6 +247,7 @@ class Epochs:
             if not is_idle and len(self._open) == 1 and self.is_exhausted:
                 break
             epoch = self._open.popleft()
+            self._ends.pop(epoch.ledger.epoch, None)
             if epoch.is_cut or self._cut:
                 self._cut.append(epoch)
             metrics = epoch.tally.result(
@@ -244,7 +284,8 @@ class Epochs:
         """Batches of the epoch that would be opened next."""
         if self.epochs is not None and self._opened >= self.epochs:
             return 0
-        length = self._ends.get(self._opened, ENDLESS) if self.batches is None else self.batches
+        whole = self._whole(self._opened)
+        length = ENDLESS if whole is None else whole
         if self.max_steps is None:
             return length
         return max(0, min(length, (self.max_steps - self._planned) * self._group))

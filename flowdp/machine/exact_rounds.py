@@ -15,11 +15,11 @@ from typing import ClassVar
 
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
 from flowdp.machine.config import GlobalBatch
-from flowdp.machine.epochs import Epochs
+from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Averages, Shares
 from flowdp.policy.exclusion import Exclusion
-from flowdp.policy.ledger import Deal, Ledger
+from flowdp.policy.ledger import Deal
 from flowdp.policy.recheck import is_due_at
 from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
 from flowdp.policy.sharing import Sharing
@@ -93,7 +93,7 @@ class ExactRounds(PlannedRounds):
             return tuple(self._ratios)
         return self._without(self._exclusion.out)
 
-    def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
+    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
         # The ledger gives them to rank 0; the share of each rank is in the parts.
         count = min(self.times.steps_at_once if self._is_split else 1, ledger.remaining, self._room)
         self._next_alone = None

@@ -16,12 +16,12 @@ from typing import ClassVar
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
-from flowdp.machine.epochs import Epochs
+from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.round_record import ShareChanges, reason_of, round_ended
 from flowdp.machine.rounds import Averages, Constraints, Rounds
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import largest_drift
-from flowdp.policy.ledger import Deal, Ledger
+from flowdp.policy.ledger import Deal
 from flowdp.protocol.commands import Command, Send
 from flowdp.protocol.messages import DataEnded, Exiting, Fact, StartEpoch, SyncAck, SyncNow, SyncPoints
 from flowdp.protocol.position import Position
@@ -220,7 +220,7 @@ class PlannedRounds(Rounds):
 
     # ------------------------------------------------------------------ differences between the policies
     @abstractmethod
-    def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
+    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
         """Deal the batches of the next order; returns the number of rounds to arm, and the batches."""
 
     @property

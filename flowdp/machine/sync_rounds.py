@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from flowdp.machine.epochs import EpochLedger
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Shares
-from flowdp.policy.ledger import Deal, Ledger
+from flowdp.policy.ledger import Deal
 
 __all__ = ["SingleRounds", "SyncRounds"]
 
@@ -16,9 +17,9 @@ class SyncRounds(PlannedRounds):
 
     shares: ClassVar[Shares] = "equal"
 
-    def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
+    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
         ranks = self._present
-        whole = 0 if any(ledger.left) else ledger.remaining // sum(ledger.groups[rank] for rank in ranks)
+        whole = ledger.whole_rounds(ranks)
         if whole:
             count = min(self.times.steps_at_once, whole, -(-self._room // len(ranks)))
             return count, ledger.deal_rounds(count, ranks)
@@ -33,5 +34,5 @@ class SingleRounds(PlannedRounds):
     shares: ClassVar[Shares] = "equal"
     may_hurry: ClassVar[bool] = True
 
-    def _deal(self, ledger: Ledger) -> tuple[int, Deal]:
+    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
         return 1, ledger.deal((min(self.times.steps_at_once, self._room),), [1.0])

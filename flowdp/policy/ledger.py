@@ -84,6 +84,14 @@ class Ledger:
         """Whether every batch was trained."""
         return self.trained == self.batches
 
+    def planned_steps(self, group: int) -> int:
+        """Steps of the epoch, of so many batches each; about as many where ranks have steps of others."""
+        return -(-self.batches // group)
+
+    def whole_rounds(self, ranks: Collection[int]) -> int:
+        """Rounds in which each of these ranks has a step; 0 where left-overs come first."""
+        return 0 if any(self.left) else self.remaining // sum(self.groups[rank] for rank in ranks)
+
     def steps(self, rank: int, batches: Sequence[int]) -> int:
         """Steps of a rank that these batches make."""
         return -(-len(batches) // self.groups[rank])
@@ -196,8 +204,10 @@ class Ledger:
         for at, other in enumerate(ranks):
             self.left[other] = sorted(self.left[other] + gone[at :: len(ranks)])
 
-    def end(self, batches: int) -> None:
+    def end(self, batches: int, _machine: int = 0) -> None:
         """Set the length of the epoch, once its end is read; batches dealt beyond it never existed."""
+        if batches >= self.batches:
+            return  # a limit ends it before
         beyond = max(0, self.position - batches)
         left = sum(map(len, self.left))
         self.left = [[batch for batch in hand if batch < batches] for hand in self.left]

@@ -176,7 +176,7 @@ class StartEpoch:
 
     def until(self, end: DataEnded) -> StartEpoch:
         """The order without the batches that its epoch does not have."""
-        kept = tuple(batch for batch in self.batches if batch < end.batches)
+        kept = tuple(batch for batch in self.batches if end.leaves(batch))
         return replace(self, batches=kept) if end.epoch == self.epoch else self
 
 
@@ -185,10 +185,24 @@ class DataEnded:
     """An epoch of unknown length has so many batches: those dealt beyond them never existed.
 
     A fact of the reader's, and an order to the ranks that hold some of that: the coordinator passes it on.
+
+    Attributes:
+        epoch: Epoch index, from 0.
+        batches: Number of batches; of several machines, those of one, as each has its own.
+        machine: This machine: its batch i has number i * `machines` + `machine`.
+        machines: Machines of the run.
+        read: Batches of the whole stream, where each machine reads all of it and trains some; else None.
     """
 
     epoch: int
     batches: int
+    machine: int = 0
+    machines: int = 1
+    read: int | None = None
+
+    def leaves(self, batch: int) -> bool:
+        """Whether a batch of the epoch exists, as far as this tells."""
+        return batch % self.machines != self.machine or batch // self.machines < self.batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ class JudgedWorld(MachinesWorld):
 
     Attributes:
         rules: The judges.
-        reader: Reader of data of unknown length; None: of any other, which is always there.
+        readers: Readers of data of unknown length, one of each machine; empty: of any other, which is always
+            there.
         events: Number of things that have happened.
         disturbed_until: Records at the end of the disturbance; 0 without one.
     """
@@ -122,9 +123,12 @@ class JudgedWorld(MachinesWorld):
                 rank.machine.is_late = scenario.late_verdicts
         self.scenario = scenario
         self.rules = Rules(scenario, memory)
-        self.reader: VirtualReader | None = None
+        self.readers: list[VirtualReader] = []
         if config.batches is None:
-            self.reader = VirtualReader(scenario, self.clock, self._wake, self._read_end)
+            self.readers = [
+                VirtualReader(scenario, self.clock, self._wake, self._read_end, machine)
+                for machine in range(scenario.streams)
+            ]
         self.events = 0
         self.disturbed_until = 0
         self._serving = Serving(scenario, self.clock, self.rng, self.rules, self.crashes, self._served)
@@ -148,8 +152,8 @@ class JudgedWorld(MachinesWorld):
     def begin(self) -> None:
         """Let the ranks, the reader and the user start."""
         super().begin()
-        if self.reader is not None:
-            self.reader.start()
+        for reader in self.readers:
+            reader.start()
         for wish in self.scenario.wishes:
             self.clock.after(wish.at_ms, self._wish, wish.request)
         loss = self.scenario.loss
@@ -241,9 +245,15 @@ class JudgedWorld(MachinesWorld):
             self._write(newest)
 
     # ------------------------------------------------------------------ data
+    def reader_of(self, number: int) -> VirtualReader:
+        """The reader that serves a rank."""
+        return self.readers[self.machine_of[number]]
+
     def _read_end(self, end: DataEnded) -> None:
+        if self.is_lost(end.machine):
+            return
         self.rules.read_end(end, self.clock.now_ms)
-        self.tell(end, "reader")
+        self.tell(end, "reader", end.machine)
 
     def _wake(self, number: int, key: tuple[int, int]) -> None:
         self.say("batch {} of epoch {} is there for rank {}", key[1], key[0], number)
@@ -329,7 +339,7 @@ class JudgedWorld(MachinesWorld):
     def begin_step(self, number: int, step: Step) -> None:
         """A rank begins a step, or waits for its batches."""
         keys = [(step.epoch, batch) for batch in step.batches]
-        missing = None if self.reader is None else self.reader.take(number, *keys)
+        missing = self.reader_of(number).take(number, *keys) if self.readers else None
         if missing is not None:
             rank = self.ranks[number]
             rank.state, rank.asked_ms = "waiting", self.clock.now_ms
@@ -434,8 +444,8 @@ class JudgedWorld(MachinesWorld):
 
     def leave(self, number: int, error: str | None = None, *, is_alone: bool = False) -> None:
         """The thread of a rank ends, as told or by a failure."""
-        if self.reader is not None and is_alone:
-            self.reader.reclaim(number)
+        if self.readers and is_alone:
+            self.reader_of(number).reclaim(number)
         rank = self.ranks[number]
         rank.state = "gone"
         self.rules.left(number)
@@ -505,8 +515,8 @@ class JudgedWorld(MachinesWorld):
             self.rules.met(member, outcome)
         for member in outcome.members:
             self.ranks[member].met()
-            if self.reader is not None:
-                self.reader.settle(member)
+            if self.readers:
+                self.reader_of(member).settle(member)
         super().held(outcome, sync_ms)
 
     def acknowledgment(self, number: int, outcome: Outcome, done: Done, sync_ms: float) -> SyncAck:

@@ -144,7 +144,7 @@ class Effect:
         for (epoch, batch), count in self.trained.items():
             if count:
                 trained.setdefault(epoch, set()).add(batch)
-        said = {epoch: set(range(self._scenario.length(epoch))) for epoch in range(position.done)}
+        said = {epoch: self._scenario.numbers(epoch) for epoch in range(position.done)}
         for one in position.open:
             said[one.epoch] = set(range(one.position)).difference(one.missing)
             steps, samples = (

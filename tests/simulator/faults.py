@@ -79,7 +79,10 @@ def draw(seed: int) -> Scenario:
     if seed % 17 not in (10, 14):
         return scenario
     is_long = scenario.config.policy != "exact" and scenario.config.batches is not None
-    return _draw_machines(rng, scenario, rng.choice((1, 5, 20)) if is_long else 1)
+    spread = _draw_machines(rng, scenario, rng.choice((1, 5, 20)) if is_long else 1)
+    # The next life may have another number of machines, and with it other streams.
+    is_uneven = spread.config.batches is None and spread.later is None and seed % 3 == 0
+    return replace(spread, uneven=is_uneven)
 
 
 def _draw_machines(rng: random.Random, scenario: Scenario, times: int) -> Scenario:

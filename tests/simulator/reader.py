@@ -21,6 +21,7 @@ class VirtualReader:
         clock: Virtual time.
         wake: Called as `wake(rank, key)` when a batch is there that `take` did not have.
         ended: Called when the end of an epoch was read.
+        machine: Number of the machine whose batches it reads, where each has a stream of its own.
     """
 
     def __init__(
@@ -29,13 +30,15 @@ class VirtualReader:
         clock: Clock,
         wake: Callable[[int, _Key], None],
         ended: Callable[[DataEnded], None],
+        machine: int = 0,
     ) -> None:
         self._scenario = scenario
         self._clock = clock
         self._wake = wake
         self._ended = ended
         start = scenario.config.start
-        self._next: _Key = (0 if start is None else start.done, 0)
+        self._machine = machine
+        self._next: _Key = (0 if start is None else start.done, machine)
         self._lying: set[_Key] = set()
         self._lent: dict[_Key, int] = {}  # taken, and in no mean yet
         self._waiting: dict[_Key, int] = {}
@@ -77,14 +80,17 @@ class VirtualReader:
     def _has_read(self) -> None:
         self._is_reading = False
         epoch, batch = self._next
-        if batch == self._scenario.length(epoch):
+        machines = self._scenario.streams
+        if not self._scenario.exists(epoch, batch):
             self._waiting = {key: rank for key, rank in self._waiting.items() if key[0] > epoch}
-            self._next = (epoch + 1, 0)
-            self._ended(DataEnded(epoch, batch))
+            self._next = (epoch + 1, self._machine)
+            is_whole = not self._scenario.uneven
+            read = self._scenario.length(epoch) if is_whole else None
+            self._ended(DataEnded(epoch, batch // machines, self._machine, machines, read))
         else:
             self._lying.add(self._next)
             rank = self._waiting.pop(self._next, None)
-            self._next = (epoch, batch + 1)
+            self._next = (epoch, batch + machines)
             if rank is not None:
                 self._wake(rank, (epoch, batch))
         self.start()

@@ -14,7 +14,6 @@ from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import Done, Step
-from flowdp.policy.ledger import ENDLESS
 from flowdp.protocol.commands import Command, EpochEnded, Finish, LeaveGate, Paused, RoundEnded, Save
 from flowdp.protocol.messages import (
     BarrierTask,
@@ -109,8 +108,8 @@ class Rules:
         self._lr: float | None = None
         self._now_ms = 0.0
         self._at_once = 0
-        self._ends: dict[int, int] = {}  # epoch -> its batches, as the coordinator knows
-        self._ends_ms: dict[int, float] = {}  # epoch -> when the reader knew
+        self._ends: dict[int, list[DataEnded]] = {}  # by epoch, as the coordinator knows
+        self._ends_ms: dict[tuple[int, int], float] = {}  # (epoch, machine) -> when the reader knew
         # rank -> the batch it waits for, since when
         self._waits: dict[int, tuple[tuple[int, int], float]] = {}
         is_shared = config.policy == "exact" and world_size > 1  # one rank has its windows to itself
@@ -257,11 +256,11 @@ class Rules:
     # ------------------------------------------------------------------ data of unknown length
     def read_end(self, end: DataEnded, now_ms: float) -> None:
         """The reader has found where an epoch ends."""
-        self._ends_ms[end.epoch] = now_ms
+        self._ends_ms[end.epoch, end.machine] = now_ms
 
     def knows_end(self, end: DataEnded) -> None:
         """The coordinator hears of it."""
-        self._ends[end.epoch] = end.batches
+        self._ends.setdefault(end.epoch, []).append(end)
 
     def waits(self, rank: int, key: tuple[int, int], now_ms: float) -> None:
         """A rank waits for a batch that has not been read."""
@@ -275,9 +274,10 @@ class Rules:
 
     def _judge_waits(self, now_ms: float) -> None:
         for rank, ((epoch, batch), since_ms) in self._waits.items():
-            if batch >= self.scenario.length(epoch) and epoch in self._ends_ms:
+            ended_ms = self._ends_ms.get((epoch, batch % self.scenario.streams))
+            if not self.scenario.exists(epoch, batch) and ended_ms is not None:
                 # One message to the coordinator, and one to the rank.
-                by_ms = max(since_ms, self._ends_ms[epoch]) + 2 * self.scenario.way_ms
+                by_ms = max(since_ms, ended_ms) + 2 * self.scenario.way_ms
                 if now_ms > by_ms + 1e-6:
                     raise Violation("L5", f"rank {rank} waits for batch {batch} of epoch {epoch}")
 
@@ -381,10 +381,10 @@ class Rules:
             self.standing.told(rank, order)
         if isinstance(order, StartEpoch) and order.pace is not None and order.pace.quota < 1:
             raise Violation("S5", f"{order} has a quota below 1")
-        if isinstance(order, StartEpoch) and max(order.batches, default=-1) >= self._ends.get(
-            order.epoch, ENDLESS
-        ):
-            raise Violation("S14", f"{order} goes beyond the {self._ends[order.epoch]} batches of its epoch")
+        if isinstance(order, StartEpoch):
+            for end in self._ends.get(order.epoch, ()):
+                if not all(map(end.leaves, order.batches)):
+                    raise Violation("S14", f"{order} goes beyond {end}")
         if isinstance(order, Update):
             self._mean_steps[order.round] = order.global_step
 
@@ -420,6 +420,15 @@ class Rules:
         if self.bounds.is_steady and record.anchor > max(options.anchor, self._dear_anchor):
             raise Violation("S5", f"anchor {record.anchor}, where averaging asks for {self._dear_anchor}")
 
+    def _is_all(self, epoch: int, batches: int, steps: int) -> bool:
+        """Whether so much is all of an epoch, or as far as the run goes."""
+        dealt = self.scenario.dealt(epoch)
+        if self.scenario.streams == 1 or self.scenario.config.max_steps is None:
+            return batches == dealt
+        return batches <= dealt and steps == min(
+            self.scenario.planned_steps(epoch), self.scenario.room(epoch)
+        )
+
     @property
     def _dear_anchor(self) -> int:
         """Steps in a round of which averaging takes no more than its target, whichever rank was measured."""
@@ -439,14 +448,18 @@ class Rules:
         self.epochs.append(metrics.epoch)
         effect = self.effect
         effect.judge_lost(metrics.epoch)
-        batches = sum(1 for (epoch, _), count in effect.trained.items() if epoch == metrics.epoch and count)
+        trained = [
+            batch for (epoch, batch), count in effect.trained.items() if epoch == metrics.epoch and count
+        ]
+        batches, steps = len(trained), effect.steps_in[metrics.epoch]
         counted = sum(rank.steps for rank in metrics.per_rank)
-        if batches != self.scenario.dealt(metrics.epoch) or counted != effect.steps_in[metrics.epoch]:
+        if not self._is_all(metrics.epoch, batches, steps) or counted != steps:
             raise Violation(
                 "S7", f"epoch {metrics.epoch} ends after {batches} batches, {counted} steps are counted"
             )
         samples = sum(rank.samples for rank in metrics.per_rank)
-        if samples != sum(self.scenario.samples_in(metrics.epoch, batch) for batch in range(batches)):
+        due = trained if self.scenario.streams > 1 else range(batches)
+        if samples != sum(self.scenario.samples_in(metrics.epoch, batch) for batch in due):
             raise Violation("S7", f"epoch {metrics.epoch} ends after {samples} samples")
         # Of a stream nobody may know that a limit ends it where it ends.
         is_whole = batches == self.scenario.length(metrics.epoch)
@@ -514,8 +527,14 @@ class Rules:
         coordinator.check()
 
     def _judge_complete(self, finish: Finish) -> None:
-        epochs = self.scenario.config.epochs or 0
-        self.effect.judge_missing({(e, b) for e in range(epochs) for b in range(self.scenario.dealt(e))})
+        scenario, epochs = self.scenario, self.scenario.config.epochs or 0
+        if scenario.streams == 1:
+            due = {(e, batch) for e in range(epochs) for batch in range(scenario.dealt(e))}
+        else:
+            due = {(e, batch) for e in range(epochs) for batch in scenario.numbers(e)}
+            if scenario.config.max_steps is not None:  # S7 counts them; which ones depends on the speeds
+                due &= self.effect.trained.keys()
+        self.effect.judge_missing(due)
         expected = [e for e in range(self._first_epoch, epochs) if self.scenario.dealt(e)]
         if self.epochs != expected or finish.epochs_done != self._first_epoch + self._complete:
             raise Violation("S7", f"only the epochs {self.epochs} were reported, and {finish}")

@@ -99,6 +99,8 @@ class Scenario:
         fixed: Part of that time that does not depend on its samples (exact).
         last_batch: Samples of an epoch's last batch; in exact the window and the samples of an epoch say it.
         lengths: Batches of the epochs, in turn, where `config` does not know them.
+        uneven: Each of several machines reads its own stream, and machine m's has m + 1 times that length;
+            else each trains every n-th batch of one.
         read_ms: Time that reading one of those batches takes.
         ahead: How many of them are read and not taken, at most, while nobody waits.
         latency_ms: Longest time that a message takes.
@@ -132,6 +134,7 @@ class Scenario:
     fixed: float = 0.0
     last_batch: int = 8
     lengths: tuple[int, ...] = ()
+    uneven: bool = False
     read_ms: float = 0.0
     ahead: int = 4
     latency_ms: float = 0.1
@@ -174,28 +177,60 @@ class Scenario:
             return 0.0
         return (self.config.inner_rounds + 1) * self.sync_ms + 2 * self.links.mean_ms
 
+    @property
+    def streams(self) -> int:
+        """Machines that read a stream of their own; 1: one source serves all ranks."""
+        return max(1, len(self.config.machines)) if self.config.batches is None else 1
+
+    def own_length(self, epoch: int, machine: int) -> int:
+        """Batches of an epoch in the stream of a machine."""
+        known = self.config.batches
+        whole = self.lengths[epoch % len(self.lengths)] if known is None else known
+        return whole * (machine + 1) if self.uneven else len(range(machine, whole, self.streams))
+
     def length(self, epoch: int) -> int:
         """Batches of an epoch."""
-        known = self.config.batches
-        return self.lengths[epoch % len(self.lengths)] if known is None else known
+        return sum(self.own_length(epoch, machine) for machine in range(self.streams))
 
-    def dealt(self, epoch: int) -> int:
-        """Batches of an epoch that the run comes to, or that the one before it had come to."""
+    def exists(self, epoch: int, batch: int) -> bool:
+        """Whether an epoch has a batch of this number."""
+        return batch // self.streams < self.own_length(epoch, batch % self.streams)
+
+    def numbers(self, epoch: int) -> set[int]:
+        """Numbers of an epoch's batches."""
+        machines = range(self.streams)
+        return {i * self.streams + at for at in machines for i in range(self.own_length(epoch, at))}
+
+    def planned_steps(self, epoch: int) -> int:
+        """Steps of an epoch, where they have as many batches on all ranks."""
+        group = max(self.config.groups or (1,))
+        return sum(-(-self.own_length(epoch, machine) // group) for machine in range(self.streams))
+
+    def room(self, epoch: int) -> int:
+        """Steps up to the limit of the run, which has one, when an epoch begins."""
         start = self.config.start
         first, before = (0, 0) if start is None else (start.done, start.planned)
-        if self.config.max_steps is None or epoch < first:
+        return (self.config.max_steps or 0) - before - sum(map(self.planned_steps, range(first, epoch)))
+
+    def dealt(self, epoch: int) -> int:
+        """Batches of an epoch that the run comes to, or that the one before it had come to.
+
+        Of several streams at most these: the last step of each may have fewer batches than the others.
+        """
+        start = self.config.start
+        if self.config.max_steps is None or (start is not None and epoch < start.done):
             return self.length(epoch)
         group = max(self.config.groups or (1,))
-        before += sum(-(-self.length(earlier) // group) for earlier in range(first, epoch))
         dealt = [one.position for one in (() if start is None else start.open) if one.epoch == epoch]
-        return max(0, *dealt, min(self.length(epoch), (self.config.max_steps - before) * group))
+        return max(0, *dealt, min(self.length(epoch), self.room(epoch) * group))
 
     def samples_in(self, epoch: int, batch: int) -> int:
         """Samples of a batch."""
         whole = self.config.global_batch
         if whole is not None:
             return min(whole.size, whole.samples - batch * whole.size)
-        return self.last_batch if batch == self.length(epoch) - 1 else self.batch_size
+        is_last = not self.exists(epoch, batch + (self.streams if self.uneven else 1))
+        return self.last_batch if is_last else self.batch_size
 
     def samples_of(self, step: Step) -> int:
         """Samples that a rank trains in a step."""
