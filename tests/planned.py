@@ -114,8 +114,9 @@ def stream(**given: Any) -> PlannedRounds:
 
 
 def ends(machine: PlannedRounds, epoch: int, batches: int) -> list[Command]:
-    machine.epochs.end(epoch, batches)
-    commands = machine.end(DataEnded(epoch, batches))
+    end = DataEnded(epoch, batches)
+    machine.epochs.end(end)
+    commands = machine.end(end)
     machine.check()
     return commands
 

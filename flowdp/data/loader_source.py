@@ -12,6 +12,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import ALL, KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, BatchOrder, Stride
 from flowdp.data.memory import OwnMemory
-from flowdp.data.processes import GRACE_S, Processes, begin
+from flowdp.data.processes import GRACE_S, Processes, begin, starting
 from flowdp.data.shared import ReadingTurns
 from flowdp.data.source import Batch, Source
 from flowdp.data.trees import tree_map
@@ -111,6 +112,7 @@ class LoaderSource(Source):
     ) -> None:
         super().__init__(order)
         self.plan = plan
+        self.stride = plan.stride
         self.keeps = plan.keeps
         self._loader = loader
         is_here = loader.num_workers == 0
@@ -136,7 +138,8 @@ class LoaderSource(Source):
     def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
         """Begin to read; see `Source.start`."""
         try:
-            iterator = self._begin()
+            with starting() if self._loader.num_workers else nullcontext():
+                iterator = self._begin()
         except Exception as error:
             raise DataError(f"the DataLoader could not be started: {format_error(error)}") from error
         if self._loader.num_workers > 0:

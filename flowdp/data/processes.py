@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection
 from typing import Any
 
 import torch
 
-__all__ = ["GRACE_S", "Processes", "begin"]
+__all__ = ["GRACE_S", "Processes", "begin", "starting"]
 
 GRACE_S = 0.9
 """Longest wait until a thread or process has left by itself."""
@@ -24,6 +26,24 @@ def begin(worker_init_fn: Callable[[int], None] | None, number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if worker_init_fn is not None:
         worker_init_fn(number)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Context in which worker processes are started, so that they leave the garbage of this process alone.
+
+    A forked process inherits it, and some must not be collected there: the process groups that an earlier run
+    has closed, whose threads are in this process alone, end it by a segmentation fault (torch 2.13).
+    """
+    is_frozen = gc.get_freeze_count() > 0  # by the user, or by a start in another thread: to stay so
+    if is_frozen:
+        gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not is_frozen:
+            gc.unfreeze()
 
 
 class Processes:

@@ -164,7 +164,9 @@ class Coordinator:
             case DataEnded():
                 # As soon as it is read, before the first order too; a run that is leaving has no use for it.
                 if self.phase in (Phase.STARTING, Phase.RUNNING):
-                    self.error = self.error or self.epochs.end(fact)
+                    error = self.epochs.end(fact)
+                    if error is not None:
+                        return self._failing([Fail(error, kind="option")])
                     return self.rounds.end(fact)
             case CheckpointWritten():
                 self.barrier.written(fact.version, now_ms)  # in any phase: the writer may be late

@@ -80,6 +80,15 @@ def test_a_stream_is_known_by_its_first_item():
     assert stream.epochs == [0]
 
 
+def test_parts_of_a_stream_begin_with_different_items():
+    parts = [identity(Stream(first), is_part=True) for first in (0.0, 1.0, 2.0)]
+    check_identities(parts, NAMES)
+    with pytest.raises(
+        OptionError, match=r"same first item on machine 0 .* and machine 2 .*, or leave stream out"
+    ):
+        check_identities([*parts[:2], parts[0]], NAMES)
+
+
 def test_a_stream_that_fails_at_its_first_item():
     class Fails(Stream):
         def __iter__(self) -> Iterator[Any]:
@@ -100,7 +109,7 @@ def test_a_stream_that_fails_at_its_first_item():
         ),
         (lambda: seeded(3), lambda: seeded(4), "checksum of the first epoch's order: .* the same seed"),
         (lambda: batched(11), lambda: batched(12), "checksum of the first epoch's order"),
-        (lambda: Stream(), lambda: Stream(1.0), "checksum of the first item: .* not split itself by rank"),
+        (lambda: Stream(), lambda: Stream(1.0), "checksum of the first item: .* split itself by rank"),
     ],
 )
 def test_machines_that_opened_something_else(one, other, message):

@@ -132,6 +132,43 @@ def test_without_processes_the_reader_alone_touches_the_dataset(runs):
     assert dataset.threads == {"flowdp-reader"}
 
 
+# ---------------------------------------------------------------- several machines
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_machine_has_every_nth_batch_of_the_stream(runs, num_workers):
+    taken: list[tuple[int, Any]] = []
+    for machine in range(3):
+        run = runs(
+            Stream(22, 2), 3, is_stream=True, machine=machine, machines=3, ahead=1, num_workers=num_workers
+        )
+        batches = {0: 8, 1: max(1, num_workers)}
+        for epoch, count in batches.items():
+            for batch in range(machine, count, 3):
+                taken += [(epoch, sample) for sample in run.take(epoch, batch)]
+            assert run.reader.take(0, epoch, count + machine) is None
+            assert run.ended.get(timeout=WAIT_S) == (epoch, count)
+    assert sorted((epoch, int(sample)) for epoch, sample in taken) == [
+        *((0, sample) for sample in range(22)),
+        (1, 0),
+        (1, 1),
+    ]
+
+
+def test_a_part_of_a_stream_has_the_numbers_of_its_machine(runs):
+    run = runs(Stream(10, 4), 4, is_stream=True, is_part=True, machine=1, machines=3)
+    assert [run.take(0, batch).tolist() for batch in (1, 4, 7)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert run.reader.take(0, 0, 10) is None
+    assert run.ended.get(timeout=WAIT_S) == (0, 10)
+    assert run.reader.stride.of(10) == 3
+    assert run.take(1, 1).tolist() == [0, 1, 2, 3]
+    assert run.ended.get(timeout=WAIT_S) == (1, 4)
+
+
+def test_a_part_without_a_batch(runs):
+    run = runs(Stream(0), 4, is_stream=True, is_part=True, machine=1, machines=2)
+    with pytest.raises(DataError, match="epoch 0 of Stream has no batch"):
+        run.take(0, 1)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_set_epoch_is_called_before_each_epoch(runs, num_workers):
     class Told(IterableDataset[Any]):

@@ -30,7 +30,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from flowdp.data.demand_source import DemandReader
-from flowdp.data.epoch_order import epoch_order
+from flowdp.data.epoch_order import Stride, epoch_order
 from flowdp.data.iterable_source import StreamReader
 from flowdp.data.loader_source import Reader
 from flowdp.data.open_source import Source, TensorSource, open_source
@@ -724,15 +724,23 @@ def test_a_plain_random_sampler_draws_by_the_seed_of_the_run():
     )
 
 
-def test_a_stream_is_refused_on_several_machines():
+def test_a_stream_of_several_machines():
     class Stream(IterableDataset[Any]):
         def __iter__(self):
             return iter(range(9))
 
     for dataset in (Stream(), DataLoader(Stream(), 3)):
-        with pytest.raises(OptionError, match=r"Stream is an IterableDataset, .* give a map-style dataset"):
-            opened(dataset, machines=2)
-        opened(dataset, machines=2, on_demand=True)  # an evaluation
+        source = opened(dataset, machine=1, machines=2)
+        assert (source.stride, source.is_part) == (Stride(1, 2), False)
+        source = opened(dataset, machine=1, machines=2, is_part=True)
+        assert (source.stride, source.is_part) == (Stride(1, 2), True)
+
+
+def test_parts_are_of_a_stream():
+    with pytest.raises(
+        OptionError, match=r"stream='part'\) is for an IterableDataset, and the dataset is range"
+    ):
+        opened(range(9), machines=2, is_part=True)
 
 
 @pytest.mark.parametrize("on_demand", [False, True])

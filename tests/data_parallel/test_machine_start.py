@@ -138,5 +138,7 @@ def test_options() -> None:
         check_machines(MachineOptions(rounds=4))
     with pytest.raises(OptionError, match=r"machines\.overlap=False"):
         check_machines(MachineOptions(overlap=False))
+    with pytest.raises(OptionError, match="stream='part' is for the dataset of a Trainer"):
+        check_machines(MachineOptions(stream="part"))
     with pytest.raises(OptionError, match="machines must be True, False or MachineOptions"):
         flowdp.setup(layer(), machines=2)  # type: ignore[arg-type]

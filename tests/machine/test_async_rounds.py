@@ -359,7 +359,7 @@ def test_the_counts_are_checked() -> None:
 def ends(run: Run, batches: int, epoch: int = 0) -> list[Command]:
     """The end of the epoch is read; the ranks drop batches that never existed."""
     end = DataEnded(epoch, batches)
-    run.machine.epochs.end(epoch, batches)
+    run.machine.epochs.end(end)
     commands = run.machine.end(end)
     run.machine.check()
     for command in commands:

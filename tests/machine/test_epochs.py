@@ -8,7 +8,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.epochs import Epochs
 from flowdp.policy.ledger import Ledger
 from flowdp.policy.tally import RankSums
-from flowdp.protocol.messages import Work
+from flowdp.protocol.messages import DataEnded, Work
 from flowdp.protocol.position import OpenEpoch, Position
 
 PACE = (1.0, 1.0)
@@ -231,7 +231,7 @@ def test_an_epoch_of_unknown_length_ends_where_its_end_was_read() -> None:
     epochs = Epochs(None, 2, None, 2)
     assert dealt(epochs).remaining > 10**9
     assert not epochs.is_exhausted
-    epochs.end(0, 3)  # batch 3, which rank 1 holds, never existed
+    epochs.end(DataEnded(0, 3))  # batch 3, which rank 1 holds, never existed
     epochs.check()
     assert epochs.of(0).remaining == 0
     trained(epochs, 0, 0, (0, 2))
@@ -241,7 +241,7 @@ def test_an_epoch_of_unknown_length_ends_where_its_end_was_read() -> None:
     assert not epochs.is_complete
     # The next one may be longer.
     assert dealt(epochs).epoch == 1
-    epochs.end(1, 4)
+    epochs.end(DataEnded(1, 4))
     trained(epochs, 1, 0, (0, 2))
     trained(epochs, 1, 1, (1, 3))
     assert len(epochs.ended(9.0, 1, 7)) == 1
@@ -251,22 +251,28 @@ def test_an_epoch_of_unknown_length_ends_where_its_end_was_read() -> None:
 
 def test_the_end_of_an_epoch_that_has_not_begun_is_kept() -> None:
     epochs = Epochs(None, 2, None, 2)
-    epochs.end(0, 1)
-    epochs.end(1, 2)
+    epochs.end(DataEnded(0, 1))
+    epochs.end(DataEnded(1, 2))
     first = dealt(epochs)
     second = dealt(epochs)
     assert [(first.epoch, first.batches), (second.epoch, second.batches)] == [(0, 1), (1, 2)]
     assert epochs.dealing(0.0) is None
+    trained(epochs, 0, 0, (0,))
+    trained(epochs, 1, 0, (0,))
+    trained(epochs, 1, 1, (1,))
+    assert len(epochs.ended(1.0, 1, 3)) == 2
+    assert epochs._ends == {}
+    assert epochs.end(DataEnded(0, 7)) is None  # over already
     assert epochs._ends == {}
 
 
 def test_max_steps_counts_through_epochs_of_any_length() -> None:
     epochs = Epochs(None, None, 5, 2)
     assert dealt(epochs).batches == 5
-    epochs.end(0, 3)
+    epochs.end(DataEnded(0, 3))
     # Two are left for the epoch after it, of any length.
     assert dealt(epochs).batches == 2
-    epochs.end(1, 100)
+    epochs.end(DataEnded(1, 100))
     assert epochs.of(1).batches == 2
     assert epochs.dealing(0.0) is None
     for epoch, hands in ((0, ((0, 2), (1,))), (1, ((0,), (1,)))):
@@ -279,12 +285,72 @@ def test_max_steps_counts_through_epochs_of_any_length() -> None:
 def test_what_never_existed_may_come_back_when_its_epoch_is_over() -> None:
     epochs = Epochs(None, 1, None, 2)
     dealt(epochs, (1, 1))
-    epochs.end(0, 1)
+    epochs.end(DataEnded(0, 1))
     trained(epochs, 0, 0, (0,))
     assert len(epochs.ended(1.0, 1, 1)) == 1
     epochs.count_back(0, 1, (), 0)
     with pytest.raises(ProtocolError, match="epoch 0 is not under way"):
         epochs.count_back(0, 1, (1,), 0)
+
+
+def test_the_streams_of_machines_end_one_after_the_other() -> None:
+    epochs = Epochs(None, 2, None, 2, streams=(1, 1))
+    assert dealt(epochs).position == 4
+    epochs.end(DataEnded(0, 1, 1, 2))  # batch 3 never existed
+    epochs.end(DataEnded(1, 2, 1, 2))
+    epochs.check()
+    trained(epochs, 0, 0, (0, 2))
+    trained(epochs, 0, 1, (1,))
+    assert epochs.ended(1.0, 1, 3) == []
+    assert epochs.of(0).deal((2, 2), PACE) == ((4, 6), ())
+    trained(epochs, 0, 0, (4, 6))
+    assert not epochs.is_exhausted
+    epochs.end(DataEnded(0, 4, 0, 2))
+    assert len(epochs.ended(2.0, 1, 5)) == 1
+    ledger = epochs.dealing(2.0)
+    assert ledger is not None
+    assert ledger.deal((3, 3), PACE) == ((0, 2, 4), (1, 3))
+    epochs.end(DataEnded(1, 3, 0, 2))
+    trained(epochs, 1, 0, (0, 2, 4))
+    trained(epochs, 1, 1, (1, 3))
+    [metrics] = epochs.ended(3.0, 1, 10)
+    assert sum(rank.steps for rank in metrics.per_rank) == 5
+    assert epochs.is_complete
+    assert epochs._ends == {}
+
+
+def test_machines_that_have_read_another_number_of_batches() -> None:
+    epochs = Epochs(None, 1, None, 2, streams=(1, 1))
+    assert epochs.end(DataEnded(0, 3, 0, 2, read=6)) is None
+    error = epochs.end(DataEnded(0, 3, 1, 2, read=7))
+    assert error is not None
+    assert error.startswith("epoch 0 has 6 batches on machine 0, 7 on machine 1: each reads the whole")
+
+
+def test_parts_of_a_stream_may_differ_in_length() -> None:
+    epochs = Epochs(None, 1, None, 2, streams=(1, 1))
+    assert epochs.end(DataEnded(0, 3, 0, 2)) is None
+    assert epochs.end(DataEnded(0, 9, 1, 2)) is None
+    ledger = epochs.dealing(0.0)
+    assert ledger is not None
+    assert ledger.batches == 12
+
+
+def test_max_steps_counts_the_short_last_step_of_each_stream() -> None:
+    epochs = Epochs(None, None, 4, 2, groups=(2, 2), streams=(1, 1))
+    ledger = dealt(epochs, (1, 1))
+    epochs.end(DataEnded(0, 1, 0, 2))
+    epochs.end(DataEnded(0, 3, 1, 2))
+    ledger.count_back(0, (0,), 1)
+    ledger.count_back(1, (1, 3), 1)
+    assert ledger.deal((1, 1), PACE) == ((), (5,))
+    ledger.count_back(1, (5,), 1)
+    assert len(epochs.ended(1.0, 1, 3)) == 1
+    # The three steps of the first epoch leave one.
+    ledger = epochs.dealing(1.0)
+    assert ledger is not None
+    assert sum(map(len, ledger.deal((1, 1), PACE))) == 2
+    assert epochs.dealing(1.0) is None
 
 
 # ---------------------------------------------------------------- barriers, and resuming
@@ -408,7 +474,7 @@ def test_a_stream_that_the_limit_cut_is_whole_only_if_its_end_was_read() -> None
         assert ledger is not None
         ledger.deal((2,), (1.0,))
         if end is not None:
-            epochs.end(0, end)
+            epochs.end(DataEnded(0, end))
         trained(epochs, 0, 0, (0, 1))
         epochs.ended(0.0, 1, 2)
         assert (epochs.position(0.0)[0] == 1) == is_whole

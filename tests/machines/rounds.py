@@ -9,11 +9,13 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import flowdp
 from tests.machines.launch import report
@@ -35,6 +37,39 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+STREAMED: Mapping[str, Mapping[str, Any]] = {
+    "sync": {"policy": "sync"},
+    "sync, parts": {"policy": "sync", "machines": flowdp.MachineOptions(stream="part")},
+    "cadence": {"policy": "cadence"},
+    "cadence, parts, 3 rounds": {
+        "policy": "cadence",
+        "cadence": flowdp.CadenceOptions(anchor=2, max_anchor=3),
+        "machines": flowdp.MachineOptions(rounds=3, stream="part"),
+    },
+    "cadence, processes": {"policy": "cadence"},
+}
+"""Of an IterableDataset."""
+
+
+class Stream(IterableDataset[Any]):
+    """The rows of `data`, one after the other, shared among the worker processes.
+
+    Args:
+        rows: All of them.
+        splits: Split them by machine: machine 0 has every fourth, machine 1 the others.
+    """
+
+    def __init__(self, rows: Tensor, *, splits: bool) -> None:
+        self._rows = rows
+        if splits:
+            is_first = torch.arange(len(rows)) % 4 == 0
+            self._rows = rows[is_first if dist.get_rank() == 0 else ~is_first]
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return ((row,) for row in self._rows[first::step])
+
 
 def data(count: int, seed: int) -> Tensor:
     """Rows of an index and six numbers."""
@@ -51,7 +86,20 @@ def digest(state: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def train(name: str, devices: int) -> None:
+def dataset_of(name: str, *, streams: bool, rows: int) -> dict[str, Any]:
+    """Arguments of a Trainer: the dataset of a case."""
+    given = data(SAMPLES, 1)[:rows]
+    if not streams:
+        return {"dataset": (given,), "per_device_batch_size": BATCH}
+    dataset = Stream(given, splits="parts" in name)
+    if "processes" in name:
+        return {"dataset": DataLoader(dataset, 3 * BATCH, num_workers=2)}  # for all three devices
+    return {"dataset": dataset, "per_device_batch_size": BATCH}
+
+
+def train(
+    name: str, devices: int, options: Mapping[str, Any], *, streams: bool = False, rows: int = SAMPLES
+) -> None:
     trained: list[tuple[int, list[int]]] = []
     judged: list[tuple[int, list[int]]] = []
 
@@ -73,13 +121,12 @@ def train(name: str, devices: int) -> None:
         nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)),
         lambda params: torch.optim.SGD(params, lr=0.05),
         loss,
-        dataset=(data(SAMPLES, 1),),
-        per_device_batch_size=BATCH,
+        **dataset_of(name, streams=streams, rows=rows),
         epochs=EPOCHS,
         devices=["cpu"] * devices,
         evaluation=flowdp.EvaluationOptions((data(JUDGED, 2),), step=judge, sanity_check=0),
         progress=False,
-        **CASES[name],
+        **options,
     ).fit()
     for epoch in range(EPOCHS):
         indices = Counter(index for one, batch in trained if one == epoch for index in batch)
@@ -104,5 +151,18 @@ def packed(counts: Counter[int], size: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for case in sys.argv[2:]:
-        train(case, int(sys.argv[1].split(",")[int(os.environ["RANK"])]))
+    if sys.argv[2] == "unequal":
+        dist.init_process_group("gloo")
+        try:
+            train("sync", 1, STREAMED["sync"], streams=True, rows=300 + 100 * dist.get_rank())
+        except flowdp.OptionError as error:
+            report("refused", text=str(error))
+        sys.exit()
+    own = int(sys.argv[1].split(",")[int(os.environ["RANK"])])
+    if sys.argv[2] == "streamed":
+        dist.init_process_group("gloo")  # before the dataset, which asks for the rank
+        for case, options in STREAMED.items():
+            train(case, own, options, streams=True)
+    else:
+        for case in sys.argv[2:]:
+            train(case, own, CASES[case])

@@ -28,10 +28,11 @@ from flowdp.machine.worker import Action, Done, Enter, Leave, Serve, Step, Worke
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.exclusion import Exclusion
-from flowdp.policy.ledger import Deal, Ledger
+from flowdp.policy.ledger import ENDLESS, Deal, Ledger
 from flowdp.policy.recovery import OutlierFilter
 from flowdp.policy.save_budget import SaveBudget
 from flowdp.policy.shares import part_sizes
+from flowdp.policy.streams_ledger import StreamsLedger
 from flowdp.policy.tally import EpochMetrics, RankSums
 from flowdp.protocol.commands import AbortGate, Command, EpochEnded, EvaluationEnded, Finish, Send
 from flowdp.protocol.messages import (
@@ -470,19 +471,62 @@ def the_end_of_the_data_is_forgotten_before_the_run_begins(patch: Patch) -> Mach
 @mutant("S14", 100)
 def one_batch_too_many_is_dealt(patch: Patch) -> None:
     end = Ledger.end
-    patch.setattr(Ledger, "end", lambda self, batches: end(self, batches + 1))
+    patch.setattr(Ledger, "end", lambda self, batches, *machine: end(self, batches + 1, *machine))
 
 
 @mutant("S1", 500)
 def max_steps_counts_what_never_existed(patch: Patch) -> None:
     end = Epochs.end
 
-    def forgetful(self: Epochs, epoch: int, batches: int) -> None:
+    def forgetful(self: Epochs, ended: DataEnded) -> None:
         planned = self._planned
-        end(self, epoch, batches)
+        end(self, ended)
         self._planned = planned
 
     patch.setattr(Epochs, "end", forgetful)
+
+
+STREAMS = Scenario(
+    seed=0,
+    config=CoordinatorConfig(
+        world_size=4, batches=None, epochs=2, cadence=CadenceOptions(anchor=3), machines=(2, 2)
+    ),
+    ms_per_step=(1.0, 1.5, 1.0, 2.0),
+    lengths=(30, 41),
+    uneven=True,
+    read_ms=0.1,
+    links=Links((0.0, 0.5), 1.0),
+)
+
+
+@mutant("S2", STREAMS)
+def the_end_of_one_stream_is_taken_for_that_of_another(patch: Patch) -> None:
+    end = StreamsLedger.end
+    patch.setattr(StreamsLedger, "end", lambda self, batches, machine: end(self, batches, 1 - machine))
+
+
+@mutant("S14", STREAMS)
+def the_end_of_the_other_streams_is_not_heard(patch: Patch) -> Machines:
+    class Deaf(Coordinator):
+        def handle(self, fact: Fact, now_ms: float) -> list[Command]:
+            is_other = isinstance(fact, DataEnded) and fact.machine > 0
+            return [] if is_other else super().handle(fact, now_ms)
+
+    return Machines(coordinator=Deaf)
+
+
+@mutant("S7", STREAMS)
+def an_epoch_is_over_with_the_first_stream_that_ends(patch: Patch) -> None:
+    def first(self: StreamsLedger) -> int:
+        return 0 if any(part.remaining == 0 for part in self._parts) else ENDLESS
+
+    patch.setattr(StreamsLedger, "remaining", property(first))
+
+
+@mutant("L5", STREAMS)
+def batches_of_one_stream_are_dealt_to_all_machines(patch: Patch) -> None:
+    deal = StreamsLedger.deal
+    patch.setattr(StreamsLedger, "deal", lambda self, *given: tuple(reversed(deal(self, *given))))
 
 
 # ---------------------------------------------------------------- windows and steps of several batches

@@ -38,7 +38,7 @@ def test_it_reads_to_the_end_and_says_where_that_was() -> None:
     run = Readings(ahead=10)
     run.reader.start()
     run.rest()
-    assert run.said == [(40.0, DataEnded(0, 3)), (60.0, DataEnded(1, 1))]
+    assert run.said == [(40.0, DataEnded(0, 3, read=3)), (60.0, DataEnded(1, 1, read=1))]
     assert [run.reader.take(0, key) for key in ((0, 0), (0, 2), (1, 0), (0, 1))] == [None] * 4
     assert run.reader.take(0, (0, 0)) == (0, 0)
 
@@ -75,7 +75,7 @@ def test_who_waits_beyond_the_end_does_not_drive_the_reader() -> None:
     run = Readings(ahead=1, epochs=None)
     assert run.reader.take(1, (0, 7)) == (0, 7)
     run.rest()
-    assert run.said == [(40.0, DataEnded(0, 3))]
+    assert run.said == [(40.0, DataEnded(0, 3, read=3))]
     assert run.reader.take(1, (0, 8)) == (0, 8)
     run.rest()
     assert run.clock.now_ms == 40.0
@@ -85,7 +85,7 @@ def test_it_begins_where_the_run_does() -> None:
     run = Readings(ahead=10, start=Position(2, done=1))
     run.reader.start()
     run.rest()
-    assert run.said == [(20.0, DataEnded(1, 1))]
+    assert run.said == [(20.0, DataEnded(1, 1, read=1))]
 
 
 def test_what_a_lost_rank_took_can_be_taken_again() -> None:
