@@ -63,7 +63,7 @@ class ArmedRounds:
         if self.epoch != end.epoch:
             return []
         whole = self.deal
-        self.deal = tuple(tuple(filter(end.leaves, hand)) for hand in whole)
+        self.deal = tuple(tuple(filter(end.has, hand)) for hand in whole)
         return [rank for rank, hand in enumerate(whole) if hand != self.deal[rank]]
 
     def held(self, present: Sequence[int], unreported: Mapping[int, int]) -> HeldRounds:

@@ -16,6 +16,7 @@ from flowdp.protocol.position import OpenEpoch, Position
 __all__ = ["EpochLedger", "Epochs"]
 
 EpochLedger = Ledger | StreamsLedger
+"""The ledger of an epoch, whether one source serves all ranks or each machine has a stream of its own."""
 
 
 @dataclass(slots=True)

@@ -176,7 +176,7 @@ class StartEpoch:
 
     def until(self, end: DataEnded) -> StartEpoch:
         """The order without the batches that its epoch does not have."""
-        kept = tuple(batch for batch in self.batches if end.leaves(batch))
+        kept = tuple(batch for batch in self.batches if end.has(batch))
         return replace(self, batches=kept) if end.epoch == self.epoch else self
 
 
@@ -200,7 +200,7 @@ class DataEnded:
     machines: int = 1
     read: int | None = None
 
-    def leaves(self, batch: int) -> bool:
+    def has(self, batch: int) -> bool:
         """Whether a batch of the epoch exists, as far as this tells."""
         return batch % self.machines != self.machine or batch // self.machines < self.batches
 

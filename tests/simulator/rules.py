@@ -383,7 +383,7 @@ class Rules:
             raise Violation("S5", f"{order} has a quota below 1")
         if isinstance(order, StartEpoch):
             for end in self._ends.get(order.epoch, ()):
-                if not all(map(end.leaves, order.batches)):
+                if not all(map(end.has, order.batches)):
                     raise Violation("S14", f"{order} goes beyond {end}")
         if isinstance(order, Update):
             self._mean_steps[order.round] = order.global_step
