@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from flowdp.data.batches import Portion
 from flowdp.data.memory import OwnMemory
+from flowdp.data.processes import starting
 from flowdp.data.slots import own_memory
 from flowdp.data.trees import batch_length, tensors_of, tree_map
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
@@ -120,7 +122,9 @@ class Windows:
     def __init__(
         self, loader: Iterable[Any], lanes: Sequence[Lane], balancer: Balancer | SingleDevice
     ) -> None:
-        self._batches = iter(loader)
+        has_processes = isinstance(loader, DataLoader) and loader.num_workers > 0
+        with starting() if has_processes else nullcontext():
+            self._batches = iter(loader)
         self._memory = None if may_read_ahead(loader) else OwnMemory()
         self._lanes = lanes
         self._balancer = balancer

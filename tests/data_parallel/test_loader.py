@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from flowdp.device.streams import CudaLane, HostLane
 from flowdp.errors import DataError
 from flowdp.policy.shares import shard_sizes
 from tests.data.cards import Card
+from tests.data.test_processes import Collecting, Garbage
 from tests.loops import CPU, WAIT_S
 
 LANES = [HostLane(CPU), HostLane(CPU)]
@@ -313,3 +316,18 @@ def test_a_batch_is_used_after_its_copy(is_deaf: bool) -> None:
                 piece.batch[0].add_(1)
     reader.close()
     assert bool(card.races) == is_deaf
+
+
+@pytest.mark.posix
+def test_worker_processes_leave_garbage_of_this_process_alone() -> None:
+    collected = torch.tensor([0, 0, os.getpid()]).share_memory_()
+    gc.collect()
+    gc.disable()
+    try:
+        Garbage(collected)
+        windows = list(epoch(DataLoader(Collecting(), 1, num_workers=1)))
+        gc.collect()
+    finally:
+        gc.enable()
+    assert len(windows) == 1
+    assert collected.tolist()[:2] == [1, 0]
