@@ -285,9 +285,10 @@ def test_a_follower_passes_facts_on_and_obeys_what_comes_back() -> None:
     ended = round_ended(48)
     assert machine.handle(Relayed(ended), 1.0) == [ended]
     assert machine.global_step == 48
-    for own in (Tick(), DataEnded(0, 3)):  # machine 0 has its own
-        assert machine.handle(own, 1.0) == []
-    assert sent == [WorkerReady(2)]
+    assert machine.handle(Tick(), 1.0) == []  # machine 0 has a clock of its own
+    end = DataEnded(0, 3, machine=1, machines=2)
+    assert machine.handle(end, 1.0) == []
+    assert sent == [WorkerReady(2), end]
     assert machine.phase is Phase.RUNNING
     assert machine.handle(Relayed(FINISH), 2.0) == [FINISH]
     assert machine.phase is Phase.DONE
