@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ __all__ = ["Machines", "Pending", "Reduction", "find_machines"]
 
 log = logging.getLogger("flowdp")
 
+Answer = TypeVar("Answer")
+
 Reduction = Literal["sum", "max"]
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -35,6 +38,9 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 START_S = 600.0
 """Seconds for which a machine waits for another one at the start of a run: that may still read its data."""
+
+STORE_S = 2.0
+"""Seconds for which the store is waited for: with a frozen machine 0, which keeps it, it never answers."""
 
 SUM = "a sum"
 
@@ -122,16 +128,15 @@ class Machines:
         """Context that tells the other machines an error inside: their calls, which it ends, name it."""
         if self._has_told:  # another try
             self._has_told = False
-            with suppress(Exception):
-                _store().delete_key(self._key(self.index))
+            _ask(lambda: _store().delete_key(self._key(self.index)), None)
         try:
             yield
         except CollectiveError:  # of another machine, most likely; that one has told
             raise
         except BaseException as error:
             self._has_told = True
-            with suppress(Exception):  # a store that is gone, with the machine that kept it
-                _store().set(self._key(self.index), format_error(error))
+            told = format_error(error)
+            _ask(lambda: _store().set(self._key(self.index), told), None)
             raise
 
     def gather(self, value: Any) -> list[Any]:
@@ -141,7 +146,7 @@ class Machines:
             CollectiveError: A machine was lost, or does not come.
         """
         values: list[Any] = [None] * self.count
-        self._call("gathering values", lambda: dist.all_gather_object(values, value, group=self._lobby))
+        self._meet("gathering values", lambda: dist.all_gather_object(values, value, group=self._lobby))
         return values
 
     def share(self, value: Any) -> Any:
@@ -151,7 +156,7 @@ class Machines:
             CollectiveError: A machine was lost, or does not come.
         """
         box = [value]
-        self._call("sharing a value", lambda: dist.broadcast_object_list(box, src=0, group=self._lobby))
+        self._meet("sharing a value", lambda: dist.broadcast_object_list(box, src=0, group=self._lobby))
         return box[0]
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
@@ -160,7 +165,7 @@ class Machines:
         Raises:
             CollectiveError: A machine was lost, or does not come.
         """
-        self._call(
+        self._meet(
             "sharing tensors", lambda: [dist.broadcast(one, src=0, group=self._lobby) for one in tensors]
         )
 
@@ -210,11 +215,15 @@ class Machines:
         for group in self._groups.copy():
             self.close_group(group)
 
-    def _call(self, what: str, work: Callable[[], object]) -> None:
+    def _meet(self, what: str, work: Callable[[], object]) -> None:
+        """Make a call of the time before a run, whose failure names the error that another machine told."""
+        self._call(what, work, lambda: _ask(self._told, ""))
+
+    def _call(self, what: str, work: Callable[[], object], told: Callable[[], str] = str) -> None:
         try:
             work()
         except Exception as error:
-            reason = self._told() or f"one was lost, or did not come in time: {format_error(error)}"
+            reason = told() or f"one was lost, or did not come in time: {format_error(error)}"
             raise CollectiveError(
                 f"{what} between the {self.count} machines of this job failed on {self.names[self.index]}: "
                 f"{reason}"
@@ -222,12 +231,11 @@ class Machines:
 
     def _told(self) -> str:
         """The errors that other machines have told; "" where none has."""
-        told: list[str] = []
-        with suppress(Exception):  # the store may be gone with the machine that kept it
-            for index, name in enumerate(self.names):
-                if index != self.index and _store().check([self._key(index)]):
-                    told.append(f"{name} failed: {_store().get(self._key(index)).decode()}")
-        return "; ".join(told)
+        return "; ".join(
+            f"{name} failed: {_store().get(self._key(index)).decode()}"
+            for index, name in enumerate(self.names)
+            if index != self.index and _store().check([self._key(index)])
+        )
 
     def _key(self, index: int) -> str:
         """Place of a machine's error in the store of torch.distributed."""
@@ -237,6 +245,26 @@ class Machines:
 def _store() -> Any:
     """The store by which the processes of the job have found each other."""
     return dist.distributed_c10d._get_default_store()
+
+
+def _ask(question: Callable[[], Answer], otherwise: Answer) -> Answer:
+    """Ask the store, which may be gone with the machine that keeps it, or frozen.
+
+    Its calls have no timeout of their own, so one that is not answered is left to a daemon thread.
+
+    Returns:
+        The answer; `otherwise`, where none comes.
+    """
+    answers = [otherwise]
+
+    def ask() -> None:
+        with suppress(Exception):
+            answers.append(question())
+
+    thread = threading.Thread(target=ask, name="flowdp-store", daemon=True)
+    thread.start()
+    thread.join(STORE_S)
+    return answers[-1]
 
 
 def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:

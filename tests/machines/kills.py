@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ STEPS = EPOCHS * -(-SAMPLES // BATCH)
 FROZEN_TIMEOUT_S = 3.0
 
 POLICIES = ("exact", "sync", "cadence")
+LOOP = "setup"
+"""The worker of `loop`, which has no links: only its sums notice that a machine is gone."""
 
 
 class Counting(nn.Module):
@@ -90,8 +93,7 @@ def worker(policy: Any, timeout_s: float) -> None:
             report("step", step=record.global_step)
         state = run.join()
     except flowdp.FlowdpError as error:
-        is_of_machines = isinstance(error, flowdp.CollectiveError)
-        report("failed", kind=type(error).__name__, is_of_machines=is_of_machines, text=str(error)[:500])
+        _report_failure(error)
         raise
     counts = state.state_dict["seen"]
     report(
@@ -102,6 +104,37 @@ def worker(policy: Any, timeout_s: float) -> None:
         complete=[epoch.is_complete for epoch in state.history],
         wrong=[[int(epoch), int(sample)] for epoch, sample in (counts != 1).nonzero()[:20]],
     )
+
+
+def loop(timeout_s: float) -> None:
+    """Train in a loop of one's own, without an end, and report steps."""
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, 4)
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = torch.utils.data.DataLoader(data, BATCH)
+    machines = flowdp.MachineOptions(timeout=timeout_s)
+    with flowdp.setup(model, optimizer, devices=["cpu"] * DEVICES, machines=machines) as parallel:
+        report("started", step=0)
+        step = 0
+        try:
+            while True:
+                for inputs, targets in loader:
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(parallel(inputs), targets).backward()
+                    optimizer.step()
+                    step += 1
+                    if step % 10 == 0:
+                        report("step", step=step)
+        except flowdp.FlowdpError as error:
+            _report_failure(error)
+            raise
+
+
+def _report_failure(error: flowdp.FlowdpError) -> None:
+    is_of_machines = isinstance(error, flowdp.CollectiveError)
+    report("failed", kind=type(error).__name__, is_of_machines=is_of_machines, text=str(error)[:500])
 
 
 # ---------------------------------------------------------------- the jobs
@@ -142,14 +175,20 @@ def check_end(both: Sequence[Record]) -> None:
         assert (one["steps"], one["epochs"]) == (STEPS, EPOCHS)
 
 
-def lost(number: signal.Signals, victim: int, step: int) -> tuple[float, float]:
+def lost(number: signal.Signals, victim: int, step: int, worker: str = "sync") -> tuple[float, float]:
     """Kill or freeze a process that no launcher watches.
+
+    Args:
+        number: The signal.
+        victim: The machine.
+        step: Step of any machine, from which on it happens.
+        worker: A policy, or `LOOP`.
 
     Returns:
         Seconds until the other one had the error, and until it had ended.
     """
     timeout_s = FROZEN_TIMEOUT_S if number == signal.SIGSTOP else 30.0
-    with Job("tests.machines.kills", "--worker", "sync", "--timeout", timeout_s, by_hand=True) as job:
+    with Job("tests.machines.kills", "--worker", worker, "--timeout", timeout_s, by_hand=True) as job:
         begun = job.wait_for("started", 2)
         job.wait_for("step", 1, lambda one: one["step"] >= step)
         os.kill(next(one["pid"] for one in begun if one["machine"] == victim), number)
@@ -166,10 +205,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--times", type=int, default=20, help="number of kills (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments (%(default)s)")
-    parser.add_argument("--worker", choices=POLICIES, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=(*POLICIES, LOOP), help=argparse.SUPPRESS)
     parser.add_argument("--timeout", type=float, default=30.0, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if given.worker == LOOP:
+        loop(given.timeout)
+        return 0
     if given.worker:
         worker(given.worker, given.timeout)
         return 0
@@ -179,12 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kills = min(3, left)
         killed(POLICIES[turn % len(POLICIES)], kills, draw)
         left, turn = left - kills, turn + 1
-    for number in (signal.SIGKILL, signal.SIGSTOP):
-        for victim in (0, 1):
-            heard_s, ended_s = lost(number, victim, draw.randrange(20, 200))
-            print(
-                f"{number.name} of machine {victim}: error after {heard_s:.2f} s, end after {ended_s:.2f} s"
-            )
+    for kind, number, victim in product(("sync", LOOP), (signal.SIGKILL, signal.SIGSTOP), (0, 1)):
+        heard_s, ended_s = lost(number, victim, draw.randrange(20, 200), kind)
+        print(f"{kind}, {number.name} of machine {victim}: error {heard_s:.2f} s, end {ended_s:.2f} s later")
     return 0
 
 

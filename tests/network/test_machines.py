@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from flowdp.errors import CollectiveError, OptionError
+from flowdp.network import machines as module
 from flowdp.network.machines import find_machines
 from flowdp.trainer import Trainer
 from tests.torch_world import in_processes
@@ -150,6 +152,24 @@ def test_an_error_is_told_until_the_next_try(tmp_path: Path) -> None:
     assert re.fullmatch(r"machine 1 \(.*\) failed: OnlyHereError: no such disk", first[0])
     assert first[1:] == ["", ""]
     assert second == ["", "", ""]
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module._ask(lambda: "told", "") == "told"
+
+    def is_gone() -> str:
+        raise RuntimeError("connection closed")
+
+    assert module._ask(is_gone, "none") == "none"
+    monkeypatch.setattr(module, "STORE_S", 0.01)
+    frozen = threading.Event()
+
+    def answers_late() -> str:
+        frozen.wait()
+        return "late"
+
+    assert module._ask(answers_late, "none") == "none"
+    frozen.set()
 
 
 def test_a_restart_by_torchrun_names_the_variable_that_it_may_need(
