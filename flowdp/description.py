@@ -106,12 +106,13 @@ def _machines(team: Team, machines: Machines) -> list[str]:
 
 def _backend(config: RunConfig) -> str:
     own, team = config.replica, config.team
+    path = choose_path(config.runtime.backend, own.policy, config.devices, team, overlaps=config.overlaps)
     if not team.is_spread:
-        return str(choose_path(config.runtime.backend, own.policy, config.devices))
+        return str(path)
     every = f"every {team.options.rounds} rounds" if team.options.rounds > 1 else "every round"
     travels = ", and travels while they train on" if config.overlaps else ""
     payload = ", as bfloat16" if team.options.payload == "bf16" else ""
-    return f"host memory, and torch.distributed between machines: a mean of all {every}{travels}{payload}"
+    return f"{path}; a mean of all {every}{travels}{payload}"
 
 
 def _policy(config: RunConfig) -> str:

@@ -94,12 +94,28 @@ def check_team(config: RunConfig) -> None:
             "run, and the launcher starts it again (torchrun --max-restarts), from its checkpoint with "
             "resume=True"
         )
-    if config.runtime.backend == "nccl":
-        raise OptionError(
-            "runtime.backend='nccl' averages within one machine: on several the means are taken in the "
-            "hosts' memory and summed by torch.distributed; leave it out"
-        )
+    _check_backend(config)
     _check_alike(machines, _described(config))
+
+
+def _check_backend(config: RunConfig) -> None:
+    """Check that means of several machines can take the path that was given."""
+    backend, options = config.runtime.backend, config.team.options
+    if backend == "local":
+        raise OptionError(
+            "runtime.backend='local' is for the devices of one machine: on several the means go by 'nccl' or "
+            "through the hosts' memory ('cpu'); leave it out"
+        )
+    if backend == "nccl" and config.overlaps:
+        raise OptionError(
+            "runtime.backend='nccl' waits for the mean of all machines, and overlap=True trains on "
+            "meanwhile: give machines=MachineOptions(overlap=False), or leave the backend out"
+        )
+    if backend == "nccl" and options.payload != "full":
+        raise OptionError(
+            f"runtime.backend='nccl' sends numbers as they are, not as payload={options.payload!r}: leave "
+            "out one of the two"
+        )
 
 
 def _described(config: RunConfig) -> dict[str, Any]:
@@ -122,6 +138,7 @@ def _described(config: RunConfig) -> dict[str, Any]:
         "precision": own.precision,
         "max_grad_norm": own.max_grad_norm,
         "max_grad_value": own.max_grad_value,
+        "runtime.backend": config.runtime.backend,
         "runtime.partition_ratios": config.ratios,
         "machines": config.team.options,
         "limit_batches": config.limit,

@@ -6,8 +6,12 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+GRACE_S = 5.0
+"""Time for a process to end by itself when another one has failed."""
 
 
 def in_processes(work: Callable[..., Any], folder: Path, size: int, *args: Any) -> list[Any]:
@@ -22,14 +26,20 @@ def in_processes(work: Callable[..., Any], folder: Path, size: int, *args: Any) 
         process.start()
     for _, theirs in pipes:
         theirs.close()
+    answers: dict[Any, Any] = {}
     try:
-        answers = [ours.recv() for ours, _ in pipes]
-    except EOFError:
-        answers = []
+        while len(answers) < size:
+            waited = [ours for ours, _ in pipes if ours not in answers]
+            answers |= {ours: ours.recv() for ours in wait(waited)}
+    except EOFError:  # one has failed, and the others may wait for it
+        for process, (ours, _) in zip(processes, pipes, strict=True):
+            if ours not in answers:
+                process.join(GRACE_S)
+                process.kill()
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * size, "see what the processes wrote"
-    return answers
+    return [answers[ours] for ours, _ in pipes]
 
 
 def _process(

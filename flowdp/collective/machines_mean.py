@@ -107,7 +107,8 @@ class MachinesMean(MemoryMean):
         self._on_way: tuple[Pending, Sequence[_Sent], Outcome] | None = None
         self._rest: Outcome | None = None  # of the last mean, whose buffers did not travel
         self._settling = threading.Lock()  # the first rank that settles does it, the others wait
-        self._ours = BlockMean(flats, memories, [self._means], device=torch.device("cpu"))
+        # Of this machine's replicas. CUDA ranks have no memory here before their first round.
+        self._ours: BlockMean | None = None
         self._taken = Averaging(0.0, None)
         self._drifts: list[float | None] = [None] * len(memories)
 
@@ -215,6 +216,9 @@ class MachinesMean(MemoryMean):
 
     def _reduce_ours(self, outcome: Outcome) -> None:
         """Reduce the replicas of this machine."""
+        if self._ours is None:
+            host = torch.device("cpu")
+            self._ours = BlockMean(self._flats, self._memories, [self._means], device=host)
         weights = outcome.local_weights(self._team.ranks)
         self._ours.reduce(weights if any(weights) else [1] * len(weights), drift=False)
 

@@ -21,6 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from math import nan, sqrt
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from torch import Tensor
 
 from flowdp.collective.base import relative_drift
 from flowdp.collective.nccl_setup import (
+    MAKING_S,
     REMAKING_S,
     CommunicatorSetup,
+    Members,
     Side,
     abort_all,
     abort_quietly,
@@ -40,13 +43,13 @@ from flowdp.collective.nccl_setup import (
 )
 from flowdp.collective.on_streams import StreamedMean
 from flowdp.collective.watchdog import LIMIT_S, Watchdog
-from flowdp.device.flat_parameters import FlatTensors
+from flowdp.device.flat_parameters import Flat, FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import CollectiveError
 from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Outcome
 
-__all__ = ["NcclMean", "load"]
+__all__ = ["Group", "NcclMean", "load"]
 
 MAPS = Path("/proc/self/maps")
 
@@ -121,6 +124,21 @@ def _dotted(version: Iterable[int]) -> str:
     return ".".join(map(str, version))
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that take one mean together.
+
+    Attributes:
+        comms: Communicators of those of this process; none after an abort.
+        samples: Weights of all.
+        first: The first of this process among them.
+    """
+
+    comms: Sequence[Any]
+    samples: Sequence[float]
+    first: int = 0
+
+
 class NcclMean(StreamedMean):
     """Averages replicas on CUDA devices by one all-reduce; see `Collective`.
 
@@ -135,6 +153,7 @@ class NcclMean(StreamedMean):
         hung: Called, on a thread of its own, when a round does not end on the devices; they are released, and
             the mean is not to be trusted, as soon as it returns.
         outer: Outer step behind each mean; None: there is none.
+        members: These ranks among those of several machines; None: they are all.
 
     Raises:
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
@@ -151,6 +170,7 @@ class NcclMean(StreamedMean):
         nccl: Any = None,
         hung: Callable[[CollectiveError], object] = lambda _: None,
         outer: OuterOptions | None = None,
+        members: Members | None = None,
     ) -> None:
         super().__init__(replicas, lanes, width=3, outer=outer)
         self._nccl = load([lane.device for lane in lanes]) if nccl is None else nccl
@@ -163,7 +183,7 @@ class NcclMean(StreamedMean):
         try:
             with QUIET:
                 self._sides = [Side(self._nccl, lane, own) for lane, own in zip(lanes, flats, strict=True)]
-            self._comms = CommunicatorSetup(self._nccl, lanes, flats).wait()
+            self._comms = self._open(flats, members)
         except torch.OutOfMemoryError as error:
             raise CollectiveError(
                 f"no room for NCCL beside the replicas; backend='local' does without: {error}"
@@ -179,6 +199,11 @@ class NcclMean(StreamedMean):
             CollectiveError: The collective was aborted, NCCL refuses, or does not work without those that
                 left.
         """
+        self._fit(outcome)
+        super().launch(outcome)
+
+    def _fit(self, outcome: Outcome) -> None:
+        """Make communicators for the members of a round, where ranks have left."""
         if outcome.members != self._members:
             left = sorted(set(self._members).difference(outcome.members))
             self._members = outcome.members
@@ -189,7 +214,11 @@ class NcclMean(StreamedMean):
                     f"rank {', '.join(map(str, left))} left, and NCCL does not work for the others alone: "
                     f"{error}"
                 ) from error
-        super().launch(outcome)
+
+    def _open(self, flats: Sequence[Sequence[Flat]], members: Members | None) -> list[Any]:
+        """Make the communicators of the ranks here, among others or for these alone."""
+        wait_s = {} if members is None else {"sums_s": MAKING_S}  # those of other machines load kernels
+        return CommunicatorSetup(self._nccl, self._lanes, flats, members=members).wait(**wait_s)
 
     def abort(self) -> None:
         """See `Collective.abort`. It returns after a few seconds at most."""
@@ -250,15 +279,15 @@ class NcclMean(StreamedMean):
             abort_all(comms)  # of a run that has failed meanwhile
 
     def _workers(self, outcome: Outcome) -> Sequence[int]:
-        return outcome.members
+        return self._here(outcome)
 
     def _writers(self, rank: int, _workers: Sequence[int]) -> Sequence[int]:  # only itself
         return (rank,)
 
     def _enqueue(self, outcome: Outcome, workers: Sequence[int]) -> dict[int, Tensor]:
         with self._lock:
-            comms = self._comms
-        if not comms:
+            group = self._group(outcome)
+        if not group.comms:
             raise CollectiveError(
                 f"round {outcome.round} was to be averaged after NCCL was aborted or closed"
             )
@@ -266,11 +295,22 @@ class NcclMean(StreamedMean):
             self._nccl, "sum the replicas, which are scaled already and not to be used any more"
         ):
             sides = [self._sides[member] for member in workers]
-            samples = [outcome.samples[member] for member in workers]
             bad = [self._bad[member] for member in workers]
-            sum_replicas(self._nccl, comms, sides, samples, drift=outcome.drift, bad=bad)
+            sum_replicas(
+                self._nccl,
+                group.comms,
+                sides,
+                group.samples,
+                drift=outcome.drift,
+                bad=bad,
+                first=group.first,
+            )
         # One row for all: they hold the same bits, and one copy to the host is enough.
         return {workers[0]: self._sides[workers[0]].tail} if outcome.drift else {}
+
+    def _group(self, outcome: Outcome) -> Group:
+        """The ranks that take the mean of a round together."""
+        return Group(self._comms, [outcome.samples[member] for member in outcome.members])
 
     def _launched(self, outcome: Outcome, start: Sequence[Event], done: Sequence[Event]) -> None:
         self._watchdog.launched(outcome.round, start[0], done)  # all begin when the last step is done

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from math import ldexp
 from time import monotonic
 from typing import Any
@@ -23,8 +24,10 @@ from flowdp.policy.formats import format_error
 
 __all__ = [
     "ABORT_S",
+    "MAKING_S",
     "REMAKING_S",
     "CommunicatorSetup",
+    "Members",
     "Side",
     "abort_all",
     "abort_quietly",
@@ -185,25 +188,50 @@ def _parts(flat: Flat) -> Iterator[_Carried]:
         yield _Carried(memory[flat.split :], torch.float64)
 
 
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The ranks of this process among those of its communicators, where other processes have more of them.
+
+    Attributes:
+        name: NCCL's name of the group, which all of its processes were told.
+        ranks: Ranks of this process.
+        size: Ranks of all.
+    """
+
+    name: Any
+    ranks: range
+    size: int
+
+
 def sum_replicas(
     nccl: Any,
     comms: Sequence[Any],
     sides: Sequence[Side],
-    samples: Sequence[int],
+    samples: Sequence[float],
     *,
     drift: bool,
     bad: Sequence[Tensor | None] = (),
+    first: int = 0,
 ) -> None:
     """Enqueue one mean over all ranks. When NCCL refuses, memory that is summed in place is scaled already.
 
     Equal samples need one pass over the parameters, behind the sum; others one more before it.
+
+    Args:
+        nccl: cupy's module.
+        comms: Communicators of the ranks of this process.
+        sides: Their sides.
+        samples: Weights of all ranks of the communicators.
+        drift: Whether the distance from the mean is measured.
+        bad: Verdicts on the replicas of this process; empty: there are none.
+        first: The first rank of this process.
     """
-    # Divided by a power of two: the weights, and so their sum, stay exact.
-    bits = sum(samples).bit_length()
+    # Divided by a power of two: weights that are numbers of samples, and so their sum, stay exact.
+    bits = int(sum(samples)).bit_length()
     equal = len(set(samples).difference({0})) == 1
-    for rank, (side, count) in enumerate(zip(sides, samples, strict=True)):
+    for index, (side, count) in enumerate(zip(sides, samples[first : first + len(sides)], strict=True)):
         with side.lane.on(side.lane.comm):
-            side.scale(ldexp(count, -bits), drift=drift, equal=equal, bad=bad[rank] if bad else None)
+            side.scale(ldexp(count, -bits), drift=drift, equal=equal, bad=bad[index] if bad else None)
     nccl.groupStart()
     try:
         for comm, side in zip(comms, sides, strict=True):
@@ -227,6 +255,7 @@ class CommunicatorSetup:
     the thread may be inside NCCL, no other aborts them: NCCL would free memory that the thread uses.
 
     The replicas' flats are not changed. `quiet` is `QUIET`, or nothing where the caller of `wait` holds it.
+    Without `members` the ranks of the lanes are all.
     """
 
     def __init__(
@@ -235,8 +264,10 @@ class CommunicatorSetup:
         lanes: Sequence[Lane],
         flats: Sequence[Sequence[Flat]],
         quiet: AbstractContextManager[Any] = QUIET,
+        members: Members | None = None,
     ) -> None:
         self._nccl = nccl
+        self._members = members
         self._quiet = quiet
         self._lanes = lanes
         self._flats = flats
@@ -313,14 +344,20 @@ class CommunicatorSetup:
 
         `initAll` does the same, but holds the interpreter lock meanwhile.
         """
-        name = self._nccl.get_unique_id()
+        members = self._members
+        if members is None:
+            members = Members(self._nccl.get_unique_id(), self._ranks, len(self._lanes))
         self._nccl.groupStart()
         try:
-            for rank, lane in enumerate(self._lanes):
+            for rank, lane in zip(members.ranks, self._lanes, strict=True):
                 with lane.on(lane.comm):  # NCCL takes the current device
-                    self._comms.append(self._nccl.NcclCommunicator(len(self._lanes), name, rank))
+                    self._comms.append(self._nccl.NcclCommunicator(members.size, members.name, rank))
         finally:
             self._nccl.groupEnd()
+
+    @property
+    def _ranks(self) -> range:
+        return range(len(self._lanes)) if self._members is None else self._members.ranks
 
     def _check(self) -> None:
         """Take two means of known values; first-use allocations are made here."""
@@ -330,22 +367,26 @@ class CommunicatorSetup:
                 Side(self._nccl, lane, [_stand_in(lane, flat) for flat in flats])
                 for lane, flats in zip(self._lanes, self._flats, strict=True)
             ]
-        for samples in (range(1, len(sides) + 1), range(len(sides))):
+        ranks, size = self._ranks, len(sides) if self._members is None else self._members.size
+        wrong: list[str] = []  # told behind both sums: another machine waits for this one in the second
+        for samples in (range(1, size + 1), range(size)):
             if not any(samples):
                 continue
             self._go(outside=False)
-            for rank, side in enumerate(sides):
+            for rank, side in zip(ranks, sides, strict=True):
                 side.fill(rank + 1, rank % 2)
             with nccl_errors(self._nccl, f"take its first sums on {self._where()}"):
-                sum_replicas(self._nccl, self._comms, sides, samples, drift=True)
+                sum_replicas(self._nccl, self._comms, sides, samples, drift=True, first=ranks.start)
             self._go(outside=True)
             mean = sum(count * (rank + 1) for rank, count in enumerate(samples)) / sum(samples)
-            for rank, side in enumerate(sides):
-                if not (away := side.distance(mean, min(len(sides) - 1, 1))) < 1e-2 * mean:
-                    raise CollectiveError(
-                        f"NCCL on {self._where()} gives rank {rank} wrong sums, {away:g} away from {mean:g}: "
-                        "the boards do not reach each other's memory as they claim; try NCCL_P2P_DISABLE=1"
-                    )
+            for rank, side in zip(ranks, sides, strict=True):
+                if not (away := side.distance(mean, min(size - 1, 1))) < 1e-2 * mean:
+                    wrong.append(f"rank {rank} wrong sums, {away:g} away from {mean:g}")
+        if wrong:
+            raise CollectiveError(
+                f"NCCL on {self._where()} gives {wrong[0]}: the boards do not reach each other's memory as "
+                "they claim; try NCCL_P2P_DISABLE=1"
+            )
 
     def _go(self, *, outside: bool) -> None:
         """Continue, in NCCL or outside of it, if the caller still waits."""
@@ -355,7 +396,9 @@ class CommunicatorSetup:
             self._is_outside = outside
 
     def _where(self) -> str:
-        return ", ".join(str(lane.device) for lane in self._lanes)
+        devices = ", ".join(str(lane.device) for lane in self._lanes)
+        others = 0 if self._members is None else self._members.size - len(self._lanes)
+        return f"{devices} and {others} of other machines" if others else devices
 
 
 def _stand_in(lane: Lane, flat: Flat) -> Flat:

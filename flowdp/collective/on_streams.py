@@ -51,11 +51,14 @@ class StreamedMean(ABC):
     A worker reports `width` numbers at most. With `outer` each rank takes the same outer step behind the
     mean, with a state of its own on its device.
 
+    Ranks are counted from the first of this process (`first`), but in outcomes, which are of all.
+
     Raises:
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
     """
 
     masks = True
+    first = 0
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class StreamedMean(ABC):
         with QUIET:  # for the kernels of a group, and for scratch that is made at the first use
             for worker in marks.workers:
                 comm = self._lanes[worker].comm
-                for member in outcome.members:
+                for member in self._here(outcome):
                     comm.wait_event(self._ready[member])
                 marks.start[worker].record(comm)
             reports = self._enqueue(outcome, marks.workers)
@@ -132,7 +135,7 @@ class StreamedMean(ABC):
         writers = self._writers(rank, marks.workers)
         for writer in writers:
             self._lanes[rank].compute.wait_event(marks.done[writer])
-        if self.outer:
+        if self.outer and not outcome.inner:
             self.outer[rank].step(self._replicas[rank].memories)
         self._replicas[rank].scatter()
         return lambda: self._read(rank, outcome, marks, writers)
@@ -145,6 +148,10 @@ class StreamedMean(ABC):
         with ExitStack() as draining:  # of every lane, also where the device of one is dead
             for lane in self._lanes:
                 draining.callback(lane.drain)
+
+    def _here(self, outcome: Outcome) -> Sequence[int]:
+        """Members of a round that are ranks of this process."""
+        return outcome.members
 
     @abstractmethod
     def _workers(self, outcome: Outcome) -> Sequence[int]:
@@ -182,7 +189,7 @@ class StreamedMean(ABC):
             marks.done[writer].synchronize()
         sync_ms = max(marks.start[writer].elapsed_time(marks.done[writer]) for writer in writers)
         drift = norm = None
-        if outcome.drift and outcome.samples[rank]:
+        if outcome.drift and outcome.samples[self.first + rank]:
             for reporter in marks.reporters:
                 marks.told[reporter].synchronize()
             rows = [marks.rows[reporter].tolist() for reporter in marks.reporters]

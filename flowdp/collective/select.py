@@ -14,6 +14,7 @@ from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.collective.nccl_loop import NcclLoop
+from flowdp.collective.nccl_machines import open_nccl_machines
 from flowdp.device.discovery import reach_each_other
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import Lane
@@ -48,18 +49,33 @@ class Path:
         return f"{self.backend}: {self.reason}{other}"
 
 
-def choose_path(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> Path:
+def choose_path(
+    backend: Backend,
+    policy: Policy,
+    devices: Sequence[torch.device],
+    team: Team | None = None,
+    *,
+    overlaps: bool = False,
+) -> Path:
     """Choose the path of a run's means.
 
     "auto" is the first of these: NCCL for several CUDA devices, one rank each, unless the policy is async (a
     kernel that waits for its peers may only be launched while all stand at the gate); local where the devices
-    reach each other; host memory.
+    reach each other; host memory. Between machines it is NCCL under the same condition, where their means
+    are waited for and travel as they are; else host memory and torch.distributed.
 
     Args:
         backend: As the user said.
         policy: Averaging policy.
-        devices: One per rank.
+        devices: One for each rank of this machine.
+        team: The ranks of all machines; None: these are all.
+        overlaps: Means of all machines travel while the machines train on.
+
+    Threads:
+        With several machines, any; nothing is asked of the others.
     """
+    if team is not None and team.is_spread:
+        return _between_machines(backend, devices, team, overlaps=overlaps)
     if len(devices) == 1:
         return Path("local", "one device")
     if backend != "auto":
@@ -99,8 +115,8 @@ def open_collective(
         meet: The second meeting at the gate, for collectives whose members work together on the host.
         hung: Called, on another thread, when a round does not end on the devices, just before it is aborted.
         outer: Outer step behind each mean; None: there is none. It begins at the parameters that are there.
-        team: The ranks of all machines, where there are several: the means are taken in the hosts' memory.
-            None: these replicas are all.
+        team: The ranks of all machines; None: these replicas are all. With several machines, each makes this
+            call.
         overlaps: Their means travel while the machines train on.
 
     Raises:
@@ -110,11 +126,13 @@ def open_collective(
     Threads:
         The one that starts the run, before any other thread of it exists.
     """
+    path = choose_path(backend, policy, [lane.device for lane in lanes], team, overlaps=overlaps)
     if team is not None and team.is_spread:
-        return HostMean(replicas, lanes, meet, outer, team, overlaps=overlaps)
-    path = choose_path(backend, policy, [lane.device for lane in lanes])
+        path = _agreed(path, team)
     if path.backend == "nccl":
         try:
+            if team is not None and team.is_spread:
+                return open_nccl_machines(replicas, lanes, team, hung, outer)
             return NcclMean(replicas, lanes, hung=hung, outer=outer)
         except CollectiveError as error:
             if path.otherwise is None:
@@ -123,7 +141,7 @@ def open_collective(
             path = path.otherwise
     if path.backend == "local" and lanes[0].is_async:
         return DeviceMean(replicas, lanes, outer)
-    return HostMean(replicas, lanes, meet, outer)
+    return HostMean(replicas, lanes, meet, outer, team, overlaps=overlaps)
 
 
 def open_loop(
@@ -149,6 +167,26 @@ def open_loop(
             except CollectiveError as error:
                 log.warning("gradients are summed without NCCL: %s", error)
     return None
+
+
+def _between_machines(
+    backend: Backend, devices: Sequence[torch.device], team: Team, *, overlaps: bool
+) -> Path:
+    """The path between machines, as far as this one knows."""
+    host = Path("cpu", "through host memory, and torch.distributed between machines")
+    if backend == "nccl":
+        return Path("nccl", "as given, between machines, too")
+    if backend == "auto" and _is_one_each(devices) and not overlaps and team.options.payload == "full":
+        return Path("nccl", "CUDA devices with one rank each, between machines, too", host)
+    return host
+
+
+def _agreed(path: Path, team: Team) -> Path:
+    """The path that all machines can take: one may have other devices."""
+    assert team.machines is not None
+    if all(team.machines.gather(path.backend == "nccl")) or path.otherwise is None:
+        return path
+    return path.otherwise
 
 
 def _is_one_each(chosen: Sequence[torch.device]) -> bool:

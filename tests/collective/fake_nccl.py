@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flowdp.device.dispatch import RankMode
@@ -167,7 +168,7 @@ class FakeNccl:
             if self.fails:
                 raise NcclError("aborted")
         if group.made:
-            assert [comm.rank for comm in group.made] == list(range(group.made[0].ndev))
+            assert [comm.rank for comm in group.made] == self._ranks(group.made[0].ndev)
         if group.calls:
             self._sum(group)
 
@@ -176,8 +177,8 @@ class FakeNccl:
         for call in group.calls:
             by_rank.setdefault(call[0].rank, []).append(call)
         ndev = group.calls[0][0].ndev
-        assert sorted(by_rank) == list(range(ndev)), f"only ranks {sorted(by_rank)} of {ndev}: the rest waits"
-        self.groups.append((QUIET.locked(), [call[2] for call in by_rank[0]]))
+        assert sorted(by_rank) == self._ranks(ndev), f"only ranks {sorted(by_rank)} of {ndev}: the rest waits"
+        self.groups.append((QUIET.locked(), [call[2] for call in by_rank[min(by_rank)]]))
         self.kinds.append(group.calls[0][-1])
         for calls in zip(*by_rank.values(), strict=True):
             assert len({(*call[2:5], call[-1]) for call in calls}) == 1, "the ranks sum different things"
@@ -185,6 +186,7 @@ class FakeNccl:
             arrays, tensors = zip(*(_at(call[1], count, DTYPES[dtype]) for call in calls), strict=True)
             given = arrays[:-1] if self.broken else arrays
             result = given[0].copy() if kind == "broadcast" else self._reduced(given, dtype, op)
+            result = self._across(result, dtype, op, ndev)
             for call, array, tensor in zip(calls, arrays, tensors, strict=True):
                 is_written = kind == "allReduce" or (call[0].rank == 0) == (kind == "reduce")
                 if is_written and not (self.broken and call is calls[-1]):
@@ -192,12 +194,46 @@ class FakeNccl:
                 touched = ([], [tensor]) if is_written else ([tensor], [])
                 self._cuda.access(self._streams[call[5]], kind, *touched)
 
+    def _ranks(self, ndev: int) -> list[int]:
+        """Ranks of this process among as many."""
+        return list(range(ndev))
+
+    def _across(self, result: Any, dtype: int, op: int, ndev: int) -> Any:
+        """The result of all processes that have ranks among as many."""
+        return result
+
     def _reduced(self, given: Sequence[Any], dtype: int, op: int) -> Any:
         if dtype == self.NCCL_BFLOAT16:
             wide = [(one.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for one in given]
             return torch.from_numpy(np.sum(wide, axis=0)).bfloat16().view(torch.int16).numpy()
         with np.errstate(all="ignore"):
             return np.sum(given, axis=0) if op == self.NCCL_SUM else np.max(given, axis=0)
+
+
+class FakeNcclOfMachines(FakeNccl):
+    """The same with ranks of several processes, whose parts are summed by `torch.distributed`.
+
+    Args:
+        cuda: Fake of `torch.cuda`.
+        lanes: Lanes of this process.
+        ranks: Ranks of this process.
+        size: Ranks of all.
+    """
+
+    def __init__(self, cuda: FakeCuda, lanes: Sequence[Lane], ranks: range, size: int) -> None:
+        super().__init__(cuda, lanes)
+        self._own, self._size = ranks, size
+
+    def _ranks(self, ndev: int) -> list[int]:
+        return list(self._own if ndev == self._size else range(ndev))
+
+    def _across(self, result: Any, dtype: int, op: int, ndev: int) -> Any:
+        if ndev != self._size:
+            return result
+        tensor = torch.from_numpy(np.ascontiguousarray(result).copy())
+        how = dist.ReduceOp.SUM if op == self.NCCL_SUM else dist.ReduceOp.MAX
+        dist.all_reduce(tensor.view(torch.bfloat16) if dtype == self.NCCL_BFLOAT16 else tensor, how)
+        return tensor.numpy()
 
 
 def _at(address: int, count: int, dtype: Any) -> tuple[Any, Tensor]:
