@@ -409,7 +409,8 @@ class RuntimeOptions:
     Attributes:
         backend: How the bytes move: "nccl" (cupy; CUDA devices, one rank each), "local" (within this process:
             CPU, or CUDA devices that reach each other), "cpu" (through host memory); "auto" takes the first
-            of these that works here. "async" has no "nccl".
+            of these that works here. "async" has no "nccl". Between machines "nccl" or "cpu": "auto" takes
+            NCCL where means are waited for and travel as they are, and it works on every machine.
         partition_ratios: Fixed shares of the work, one per device; None: by measured speed.
         capture: Record forward and backward of a step as a graph, and run that without the interpreter lock:
             for models of many small operations on several devices. Changes of the recorded code and tensors

@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -127,21 +126,10 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "cpu":
         yield request.param
         return
-    from flowdp.device.streams import CudaLane
-    from flowdp.replica import build as build_module
-    from flowdp.replica import factories
-    from tests.data.cards import Card
+    from tests.data.cards import Card, put_on_streams
 
     card = Card() if request.param == "streams" else Card(total=1)
-
-    def equal_start(modules: Any, lanes: Any) -> Any:
-        replicas = factories.equal_start(modules, lanes)
-        for replica in replicas:
-            card.watch(f"rank {replica.rank}", *replica.memories)
-        return replicas
-
-    monkeypatch.setattr(build_module, "open_lanes", lambda devices: [CudaLane(d, card) for d in devices])
-    monkeypatch.setattr(build_module, "equal_start", equal_start)
+    put_on_streams(card, monkeypatch.setattr)
     yield request.param
     assert not card.races
 

@@ -136,9 +136,11 @@ class Capture:
             return leaf
 
         results = tree_map(returned, results)
-        bare = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        bare_args, bare_kwargs = tree_map(
+            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
         if not name.startswith("aten.empty"):
-            self.steps.append(_Step(func, *bare, made))
+            self.steps.append(_Step(func, bare_args, bare_kwargs, made))
         return results
 
 

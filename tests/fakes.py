@@ -201,7 +201,8 @@ class FakeCuda:
         with self.lock:
             for tensor in tensors:
                 start = tensor.data_ptr()
-                stop = start + tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+                before = tensor.storage_offset() * tensor.itemsize
+                stop = start + int(tensor.untyped_storage().nbytes() - before)
                 self._watched.append(_Watched(name, start, stop, tensor))
 
     def access(self, stream: FakeStream, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,17 @@ from torch.utils.data import TensorDataset
 import flowdp
 from flowdp import MachineOptions, Trainer
 from flowdp.errors import OptionError
-from flowdp.team_options import _part_of
+from flowdp.team_options import _check_backend, _part_of
 from tests.torch_world import in_processes
 
 SAME: dict[str, tuple[dict[str, Any], str]] = {
     "machines": ({"machines": 3}, r"machines must be True, False or MachineOptions\(...\), not 3"),
     "rounds": ({"machines": MachineOptions(rounds=4)}, r"rounds=4\) is for policy='cadence'"),
     "async": ({"policy": "async"}, "policy='async' trains on one machine"),
+    "local": (
+        {"runtime": flowdp.RuntimeOptions(backend="local")},
+        "backend='local' is for the devices of one machine",
+    ),
     "failures": (
         {"policy": "sync", "failures": flowdp.FailureOptions(on_failure="continue")},
         "on_failure='continue' is for the devices of one machine",
@@ -35,6 +40,7 @@ OTHER: dict[str, tuple[str, list[Any]]] = {
     "seed": ("seed", [0, 1]),
     "max_grad_norm": ("max_grad_norm", [1.0, None]),
     "limit_batches": ("limit_batches", [3, 4]),
+    "runtime.backend": ("runtime", [flowdp.RuntimeOptions(), flowdp.RuntimeOptions(backend="cpu")]),
     "machines": ("machines", [MachineOptions(timeout=20.0), MachineOptions(timeout=30.0)]),
 }
 """Arguments in which machines differ, by their name in the refusal."""
@@ -77,6 +83,22 @@ def test_machines_that_mean_different_runs_name_the_argument(found: list[dict[st
 
 def test_machines_with_the_same_arguments_are_not_refused(found: list[dict[str, str]]) -> None:
     assert [one["fits"] for one in found] == ["none", "none"]
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "payload", "text"),
+    [(True, "full", "give machines=MachineOptions.overlap=False"), (False, "bf16", "not as payload='bf16'")],
+)
+def test_nccl_between_machines_sends_numbers_as_they_are_and_is_waited_for(
+    overlaps: bool, payload: Any, text: str
+) -> None:
+    def config(overlaps: bool, payload: Any) -> Any:
+        team = SimpleNamespace(options=MachineOptions(payload=payload))
+        return SimpleNamespace(runtime=SimpleNamespace(backend="nccl"), overlaps=overlaps, team=team)
+
+    _check_backend(config(False, "full"))
+    with pytest.raises(OptionError, match=text):
+        _check_backend(config(overlaps, payload))
 
 
 def test_processes_of_one_host_share_its_cards(monkeypatch: pytest.MonkeyPatch) -> None:

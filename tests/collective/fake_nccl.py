@@ -85,7 +85,7 @@ class FakeNccl:
         self.hanging = threading.Event()
         self.wake = threading.Event()
         self._cuda = cuda
-        self._streams = {getattr(lane.comm, "cuda_stream", 0): lane.comm for lane in lanes}
+        self._streams: dict[int, Any] = {getattr(lane.comm, "cuda_stream", 0): lane.comm for lane in lanes}
         self._group: _Group | None = None
         self._is_inside = False
         fake = self

@@ -16,7 +16,8 @@ from flowdp.collective.select import choose_path, open_collective, open_loop
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
 from flowdp.errors import CollectiveError
-from flowdp.options import OuterOptions
+from flowdp.network.team import Team
+from flowdp.options import MachineOptions, OuterOptions
 from flowdp.threads.shield import interrupts_held
 from tests.fakes import FakeCuda
 
@@ -189,3 +190,74 @@ def test_a_loop_without_nccl_is_told_why(
 )
 def test_the_choice_has_a_reason(devices: list[torch.device], backend: Any, policy: Any, text: str) -> None:
     assert str(choose_path(backend, policy, devices)) == text
+
+
+# ---------------------------------------------------------------- several machines
+class Others:
+    """The machines of a job, of which the other one says the same, or not."""
+
+    index, count = 0, 2
+
+    def __init__(self, *, agrees: bool = True) -> None:
+        self._agrees = agrees
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self._agrees and value]
+
+
+def team(size: int, payload: Any = "full", *, agrees: bool = True) -> Any:
+    return Team((size, 1), Others(agrees=agrees), MachineOptions(payload=payload))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "options", "path"),
+    [
+        (CUDA, "auto", {}, "nccl"),
+        (CUDA[:1], "auto", {}, "nccl"),
+        (CUDA, "nccl", {}, "nccl"),
+        (CUDA, "cpu", {}, "cpu"),
+        (CUDA, "auto", {"overlaps": True}, "cpu"),
+        (CUDA, "auto", {"payload": "bf16"}, "cpu"),
+        ([CUDA[0], CUDA[0]], "auto", {}, "cpu"),
+        ([CPU, CPU], "auto", {}, "cpu"),
+    ],
+)
+def test_the_path_between_machines(
+    devices: list[torch.device], backend: Any, options: dict[str, Any], path: str
+) -> None:
+    of = team(len(devices), options.get("payload", "full"))
+    chosen = choose_path(backend, "sync", devices, of, overlaps=options.get("overlaps", False))
+    assert chosen.backend == path
+    assert "between machines" in str(chosen)
+    assert (chosen.otherwise is not None) == (path == "nccl" and backend == "auto")
+
+
+class Spread(HostMean):
+    """Stands for `HostMean`, which would open groups."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self.team = given[4]
+
+
+def spread(monkeypatch: pytest.MonkeyPatch, backend: Any, *, agrees: bool = True) -> Any:
+    monkeypatch.setattr(select, "HostMean", Spread)
+    replicas = [FlatReplica(nn.Linear(2, 1), 0)]
+    of = team(1, agrees=agrees)
+    return open_collective(backend, "sync", replicas, [lane(CUDA[0])], lambda rank: None, told, None, of)
+
+
+def test_nccl_is_opened_on_all_machines_or_on_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def open_them(replicas: Any, lanes: Any, team: Any, hung: Any, outer: Any) -> str:
+        return f"nccl of {team.world_size}"
+
+    monkeypatch.setattr(select, "open_nccl_machines", open_them)
+    assert spread(monkeypatch, "auto") == "nccl of 2"
+    assert isinstance(spread(monkeypatch, "auto", agrees=False), Spread)
+    monkeypatch.setattr(select, "open_nccl_machines", lambda *given: refuse(*given[:2], given[3]))
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        assert isinstance(spread(monkeypatch, "auto"), Spread)
+    assert "without NCCL: cupy is not there" in caplog.text
+    with pytest.raises(CollectiveError, match="cupy is not there"):
+        spread(monkeypatch, "nccl")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowdp.device.streams import QUIET, CudaLane, Event
+from flowdp.replica import build, factories
 from tests.fakes import FakeCuda, FakeEvent, FakeStream
 
 NEAR = torch.device("cpu", 0)
@@ -153,3 +154,21 @@ class CardLane(CudaLane):
     def event(self, *, timing: bool = False) -> Event:
         self.made.append(super().event(timing=timing))
         return self.made[-1]
+
+
+def put_on_streams(card: Card, replace: Callable[[Any, str, Any], object] = setattr) -> None:
+    """Let ranks on the CPU run on fake streams, as CUDA devices would run them, with replicas watched.
+
+    Args:
+        card: The card of all ranks.
+        replace: Replaces an attribute of a module.
+    """
+
+    def equal_start(modules: Any, lanes: Any) -> Any:
+        replicas = factories.equal_start(modules, lanes)
+        for replica in replicas:
+            card.watch(f"rank {replica.rank}", *replica.memories)
+        return replicas
+
+    replace(build, "open_lanes", lambda devices: [CudaLane(device, card) for device in devices])
+    replace(build, "equal_start", equal_start)

@@ -82,11 +82,11 @@ def trainer(case: str, devices: int, **options: Any) -> flowdp.Trainer:
     )
 
 
-def main(cases: Sequence[str]) -> None:
+def main(cases: Sequence[str], **options: Any) -> None:
     rank = int(os.environ["RANK"])
     for case in cases:
         devices = (1, 3)[rank % 2] if case == "unequal" else 2
-        state = trainer(case, devices).fit()
+        state = trainer(case, devices, **options).fit()
         last = state.history[-1]
         torch.save(
             {"model": dict(state.state_dict), "optimizer": state.optimizer_state},
