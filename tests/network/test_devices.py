@@ -42,3 +42,8 @@ def test_a_device_of_two_processes_is_an_error_on_all(tmp_path: Path) -> None:
     assert "and machine 2 (" in first
     assert "both train on cuda:" in first
     assert "start one process on each host" in first
+
+
+def test_nccls_own_variable_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert in_processes(checked, tmp_path, 2, [["a"], ["a"]]) == [""] * 2
