@@ -358,7 +358,7 @@ class Trainer:
         """
         undo = ExitStack()
         try:
-            with self.config.team.telling(), local_metrics():  # the loss is tried on this thread
+            with self.config.team.starting(), local_metrics():  # the loss is tried on this thread
                 return start_run(self.config, undo)
         except BaseException:
             undo.close()
