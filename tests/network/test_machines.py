@@ -222,7 +222,7 @@ def test_a_trainer_whose_start_has_failed_is_started_again(tmp_path: Path) -> No
     first, second = in_processes(starts_again, tmp_path, 2)
     assert (first[0], second[0]) == ("CollectiveError", "OnlyHereError")
     assert first[1:] == second[1:]
-    assert first[1] == first[2]
+    assert first[1] == pytest.approx(first[2], rel=1e-5)  # the shares follow speed
     assert isinstance(first[1], float)
 
 
