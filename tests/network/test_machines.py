@@ -170,8 +170,7 @@ def tries_again(rank: int, where: str) -> dict[str, Any]:
     return {"text": text, "at": at, "steps": state.global_step, "loss": state.history[-1].loss}
 
 
-@pytest.mark.parametrize("where", ["arguments", "start"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "where"), [(2, "arguments"), (2, "start"), (4, "start")])
 def test_machines_hear_of_one_that_fails_and_lives_on_and_try_again(
     tmp_path: Path, size: int, where: str
 ) -> None:
