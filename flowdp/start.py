@@ -12,6 +12,7 @@ from pathlib import Path
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.machine_states import StateCollector, StateSender
+from flowdp.checkpoint.rank_state import has_generator
 from flowdp.checkpoint.resume import Resumed, find, shared_start
 from flowdp.checkpoint.writer import Saver
 from flowdp.checks import check_checkpoints
@@ -137,7 +138,8 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         evaluates=evaluator is not None,
         orders=partial(orders, source),
         written=requests.written,
-        keeps_ranks=team.leads or transfer is not None,
+        keeps_ranks=team.leads or (transfer is not None and _has_own(config)),
+        keeps_generators=transfer is not None,
         collector=StateCollector(transfer) if transfer is not None and team.leads else None,
         sender=None if transfer is None or team.leads else StateSender(transfer),
     )
@@ -260,10 +262,16 @@ def _open_transfer(config: RunConfig, *, writes: bool) -> Transfer | None:
         writes: Checkpoints go anywhere; that of machine 0 counts.
     """
     machines = config.team.machines
-    if machines is None or not machines.share(writes):
+    if machines is None:
         return None
-    has_own = ROUNDS[config.replica.policy].averages != "gradients"  # else all ranks have that of rank 0
-    return Transfer(machines) if has_own else None
+    told = machines.gather((writes, any(map(has_generator, config.devices))))
+    writes, draw = told[0][0], any(draws for _, draws in told[1:])
+    return Transfer(machines) if writes and (draw or _has_own(config)) else None
+
+
+def _has_own(config: RunConfig) -> bool:
+    """Whether ranks have optimizer states of their own; else all have that of rank 0."""
+    return ROUNDS[config.replica.policy].averages != "gradients"
 
 
 def _bar(

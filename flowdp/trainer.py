@@ -31,6 +31,7 @@ from flowdp.checks import (
 from flowdp.config import DatasetOption, RunConfig
 from flowdp.description import describe_run
 from flowdp.engine.evaluation import EvaluationOptions, check_evaluation, check_judged
+from flowdp.engine.local_metrics import local_metrics
 from flowdp.engine.metrics import check_metrics
 from flowdp.engine.predictor import PredictStep
 from flowdp.errors import OptionError
@@ -357,7 +358,7 @@ class Trainer:
         """
         undo = ExitStack()
         try:
-            with self.config.team.telling():
+            with self.config.team.starting(), local_metrics():  # the loss is tried on this thread
                 return start_run(self.config, undo)
         except BaseException:
             undo.close()

@@ -114,6 +114,14 @@ class StateCollector:
         if captures:
             self.tell(DroppedStates(tuple(captures)))
 
+    def give_back(self) -> None:
+        """Give the way of the states back; once.
+
+        Threads:
+            The coordinator's, when nothing is written any more.
+        """
+        self._transfer.close()
+
     def _receive(self, capture: int, machine: int) -> _Answer:
         while True:
             answer: _Answer = self._transfer.receive(machine)
@@ -186,6 +194,14 @@ class StateSender:
         if self.thread.ident is not None:
             self.thread.join(timeout_s)
         return not self.thread.is_alive()
+
+    def give_back(self) -> None:
+        """Give the way of the states back, behind `close`; once.
+
+        Threads:
+            The coordinator's.
+        """
+        self._transfer.close()
 
     def end(self) -> None:
         """Note that machine 0 is gone: it asks for nothing more.

@@ -24,7 +24,15 @@ from flowdp.policy.formats import format_error
 from flowdp.replica.factories import all_of
 from flowdp.replica.replica import Replica
 
-__all__ = ["capture", "of_rank", "restore", "restore_model", "restore_momentum"]
+__all__ = [
+    "capture",
+    "capture_generator",
+    "has_generator",
+    "of_rank",
+    "restore",
+    "restore_model",
+    "restore_momentum",
+]
 
 
 def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
@@ -69,6 +77,27 @@ def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
         return made
 
     return wait
+
+
+def capture_generator(replica: Replica) -> Callable[[], dict[str, Any]]:
+    """Copy what a rank has for itself where all ranks have the same optimizers: its random numbers.
+
+    Args:
+        replica: Replica of the rank.
+
+    Returns:
+        Function that returns a part of what the one of `capture` does: "generator" alone.
+
+    Threads:
+        As of `capture`.
+    """
+    state = {"generator": _generator_state(replica.device)}
+    return lambda: state
+
+
+def has_generator(device: torch.device) -> bool:
+    """Whether the random numbers of a device are a rank's own, and saved."""
+    return device.type == "cuda"
 
 
 def of_rank(ranks: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
@@ -118,7 +147,7 @@ def restore(
             if replica._scaler is not None and state["scaler"] is not None:
                 replica._scaler.load_state_dict(state["scaler"])
             replica.learning_rate.load_state_dict(state["learning_rate"])
-        if state["generator"] is not None and replica.device.type == "cuda":
+        if state["generator"] is not None and has_generator(replica.device):
             torch.cuda.set_rng_state(state["generator"], replica.device)
     except CheckpointError:
         raise
@@ -170,7 +199,7 @@ def _copied_object(leaf: Any) -> Any:
 
 def _generator_state(device: torch.device) -> Tensor | None:
     """Generator state of a CUDA device; that of the CPU belongs to the process, and the user."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.cuda.get_rng_state(device) if has_generator(device) else None
 
 
 def _hidden_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -199,6 +199,7 @@ class Saver:
             written or not. One that is dropped for a newer one is not among them.
         keeps_ranks: Whether the states of this machine's ranks are of use to it. Where all ranks of several
             machines have the same ones, those of machine 0 are enough.
+        keeps_generators: Whether the random numbers of this machine's ranks are, where nothing else is.
         collector: On machine 0, the states of the other machines; None: they are not needed.
         sender: On another machine, the way of its states there; None: they are not needed.
 
@@ -206,6 +207,7 @@ class Saver:
         problems: Failed writes, as text.
         thread: Thread of the writer, or of the sender; None without one.
         keeps_ranks: As given.
+        keeps_generators: As given.
         collector: As given.
         sender: As given.
     """
@@ -222,12 +224,13 @@ class Saver:
         written: Callable[[int], object] = lambda _: None,
         *,
         keeps_ranks: bool = True,
+        keeps_generators: bool = False,
         collector: StateCollector | None = None,
         sender: StateSender | None = None,
     ) -> None:
         self.problems: list[str] = []
         self.orders = orders
-        self.keeps_ranks = keeps_ranks
+        self.keeps_ranks, self.keeps_generators = keeps_ranks, keeps_generators
         self.collector, self.sender = collector, sender
         self._folder = folder
         self._describe = describe
@@ -427,7 +430,8 @@ class Saver:
         own = job.captured.read()
         state = {
             **own,
-            "ranks": [*own["ranks"], *others],
+            # Where all have the same optimizers, the others have sent the rest alone.
+            "ranks": [*own["ranks"], *({**own["ranks"][0], **other} for other in others)],
             "version": job.version,
             "epoch": position.done,
             "global_step": position.global_step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flowdp.checkpoint.rank_state import capture, restore
+from flowdp.checkpoint.rank_state import capture, capture_generator, restore
 from flowdp.checkpoint.writer import Saver
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.services import MeetingPoint
@@ -104,6 +104,8 @@ class BarrierTasks:
                 holds_model = task.model == self._rank or (task.is_best and self._is_follower_first())
                 if holds_model or self._saver.keeps_ranks:
                     self._saver.put(self._rank, capture(self._replica, shared=holds_model))
+                elif self._saver.keeps_generators:
+                    self._saver.put(self._rank, capture_generator(self._replica))
                 return StateSaved(self._rank)
             case CopyReplica(receiver=None):
                 donor = task.donor - self._rank + self._index

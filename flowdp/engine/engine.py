@@ -95,6 +95,8 @@ class Engine:
         self._settings = ExitStack()
         if services.event_file is not None:
             self._settings.callback(services.event_file.close)
+        if self.team.machines is not None:
+            self._settings.callback(self.team.machines.closer())
         self._progress: list[Progress] = []
         self._times: list[RankTimes] = []
         self.names = device_names([replica.device for replica in replicas])
@@ -222,6 +224,9 @@ class Engine:
             link = FollowerLink(*common, inboxes, self.saver.sender)
             if metrics is not None:
                 metrics.send = link.send
+        for states in (self.saver.collector, self.saver.sender):
+            if states is not None:
+                self._settings.callback(states.give_back)
         self._settings.callback(link.close)
         return link
 

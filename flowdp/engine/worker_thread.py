@@ -25,6 +25,7 @@ from flowdp.engine import meter
 from flowdp.engine.barrier_tasks import BarrierTasks
 from flowdp.engine.device_meter import open_meter
 from flowdp.engine.error_context import ErrorContext
+from flowdp.engine.local_metrics import local_metrics
 from flowdp.engine.micro_batches import MicroBatcher
 from flowdp.engine.nan_guard import NanGuard
 from flowdp.engine.oom_retry import OomRetry, without_frames
@@ -204,7 +205,11 @@ class Worker:
             worker_context.bind(self.current)
             # Backward runs in this thread, not in autograd's one per device: no wake-up on the way, ranks
             # that share a device do not queue there, and a hook finds the thread's own state.
-            with self._lane.on(self._lane.compute), torch.autograd.set_multithreading_enabled(False):
+            with (
+                self._lane.on(self._lane.compute),
+                torch.autograd.set_multithreading_enabled(False),
+                local_metrics(),
+            ):
                 self._post(WorkerReady(self.rank))
                 self._loop()
         except BaseException as cause:

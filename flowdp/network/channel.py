@@ -117,7 +117,9 @@ class Channel:
             link.queue.put(_Bye())
         for link in self._links.values():
             link.join()
+            link.let_go()
         self._machines.close_group(self._group)
+        del self._group  # the last reference holds its sockets
 
     def threads(self) -> list[threading.Thread]:
         """Threads of the links, for diagnostics."""
@@ -162,6 +164,10 @@ class _Link:
         for thread in self.threads:
             if thread.ident is not None:
                 thread.join()
+
+    def let_go(self) -> None:
+        """Drop the group, which no thread uses any more."""
+        del self._group
 
     def _run(self, body: Callable[[], None]) -> None:
         try:

@@ -10,6 +10,8 @@ import logging
 import os
 import socket
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -60,7 +62,8 @@ class Machines:
     """The machines of a job, as one of them sees them.
 
     Every machine makes the same calls of `gather`, `share` and `reduce`, in the same order; one thread at a
-    time of each.
+    time of each. They have groups of their own, each with sockets and threads: those of a run are given back
+    at its end (`closer`), and one that fails before it ends the lobby, where the others wait for it.
 
     Args:
         timeout_s: Longest wait for another machine within a run; before it, one may still read its data, and
@@ -80,17 +83,35 @@ class Machines:
         self.timeout_s = timeout_s
         self.index, self.count = dist.get_rank(), dist.get_world_size()
         self.names = tuple(f"machine {index}" for index in range(self.count))
+        # Nothing else keeps a group, but for those who have opened it: the last reference holds its sockets.
         self._groups: list[dist.ProcessGroup] = []
-        self._has_told = False
-        self._lobby = self.open_group(max(timeout_s, START_S))
-        self.group = self.open_group()
-        hosts = self.gather(socket.gethostname())
+        self._lobby: dist.ProcessGroup | None = None
+        self._sums: dist.ProcessGroup | None = None
+        self._is_used = False  # a run has been started
+        _close_left()
+        weakref.finalize(self, _LEFT.append, self._groups).atexit = False
+        self._open()
+        try:
+            hosts = self.gather(socket.gethostname())
+        except BaseException:
+            self.close()
+            raise
         self.names = tuple(f"machine {index} ({host})" for index, host in enumerate(hosts))
 
     @property
     def leads(self) -> bool:
         """Whether this machine decides for all."""
         return self.index == 0
+
+    def _open(self) -> None:
+        """Open the lobby, where machines wait long for each other, and the group of sums."""
+        try:
+            self._lobby = self.open_group(max(self.timeout_s, START_S))
+            self._lobby_name = self._lobby.group_name
+            self._sums = self.open_group()
+        except BaseException:
+            self.close()
+            raise
 
     def open_group(self, timeout_s: float | None = None) -> dist.ProcessGroup:
         """Open another group of all machines, for messages or sums of its own, in the host's memory.
@@ -101,7 +122,7 @@ class Machines:
         Raises:
             CollectiveError: Not all machines came here in time.
         """
-        if self._groups:
+        if self._lobby is not None:
             # It waits longer, and hears of a machine that has failed; what follows does not.
             self.gather(None)
         try:
@@ -117,26 +138,57 @@ class Machines:
         return group
 
     def close_group(self, group: dist.ProcessGroup) -> None:
-        """Give a group back that nothing uses any more."""
+        """Give a group back that nothing uses any more.
+
+        Its sockets are closed with the last reference to it, and what others wait for on it fails at once.
+        """
+        self._lobby = None if group is self._lobby else self._lobby
+        self._sums = None if group is self._sums else self._sums
         if group in self._groups:
             self._groups.remove(group)
-            with suppress(Exception):  # of a job that has ended its default group by itself
-                dist.destroy_process_group(group)
+            _destroy(group)
+
+    def closer(self) -> Callable[[], None]:
+        """Function that gives the groups of now back, at the end of their run; a later start has others."""
+        groups = self._groups.copy()
+
+        def close() -> None:
+            while groups:
+                self.close_group(groups.pop())
+
+        return close
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Context of the start of a run, as `telling`; behind the first one with new groups.
+
+        A start that fails, on whichever machine, leaves the others in the middle of a call: what is sent for
+        the next start must not be taken for that.
+
+        Raises:
+            CollectiveError: Not all machines came here in time.
+        """
+        if self._is_used:
+            self.close()
+            self._open()
+        self._is_used = True
+        with self.telling():
+            yield
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Context that tells the other machines an error inside: their calls, which it ends, name it."""
-        if self._has_told:  # another try
-            self._has_told = False
-            _ask(lambda: _store().delete_key(self._key(self.index)), None)
+        """Context that tells the other machines an error inside: their calls, which it ends, name it.
+
+        It ends the lobby, so that they hear of it at once, also where this process goes on.
+        """
         try:
             yield
-        except CollectiveError:  # of another machine, most likely; that one has told
-            raise
         except BaseException as error:
-            self._has_told = True
-            told = format_error(error)
-            _ask(lambda: _store().set(self._key(self.index), told), None)
+            if not isinstance(error, CollectiveError):  # of another machine, most likely, which has told
+                told = format_error(error)
+                _ask(lambda: _store().set(self._key(self.index), told), None)
+            if self._lobby is not None:
+                self.close_group(self._lobby)
             raise
 
     def gather(self, value: Any) -> list[Any]:
@@ -146,7 +198,9 @@ class Machines:
             CollectiveError: A machine was lost, or does not come.
         """
         values: list[Any] = [None] * self.count
-        self._meet("gathering values", lambda: dist.all_gather_object(values, value, group=self._lobby))
+        self._meet(
+            "gathering values", lambda: dist.all_gather_object(values, value, group=_opened(self._lobby))
+        )
         return values
 
     def share(self, value: Any) -> Any:
@@ -156,7 +210,9 @@ class Machines:
             CollectiveError: A machine was lost, or does not come.
         """
         box = [value]
-        self._meet("sharing a value", lambda: dist.broadcast_object_list(box, src=0, group=self._lobby))
+        self._meet(
+            "sharing a value", lambda: dist.broadcast_object_list(box, src=0, group=_opened(self._lobby))
+        )
         return box[0]
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
@@ -166,7 +222,8 @@ class Machines:
             CollectiveError: A machine was lost, or does not come.
         """
         self._meet(
-            "sharing tensors", lambda: [dist.broadcast(one, src=0, group=self._lobby) for one in tensors]
+            "sharing tensors",
+            lambda: [dist.broadcast(one, src=0, group=_opened(self._lobby)) for one in tensors],
         )
 
     def reduce(self, tensors: Sequence[Tensor], operations: Sequence[Reduction] = ()) -> None:
@@ -193,7 +250,9 @@ class Machines:
         def begin() -> None:
             chosen = operations or ("sum",) * len(tensors)
             for tensor, operation in zip(tensors, chosen, strict=True):
-                work = dist.all_reduce(tensor, OPERATIONS[operation], group=self.group, async_op=True)
+                work = dist.all_reduce(
+                    tensor, OPERATIONS[operation], group=_opened(self._sums), async_op=True
+                )
                 assert work is not None
                 works.append(work)
 
@@ -202,18 +261,22 @@ class Machines:
 
     def send(self, value: Any, machine: int) -> None:
         """Send a value to one other machine, which calls `receive`."""
-        self._call("sending a value", lambda: dist.send_object_list([value], machine, group=self.group))
+        self._call(
+            "sending a value", lambda: dist.send_object_list([value], machine, group=_opened(self._sums))
+        )
 
     def receive(self, machine: int) -> Any:
         """Receive the value that another machine sends."""
         box: list[Any] = [None]
-        self._call("receiving a value", lambda: dist.recv_object_list(box, machine, group=self.group))
+        self._call(
+            "receiving a value", lambda: dist.recv_object_list(box, machine, group=_opened(self._sums))
+        )
         return box[0]
 
     def close(self) -> None:
         """Give the groups back; a second call does nothing."""
-        for group in self._groups.copy():
-            self.close_group(group)
+        while self._groups:
+            self.close_group(self._groups[-1])
 
     def _meet(self, what: str, work: Callable[[], object]) -> None:
         """Make a call of the time before a run, whose failure names the error that another machine told."""
@@ -223,6 +286,7 @@ class Machines:
         try:
             work()
         except Exception as error:
+            error.__traceback__ = None  # its frames hold the group, and so the sockets
             reason = told() or f"one was lost, or did not come in time: {format_error(error)}"
             raise CollectiveError(
                 f"{what} between the {self.count} machines of this job failed on {self.names[self.index]}: "
@@ -239,7 +303,31 @@ class Machines:
 
     def _key(self, index: int) -> str:
         """Place of a machine's error in the store of torch.distributed."""
-        return f"flowdp/{self._lobby.group_name}/{index}"
+        return f"flowdp/{self._lobby_name}/{index}"
+
+
+_LEFT: deque[list[dist.ProcessGroup]] = deque()
+"""Groups of `Machines` that were dropped. The garbage collector, which finds these at any moment, leaves them
+to the next that opens some: torch.distributed keeps a table of groups, which it may be reading just then."""
+
+
+def _close_left() -> None:
+    with suppress(IndexError):  # there are no more
+        while True:
+            for group in _LEFT.popleft():
+                _destroy(group)
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with suppress(Exception):  # of a job that has ended its default group by itself
+        dist.destroy_process_group(group)
+
+
+def _opened(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group; None, which would be the default one, is an error."""
+    if group is None:
+        raise RuntimeError("this machine has closed its connection")
+    return group
 
 
 def _store() -> Any:

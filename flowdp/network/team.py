@@ -54,6 +54,10 @@ class Team:
         """Context that tells the other machines an error inside; see `Machines.telling`."""
         return nullcontext() if self.machines is None else self.machines.telling()
 
+    def starting(self) -> AbstractContextManager[None]:
+        """Context of the start of a run; see `Machines.starting`."""
+        return nullcontext() if self.machines is None else self.machines.starting()
+
     def of(self, machine: int) -> range:
         """Ranks of a machine."""
         first = sum(self.sizes[:machine])

@@ -40,6 +40,11 @@ class Transfer:
         self._machines = machines
         self._group = machines.open_group()
 
+    def close(self) -> None:
+        """Give the group back, when nothing travels any more; once."""
+        self._machines.close_group(self._group)
+        del self._group  # the last reference holds its sockets
+
     @property
     def others(self) -> range:
         """All machines but the one that leads."""

@@ -33,9 +33,9 @@ def replica(value: float, lane: Lane | None = None) -> Replica:
 class Taker:
     """Stands for the saver."""
 
-    def __init__(self, *, keeps_ranks: bool = True) -> None:
+    def __init__(self, *, keeps_ranks: bool = True, keeps_generators: bool = False) -> None:
         self.parts: dict[int, PendingState] = {}
-        self.keeps_ranks = keeps_ranks
+        self.keeps_ranks, self.keeps_generators = keeps_ranks, keeps_generators
 
     def put(self, rank: int, part: PendingState) -> None:
         self.parts[rank] = part
@@ -87,6 +87,13 @@ def test_a_machine_that_follows_puts_down_what_is_of_use_there(keeps_ranks: bool
         assert serve.serve(task, never, lambda: None) == StateSaved(1 + index)
     assert list(taker.parts) == ([1, 2] if keeps_ranks else [1] if is_best else [])
     assert ["model" in part() for part in taker.parts.values()] == [is_best, False][: len(taker.parts)]
+
+
+def test_of_random_numbers_alone_nothing_else_is_copied() -> None:
+    taker, own = Taker(keeps_ranks=False, keeps_generators=True), replica(3.0)
+    serve = BarrierTasks(own, [own], cast(Any, taker), None, 1, 0)
+    assert serve.serve(SaveState(0, 0), never, lambda: None) == StateSaved(1)
+    assert taker.parts[1]() == {"generator": None}  # of a CPU
 
 
 def test_an_evaluation_is_answered_with_its_numbers() -> None:

@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
+from tests.machines.agents import Agents
 from tests.machines.launch import Job, Record, report
 
 SAMPLES, BATCH, EPOCHS, DEVICES = 601, 4, 4, 2
@@ -35,6 +37,9 @@ STEPS = EPOCHS * -(-SAMPLES // BATCH)
 FROZEN_TIMEOUT_S = 3.0
 
 POLICIES = ("exact", "sync", "cadence")
+HOLDS = (100, STEPS // 2)
+"""Steps at which the jobs of `resized` hold until they are ended: the first one, and the machine alone."""
+
 LOOP = "setup"
 """The worker of `loop`, which has no links: only its sums notice that a machine is gone."""
 
@@ -59,7 +64,22 @@ class Counting(nn.Module):
 
 def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     numbers, x = batch
+    if _holds_at is not None and flowdp.current_worker().global_step >= _holds_at:
+        threading.Event().wait()
     return nn.functional.mse_loss(model(numbers, x), x.sum(1, keepdim=True))
+
+
+_holds_at: int | None = None
+
+
+def hold() -> None:
+    """Let this process hold in the middle of its training, but for the last job of `resized`."""
+    global _holds_at
+    was_alone, is_alone = Path(os.environ["FLOWDP_TEST_FOLDER"], "alone"), os.environ["WORLD_SIZE"] == "1"
+    if is_alone or not was_alone.exists():
+        _holds_at = HOLDS[is_alone]
+    if is_alone:
+        was_alone.touch()
 
 
 def worker(policy: Any, timeout_s: float) -> None:
@@ -87,10 +107,10 @@ def worker(policy: Any, timeout_s: float) -> None:
         **options,
     )
     run = trainer.start()
-    report("started", step=run.start_step)
+    report("started", step=run.start_step, machines=int(os.environ["WORLD_SIZE"]))
     try:
         for record in run.metrics(10):
-            report("step", step=record.global_step)
+            report("step", step=record.global_step, machines=int(os.environ["WORLD_SIZE"]))
         state = run.join()
     except flowdp.FlowdpError as error:
         _report_failure(error)
@@ -175,6 +195,24 @@ def check_end(both: Sequence[Record]) -> None:
         assert (one["steps"], one["epochs"]) == (STEPS, EPOCHS)
 
 
+def resized(policy: str) -> None:
+    """Kill one of two machines with its torchrun, and start another one: the job shrinks, and grows again."""
+    with Agents("tests.machines.kills", "--worker", policy, "--holds") as job:
+        job.add()
+        both = job.wait_for("started", 2)
+        assert {one["machines"] for one in both} == {2}
+        job.wait_for("step", 1, lambda one: one["step"] >= HOLDS[0] // 2)
+        job.kill(1)  # the first one keeps the rendezvous
+        (alone,) = job.wait_for("started", 1, lambda one: one["machines"] == 1)
+        assert 0 < alone["step"] <= HOLDS[0]
+        job.wait_for("step", 1, lambda one: one["machines"] == 1 and one["step"] >= HOLDS[1] - 50)
+        job.add()
+        again = job.wait_for("started", 4, lambda one: one["machines"] == 2)[2:]
+        assert alone["step"] <= again[0]["step"] == again[1]["step"] < STEPS
+        job.ended()
+        check_end(job.wait_for("trained", 2))
+
+
 def lost(number: signal.Signals, victim: int, step: int, worker: str = "sync") -> tuple[float, float]:
     """Kill or freeze a process that no launcher watches.
 
@@ -207,8 +245,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments (%(default)s)")
     parser.add_argument("--worker", choices=(*POLICIES, LOOP), help=argparse.SUPPRESS)
     parser.add_argument("--timeout", type=float, default=30.0, help=argparse.SUPPRESS)
+    parser.add_argument("--holds", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if given.holds:
+        hold()
     if given.worker == LOOP:
         loop(given.timeout)
         return 0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPE = "FLOWDP_TEST_PIPE"
@@ -87,7 +87,7 @@ class Job:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._rest = b""
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         self._scratch = tempfile.TemporaryDirectory(prefix="flowdp-job-", ignore_cleanup_errors=True)
         self.folder = Path(self._scratch.name)
         os.mkfifo(self.folder / "records")
@@ -119,14 +119,15 @@ class Job:
         shared |= {"FLOWDP_TEST_FOLDER": str(self.folder), **self._more}
         # Or a life reads the addresses of the one before: pytorch/pytorch#135712.
         shared["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._start_all(shared)
+
+    def _start_all(self, shared: Mapping[str, str]) -> None:
         if not self._by_hand:
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._count)]
             launcher += ["--max-restarts", str(self._restarts)]
             self._spawn([*launcher, *self._target, *self._arguments], shared)
             return
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         for rank in range(self._count):
             place = {"RANK": str(rank), "WORLD_SIZE": str(self._count)}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -216,6 +217,14 @@ class Job:
         os.close(self._pipe)
         self._output.close()
         self._scratch.cleanup()
+
+
+def free_port() -> int:
+    """Port of this host that nothing listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def below(pid: int) -> list[int]:

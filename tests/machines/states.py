@@ -1,8 +1,8 @@
 """Checkpoints and best models of runs on several machines.
 
 Run as a script: `begin` trains a part of each case, with a checkpoint at its end, and `resume` the rest of
-it; `best` trains until early stopping ends it. The loss notes the indices of its samples, which are their
-first column.
+it; `draw` does both with random numbers of each rank; `best` trains until early stopping ends it. The loss
+notes the indices of its samples, which are their first column.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.checkpoint.rank_state import capture
+from flowdp import start
+from flowdp.checkpoint import rank_state
+from flowdp.checkpoint.rank_state import capture, of_rank
 from flowdp.checkpoint.resume import Resumed
 from flowdp.engine import barrier_tasks
 from flowdp.replica.factories import all_of
@@ -131,6 +133,44 @@ def train(case: str, devices: int, folder: Path, *, resumes: bool) -> None:
     )
 
 
+def fake_generators() -> None:
+    """Give CPU devices generators, whose states are numbers of ranks, and report those that are restored."""
+
+    def state_of(device: torch.device) -> Tensor:
+        worker = flowdp.current_worker()
+        assert worker is not None
+        return torch.tensor([worker.rank + 1], dtype=torch.uint8)
+
+    def put_back(self: Resumed, replicas: Sequence[Replica], ranks: Sequence[int] | None = None) -> None:
+        for rank in ranks or ():
+            found = of_rank(self.ranks, rank)["generator"]
+            report("generator", rank=rank, state=None if found is None else found.tolist())
+
+    rank_state._generator_state = state_of
+    start.has_generator = lambda device: True  # type: ignore[attr-defined]
+    Resumed.put_back = put_back  # type: ignore[method-assign]
+
+
+def draw(devices: int, folder: Path) -> None:
+    """Train with a checkpoint at the end, and resume from it."""
+    fake_generators()
+    leads = os.environ["RANK"] == "0"
+    for epochs in (1, 2):
+        flowdp.Trainer(
+            net(),
+            lambda params: torch.optim.Adam(params, lr=3e-3),
+            lambda model, batch: error(model, batch[0]),
+            dataset=(data(SAMPLES, 1),),
+            batch_size=BATCH,
+            epochs=epochs,
+            devices=["cpu"] * devices,
+            policy="exact",
+            checkpoint=str(folder / "draws") if leads else None,
+            resume=epochs > 1 and leads,
+            progress=False,
+        ).fit()
+
+
 def train_best(devices: int) -> None:
     """Train towards the targets for some epochs, and away from them from then on."""
     seen: list[str] = []
@@ -169,5 +209,7 @@ if __name__ == "__main__":
     own = int(devices.split(",")[int(os.environ["RANK"])])
     if what == "best":
         train_best(own)
+    if what == "draw":
+        draw(own, Path(folder))
     for case in cases:
         train(case, own, Path(folder), resumes=what == "resume")

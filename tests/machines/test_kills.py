@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.machines.kills import FROZEN_TIMEOUT_S, LOOP, POLICIES, killed, lost
+from tests.machines.kills import FROZEN_TIMEOUT_S, LOOP, POLICIES, killed, lost, resized
 
 pytestmark = [pytest.mark.posix, pytest.mark.linux]
 
@@ -21,6 +21,10 @@ END_S = 3.0
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_killed_job_goes_on_and_trains_every_sample_once(policy: str) -> None:
     killed(policy, 2 if policy == "cadence" else 1, random.Random(f"{policy} 1"))
+
+
+def test_torchrun_shrinks_and_grows_a_job_that_goes_on() -> None:
+    resized("sync")
 
 
 @pytest.mark.parametrize("worker", ["sync", LOOP])

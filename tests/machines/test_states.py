@@ -109,6 +109,16 @@ def test_every_sample_of_the_interrupted_epoch_is_trained_once(
     assert all(one["done"] == EPOCHS for one in ended)
 
 
+def test_exact_keeps_the_random_numbers_of_every_rank(tmp_path: Path) -> None:
+    with job("draw", "2,2", tmp_path) as done:
+        done.ended()
+        restored = done.wait_for("generator", RANKS)
+    assert {one["rank"]: one["state"] for one in restored} == {rank: [rank + 1] for rank in range(RANKS)}
+    ranks = read(min((tmp_path / "draws").glob("step-*.pt")))["ranks"]
+    assert [rank["generator"].tolist() for rank in ranks] == [[rank + 1] for rank in range(RANKS)]
+    assert len({moments(rank["optimizers"]) for rank in ranks}) == 1
+
+
 def test_every_machine_returns_the_best_model(tmp_path: Path) -> None:
     with job("best", "1,2", tmp_path) as done:
         done.ended()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import threading
-from contextlib import suppress
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from flowdp.errors import CollectiveError, OptionError
@@ -129,29 +130,146 @@ def test_the_error_of_one_machine_before_a_run_is_named_on_the_others(
     assert re.search(rf"on machine 0 \(.*\): machine 1 \(.*\) failed: {named}", text), text
 
 
-def tells_again(rank: int) -> list[str]:
-    """A machine that fails, and is better at its next try."""
+NOTICED_S = 2.0
+"""Seconds until all machines have raised the error that one of them had."""
+
+
+def trainer(rank: int, where: str, attempt: int) -> Trainer:
+    """A Trainer that fails on machine 1 at the first attempt, in its arguments or at the start of its run."""
+
+    def build() -> torch.nn.Module:
+        if rank == 1 and where == "start" and not attempt:
+            raise OnlyHereError("no such disk")
+        torch.manual_seed(0)
+        return torch.nn.Linear(2, 1)
+
+    x = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
+    return Trainer(
+        build,
+        partial(torch.optim.SGD, lr=0.1),
+        torch.nn.MSELoss(),
+        dataset=TensorDataset(x, x.sum(1, keepdim=True)),
+        devices=["cpu"],
+        batch_size=8,
+        epochs=-1 if rank == 1 and where == "arguments" and not attempt else 1,
+        progress=False,
+    )
+
+
+def tries_again(rank: int, where: str) -> dict[str, Any]:
+    """A machine whose first try fails on machine 1, which lives on, and whose second try does not."""
+    module.START_S = 60.0  # none waits for it
+    text, at = "", 0.0
+    try:
+        trainer(rank, where, 0).fit()
+    except Exception as error:
+        text, at = f"{type(error).__name__}: {error}", time.monotonic()
+    # Nobody goes on before all have heard of it: machine 1 would otherwise come, and end the wait.
+    dist.barrier()
+    state = trainer(rank, where, 1).fit()
+    return {"text": text, "at": at, "steps": state.global_step, "loss": state.history[-1].loss}
+
+
+@pytest.mark.parametrize(("size", "where"), [(2, "arguments"), (2, "start"), (4, "start")])
+def test_machines_hear_of_one_that_fails_and_lives_on_and_try_again(
+    tmp_path: Path, size: int, where: str
+) -> None:
+    found = in_processes(tries_again, tmp_path, size, where)
+    named = "OnlyHereError: no such disk" if where == "start" else "OptionError: epochs"
+    assert found[1]["text"].startswith(named)
+    for rank, one in enumerate(found):
+        if rank != 1:
+            assert one["text"].startswith("CollectiveError: ")
+            assert re.search(rf"machine 1 \(.*\) failed: {named}", one["text"]), one["text"]
+            assert one["at"] - found[1]["at"] < NOTICED_S
+        assert (one["steps"], one["loss"]) == (8, found[0]["loss"])
+
+
+def starts_again(rank: int) -> list[Any]:
+    """A Trainer whose first start fails on machine 1, and that is started again twice."""
+    module.START_S = 60.0
+    fails = [True]
+
+    def build() -> torch.nn.Module:
+        if rank == 1 and fails:
+            raise OnlyHereError("no such disk")
+        torch.manual_seed(0)
+        return torch.nn.Linear(2, 1)
+
+    x = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
+    again = Trainer(
+        build,
+        partial(torch.optim.SGD, lr=0.1),
+        torch.nn.MSELoss(),
+        dataset=TensorDataset(x, x.sum(1, keepdim=True)),
+        devices=["cpu"],
+        batch_size=8,
+        epochs=1,
+        progress=False,
+    )
+    found: list[Any] = []
+    for _ in range(3):
+        try:
+            found.append(again.fit().history[-1].loss)
+        except Exception as error:
+            found.append(type(error).__name__)
+            fails.clear()
+    return found
+
+
+def test_a_trainer_whose_start_has_failed_is_started_again(tmp_path: Path) -> None:
+    first, second = in_processes(starts_again, tmp_path, 2)
+    assert (first[0], second[0]) == ("CollectiveError", "OnlyHereError")
+    assert first[1:] == second[1:]
+    assert first[1] == pytest.approx(first[2], rel=1e-5)  # the shares follow speed
+    assert isinstance(first[1], float)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def uses_many(rank: int) -> tuple[int, int, int]:
+    """Count open files before and after many Trainers, whose runs, or who themselves, are kept or dropped."""
+    again = trainer(rank, "", 1)
+    again.fit()
+    kept: list[Any] = []
+    before = open_files()
+    for _ in range(4):
+        again.fit()
+        kept.append(trainer(rank, "", 1).start())
+        kept[-1].join()
+    dist.barrier()
+    after = open_files()
+    for _ in range(4):
+        trainer(rank, "", 1)  # never started: closed by the next one
+    return before, after, open_files()
+
+
+@pytest.mark.linux
+def test_groups_are_given_back_with_their_run_or_trainer(tmp_path: Path) -> None:
+    for before, after, last in in_processes(uses_many, tmp_path, 2):
+        assert after == before
+        assert last <= before + 2 * SOCKETS
+
+
+SOCKETS = 10
+"""More files than one group of two machines has open."""
+
+
+def test_a_closed_group_is_not_mistaken_for_the_default_one(tmp_path: Path) -> None:
+    assert all(in_processes(calls_closed, tmp_path, 2))
+
+
+def calls_closed(rank: int) -> bool:
     machines = find_machines(timeout_s=60.0)
     assert machines is not None
-    found = []
-    for attempt in range(2):
-        with suppress(OnlyHereError), machines.telling():
-            if rank == 1 and attempt == 0:
-                raise OnlyHereError("no such disk")
-        machines.gather(None)
-        found.append(machines._told())
-        machines.gather(None)  # before the next try takes it back
-    with suppress(CollectiveError), machines.telling():
-        raise CollectiveError("of another machine")
-    machines.gather(None)
-    return [*found, machines._told()]
-
-
-def test_an_error_is_told_until_the_next_try(tmp_path: Path) -> None:
-    first, second = in_processes(tells_again, tmp_path, 2)
-    assert re.fullmatch(r"machine 1 \(.*\) failed: OnlyHereError: no such disk", first[0])
-    assert first[1:] == ["", ""]
-    assert second == ["", "", ""]
+    machines.close()
+    with pytest.raises(CollectiveError, match="has closed its connection"):
+        machines.gather(rank)
+    with pytest.raises(CollectiveError, match="has closed its connection"):
+        machines.reduce([torch.zeros(1)])
+    return True
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
