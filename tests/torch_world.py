@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ GRACE_S = 5.0
 
 
 def in_processes(work: Callable[..., Any], folder: Path, size: int, *args: Any) -> list[Any]:
-    """Run `work(rank, *args)` in `size` processes with one gloo group; returns their results, by rank."""
+    """Run `work(rank, *args)` in `size` processes with one gloo group; returns their results, by rank.
+
+    None for a process that ended well without one.
+    """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
@@ -27,19 +31,29 @@ def in_processes(work: Callable[..., Any], folder: Path, size: int, *args: Any) 
     for _, theirs in pipes:
         theirs.close()
     answers: dict[Any, Any] = {}
-    try:
-        while len(answers) < size:
-            waited = [ours for ours, _ in pipes if ours not in answers]
-            answers |= {ours: ours.recv() for ours in wait(waited)}
-    except EOFError:  # one has failed, and the others may wait for it
-        for process, (ours, _) in zip(processes, pipes, strict=True):
-            if ours not in answers:
-                process.join(GRACE_S)
-                process.kill()
+    left = dict(zip((ours for ours, _ in pipes), processes, strict=True))
+    while left:
+        for ours in wait(list(left)):
+            process = left.pop(ours)
+            try:
+                answers[ours] = ours.recv()
+            except EOFError:
+                process.join(60)
+                if process.exitcode:  # the others may wait for it
+                    _kill(left.values())
+                    left.clear()
+                    break
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * size, "see what the processes wrote"
-    return [answers[ours] for ours, _ in pipes]
+    return [answers.get(ours) for ours, _ in pipes]
+
+
+def _kill(processes: Iterable[BaseProcess]) -> None:
+    """Kill processes that do not end by themselves."""
+    for process in processes:
+        process.join(GRACE_S)
+        process.kill()
 
 
 def _process(
