@@ -17,7 +17,7 @@ from flowdp.engine.failures import Failures
 from flowdp.engine.machine_metrics import MachineMetrics, MetricsMeeting
 from flowdp.engine.remote_error import RemoteError, sent_error
 from flowdp.engine.requests import Requests
-from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError
+from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError, MachineLostError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Phase
 from flowdp.machine.gate import GateState
@@ -184,11 +184,11 @@ class _Link(ABC):
         """The machine from which an error came; None: this one."""
         return next((machine for theirs, machine in self._theirs if theirs is error), None)
 
-    def _early_end(self, machine: int) -> CollectiveError | None:
+    def _early_end(self, machine: int) -> MachineLostError | None:
         """The error that a machine has closed its link; None: the run is over."""
         if self._is_over:
             return None
-        return CollectiveError(f"{self._machines.names[machine]} has left the run before its end")
+        return MachineLostError(f"{self._machines.names[machine]} has left the run before its end")
 
     @abstractmethod
     def give_up(self, reason: str) -> None:

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowdp.errors import CollectiveError, OptionError
+from flowdp.errors import CollectiveError, MachineLostError, OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["Machines", "Pending", "Reduction", "find_machines"]
+__all__ = ["Machines", "Pending", "Reduction", "backend_here", "check_world", "find_machines", "world_here"]
 
 log = logging.getLogger("flowdp")
 
@@ -78,6 +78,7 @@ class Machines:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self._world = world_here()
         self.index, self.count = dist.get_rank(), dist.get_world_size()
         self.names = tuple(f"machine {index}" for index in range(self.count))
         self._groups: list[dist.ProcessGroup] = []
@@ -105,10 +106,12 @@ class Machines:
             # It waits longer, and hears of a machine that has failed; what follows does not.
             self.gather(None)
         try:
+            if not self._groups:
+                _meet_in_default_group()
             seconds = self.timeout_s if timeout_s is None else timeout_s
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         except Exception as error:
-            raise CollectiveError(
+            raise MachineLostError(
                 f"the {self.count} machines of this job do not reach each other: {format_error(error)}; each "
                 "must run the same script, and make the same Trainers and calls of setup in the same order"
             ) from error
@@ -220,11 +223,15 @@ class Machines:
         self._call(what, work, lambda: _ask(self._told, ""))
 
     def _call(self, what: str, work: Callable[[], object], told: Callable[[], str] = str) -> None:
+        check_world(self._world)
         try:
             work()
         except Exception as error:
-            reason = told() or f"one was lost, or did not come in time: {format_error(error)}"
-            raise CollectiveError(
+            failed = told()
+            # What torch.distributed raises is a RuntimeError; another one is of a value that cannot travel.
+            is_lost = not failed and isinstance(error, RuntimeError)
+            reason = failed or f"one was lost, or did not come in time: {format_error(error)}"
+            raise (MachineLostError if is_lost else CollectiveError)(
                 f"{what} between the {self.count} machines of this job failed on {self.names[self.index]}: "
                 f"{reason}"
             ) from error
@@ -240,6 +247,18 @@ class Machines:
     def _key(self, index: int) -> str:
         """Place of a machine's error in the store of torch.distributed."""
         return f"flowdp/{self._lobby.group_name}/{index}"
+
+
+def _meet_in_default_group() -> None:
+    """Wait for all machines over connections that exist, and so break where a machine is lost.
+
+    Does nothing where the default group, the user's, has none for the host's memory.
+    """
+    world = dist.group.WORLD
+    if world is not None and torch.device("cpu") in world._device_types:
+        work = dist.all_reduce(torch.zeros(1), async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=START_S))
 
 
 def _store() -> Any:
@@ -265,6 +284,34 @@ def _ask(question: Callable[[], Answer], otherwise: Answer) -> Answer:
     thread.start()
     thread.join(STORE_S)
     return answers[-1]
+
+
+def world_here() -> object:
+    """The default process group, where several machines are in it; None: this process is alone."""
+    is_spread = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if is_spread else None
+
+
+def check_world(world: object) -> None:
+    """Check that the machines of now are those of an earlier moment.
+
+    Args:
+        world: What `world_here` returned then.
+
+    Raises:
+        OptionError: The default process group is another one.
+    """
+    if world_here() is not world:
+        raise OptionError(
+            "this Trainer, or this call of setup, belongs to another process group than the one of now, "
+            "whose machines may be others: make it anew, inside the function that run_elastic calls, or "
+            "after init_process_group"
+        )
+
+
+def backend_here() -> str:
+    """Backend of the default process group: flowdp uses gloo, and the user's CUDA tensors need NCCL."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:
@@ -293,9 +340,8 @@ def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:
                 "torchrun has started this job again; should the machines not reach each other now, start "
                 "torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
             )
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend_here())
         except Exception as error:
             raise OptionError(
                 f"the environment describes a job of {os.environ['WORLD_SIZE']} processes (RANK, WORLD_SIZE, "
