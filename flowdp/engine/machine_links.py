@@ -140,6 +140,11 @@ class _Link(ABC):
         """Send what is left, and wait until the other ends have closed, too."""
         self._channel.close()
 
+    def abort(self) -> None:
+        """Free the rank that stands in a sum where a machine is lost: the others may not come to its end."""
+        if isinstance(self._failures.first, MachineLostError):
+            self._machines.give_up()
+
     def threads(self) -> list[threading.Thread]:
         """Threads of the links."""
         return self._channel.threads()

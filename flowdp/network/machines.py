@@ -6,6 +6,8 @@ every byte between them; nothing here opens a connection of its own.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import os
 import socket
@@ -42,7 +44,13 @@ START_S = 600.0
 STORE_S = 2.0
 """Seconds for which the store is waited for: with a frozen machine 0, which keeps it, it never answers."""
 
+LOOK_S = 1.0
+"""Time after which a machine that waits for a sum looks whether one has been lost."""
+
 SUM = "a sum"
+
+_left: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
+"""Sums that were given up, with their groups: one that is freed would wait for them, up to its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,9 @@ class Machines:
         self.names = tuple(f"machine {index}" for index in range(self.count))
         self._groups: list[dist.ProcessGroup] = []
         self._has_told = False
+        self._is_given_up = False  # one writer sets it, once
+        self._begun: list[dist.Work] = []  # reductions that may be on their way
+        _left[:] = _pending()
         self._lobby = self.open_group(max(timeout_s, START_S))
         self.group = self.open_group()
         hosts = self.gather(socket.gethostname())
@@ -200,8 +211,35 @@ class Machines:
                 assert work is not None
                 works.append(work)
 
+        if self._is_given_up:
+            raise MachineLostError("another machine was lost before: make the Trainer anew")
         self._call(SUM, begin)
-        return Pending(lambda: self._call(SUM, lambda: [work.wait() for work in works]))
+        self._begun = [one for one in self._begun if not one.is_completed()] + works
+        return Pending(lambda: self._call(SUM, lambda: self._await(works)))
+
+    def give_up(self) -> None:
+        """Wait for no sum any more, because a machine is lost.
+
+        Another one may be waiting for the lost one in the same sum, and this one for that, up to the timeout.
+
+        Threads:
+            Any.
+        """
+        self._is_given_up = True
+        _left.append((self.group, self._begun))
+
+    def _await(self, works: list[dist.Work]) -> None:
+        for work in works:
+            while True:
+                try:
+                    work.wait(timedelta(seconds=LOOK_S))
+                    break
+                except RuntimeError:
+                    if work.is_completed():
+                        raise
+                    if self._is_given_up:
+                        _left.append((self.group, works))
+                        raise
 
     def send(self, value: Any, machine: int) -> None:
         """Send a value to one other machine, which calls `receive`."""
@@ -247,6 +285,18 @@ class Machines:
     def _key(self, index: int) -> str:
         """Place of a machine's error in the store of torch.distributed."""
         return f"flowdp/{self._lobby.group_name}/{index}"
+
+
+def _pending() -> list[tuple[dist.ProcessGroup, list[dist.Work]]]:
+    """Sums that were given up and still wait, with their groups."""
+    return [(group, works) for group, works in _left if not all(one.is_completed() for one in works)]
+
+
+@atexit.register
+def _keep_left() -> None:
+    """Keep the groups of sums that still wait out of the interpreter's end, which would wait for them."""
+    for group, _ in _pending():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _meet_in_default_group() -> None:

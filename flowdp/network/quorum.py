@@ -282,7 +282,6 @@ class Quorum:
                 f"not all {len(world.members)} machines came to their process group within {FORM_S:g} s: "
                 f"{format_error(error)}"
             ) from error
-        self._say(lives=self.me.lives + 1)
 
     def end_group(self) -> None:
         """Destroy the default group, whoever of it is left."""
@@ -347,7 +346,7 @@ class Quorum:
             # Here, not by the user's thread: a question in between would say that this machine still waits.
             if number == self._number and self._formed is None and next_world(answer, *self._sizes):
                 self._formed = answer
-                self._say(world=answer.name)
+                self._say(world=answer.name, lives=self.me.lives + 1)
             self._condition.notify_all()
 
     def _pass_on(self, answer: World) -> None:
@@ -427,7 +426,8 @@ def _late(answer: World | None, trouble: str, least: int, first: int, timeout_s:
         )
     wanted = first if all(not one.lives for one in answer.members) else least
     hosts = _listed([one.host for one in answer.members])
-    return f"{len(answer.members)} machines came within {timeout_s:g} s ({hosts}), and {wanted} are wanted"
+    came = "1 machine" if len(answer.members) == 1 else f"{len(answer.members)} machines"
+    return f"{came} came within {timeout_s:g} s ({hosts}), and {wanted} are wanted"
 
 
 def _listed(hosts: Sequence[str]) -> str:
