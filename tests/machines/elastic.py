@@ -40,10 +40,13 @@ HELD_STEP = 40
 HELD: list[int] = []
 """Sizes of the worlds in which this process was held."""
 
-WORKERS = ("train", "held", "fails", "fails outside")
+TIMEOUT_S = 4.0
+"""Timeout of a run whose machine is frozen."""
+
+WORKERS = ("train", "held", "frozen", "fails", "fails outside")
 
 
-def worker(kind: str, machines: int) -> None:
+def worker(kind: str, count: int) -> None:
     """Train as a machine of a job, and report each life, its steps, and what the model has counted."""
     place, lives = int(os.environ["RANK"]), itertools.count()
     folder = Path(os.environ["FLOWDP_TEST_FOLDER"])
@@ -52,7 +55,8 @@ def worker(kind: str, machines: int) -> None:
         life = next(lives)
         if kind == "fails outside" and place == 1:
             raise OSError("the disk is gone")
-        trainer = _trainer(folder, lambda model, batch: _loss(kind, place, folder, model, batch))
+        machines = flowdp.MachineOptions(timeout=TIMEOUT_S if kind == "frozen" else 30.0)
+        trainer = _trainer(folder, lambda model, batch: _loss(kind, place, folder, model, batch), machines)
         run = trainer.start()
         report("started", life=life, step=run.start_step, rank=dist.get_rank(), count=dist.get_world_size())
         for record in run.metrics(10):
@@ -60,7 +64,7 @@ def worker(kind: str, machines: int) -> None:
         return run.join()
 
     try:
-        state = flowdp.run_elastic(train, start_machines=machines, host="127.0.0.1", timeout=100)
+        state = flowdp.run_elastic(train, start_machines=count, host="127.0.0.1", timeout=100)
     except flowdp.FlowdpError as error:
         report("failed", kind=type(error).__name__, text=str(error)[:500], lives=next(lives))
         raise
@@ -75,7 +79,7 @@ def worker(kind: str, machines: int) -> None:
     )
 
 
-def _trainer(folder: Path, chosen: Any) -> flowdp.Trainer:
+def _trainer(folder: Path, chosen: Any, machines: flowdp.MachineOptions) -> flowdp.Trainer:
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(0)
     return flowdp.Trainer(
@@ -89,6 +93,7 @@ def _trainer(folder: Path, chosen: Any) -> flowdp.Trainer:
         checkpoint=flowdp.CheckpointOptions(folder / "checkpoints", every=EVERY, unit="step"),
         resume=True,
         failures=flowdp.FailureOptions(check_loss=False),
+        machines=machines,
         progress=False,
     )
 

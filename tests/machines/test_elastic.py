@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 
 import pytest
 
@@ -16,6 +18,19 @@ pytestmark = [pytest.mark.posix, pytest.mark.linux]
 @pytest.mark.parametrize("leads", [False, True], ids=["a follower", "machine 0"])
 def test_the_others_train_on_when_a_machine_is_killed(leads: bool) -> None:
     killed(leads, random.Random(f"elastic {leads}"))
+
+
+def test_a_machine_that_was_frozen_comes_back() -> None:
+    with ElasticJob("frozen") as job:
+        begun = job.started(3, 0)
+        job.wait_for("step", 3, lambda one: one["step"] >= 100)
+        victim = next(one for one in begun.values() if one["rank"] == 1)
+        os.kill(victim["pid"], signal.SIGSTOP)
+        job.started(2, 1)
+        os.kill(victim["pid"], signal.SIGCONT)
+        # It takes part again, or where it is too late for that, finds that nothing is left to train.
+        check_end(job.wait_for("trained", 3))
+        assert not any(job.wait())
 
 
 def test_the_last_of_three_trains_alone_to_the_end() -> None:
