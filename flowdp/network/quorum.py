@@ -190,7 +190,7 @@ class Quorum:
         self._store = _open_store(host)  # one for all worlds: each has a part of that of its machine 0
         self.me = Member(f"{host}-{uuid4().hex[:12]}", host, f"{host}:{self._store.port}")
         try:
-            self._client = self._connect()
+            self._client = self._connect(CONNECT_S)
             self._heart = ManagerServer(
                 replica_id=self.me.name,
                 lighthouse_addr=lighthouse,
@@ -373,14 +373,14 @@ class Quorum:
         except Exception as error:
             self._complain(error)
             with suppress(Exception):
-                self._client = self._connect()
+                self._client = self._connect(ASK_S)
             return None
         members = [Member(one.replica_id, store=one.store_address, **one.data) for one in found.participants]
         name = f"flowdp-{found.created.seconds}-{found.created.nanos}-{found.quorum_id}"
         return World(name, tuple(sorted(members, key=lambda one: (-one.lives, one.name))))
 
-    def _connect(self) -> Any:
-        return self._client_of(self._address, timedelta(seconds=CONNECT_S))
+    def _connect(self, within_s: float) -> Any:
+        return self._client_of(self._address, timedelta(seconds=within_s))
 
     def _complain(self, error: Exception) -> None:
         with self._condition:
