@@ -34,7 +34,10 @@ from tests.machines.launch import Job, Record, report
 HEARTBEAT_S = 2.0
 """Seconds without a heartbeat after which the lighthouse counts a machine as dead."""
 
-BROKEN_STEP = 60
+BROKEN_STEP = 3
+BROKEN_BATCH = 60
+"""Samples of a batch of which each device has a part, as yet, so that the machine that fails has one."""
+
 HELD_STEP = 40
 
 HELD: list[int] = []
@@ -56,7 +59,8 @@ def worker(kind: str, count: int) -> None:
         if kind == "fails outside" and place == 1:
             raise OSError("the disk is gone")
         machines = flowdp.MachineOptions(timeout=TIMEOUT_S if kind == "frozen" else 30.0)
-        trainer = _trainer(folder, lambda model, batch: _loss(kind, place, folder, model, batch), machines)
+        size = BROKEN_BATCH if kind == "fails" else BATCH
+        trainer = _trainer(folder, lambda model, one: _loss(kind, place, folder, model, one), machines, size)
         run = trainer.start()
         report("started", life=life, step=run.start_step, rank=dist.get_rank(), count=dist.get_world_size())
         for record in run.metrics(10):
@@ -79,7 +83,7 @@ def worker(kind: str, count: int) -> None:
     )
 
 
-def _trainer(folder: Path, chosen: Any, machines: flowdp.MachineOptions) -> flowdp.Trainer:
+def _trainer(folder: Path, chosen: Any, machines: flowdp.MachineOptions, batch: int) -> flowdp.Trainer:
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(0)
     return flowdp.Trainer(
@@ -87,7 +91,7 @@ def _trainer(folder: Path, chosen: Any, machines: flowdp.MachineOptions) -> flow
         lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         chosen,
         dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 4, generator=draw)),
-        batch_size=BATCH,
+        batch_size=batch,
         epochs=EPOCHS,
         devices=["cpu"] * DEVICES,
         checkpoint=flowdp.CheckpointOptions(folder / "checkpoints", every=EVERY, unit="step"),
