@@ -28,6 +28,7 @@ from flowdp.ddp.synchronizer import GradientSynchronizer
 from flowdp.device.discovery import devices
 from flowdp.device.seeding import seed_everything
 from flowdp.device.worker_context import current_worker, record_scalar
+from flowdp.elastic import run_elastic
 from flowdp.engine.evaluation import EvaluationOptions
 from flowdp.errors import (
     CheckpointError,
@@ -37,6 +38,8 @@ from flowdp.errors import (
     DataError,
     DeviceError,
     FlowdpError,
+    MachineLostError,
+    MachineWaitsError,
     OptionError,
     OutOfDeviceMemory,
     ProtocolError,
@@ -106,6 +109,7 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "Status",
     "TrainedState",
     "load_checkpoint",
+    "run_elastic",
     "Checkpoint",
     "EpochMetrics",
     "RankMetrics",
@@ -152,6 +156,8 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "CollectiveError",
     "CollectiveAborted",
     "CollectiveTimeout",
+    "MachineLostError",
+    "MachineWaitsError",
     "StallError",
     "CheckpointError",
     "StateError",

@@ -10,6 +10,8 @@ FlowdpError
   CollectiveError            averaging failed
     CollectiveAborted        another rank failed first; that error is the one to read
     CollectiveTimeout        the devices do not get on with it
+    MachineLostError         another machine of the job has died, or says nothing
+    MachineWaitsError        another machine waits to take part; run_elastic goes on with it
   StallError                 nothing has moved for a long time  .ranks .stacks
   CheckpointError            a checkpoint cannot be used        .path .version
   StateError                 the model does not take the state  .state
@@ -37,6 +39,8 @@ __all__ = [
     "DataError",
     "DeviceError",
     "FlowdpError",
+    "MachineLostError",
+    "MachineWaitsError",
     "OptionError",
     "OutOfDeviceMemory",
     "ProtocolError",
@@ -129,6 +133,20 @@ class CollectiveAborted(CollectiveError):
 
 class CollectiveTimeout(CollectiveError):
     """A round has begun on the devices and does not end: one of them, or a link between two, is dead."""
+
+
+class MachineLostError(CollectiveError):
+    """Another machine of the job has died, is cut off, or has said nothing for longer than the timeout.
+
+    Where a machine has failed by an error of its own, the others raise that one instead.
+    """
+
+
+class MachineWaitsError(CollectiveError):
+    """The run has written a checkpoint and ended, because another machine waits to take part.
+
+    `run_elastic` makes it and goes on from that checkpoint, with all machines; let it pass.
+    """
 
 
 class StallError(FlowdpError):

@@ -89,6 +89,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
     if config.runtime.handle_sigterm:
         check_sigterm()
     team = config.team
+    team.check()
     if config.tells_devices and team.leads:
         tell_devices(config.devices, () if team.machines is None else team.machines.names)
     check_free(config.devices)

@@ -14,7 +14,7 @@ from flowdp.engine.metrics import named_metrics
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.network.devices import check_devices
-from flowdp.network.machines import Machines, find_machines
+from flowdp.network.machines import Machines, find_machines, world_here
 from flowdp.network.team import Team
 from flowdp.options import MachineOptions
 
@@ -43,14 +43,14 @@ def find_team(
     found = find_machines(timeout_s=options.timeout, wanted=machines is not False)
     if found is None:
         chosen = resolve_devices(devices)
-        return chosen, Team((len(chosen),), options=options)
+        return chosen, Team((len(chosen),), options=options, world=world_here(), is_chosen=machines is False)
     with found.telling():
         chosen = resolve_devices(devices)
         if devices == "auto":
             chosen = _part_of(chosen)
         sizes = found.gather(len(chosen))
         check_devices(found, chosen)
-    return chosen, Team(tuple(sizes), found, options)
+    return chosen, Team(tuple(sizes), found, options, world_here())
 
 
 def _part_of(chosen: tuple[torch.device, ...]) -> tuple[torch.device, ...]:

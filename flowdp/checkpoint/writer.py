@@ -262,6 +262,11 @@ class Saver:
         return self._folder is not None or self._saved is not None
 
     @property
+    def has_folder(self) -> bool:
+        """Whether checkpoints are written into a folder of this machine."""
+        return self._folder is not None
+
+    @property
     def is_busy(self) -> bool:
         """Whether something is being written, or waits to be."""
         if self.sender is not None:

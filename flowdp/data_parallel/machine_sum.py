@@ -32,7 +32,7 @@ from flowdp.data_parallel.machine_report import (
     rate_bits,
     reports_in,
 )
-from flowdp.errors import CollectiveError, FlowdpError
+from flowdp.errors import CollectiveError, FlowdpError, MachineLostError
 from flowdp.network.machines import Machines
 from flowdp.options import Payload
 
@@ -319,13 +319,14 @@ class MachineSum:
 
     def _call(self, exchange: Callable[[], None]) -> None:
         if self._failure is not None:
-            raise CollectiveError("the machines of this job have failed before") from self._failure
+            kind = MachineLostError if isinstance(self._failure, MachineLostError) else CollectiveError
+            raise kind("the machines of this job have failed before") from self._failure
         try:
             exchange()
         except CollectiveError as error:
             others = [name for k, name in enumerate(self.machines.names) if k != self.machines.index]
             self._failure = error
-            raise CollectiveError(
+            raise type(error)(
                 f"the gradients of step {self._steps} could not be summed with those of "
                 f"{', '.join(others)}: a machine was lost, has ended its loop before the others (each must "
                 "make the same number of backward passes: give each as many batches), or did not come "

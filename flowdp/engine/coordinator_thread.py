@@ -220,6 +220,8 @@ class CoordinatorShell:
                 (self._gate if self._link is None else self._link).direct(command.directives)
             case AbortGate():
                 self._gate.abort(command.reason)
+                if self._link is not None:
+                    self._link.abort()
                 self._failing_ms = self._now_ms() + GRACE_MS
             case Average():
                 self._jobs.post(command)

@@ -332,6 +332,11 @@ class Engine:
         """Send a request of the user to the coordinator; returns its number at once."""
         return self._requests.request(what)
 
+    def fail(self, error: FlowdpError) -> None:
+        """End the run, on all machines, by an error from outside; one that is over is left as it is."""
+        if not self.records.is_over:
+            self._failed(error)
+
     def snapshot(self) -> CapturedState | None:
         """Take a snapshot at the end of this round; None where the run ends before.
 

@@ -9,7 +9,14 @@ import torch
 from flowdp.data.source import Source
 from flowdp.device.streams import CudaLane, Lane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.errors import CollectiveError, DataError, OutOfDeviceMemory, ProtocolError, StepError
+from flowdp.errors import (
+    CollectiveError,
+    DataError,
+    MachineLostError,
+    OutOfDeviceMemory,
+    ProtocolError,
+    StepError,
+)
 from flowdp.machine.worker import Step
 from flowdp.policy.formats import format_error, format_indices, format_text
 
@@ -64,6 +71,8 @@ class ErrorContext:
         if isinstance(cause, OutOfDeviceMemory):
             return cause.with_traceback(None)  # of ours; its frames hold the replica
         if isinstance(cause, DataError | ProtocolError):
+            return cause
+        if isinstance(cause, MachineLostError):
             return cause
         # Of a link that broke; without a cause it is of the user's module, whose tensors have changed.
         if isinstance(cause, CollectiveError) and isinstance(cause.__cause__, RuntimeError):

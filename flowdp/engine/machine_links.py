@@ -17,7 +17,7 @@ from flowdp.engine.failures import Failures
 from flowdp.engine.machine_metrics import MachineMetrics, MetricsMeeting
 from flowdp.engine.remote_error import RemoteError, sent_error
 from flowdp.engine.requests import Requests
-from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError
+from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError, MachineLostError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Phase
 from flowdp.machine.gate import GateState
@@ -140,6 +140,11 @@ class _Link(ABC):
         """Send what is left, and wait until the other ends have closed, too."""
         self._channel.close()
 
+    def abort(self) -> None:
+        """Free the rank that stands in a sum where a machine is lost: the others may not come to its end."""
+        if isinstance(self._failures.first, MachineLostError):
+            self._machines.give_up()
+
     def threads(self) -> list[threading.Thread]:
         """Threads of the links."""
         return self._channel.threads()
@@ -184,11 +189,11 @@ class _Link(ABC):
         """The machine from which an error came; None: this one."""
         return next((machine for theirs, machine in self._theirs if theirs is error), None)
 
-    def _early_end(self, machine: int) -> CollectiveError | None:
+    def _early_end(self, machine: int) -> MachineLostError | None:
         """The error that a machine has closed its link; None: the run is over."""
         if self._is_over:
             return None
-        return CollectiveError(f"{self._machines.names[machine]} has left the run before its end")
+        return MachineLostError(f"{self._machines.names[machine]} has left the run before its end")
 
     @abstractmethod
     def give_up(self, reason: str) -> None:

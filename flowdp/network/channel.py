@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowdp.errors import CollectiveError
+from flowdp.errors import CollectiveError, MachineLostError
 from flowdp.network.machines import Machines
 from flowdp.policy.formats import format_error
 
@@ -174,13 +174,12 @@ class _Link:
             body()
         except Exception as error:
             what = f"{self._name} was lost, or said nothing for {self._timeout_s:g} s"
-            self._fail(what, error)
+            self._fail(MachineLostError(f"{what}: {format_error(error)}"), error)
             self.queue.put(_Bye())  # for the other thread, which ends
 
-    def _fail(self, what: str, error: Exception) -> None:
-        loss = CollectiveError(f"{what}: {format_error(error)}")
-        loss.__cause__ = error
-        self._end(loss)
+    def _fail(self, failure: CollectiveError, cause: Exception) -> None:
+        failure.__cause__ = cause
+        self._end(failure)
 
     def _end(self, error: CollectiveError | None) -> None:
         """Tell the end, once."""
@@ -229,7 +228,8 @@ class _Link:
                     self._received(self._other, message)
             except Exception as error:
                 # The other end goes on: what it sends is received and dropped, or it would wait for that.
-                self._fail(f"a message of {self._name} cannot be taken", error)
+                what = f"a message of {self._name} cannot be taken"
+                self._fail(CollectiveError(f"{what}: {format_error(error)}"), error)
 
 
 def _tensor(content: bytes) -> Tensor:

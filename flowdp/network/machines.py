@@ -6,6 +6,8 @@ every byte between them; nothing here opens a connection of its own.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import os
 import socket
@@ -22,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowdp.errors import CollectiveError, OptionError
+from flowdp.errors import CollectiveError, MachineLostError, OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["Machines", "Pending", "Reduction", "find_machines"]
+__all__ = ["Machines", "Pending", "Reduction", "backend_here", "check_world", "find_machines", "world_here"]
 
 log = logging.getLogger("flowdp")
 
@@ -44,7 +46,13 @@ START_S = 600.0
 STORE_S = 2.0
 """Seconds for which the store is waited for: with a frozen machine 0, which keeps it, it never answers."""
 
+LOOK_S = 1.0
+"""Time after which a machine that waits for a sum looks whether one has been lost."""
+
 SUM = "a sum"
+
+_left: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
+"""Sums that were given up, with their groups: one that is freed would wait for them, up to its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,7 @@ class Machines:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self._world = world_here()
         self.index, self.count = dist.get_rank(), dist.get_world_size()
         self.names = tuple(f"machine {index}" for index in range(self.count))
         # Nothing else keeps a group, but for those who have opened it: the last reference holds its sockets.
@@ -88,6 +97,9 @@ class Machines:
         self._lobby: dist.ProcessGroup | None = None
         self._sums: dist.ProcessGroup | None = None
         self._is_used = False  # a run has been started
+        self._is_given_up = False  # one writer sets it, once
+        self._begun: list[dist.Work] = []  # reductions that may be on their way
+        _left[:] = _pending()
         _close_left()
         weakref.finalize(self, _LEFT.append, self._groups).atexit = False
         self._open()
@@ -126,10 +138,12 @@ class Machines:
             # It waits longer, and hears of a machine that has failed; what follows does not.
             self.gather(None)
         try:
+            if self._lobby is None:
+                _meet_in_default_group()
             seconds = self.timeout_s if timeout_s is None else timeout_s
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         except Exception as error:
-            raise CollectiveError(
+            raise MachineLostError(
                 f"the {self.count} machines of this job do not reach each other: {format_error(error)}; each "
                 "must run the same script, and make the same Trainers and calls of setup in the same order"
             ) from error
@@ -143,7 +157,8 @@ class Machines:
         Its sockets are closed with the last reference to it, and what others wait for on it fails at once.
         """
         self._lobby = None if group is self._lobby else self._lobby
-        self._sums = None if group is self._sums else self._sums
+        if group is self._sums:
+            self._sums, self._begun = None, []  # these refer to it, too
         if group in self._groups:
             self._groups.remove(group)
             _destroy(group)
@@ -246,18 +261,45 @@ class Machines:
         The tensors are not to be touched until `Pending.wait` has returned; raises the same.
         """
         works: list[dist.Work] = []
+        group = self._sums
 
         def begin() -> None:
             chosen = operations or ("sum",) * len(tensors)
             for tensor, operation in zip(tensors, chosen, strict=True):
-                work = dist.all_reduce(
-                    tensor, OPERATIONS[operation], group=_opened(self._sums), async_op=True
-                )
+                work = dist.all_reduce(tensor, OPERATIONS[operation], group=_opened(group), async_op=True)
                 assert work is not None
                 works.append(work)
 
+        if self._is_given_up:
+            raise MachineLostError("another machine was lost before: make the Trainer anew")
         self._call(SUM, begin)
-        return Pending(lambda: self._call(SUM, lambda: [work.wait() for work in works]))
+        self._begun = [one for one in self._begun if not one.is_completed()] + works
+        return Pending(lambda: self._call(SUM, lambda: self._await(_opened(group), works)))
+
+    def give_up(self) -> None:
+        """Wait for no sum any more, because a machine is lost.
+
+        Another one may be waiting for the lost one in the same sum, and this one for that, up to the timeout.
+
+        Threads:
+            Any.
+        """
+        self._is_given_up = True
+        if self._sums is not None:
+            _left.append((self._sums, self._begun))
+
+    def _await(self, group: dist.ProcessGroup, works: list[dist.Work]) -> None:
+        for work in works:
+            while True:
+                try:
+                    work.wait(timedelta(seconds=LOOK_S))
+                    break
+                except RuntimeError:
+                    if work.is_completed():
+                        raise
+                    if self._is_given_up:
+                        _left.append((group, works))
+                        raise
 
     def send(self, value: Any, machine: int) -> None:
         """Send a value to one other machine, which calls `receive`."""
@@ -283,12 +325,16 @@ class Machines:
         self._call(what, work, lambda: _ask(self._told, ""))
 
     def _call(self, what: str, work: Callable[[], object], told: Callable[[], str] = str) -> None:
+        check_world(self._world)
         try:
             work()
         except Exception as error:
             error.__traceback__ = None  # its frames hold the group, and so the sockets
-            reason = told() or f"one was lost, or did not come in time: {format_error(error)}"
-            raise CollectiveError(
+            failed = told()
+            # What torch.distributed raises is a RuntimeError; another one is of a value that cannot travel.
+            is_lost = not failed and isinstance(error, RuntimeError)
+            reason = failed or f"one was lost, or did not come in time: {format_error(error)}"
+            raise (MachineLostError if is_lost else CollectiveError)(
                 f"{what} between the {self.count} machines of this job failed on {self.names[self.index]}: "
                 f"{reason}"
             ) from error
@@ -326,8 +372,32 @@ def _destroy(group: dist.ProcessGroup) -> None:
 def _opened(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A group; None, which would be the default one, is an error."""
     if group is None:
-        raise RuntimeError("this machine has closed its connection")
+        raise ConnectionError("this machine has closed its connection")  # no RuntimeError: nobody is lost
     return group
+
+
+def _pending() -> list[tuple[dist.ProcessGroup, list[dist.Work]]]:
+    """Sums that were given up and still wait, with their groups."""
+    return [(group, works) for group, works in _left if not all(one.is_completed() for one in works)]
+
+
+@atexit.register
+def _keep_left() -> None:
+    """Keep the groups of sums that still wait out of the interpreter's end, which would wait for them."""
+    for group, _ in _pending():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _meet_in_default_group() -> None:
+    """Wait for all machines over connections that exist, and so break where a machine is lost.
+
+    Does nothing where the default group, the user's, has none for the host's memory.
+    """
+    world = dist.group.WORLD
+    if world is not None and torch.device("cpu") in world._device_types:
+        work = dist.all_reduce(torch.zeros(1), async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=START_S))
 
 
 def _store() -> Any:
@@ -353,6 +423,34 @@ def _ask(question: Callable[[], Answer], otherwise: Answer) -> Answer:
     thread.start()
     thread.join(STORE_S)
     return answers[-1]
+
+
+def world_here() -> object:
+    """The default process group, where several machines are in it; None: this process is alone."""
+    is_spread = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if is_spread else None
+
+
+def check_world(world: object) -> None:
+    """Check that the machines of now are those of an earlier moment.
+
+    Args:
+        world: What `world_here` returned then.
+
+    Raises:
+        OptionError: The default process group is another one.
+    """
+    if world_here() is not world:
+        raise OptionError(
+            "this Trainer, or this call of setup, belongs to another process group than the one of now, "
+            "whose machines may be others: make it anew, inside the function that run_elastic calls, or "
+            "after init_process_group"
+        )
+
+
+def backend_here() -> str:
+    """Backend of the default process group: flowdp uses gloo, and the user's CUDA tensors need NCCL."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:
@@ -381,9 +479,8 @@ def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:
                 "torchrun has started this job again; should the machines not reach each other now, start "
                 "torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
             )
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend_here())
         except Exception as error:
             raise OptionError(
                 f"the environment describes a job of {os.environ['WORLD_SIZE']} processes (RANK, WORLD_SIZE, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from flowdp.network.machines import Machines
+from flowdp.network.machines import Machines, check_world
 from flowdp.options import MachineOptions
 
 __all__ = ["Team"]
@@ -19,11 +19,15 @@ class Team:
         sizes: Ranks of each machine. Shape (machines,).
         machines: The machines; None: this process trains alone.
         options: Options of several machines.
+        world: The process group that this process was in when the team was found; None: it was alone.
+        is_chosen: The process trains alone by `machines=False`, whatever group it is in.
     """
 
     sizes: tuple[int, ...]
     machines: Machines | None = None
     options: MachineOptions = field(default_factory=MachineOptions)
+    world: object = field(default=None, compare=False, repr=False)
+    is_chosen: bool = False
 
     @property
     def world_size(self) -> int:
@@ -49,6 +53,15 @@ class Team:
     def is_spread(self) -> bool:
         """Whether there are other machines."""
         return self.machines is not None
+
+    def check(self) -> None:
+        """Check that the machines of now are those with which this team was found.
+
+        Raises:
+            OptionError: They are not, so that a run would wait for others, or train without them.
+        """
+        if not self.is_chosen:
+            check_world(self.world)
 
     def telling(self) -> AbstractContextManager[None]:
         """Context that tells the other machines an error inside; see `Machines.telling`."""

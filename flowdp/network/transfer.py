@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowdp.errors import CollectiveError
+from flowdp.errors import MachineLostError
 from flowdp.network.machines import Machines
 from flowdp.policy.formats import format_error
 
@@ -30,7 +30,7 @@ class Transfer:
         machines: Machines of the job.
 
     Raises:
-        CollectiveError: Not all machines came here in time.
+        MachineLostError: Not all machines came here in time.
 
     Threads:
         One for each direction.
@@ -58,7 +58,7 @@ class Transfer:
         """Send a value to another machine, which calls `receive`; any that can be pickled.
 
         Raises:
-            CollectiveError: The machine was lost, or does not come.
+            MachineLostError: The machine was lost, or does not come.
         """
         content = io.BytesIO()
         pickler = _Pickler(content)
@@ -75,7 +75,7 @@ class Transfer:
         """Receive the value that another machine sends.
 
         Raises:
-            CollectiveError: The machine was lost, or sends nothing in time.
+            MachineLostError: The machine was lost, or sends nothing in time.
         """
         try:
             length = torch.empty(LENGTH, dtype=torch.uint8)
@@ -90,8 +90,8 @@ class Transfer:
             raise self._lost("receiving", "from", machine, error) from error
         return value
 
-    def _lost(self, doing: str, way: str, machine: int, error: Exception) -> CollectiveError:
-        return CollectiveError(
+    def _lost(self, doing: str, way: str, machine: int, error: Exception) -> MachineLostError:
+        return MachineLostError(
             f"{doing} states {way} {self.name(machine)} failed: it was lost, or did not come within "
             f"{self._machines.timeout_s:g} s: {format_error(error)}"
         )

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from flowdp.config import RunConfig
 from flowdp.data.open_source import dataset_length
 from flowdp.errors import FlowdpError, OptionError, OutOfDeviceMemory
-from flowdp.network.team import Team
 from flowdp.observe.figure import new_figure
 from flowdp.policy.table import Table
 from flowdp.replica.batch_sizes import plan_sizes
@@ -232,7 +231,9 @@ def _speed(config: RunConfig, device: torch.device, steps: int, size: int) -> fl
     test = replace(
         config,
         devices=(device,),
-        team=config.team if config.team.is_spread else Team((1,)),  # refused, or this device alone
+        team=config.team
+        if config.team.is_spread
+        else replace(config.team, sizes=(1,)),  # refused, or this device alone
         replica=replace(own, sizes=sizes, capture=None, repeats=False, checks_loss=False),
         reading=replace(config.reading, drop_last=True),  # all steps are of this size
         epochs=None,

@@ -236,7 +236,7 @@ def test_a_machine_that_leaves_before_the_end_ends_the_run(tmp_path: Path, who: 
     assert text.startswith(f"machine {who} (")
     assert text.endswith(") has left the run before its end")
     assert isinstance(fact, _Orphaned if who == 0 else Failed)
-    assert fact.error == f"CollectiveError: {text}"
+    assert fact.error == f"MachineLostError: {text}"
     if who == 1:
         assert fact.ranks == (2,)
 

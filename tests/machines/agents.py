@@ -29,9 +29,9 @@ class Agents(Job):
 
     def _start_all(self, shared: Mapping[str, str]) -> None:
         self._shared = dict(shared)
-        self.add()
+        self.add_agent()
 
-    def add(self) -> None:
+    def add_agent(self) -> None:
         """Start another agent."""
         launcher = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
         launcher += ["--max-restarts", "5", "--monitor-interval", "0.2", "--rdzv-id", "job"]

@@ -153,8 +153,7 @@ def loop(timeout_s: float) -> None:
 
 
 def _report_failure(error: flowdp.FlowdpError) -> None:
-    is_of_machines = isinstance(error, flowdp.CollectiveError)
-    report("failed", kind=type(error).__name__, is_of_machines=is_of_machines, text=str(error)[:500])
+    report("failed", kind=type(error).__name__, text=str(error)[:500])
 
 
 # ---------------------------------------------------------------- the jobs
@@ -198,7 +197,7 @@ def check_end(both: Sequence[Record]) -> None:
 def resized(policy: str) -> None:
     """Kill one of two machines with its torchrun, and start another one: the job shrinks, and grows again."""
     with Agents("tests.machines.kills", "--worker", policy, "--holds") as job:
-        job.add()
+        job.add_agent()
         both = job.wait_for("started", 2)
         assert {one["machines"] for one in both} == {2}
         job.wait_for("step", 1, lambda one: one["step"] >= HOLDS[0] // 2)
@@ -206,7 +205,7 @@ def resized(policy: str) -> None:
         (alone,) = job.wait_for("started", 1, lambda one: one["machines"] == 1)
         assert 0 < alone["step"] <= HOLDS[0]
         job.wait_for("step", 1, lambda one: one["machines"] == 1 and one["step"] >= HOLDS[1] - 50)
-        job.add()
+        job.add_agent()
         again = job.wait_for("started", 4, lambda one: one["machines"] == 2)[2:]
         assert alone["step"] <= again[0]["step"] == again[1]["step"] < STEPS
         job.ended()
@@ -233,7 +232,7 @@ def lost(number: signal.Signals, victim: int, step: int, worker: str = "sync") -
         at = time.monotonic()
         took_s = job.wait_end(1 - victim) - at
         (failed,) = job.wait_for("failed", 1, lambda one: one["machine"] != victim)
-        assert failed["is_of_machines"], failed
+        assert failed["kind"] == "MachineLostError", failed
         assert "lost" in failed["text"], failed
         return failed["at"] - at, took_s
 

@@ -67,6 +67,7 @@ class Job:
     Attributes:
         records: All records so far, in the order in which they came.
         folder: A folder for files of the job; gone after the `with` block.
+        count: Number of processes that were asked for.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Job:
     ) -> None:
         self._target = [str(program)] if program is not None else ["-m", module]
         self._arguments = [str(argument) for argument in arguments]
-        self._count, self._restarts, self._by_hand = processes, restarts, by_hand
+        self.count, self._restarts, self._by_hand = processes, restarts, by_hand
         self._more = dict(environment or {})
         self.records: list[Record] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -123,15 +124,24 @@ class Job:
 
     def _start_all(self, shared: Mapping[str, str]) -> None:
         if not self._by_hand:
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._count)]
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.count)]
             launcher += ["--max-restarts", str(self._restarts)]
             self._spawn([*launcher, *self._target, *self._arguments], shared)
             return
-        port = free_port()
-        for rank in range(self._count):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(self._count)}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            self._spawn([*self._target, *self._arguments], {**shared, **place})
+        self._shared = shared
+        for place in self.places():
+            self.add(place)
+
+    def places(self) -> list[dict[str, str]]:
+        """Variables of torchrun for each process that is started by hand."""
+        common = {
+            "WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())
+        }  # fmt: skip
+        return [{"RANK": str(rank), **common} for rank in range(self.count)]
+
+    def add(self, place: Mapping[str, str]) -> None:
+        """Start one more process by hand, with variables of its own."""
+        self._spawn([*self._target, *self._arguments], {**self._shared, **place})
 
     def _spawn(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         process = subprocess.Popen(
@@ -176,6 +186,14 @@ class Job:
         """Wait until a process that was started by hand has ended; returns the time, on `time.monotonic`."""
         self._wait(lambda: self._processes[machine].poll() is not None, f"the end of machine {machine}")
         return time.monotonic()
+
+    def wait_until(self, is_done: Callable[[], bool], text: str) -> None:
+        """Wait until something is so that no record tells.
+
+        Raises:
+            AssertionError: The job ended, or hangs, before.
+        """
+        self._wait(is_done, text, until_end=True)
 
     def _wait(self, is_done: Callable[[], bool], text: str, *, until_end: bool = False) -> None:
         deadline = time.monotonic() + WAIT_S

@@ -76,6 +76,24 @@ def test_the_command_of_the_example_starts_two_nodes(tmp_path: Path) -> None:
     assert flowdp.load_checkpoint(tmp_path).global_step == STEPS
 
 
+def test_elastic_machines_meet_at_the_lighthouse_of_the_example(tmp_path: Path) -> None:
+    pytest.importorskip("torchft", reason="torchft is not installed: pip install 'flowdp[torchft]'")
+    text = (EXAMPLES / "elastic.py").read_text()
+    (options,) = re.findall(r"    torchft_lighthouse (.*?)  +#", text)
+    port = free_port()
+    program = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"127.0.0.1:{port}"]
+    node = [sys.executable, str(EXAMPLES / "elastic.py"), str(tmp_path), "5"]
+    address = f"http://127.0.0.1:{port}"
+    with (
+        started([[*program, *options.split()]]),
+        started([node, node], TORCHFT_LIGHTHOUSE=address) as running,
+    ):
+        outputs = said(running)
+    for output in outputs:
+        assert f"5 epochs, step {STEPS}, loss " in output
+    assert flowdp.load_checkpoint(tmp_path).global_step == STEPS
+
+
 def test_slurm_starts_one_process_on_each_node(tmp_path: Path) -> None:
     # A srun that starts two tasks here, as it would one on each node.
     programs = {

@@ -6,8 +6,10 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -15,11 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
-from flowdp.errors import CollectiveError, OptionError
+from flowdp.errors import CollectiveError, MachineLostError, OptionError
 from flowdp.network import machines as module
 from flowdp.network.machines import find_machines
+from flowdp.team_options import find_team
 from flowdp.trainer import Trainer
 from tests.torch_world import in_processes
+
+HANG_S = 60.0
 
 
 def calls(rank: int) -> dict[str, Any]:
@@ -270,6 +275,56 @@ def calls_closed(rank: int) -> bool:
     with pytest.raises(CollectiveError, match="has closed its connection"):
         machines.reduce([torch.zeros(1)])
     return True
+
+
+def gives_up(rank: int) -> str:
+    found = find_machines(timeout_s=HANG_S)
+    assert found is not None
+    if rank:
+        return ""
+    pending = found.begin([torch.ones(3)])  # the other machine is lost to it
+    found.give_up()
+    found.close()
+    with pytest.raises(MachineLostError, match="another machine was lost before"):
+        found.begin([torch.ones(3)])
+    begun_s = monotonic()
+    with pytest.raises(MachineLostError, match="one was lost, or did not come in time"):
+        pending.wait()
+    assert monotonic() - begun_s < HANG_S / 2
+    return "given up"
+
+
+def test_a_sum_without_the_others_is_given_up(tmp_path: Path) -> None:
+    # Its group is not freed either: that would wait as long, here and at the end of the process.
+    assert in_processes(gives_up, tmp_path, 2) == ["given up", ""]
+
+
+def belongs(rank: int, folder: str) -> list[str]:
+    _, alone = find_team(["cpu"], False)
+    _, first = find_team(["cpu"], True)
+    first.check()
+    dist.destroy_process_group()
+    alone.check()
+    said = [_refusal(first.check)]
+    _, before = find_team(["cpu"], True)
+    before.check()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
+    alone.check()
+    assert first.machines is not None
+    machines = first.machines
+    return [*said, _refusal(before.check), _refusal(first.check), _refusal(lambda: machines.gather(3))]
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(OptionError) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_a_team_of_another_process_group_is_refused(tmp_path: Path) -> None:
+    for said in in_processes(belongs, tmp_path, 2, str(tmp_path)):
+        assert len(said) == 4
+        assert all("belongs to another process group" in one for one in said)
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
