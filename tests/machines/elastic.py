@@ -28,7 +28,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flowdp
-from tests.machines.kills import BATCH, DEVICES, EPOCHS, EVERY, SAMPLES, STEPS, Counting, loss
+from tests.machines.kills import (
+    BATCH,
+    DEVICES,
+    EPOCHS,
+    EVERY,
+    POLICIES,
+    SAMPLES,
+    STEPS,
+    Counting,
+    loss,
+    options_of,
+)
 from tests.machines.launch import Job, Record, report
 
 HEARTBEAT_S = 2.0
@@ -49,7 +60,7 @@ TIMEOUT_S = 4.0
 WORKERS = ("train", "held", "frozen", "fails", "fails outside")
 
 
-def worker(kind: str, count: int) -> None:
+def worker(kind: str, count: int, policy: Any) -> None:
     """Train as a machine of a job, and report each life, its steps, and what the model has counted."""
     place, lives = int(os.environ["RANK"]), itertools.count()
     folder = Path(os.environ["FLOWDP_TEST_FOLDER"])
@@ -58,9 +69,9 @@ def worker(kind: str, count: int) -> None:
         life = next(lives)
         if kind == "fails outside" and place == 1:
             raise OSError("the disk is gone")
-        machines = flowdp.MachineOptions(timeout=TIMEOUT_S if kind == "frozen" else 30.0)
-        size = BROKEN_BATCH if kind == "fails" else BATCH
-        trainer = _trainer(folder, lambda model, one: _loss(kind, place, folder, model, one), machines, size)
+        timeout_s = TIMEOUT_S if kind == "frozen" else 30.0
+        options = options_of(policy, timeout_s, BROKEN_BATCH if kind == "fails" else BATCH)
+        trainer = _trainer(folder, lambda model, one: _loss(kind, place, folder, model, one), options)
         run = trainer.start()
         report("started", life=life, step=run.start_step, rank=dist.get_rank(), count=dist.get_world_size())
         for record in run.metrics(10):
@@ -83,7 +94,7 @@ def worker(kind: str, count: int) -> None:
     )
 
 
-def _trainer(folder: Path, chosen: Any, machines: flowdp.MachineOptions, batch: int) -> flowdp.Trainer:
+def _trainer(folder: Path, chosen: Any, options: dict[str, Any]) -> flowdp.Trainer:
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(0)
     return flowdp.Trainer(
@@ -91,14 +102,13 @@ def _trainer(folder: Path, chosen: Any, machines: flowdp.MachineOptions, batch: 
         lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         chosen,
         dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 4, generator=draw)),
-        batch_size=batch,
         epochs=EPOCHS,
         devices=["cpu"] * DEVICES,
         checkpoint=flowdp.CheckpointOptions(folder / "checkpoints", every=EVERY, unit="step"),
         resume=True,
         failures=flowdp.FailureOptions(check_loss=False),
-        machines=machines,
         progress=False,
+        **options,
     )
 
 
@@ -120,9 +130,10 @@ class ElasticJob(Job):
     Args:
         kind: Work of each machine, of `WORKERS`.
         machines: How many begin.
+        policy: Averaging policy.
     """
 
-    def __init__(self, kind: str = "train", machines: int = 3) -> None:
+    def __init__(self, kind: str = "train", machines: int = 3, policy: str = "exact") -> None:
         from torchft.coordination import LighthouseServer
 
         self._lighthouse = LighthouseServer(
@@ -135,7 +146,7 @@ class ElasticJob(Job):
         self._is_held = kind == "held"
         super().__init__(
             "tests.machines.elastic",
-            *("--worker", kind, "--machines", machines),
+            *("--worker", kind, "--machines", machines, "--policy", policy),
             processes=machines,
             by_hand=True,
             environment={"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"},
@@ -174,13 +185,13 @@ class ElasticJob(Job):
         return time.monotonic()
 
 
-def killed(leads: bool, draw: random.Random) -> tuple[float, float]:
+def killed(leads: bool, draw: random.Random, policy: str = "exact") -> tuple[float, float]:
     """Kill machine 0, or one of the others, of three, and check what the two others have trained.
 
     Returns:
         Seconds until both had started again, and until they had trained ten steps.
     """
-    with ElasticJob() as job:
+    with ElasticJob(policy=policy) as job:
         begun = job.started(3, 0)
         step = 100 + draw.randrange(300)
         job.wait_for("step", 3, lambda one: one["step"] >= step)
@@ -214,17 +225,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments (%(default)s)")
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     parser.add_argument("--machines", type=int, default=3, help=argparse.SUPPRESS)
+    parser.add_argument("--policy", choices=POLICIES, help="policy of all jobs; default: each in turn")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.worker:
-        worker(given.worker, given.machines)
+        worker(given.worker, given.machines, given.policy)
         return 0
     draw, found = random.Random(given.seed), []
     for turn in range(given.times):
-        found.append(killed(turn % 2 == 0, draw))
+        policy = given.policy or POLICIES[turn // 2 % len(POLICIES)]
+        found.append(killed(turn % 2 == 0, draw, policy))
         which = "machine 0" if turn % 2 == 0 else "another"
         started_s, trained_s = found[-1]
-        print(f"{which} killed: started {started_s:.2f} s, ten steps {trained_s:.2f} s later", flush=True)
+        print(
+            f"{policy}, {which} killed: started {started_s:.2f} s, ten steps {trained_s:.2f} s later",
+            flush=True,
+        )
     for name, times in zip(("started again", "ten steps"), zip(*found, strict=True), strict=True):
         print(f"{name}: median {statistics.median(times):.2f} s ({min(times):.2f} to {max(times):.2f})")
     return 0

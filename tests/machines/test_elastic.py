@@ -15,9 +15,11 @@ pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fl
 pytestmark = [pytest.mark.posix, pytest.mark.linux]
 
 
-@pytest.mark.parametrize("leads", [False, True], ids=["a follower", "machine 0"])
-def test_the_others_train_on_when_a_machine_is_killed(leads: bool) -> None:
-    killed(leads, random.Random(f"elastic {leads}"))
+@pytest.mark.parametrize(
+    ("policy", "leads"), [("exact", False), ("exact", True), ("sync", True), ("cadence", False)]
+)
+def test_the_others_train_on_when_a_machine_is_killed(policy: str, leads: bool) -> None:
+    killed(leads, random.Random(f"elastic {leads}"), policy)
 
 
 def test_a_machine_that_was_frozen_comes_back() -> None:
