@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
@@ -35,6 +36,7 @@ from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.policies import ROUNDS
 from flowdp.network.machines import Machines
+from flowdp.network.quorum import is_elastic
 from flowdp.network.transfer import Transfer
 from flowdp.observe.banner import tell_devices
 from flowdp.observe.bar import ProgressBar
@@ -52,7 +54,7 @@ from flowdp.settings import run_settings
 from flowdp.threads.shield import interrupts_held
 from flowdp.timeline.timeline import Timeline
 
-__all__ = ["barrier_plan", "check_run", "find_start", "open_folder", "start_run"]
+__all__ = ["barrier_plan", "check_reach", "check_run", "find_start", "open_folder", "start_run"]
 
 log = logging.getLogger("flowdp")
 
@@ -97,6 +99,8 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
     resumed = find_start(config, folder) if team.leads else None
     if team.machines is not None:
         resumed = shared_start(resumed, team.machines)
+        if config.checkpoint is not None and is_elastic():
+            check_reach(team.machines, Path(config.checkpoint.dir))
     evaluator = open_evaluator(config)
     fresh = config.open_source() if resumed is None else None
     # A resumed run has been checked, and draws the numbers of a run that was never interrupted.
@@ -246,6 +250,34 @@ def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = T
         is_saved=resumed is not None and resumed.path is not None and isinstance(config.resume, bool),
         inside=inside,
     )
+
+
+def check_reach(machines: Machines, folder: Path) -> None:
+    """Warn of machines that do not see the checkpoints of machine 0: they could not go on without it.
+
+    Args:
+        machines: All of them; each makes this call.
+        folder: Folder of the checkpoints, which is there on machine 0.
+
+    Raises:
+        CollectiveError: A machine was lost.
+    """
+    mark = folder / f".flowdp.{uuid4().hex}"
+    if machines.leads:
+        mark.touch()
+    mark = folder / machines.share(mark.name)
+    sees = machines.gather(mark.exists())
+    if machines.leads:
+        mark.unlink(missing_ok=True)
+    if blind := [name for name, is_seen in zip(machines.names, sees, strict=True) if not is_seen]:
+        log.warning(
+            "%s %s the checkpoints of %s, %s: should that one be lost, the others begin anew; choose a "
+            "folder on storage that all machines reach",
+            ", ".join(blind),
+            "does not see" if len(blind) == 1 else "do not see",
+            machines.names[0],
+            folder,
+        )
 
 
 def _check_data(machines: Machines, source: Source, evaluator: Evaluator | None) -> None:
