@@ -91,8 +91,8 @@ def check_team(config: RunConfig) -> None:
     if config.failures.on_failure == "continue":
         raise OptionError(
             "failures.on_failure='continue' is for the devices of one machine: on several a failure ends the "
-            "run, and the launcher starts it again (torchrun --max-restarts), from its checkpoint with "
-            "resume=True"
+            "run. flowdp.run_elastic goes on without a machine that is lost, in the same processes; or the "
+            "launcher starts all again (torchrun --max-restarts). Both go on from the checkpoint: resume=True"
         )
     _check_backend(config)
     _check_alike(machines, _described(config))
