@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from flowdp.errors import CollectiveError, MachineLostError, OptionError
 from flowdp.network import machines as module
-from flowdp.network.machines import find_machines
+from flowdp.network.machines import Machines, find_machines
 from flowdp.team_options import find_team
 from flowdp.trainer import Trainer
 from tests.torch_world import in_processes
@@ -357,3 +357,40 @@ def test_a_restart_by_torchrun_names_the_variable_that_it_may_need(
         with pytest.raises(OptionError):
             find_machines(timeout_s=1.0)
         assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == is_told
+
+
+class Looking(Machines):
+    """Machines, of which one lets the other into a sum when it has looked for a lost one several times."""
+
+    pipe: Path
+    looks = 0
+
+    @property
+    def _is_given_up(self) -> bool:
+        self.looks += 1
+        if self.looks == 5:
+            self.pipe.open("wb").close()
+        return False
+
+    @_is_given_up.setter
+    def _is_given_up(self, value: bool) -> None:
+        assert not value
+
+
+def waits_long(rank: int, folder: str) -> list[float]:
+    module.LOOK_S = 0.01
+    machines = Looking(60.0)
+    machines.pipe = Path(folder, "pipe")
+    if rank:
+        machines.pipe.open("rb").close()
+    tensor = torch.full((1000,), 1.0 + rank)
+    machines.reduce([tensor])
+    machines.close()
+    assert rank or machines.looks >= 5
+    return [float(tensor.min()), float(tensor.max())]
+
+
+@pytest.mark.posix
+def test_a_sum_may_take_longer_than_the_looks_for_a_lost_machine(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert in_processes(waits_long, tmp_path, 2, str(tmp_path)) == [[3.0, 3.0]] * 2
