@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,15 +31,12 @@ from torch import Tensor, nn
 import flowdp
 from tests.machines.kills import (
     BATCH,
-    DEVICES,
     EPOCHS,
-    EVERY,
     POLICIES,
     SAMPLES,
     STEPS,
-    Counting,
     loss,
-    options_of,
+    trainer_of,
 )
 from tests.machines.launch import Job, Record, report
 
@@ -70,8 +68,8 @@ def worker(kind: str, count: int, policy: Any) -> None:
         if kind == "fails outside" and place == 1:
             raise OSError("the disk is gone")
         timeout_s = TIMEOUT_S if kind == "frozen" else 30.0
-        options = options_of(policy, timeout_s, BROKEN_BATCH if kind == "fails" else BATCH)
-        trainer = _trainer(folder, lambda model, one: _loss(kind, place, folder, model, one), options)
+        batch = BROKEN_BATCH if kind == "fails" else BATCH
+        trainer = trainer_of(policy, timeout_s, partial(_loss, kind, place, folder), batch)
         run = trainer.start()
         report("started", life=life, step=run.start_step, rank=dist.get_rank(), count=dist.get_world_size())
         for record in run.metrics(10):
@@ -91,24 +89,6 @@ def worker(kind: str, count: int, policy: Any) -> None:
         complete=[epoch.is_complete for epoch in state.history],
         wrong=[[int(epoch), int(sample)] for epoch, sample in (state.state_dict["seen"] != 1).nonzero()[:20]],
         has_group=dist.is_initialized(),
-    )
-
-
-def _trainer(folder: Path, chosen: Any, options: dict[str, Any]) -> flowdp.Trainer:
-    torch.manual_seed(0)
-    draw = torch.Generator().manual_seed(0)
-    return flowdp.Trainer(
-        Counting(),
-        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-        chosen,
-        dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 4, generator=draw)),
-        epochs=EPOCHS,
-        devices=["cpu"] * DEVICES,
-        checkpoint=flowdp.CheckpointOptions(folder / "checkpoints", every=EVERY, unit="step"),
-        resume=True,
-        failures=flowdp.FailureOptions(check_loss=False),
-        progress=False,
-        **options,
     )
 
 

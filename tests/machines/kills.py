@@ -82,34 +82,35 @@ def hold() -> None:
         was_alone.touch()
 
 
-def options_of(policy: Any, timeout_s: float, batch: int = BATCH) -> dict[str, Any]:
-    """Arguments of a Trainer, by the policy."""
-    options: dict[str, Any] = {"policy": policy, "machines": flowdp.MachineOptions(timeout=timeout_s)}
+def trainer_of(policy: Any, timeout_s: float, chosen: Any = None, batch: int = BATCH) -> flowdp.Trainer:
+    """A Trainer that goes on from the newest checkpoint of the job; with another loss or batch, if given."""
+    folder = Path(os.environ["FLOWDP_TEST_FOLDER"], "checkpoints")
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"machines": flowdp.MachineOptions(timeout=timeout_s)}
     options["batch_size" if policy == "exact" else "per_device_batch_size"] = batch
     if policy == "cadence":
         options["cadence"] = flowdp.CadenceOptions(anchor=3, max_anchor=5)
         options["machines"] = flowdp.MachineOptions(timeout=timeout_s, rounds=3)
-    return options
-
-
-def worker(policy: Any, timeout_s: float) -> None:
-    """Train from the newest checkpoint to the end, and report rounds, and what the model has counted."""
-    folder = Path(os.environ["FLOWDP_TEST_FOLDER"], "checkpoints")
-    torch.manual_seed(0)
-    draw = torch.Generator().manual_seed(0)
-    trainer = flowdp.Trainer(
+    return flowdp.Trainer(
         Counting(),
         lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-        loss,
+        chosen or loss,
         dataset=(torch.arange(SAMPLES), torch.randn(SAMPLES, 4, generator=draw)),
         epochs=EPOCHS,
         devices=["cpu"] * DEVICES,
+        policy=policy,
         checkpoint=flowdp.CheckpointOptions(folder, every=EVERY, unit="step"),
         resume=True,
         failures=flowdp.FailureOptions(check_loss=False),
         progress=False,
-        **options_of(policy, timeout_s),
+        **options,
     )
+
+
+def worker(policy: Any, timeout_s: float) -> None:
+    """Train from the newest checkpoint to the end, and report rounds, and what the model has counted."""
+    trainer = trainer_of(policy, timeout_s)
     run = trainer.start()
     report("started", step=run.start_step, machines=int(os.environ["WORLD_SIZE"]))
     try:
