@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -22,22 +23,35 @@ __all__ = ["local_metrics"]
 
 log = logging.getLogger("flowdp")
 
-_local = threading.local()  # is_inside: the thread belongs to a run
+_local = threading.local()
+"""`marks`: weak references to the marks of the contexts in which the thread is."""
 
 _lock = threading.Lock()  # serialises the replacement of the method, and guards what was told
 _told: set[str] = set()
 
 
+class _Mark:
+    """Mark of a context that is open: it lives as long as that."""
+
+
 @contextmanager
 def local_metrics() -> Iterator[None]:
-    """Context of a thread of a run: metrics that compute in it ask no other process."""
+    """Context of a thread of a run: metrics that compute in it ask no other process.
+
+    A Ctrl-C may come at any line of this, too, on the user's thread. No flag is left behind by one: a mark
+    that was not taken away ends with its frame.
+    """
     _replace_sync()
-    before = getattr(_local, "is_inside", False)
-    _local.is_inside = True
+    mark = _Mark()
+    _local.marks = [*_open_marks(), weakref.ref(mark)]
     try:
         yield
     finally:
-        _local.is_inside = before
+        del mark
+
+
+def _open_marks() -> list[weakref.ref[_Mark]]:
+    return [mark for mark in getattr(_local, "marks", ()) if mark() is not None]
 
 
 def _replace_sync() -> None:
@@ -56,7 +70,7 @@ def _asking(original: Callable[..., None]) -> Callable[..., None]:
     def sync(metric: Any, *positions: Any, **given: Any) -> None:
         # Values by position come from a call of the user's own, and a group or function is the user's choice.
         is_usual = not positions and given.get("should_sync", True) and not _has_own_way(metric, given)
-        if is_usual and getattr(_local, "is_inside", False) and _is_job():
+        if is_usual and _open_marks() and _is_job():
             _tell(type(metric).__name__)
             return
         original(metric, *positions, **given)

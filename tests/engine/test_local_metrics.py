@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,42 @@ def test_a_thread_of_a_run_asks_nobody_and_says_so_once(
     assert "Metric.compute() in a loss" in caplog.text
     metric.compute()
     assert len(metric.synced) == 1
+
+
+def test_a_ctrl_c_at_any_line_leaves_nothing_behind(metric: Any) -> None:
+    def interrupted_at(number: int) -> bool:
+        """Whether the context has so many lines: then a Ctrl-C has come at that one."""
+        seen = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal seen
+            if frame.f_code is not local_metrics.__wrapped__.__code__:  # type: ignore[attr-defined]
+                return None
+            if event == "line":
+                seen += 1
+                if seen == number:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with local_metrics():
+                pass
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    lines = 1
+    while interrupted_at(lines):
+        gc.collect()
+        metric.compute()
+        assert len(metric.synced) == lines
+        lines += 1
+    assert lines > 4
 
 
 def test_it_asks_as_the_user_has_chosen(metric: Any) -> None:
