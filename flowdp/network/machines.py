@@ -51,8 +51,12 @@ LOOK_S = 1.0
 
 SUM = "a sum"
 
-_left: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
+_stuck: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
 """Sums that were given up, with their groups: one that is freed would wait for them, up to its timeout."""
+
+_dropped: deque[list[dist.ProcessGroup]] = deque()
+"""Groups of `Machines` that were dropped. The garbage collector, which finds these at any moment, leaves them
+to the next that opens some: torch.distributed keeps a table of groups, which it may be reading just then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +103,9 @@ class Machines:
         self._is_used = False  # a run has been started
         self._is_given_up = False  # one writer sets it, once
         self._begun: list[dist.Work] = []  # reductions that may be on their way
-        _left[:] = _pending()
-        _close_left()
-        weakref.finalize(self, _LEFT.append, self._groups).atexit = False
+        _stuck[:] = _pending()
+        _close_dropped()
+        weakref.finalize(self, _dropped.append, self._groups).atexit = False
         self._open()
         try:
             hosts = self.gather(socket.gethostname())
@@ -286,7 +290,7 @@ class Machines:
         """
         self._is_given_up = True
         if self._sums is not None:
-            _left.append((self._sums, self._begun))
+            _stuck.append((self._sums, self._begun))
 
     def _await(self, group: dist.ProcessGroup, works: list[dist.Work]) -> None:
         for work in works:
@@ -298,7 +302,7 @@ class Machines:
                     if work.is_completed():
                         raise
                     if self._is_given_up:
-                        _left.append((group, works))
+                        _stuck.append((group, works))
                         raise
 
     def send(self, value: Any, machine: int) -> None:
@@ -352,15 +356,10 @@ class Machines:
         return f"flowdp/{self._lobby_name}/{index}"
 
 
-_LEFT: deque[list[dist.ProcessGroup]] = deque()
-"""Groups of `Machines` that were dropped. The garbage collector, which finds these at any moment, leaves them
-to the next that opens some: torch.distributed keeps a table of groups, which it may be reading just then."""
-
-
-def _close_left() -> None:
+def _close_dropped() -> None:
     with suppress(IndexError):  # there are no more
         while True:
-            for group in _LEFT.popleft():
+            for group in _dropped.popleft():
                 _destroy(group)
 
 
@@ -378,11 +377,11 @@ def _opened(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _pending() -> list[tuple[dist.ProcessGroup, list[dist.Work]]]:
     """Sums that were given up and still wait, with their groups."""
-    return [(group, works) for group, works in _left if not all(one.is_completed() for one in works)]
+    return [(group, works) for group, works in _stuck if not all(one.is_completed() for one in works)]
 
 
 @atexit.register
-def _keep_left() -> None:
+def _keep_stuck() -> None:
     """Keep the groups of sums that still wait out of the interpreter's end, which would wait for them."""
     for group, _ in _pending():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
