@@ -159,5 +159,6 @@ def _on_all(
     if failed:
         for one in result:
             undo(one)
-        raise CollectiveError("; ".join(failed)) from problem
+        text = "; ".join(failed)
+        raise CollectiveError(f"{text}; between machines, backend='cpu' does without NCCL") from problem
     return result[0]

@@ -18,7 +18,7 @@ from flowdp.collective.nccl_machines import open_nccl_machines
 from flowdp.device.discovery import reach_each_other
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import Lane
-from flowdp.errors import CollectiveError
+from flowdp.errors import CollectiveError, MachineLostError
 from flowdp.machine.policies import ROUNDS
 from flowdp.network.team import Team
 from flowdp.options import Backend, LoopBackend, OuterOptions, Policy
@@ -134,6 +134,8 @@ def open_collective(
             if team is not None and team.is_spread:
                 return open_nccl_machines(replicas, lanes, team, hung, outer)
             return NcclMean(replicas, lanes, hung=hung, outer=outer)
+        except MachineLostError:
+            raise
         except CollectiveError as error:
             if path.otherwise is None:
                 raise

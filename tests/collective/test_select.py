@@ -15,7 +15,7 @@ from flowdp.collective.local import DeviceMean
 from flowdp.collective.select import choose_path, open_collective, open_loop
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
-from flowdp.errors import CollectiveError
+from flowdp.errors import CollectiveError, MachineLostError
 from flowdp.network.team import Team
 from flowdp.options import MachineOptions, OuterOptions
 from flowdp.threads.shield import interrupts_held
@@ -261,3 +261,14 @@ def test_nccl_is_opened_on_all_machines_or_on_none(
     assert "without NCCL: cupy is not there" in caplog.text
     with pytest.raises(CollectiveError, match="cupy is not there"):
         spread(monkeypatch, "nccl")
+
+
+def test_a_machine_that_is_lost_meanwhile_is_no_reason_for_another_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lose(*given: Any) -> Any:
+        raise MachineLostError("machine 1 was lost")
+
+    monkeypatch.setattr(select, "open_nccl_machines", lose)
+    with pytest.raises(MachineLostError, match="machine 1 was lost"):
+        spread(monkeypatch, "auto")
