@@ -101,7 +101,7 @@ class RunConfig:
     @property
     def alone(self) -> RunConfig:
         """The same on this machine's devices alone, for forwards without a run."""
-        return replace(self, team=Team((len(self.devices),), is_chosen=True))
+        return replace(self, team=Team((len(self.devices),), trains_alone=True))
 
     @property
     def overlaps(self) -> bool:

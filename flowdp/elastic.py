@@ -93,11 +93,11 @@ def run_elastic(
             raise OptionError(f"{name} must be a word or None, not {value!r}")
     check_installed("run_elastic", "torchft", "torchft")
     address = check_place(lighthouse)
-    door = _Door()
+    admission = _Admission()
     log.info("joining the lighthouse at %s", address)
-    quorum = Quorum(address, min_machines, start_machines or min_machines, host, door.heard)
+    quorum = Quorum(address, min_machines, start_machines or min_machines, host, admission.heard)
     try:
-        return _Lives(quorum, door, timeout).run(train)
+        return _Lives(quorum, admission, timeout).run(train)
     finally:
         quorum.close()
 
@@ -107,12 +107,12 @@ class _Lives:
 
     Args:
         quorum: The quorum of the job.
-        door: Lets other machines in.
+        admission: Lets other machines in.
         timeout_s: Longest wait for a quorum.
     """
 
-    def __init__(self, quorum: Quorum, door: _Door, timeout_s: float) -> None:
-        self._quorum, self._door, self._timeout_s = quorum, door, timeout_s
+    def __init__(self, quorum: Quorum, admission: _Admission, timeout_s: float) -> None:
+        self._quorum, self._admission, self._timeout_s = quorum, admission, timeout_s
         self._names: list[str] = []  # of the last world's members
         self._short = 0  # short lives that a loss has ended, though all members were there again
         self._has_waited = ""
@@ -129,7 +129,7 @@ class _Lives:
             try:
                 self._quorum.begin_group(world)
                 self._tell_begin(world)
-                self._door.open(self._quorum.me.name, world)
+                self._admission.begin(self._quorum.me.name, world)
                 return train()
             except MachineWaitsError as error:
                 log.warning("%s", error)
@@ -143,7 +143,7 @@ class _Lives:
                     self._quorum.tell(error)
                 raise
             finally:
-                self._door.shut()
+                self._admission.end()
                 self._quorum.end_group()
             gc.collect()  # what the last life has left in cycles: groups, replicas
 
@@ -180,11 +180,11 @@ class _Lives:
             log.warning("waiting for more machines; here %s %d", "is" if count == 1 else "are", count)
 
 
-class _Door:
-    """Way of waiting machines into a world: machine 0 ends its runs behind a checkpoint.
+class _Admission:
+    """Admission of waiting machines to a world: machine 0 ends its run behind a checkpoint.
 
     Threads:
-        `open` and `shut`: the user's. `heard`: the quorum's.
+        `begin` and `end`: the user's. `heard`: the quorum's.
     """
 
     def __init__(self) -> None:
@@ -192,11 +192,11 @@ class _Door:
         # A run, and its newest checkpoint when another one was requested; of the quorum's thread alone.
         self._asked: tuple[Any, Path | None] | None = None
 
-    def open(self, name: str, world: World) -> None:
+    def begin(self, name: str, world: World) -> None:
         """Begin to watch for machines that wait for this world."""
         self._life = (name, world.name, world.rank_of(name) == 0)
 
-    def shut(self) -> None:
+    def end(self) -> None:
         """End that."""
         self._life = None
 

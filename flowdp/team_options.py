@@ -43,7 +43,9 @@ def find_team(
     found = find_machines(timeout_s=options.timeout, wanted=machines is not False)
     if found is None:
         chosen = resolve_devices(devices)
-        return chosen, Team((len(chosen),), options=options, world=world_here(), is_chosen=machines is False)
+        return chosen, Team(
+            (len(chosen),), options=options, world=world_here(), trains_alone=machines is False
+        )
     with found.telling():
         chosen = resolve_devices(devices)
         if devices == "auto":

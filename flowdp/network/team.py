@@ -20,14 +20,14 @@ class Team:
         machines: The machines; None: this process trains alone.
         options: Options of several machines.
         world: The process group that this process was in when the team was found; None: it was alone.
-        is_chosen: The process trains alone by `machines=False`, whatever group it is in.
+        trains_alone: The process trains alone by `machines=False`, whatever group it is in.
     """
 
     sizes: tuple[int, ...]
     machines: Machines | None = None
     options: MachineOptions = field(default_factory=MachineOptions)
     world: object = field(default=None, compare=False, repr=False)
-    is_chosen: bool = False
+    trains_alone: bool = False
 
     @property
     def world_size(self) -> int:
@@ -60,7 +60,7 @@ class Team:
         Raises:
             OptionError: They are not, so that a run would wait for others, or train without them.
         """
-        if not self.is_chosen:
+        if not self.trains_alone:
             check_world(self.world)
 
     def telling(self) -> AbstractContextManager[None]:
