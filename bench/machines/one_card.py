@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,11 +33,11 @@ from torch import Tensor, nn
 
 import flowdp
 from bench.harness import ROOT, commit, machine
+from bench.machines.sides import optimizer
 
 __all__ = ["CASES", "main", "measure"]
 
 LIMIT_S = 60.0
-PORT = 29_533
 INPUTS, CLASSES, BATCH = 128, 10, 256
 STEPS = {"cuda": 200, "cpu": 24}
 
@@ -76,7 +77,6 @@ def train(case: str, device: str, machines: bool | flowdp.MachineOptions) -> dic
     stamps: list[float] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        stamps.append(perf_counter())
         return F.cross_entropy(model(batch[0]), batch[1])
 
     torch.manual_seed(1)
@@ -85,7 +85,7 @@ def train(case: str, device: str, machines: bool | flowdp.MachineOptions) -> dic
         nn.Sequential(
             nn.Linear(INPUTS, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, CLASSES)
         ),
-        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        lambda params: optimizer(params, stamps),
         loss,
         dataset=data(),
         batch_size=BATCH,
@@ -125,7 +125,7 @@ def measure(case: str, device: str, limit_s: float = LIMIT_S) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         files = [Path(scratch, f"{rank}.pt") for rank in range(2)]
         shared = {**os.environ, **SHARED_CARD, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
+        shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         running = [
             subprocess.Popen(
                 [sys.executable, "-m", __spec__.name, "--work", case, "--device", device, "--out", str(file)],
@@ -155,6 +155,13 @@ def measure(case: str, device: str, limit_s: float = LIMIT_S) -> dict[str, Any]:
         found["from_one_device"] = float((first["parameters"] - alone["parameters"]).abs().max())
         found["one_device_ms"] = alone["step_ms"]
     return found
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
