@@ -416,6 +416,10 @@ class RuntimeOptions:
             for models of many small operations on several devices. Changes of the recorded code and tensors
             are looked for at each step, and now and then a step is run eagerly beside and compared; a step
             that cannot be captured runs eagerly, and the log says why. `CaptureOptions` for how often.
+        memory_fraction: Part of a CUDA device that training, its batches ahead and other programs may use
+            together, above 0 and at most 1. Batches ahead give way to the others; training is not limited.
+        prefetch_depth: Batches that are copied to a CUDA device ahead of their use, at most; 0: none. None:
+            up to 16, as its memory allows.
         tune_process: Process-wide settings while a run lives (see `ProcessTuning`); False leaves all alone.
         handle_sigterm: SIGTERM stops the run as `stop()` does; a second one ends the process.
         event_log: File that the coordinator's events are written to, for `python -m flowdp.sim --replay`.
@@ -424,6 +428,8 @@ class RuntimeOptions:
     backend: Backend = "auto"
     partition_ratios: Sequence[float] | None = None
     capture: bool | CaptureOptions = False
+    memory_fraction: float = 0.90
+    prefetch_depth: int | None = None
     tune_process: bool | ProcessTuning = True
     handle_sigterm: bool = False
     event_log: str | Path | None = None
@@ -439,6 +445,11 @@ class RuntimeOptions:
             raise OptionError(
                 f"runtime.capture must be True, False or CaptureOptions(...), not {self.capture!r}"
             )
+        if not is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
+            raise OptionError(
+                f"runtime.memory_fraction must be above 0 and at most 1, not {self.memory_fraction!r}"
+            )
+        check_int("runtime.prefetch_depth", self.prefetch_depth, least=0, optional=True)
         if not isinstance(self.tune_process, bool | ProcessTuning):
             raise OptionError(
                 f"runtime.tune_process must be True, False or a ProcessTuning, not {self.tune_process!r}"

@@ -81,10 +81,18 @@ class Feed(ABC):
         """
 
     def fit(self) -> None:  # noqa: B027 - as `shrink`
-        """Look how much memory is left, and use it. Call it once, when the first mean is in."""
+        """Note that a whole step has been taken, so that the memory left may be measured, and used.
 
-    def shrink(self) -> None:  # noqa: B027 - most hold nothing ahead
-        """Hold less ahead: the rank has run out of memory."""
+        Call it whenever a mean is in.
+        """
+
+    def shrink(self) -> bool:
+        """Give all memory of batches ahead back: a step has run out of memory.
+
+        Returns:
+            False where there was none.
+        """
+        return False
 
     @abstractmethod
     def close(self) -> bool:

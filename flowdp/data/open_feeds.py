@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from flowdp.data.feed import DirectFeed, Feed
 from flowdp.data.prefetch import PrefetchFeed
 from flowdp.data.resident import ResidentData, ResidentFeed
+from flowdp.data.ring_gauge import RingGauge
 from flowdp.data.source import Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.memory import empty_cache, read_memory, reset_peak
 from flowdp.device.streams import QUIET, Lane
-from flowdp.policy.budget import fits
+from flowdp.policy.budget import USAGE, fits
 from flowdp.timeline.spans import RankSpans
 
 __all__ = ["DirectFeed", "Feed", "open_feeds"]
@@ -28,6 +28,8 @@ def open_feeds(
     held: Sequence[int] | None = None,
     rows: int | None = None,
     spans: Sequence[RankSpans] = (),
+    usage: float = USAGE,
+    depth: int | None = None,
 ) -> list[Feed]:
     """One feed per rank: direct on the CPU, on CUDA resident where the dataset fits, else prefetched.
 
@@ -40,6 +42,8 @@ def open_feeds(
         held: Batches that each rank uses at a time; None: one.
         rows: Samples of a part, for which a prefetched one has a slot; None: batches are taken whole.
         spans: Recorders of the ranks' spans; empty: there is no timeline.
+        usage: Part of a device that may be in use.
+        depth: Batches that a rank prefetches, at most; None: by the device's memory.
 
     Threads:
         The one that made the dataset's tensors, before the workers exist.
@@ -49,12 +53,12 @@ def open_feeds(
     for lane in lanes:
         if lane.is_async and lane.device not in datasets:
             reset_peak(lane)
-            datasets[lane.device] = _bring(source, lane, ranks[lane.device])
+            datasets[lane.device] = _bring(source, lane, ranks[lane.device], usage)
     if isinstance(source, TensorSource) and any(datasets.get(lane.device) is None for lane in lanes):
         streamed: Source = source.on_host()
     else:
         streamed = source
-    neighbours: dict[torch.device, list[PrefetchFeed]] = {device: [] for device in ranks}
+    gauges: dict[torch.device, RingGauge] = {}
     feeds: list[Feed] = []
     for rank, lane in enumerate(lanes):
         data = datasets.get(lane.device)
@@ -63,13 +67,14 @@ def open_feeds(
         elif data is not None:
             feeds.append(ResidentFeed(data, lane))
         else:
+            if lane.device not in gauges:
+                gauges[lane.device] = RingGauge(lane, ranks[lane.device], usage=usage, limit=depth)
             feeds.append(
                 PrefetchFeed(
                     streamed,
                     rank,
                     lane,
-                    gauge=partial(read_memory, lane),
-                    neighbours=neighbours[lane.device],
+                    gauge=gauges[lane.device],
                     held=1 if held is None else held[rank],
                     rows=rows,
                     spans=spans[rank] if spans else None,
@@ -78,12 +83,12 @@ def open_feeds(
     return feeds
 
 
-def _bring(source: Source, lane: Lane, ranks: int) -> ResidentData | None:
+def _bring(source: Source, lane: Lane, ranks: int, usage: float) -> ResidentData | None:
     """The dataset on a device, where it is made of tensors and fits there."""
     memory = read_memory(lane)
     if not isinstance(source, TensorSource) or source.is_part or memory is None:
         return None
-    if not fits(memory, ResidentData.needed_bytes(source, lane.device, ranks)):
+    if not fits(memory, ResidentData.needed_bytes(source, lane.device, ranks), usage=usage):
         return None
     try:
         return ResidentData(source, lane)

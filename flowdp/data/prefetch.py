@@ -28,6 +28,7 @@ import torch
 from flowdp.data.batches import Portion, taken_apart
 from flowdp.data.copy_spans import CopySpans
 from flowdp.data.feed import Feed
+from flowdp.data.ring_gauge import RingGauge
 from flowdp.data.slots import (
     HostSlots,
     Layout,
@@ -42,7 +43,7 @@ from flowdp.data.tensor_source import TensorSource
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.errors import ProtocolError
-from flowdp.policy.budget import Memory, payload_depth, prefetch_depth
+from flowdp.policy.budget import payload_depth
 from flowdp.protocol.messages import SampleRange
 from flowdp.timeline.spans import RankSpans
 
@@ -72,16 +73,16 @@ class _Fetched:
 class PrefetchFeed(Feed):
     """Copies a rank's batches ahead of it.
 
-    Until `fit` one batch is fetched ahead of those in use. Batches like the first full one, and shorter ones,
-    lie in slots; others are allocated, one more at a time than are in use. A slot's batch may be written over
-    from `release` on, so a step that keeps one clones it.
+    Until the gauge has been read one batch is fetched ahead of those in use; where it leaves room for none,
+    each is fetched when it is asked for. Batches like the first full one, and shorter ones, lie in slots;
+    others are allocated, one more at a time than are in use. A slot's batch may be written over from
+    `release` on, so a step that keeps one clones it.
 
     Args:
         source: Source of all ranks' batches.
         rank: Rank index.
         lane: Its device.
-        gauge: Reads the device's memory; None for a CPU device.
-        neighbours: The feeds of all ranks on this device; this one joins them.
+        gauge: Gauge of the device, which sizes the ring; this one joins it.
         held: Most batches in use at a time.
         rows: Most samples of a part, for which a slot has room. None: batches are taken whole.
         spans: Recorder of the rank's spans; None: there is no timeline.
@@ -93,8 +94,7 @@ class PrefetchFeed(Feed):
         rank: int,
         lane: Lane,
         *,
-        gauge: Callable[[], Memory | None],
-        neighbours: list[PrefetchFeed] | None = None,
+        gauge: RingGauge,
         held: int = 1,
         rows: int | None = None,
         spans: RankSpans | None = None,
@@ -103,8 +103,7 @@ class PrefetchFeed(Feed):
         self._rank = rank
         self._lane = lane
         self._gauge = gauge
-        self._neighbours = [] if neighbours is None else neighbours
-        self._neighbours.append(self)
+        self._number = gauge.join(self)
         self._notify: Callable[[int, int], None]
         self._thread: threading.Thread | None = None
         self._held = held
@@ -128,25 +127,44 @@ class PrefetchFeed(Feed):
         self._fetched: dict[_Key, _Fetched] = {}  # the beginning of `_upcoming`, in its order
         self._asked = False  # the source did not have the next one, and will wake us
         self._wanted: _Key | None = None  # the worker waits for it
-        self._ring = Pool(held + 1, least=held)
-        self._loose = Pool(held + 1, least=held)
-        self._is_short = False  # of device memory
+        self._depth = gauge.first
+        self._ring = Pool(held + self._depth, least=held)
+        self._loose = Pool(held + min(self._depth, 1), least=held)
+        self._is_trained = False  # the gauge knows of a whole step
         self._error: BaseException | None = None
         self._closing = False
 
     @property
     def depth(self) -> int:
-        """Batches fetched ahead of those in use, at most.
+        """Batches fetched ahead of those in use, at most; any thread may ask."""
+        return self._depth
 
-        Threads:
-            Any.
-        """
-        return max(1, self._ring.limit - self._held)
+    # ------------------------------------------------------------ for the gauge
+    @property
+    def batch_bytes(self) -> int:
+        """Size of a full batch; see `Ring.batch_bytes`."""
+        return 0 if self._layout is None else self._layout.nbytes
 
     @property
-    def ahead_bytes(self) -> int:
-        """Device memory of the ring but for the batches in use; any thread may ask."""
-        return 0 if self._layout is None else max(0, self._ring.made - self._held) * self._layout.nbytes
+    def ahead(self) -> int:
+        """Slots of the ring but for those in use; see `Ring.ahead`."""
+        return max(0, self._ring.made - self._held)
+
+    def resize(self, depth: int) -> bool:
+        """Hold so many batches ahead; those beyond go back to the source. See `Ring.resize`."""
+        with self._changed:
+            if self._tensors is None:
+                depth = min(depth, payload_depth(self.batch_bytes))
+            made = self._ring.made + self._loose.made
+            self._depth = depth
+            self._ring.resize(self._held + depth)
+            # Batches unlike the first full one are rare, or each has a size of its own: one ahead.
+            self._loose.resize(self._held + min(depth, 1))
+            if depth == 0:  # it may be for a step that ran out of memory: the gauge waits for a whole one
+                self._is_trained = False
+            self._give_back(self._most_ahead)
+            self._changed.notify()
+            return self._ring.made + self._loose.made < made
 
     # ------------------------------------------------------------ the worker
     def start(self, notify: Callable[[int, int], None]) -> None:
@@ -173,6 +191,7 @@ class PrefetchFeed(Feed):
                 if self._error is not None:
                     raise self._error
                 self._wanted = key
+                self._changed.notify()
                 return None
             self._wanted = None
             self._upcoming.popleft()
@@ -202,25 +221,15 @@ class PrefetchFeed(Feed):
             self._changed.notify()
 
     def fit(self) -> None:
-        """Size the ring by the device's memory; see `Feed.fit`."""
-        memory = self._gauge()
-        ahead_bytes = sum(feed.ahead_bytes for feed in self._neighbours)
+        """Let the gauge be read from now on; see `Feed.fit`."""
         with self._changed:
-            if self._layout is None or self._is_short:
-                return
-            nbytes, ranks = self._layout.nbytes, len(self._neighbours)
-            depth = prefetch_depth(memory, nbytes, ranks=ranks, ahead_bytes=ahead_bytes)
-            if self._tensors is None:
-                depth = min(depth, payload_depth(nbytes))
-            self._ring.limit = self._held + depth
-            self._changed.notify()
+            is_known, self._is_trained = self._is_trained, True
+        if not is_known:
+            self._gauge.trained(self._number)
 
-    def shrink(self) -> None:
-        """Keep half of the slots, and as few from now on; see `Feed.shrink`."""
-        with self._changed:
-            self._is_short = True
-            self._ring.shrink()
-            self._loose.shrink()
+    def shrink(self) -> bool:
+        """Give all memory ahead back, as its neighbours do; see `Feed.shrink`."""
+        return self._gauge.give_all()
 
     def close(self) -> bool:
         """End the prefetch thread; see `Feed.close`."""
@@ -235,7 +244,7 @@ class PrefetchFeed(Feed):
             for slots in (self._fetched, self._host, self._ring.unused, self._loose.unused):
                 slots.clear()
             self._in_use = []
-            self._neighbours.clear()
+        self._gauge.close()
         return True
 
     def _follow(self, upcoming: Sequence[_Key]) -> None:
@@ -243,6 +252,11 @@ class PrefetchFeed(Feed):
         self._upcoming = deque(upcoming)
         pairs = zip(self._fetched, upcoming, strict=False)
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._give_back(kept)
+        self._changed.notify()
+
+    def _give_back(self, kept: int) -> None:
+        """Give all fetched batches back but for the first ones, under the lock."""
         for key in list(self._fetched)[kept:]:
             fetched = self._fetched.pop(key)
             fetched.is_dropped = True
@@ -251,10 +265,14 @@ class PrefetchFeed(Feed):
             if fetched.payload is not None:
                 epoch, batch, part = key
                 self._source.give_back(epoch, batch, fetched.payload, part)
-        self._source.expect(self._rank, list(upcoming)[kept:])
+        self._source.expect(self._rank, list(self._upcoming)[kept:])
         # Another rank may have asked for it since, and would be woken in our place: ask again.
         self._asked = False
-        self._changed.notify()
+
+    @property
+    def _most_ahead(self) -> int:
+        """Batches that may be fetched now, under the lock: the one that the worker waits for in any case."""
+        return max(self._depth, self._wanted is not None)
 
     # ------------------------------------------------------------ the prefetch thread
     def _run(self) -> None:
@@ -264,6 +282,7 @@ class PrefetchFeed(Feed):
                 self._copies = None if self._spans is None else CopySpans(self._lane, self._spans)
                 while (fetched := self._fetch()) is not None:
                     self._load(fetched)
+                    self._gauge.look(fetched.key[0])
                 if self._copies is not None:
                     self._copies.close()
         except BaseException as error:  # the waiting worker must hear of it
@@ -289,7 +308,7 @@ class PrefetchFeed(Feed):
 
     def _may_fetch(self) -> bool:
         ahead = len(self._fetched)
-        return self._closing or (not self._asked and ahead < min(self.depth, len(self._upcoming)))
+        return self._closing or (not self._asked and ahead < min(self._most_ahead, len(self._upcoming)))
 
     def _load(self, fetched: _Fetched) -> None:
         """Bring a batch to the device."""
@@ -347,11 +366,12 @@ class PrefetchFeed(Feed):
             except torch.OutOfMemoryError:
                 with self._changed:
                     pool.made -= 1
-                    if pool.made < pool.least:
-                        raise
-                    # Not all that there is: torch has emptied its cache for us, and the steps want it back.
-                    pool.shrink()
-                    self._is_short = True
+                    is_spare = pool.made >= pool.least
+                # Half of what there is: torch has emptied its cache for us, and the steps want it back.
+                if is_spare:
+                    self._gauge.ran_short(self._number, self.ahead)
+                elif not self._gauge.give_all():
+                    raise
 
     def _new_slot(self, pool: Pool) -> Slot:
         lane, layout = self._lane, self._layout

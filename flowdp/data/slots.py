@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowdp.data.source import Batch
 from flowdp.data.trees import Form, moves_itself, tensors_of
-from flowdp.device.streams import QUIET, Event, Lane
+from flowdp.device.streams import QUIET, Event, Lane, Stream
 
 __all__ = [
     "HOST_SLOTS",
@@ -23,6 +23,7 @@ __all__ = [
     "Layout",
     "Pool",
     "Slot",
+    "await_dataset",
     "first_rows",
     "is_plain",
     "keep_for_compute",
@@ -56,6 +57,16 @@ def keep_for_compute(tensors: Iterable[Tensor | None], lane: Lane) -> None:
             leaf.record_stream(lane.compute)  # type: ignore[arg-type]
 
 
+def await_dataset(leaf: Any, lane: Lane, stream: Stream) -> None:
+    """Let a stream wait for the tensors of a leaf that the dataset made on a device.
+
+    It works on the device's default stream, which ours do not wait for by themselves.
+    """
+    for device in {tensor.device for tensor in tensors_of(leaf)}:
+        if device.type == "cuda":
+            lane.await_default(stream, device)
+
+
 def own_memory(leaf: Any, lane: Lane) -> Any:
     """A leaf of a batch on the device, in memory of its own; the leaf itself if it does not move.
 
@@ -67,9 +78,7 @@ def own_memory(leaf: Any, lane: Lane) -> Any:
             moved = torch.empty_like(leaf, device=lane.device)
         moved.copy_(leaf, non_blocking=True)
     elif moves_itself(leaf):
-        if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
-            # The dataset works on the default stream, which our streams do not wait for by themselves.
-            lane.await_default(lane.copy, leaf.device)
+        await_dataset(leaf, lane, lane.copy)
         # Some move themselves in place, and the source may get this one back.
         own = leaf if isinstance(leaf, Tensor) else copy.copy(leaf)
         with QUIET:
@@ -231,10 +240,10 @@ class Pool:
         else:
             self.unused.append(slot)
 
-    def shrink(self) -> None:
-        """Keep half of the slots: those that are in use go when they come back."""
-        self.limit = max(self.least, self.made // 2)
-        while self.unused and self.made > self.limit:
+    def resize(self, limit: int) -> None:
+        """Set the limit: unused slots above it go now, those in use when they come back."""
+        self.limit = limit
+        while self.unused and self.made > limit:
             self.give_back(self.unused.pop())
 
 

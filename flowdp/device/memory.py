@@ -21,12 +21,18 @@ def read_memory(lane: Lane) -> Memory | None:
         return None
     free, total = lane.cuda.mem_get_info(lane.device)
     stats = lane.cuda.memory_stats(lane.device)  # a key that an allocator does not keep counts as 0
+
+    def used(when: str) -> int:
+        # cudaMallocAsync keeps one of the two, which one depends on torch's version.
+        kinds: list[int] = [stats.get(f"{kind}_bytes.all.{when}", 0) for kind in ("active", "allocated")]
+        return max(kinds)
+
     return Memory(
         total=total,
         free=free,
         reserved=stats.get("reserved_bytes.all.current", 0),
-        active=stats.get("active_bytes.all.current", 0),
-        peak=stats.get("active_bytes.all.peak", 0),
+        active=used("current"),
+        peak=used("peak"),
         split=stats.get("inactive_split_bytes.all.current", 0),
     )
 

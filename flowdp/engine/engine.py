@@ -110,7 +110,7 @@ class Engine:
         self._inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in self.team.ranks]
         make_room(len(replicas))
         try:
-            self._build(services, failures, runtime.backend, outer)
+            self._build(services, failures, runtime, outer)
         except BaseException:
             self._settings.close()
             raise
@@ -119,20 +119,22 @@ class Engine:
         self,
         services: Services,
         failures: FailureOptions,
-        backend: Backend,
+        runtime: RuntimeOptions,
         outer: OuterOptions | None,
     ) -> None:
         config, ranks = self.config, self.team.ranks
         lanes = [replica.lane for replica in self.replicas]
         inboxes = dict(zip(ranks, self._inboxes, strict=True))
         self._link = self._open_link(inboxes, failures.stall_timeout)
-        meeting = self._open_meeting(backend, lanes, outer)
+        meeting = self._open_meeting(runtime.backend, lanes, outer)
         self._feeds = open_feeds(
             self._source,
             lanes,
             held=[(config.groups or (1,) * config.world_size)[rank] for rank in ranks],
             rows=_rows(config),
             spans=() if services.timeline is None else services.timeline.ranks,
+            usage=runtime.memory_fraction,
+            depth=runtime.prefetch_depth,
         )
         for lane, feed in zip(lanes, self._feeds, strict=True):
             self._settings.callback(lane.drain)

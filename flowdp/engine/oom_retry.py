@@ -1,7 +1,9 @@
-"""Retry of a step that ran out of device memory, in smaller pieces.
+"""Retry of a step that ran out of device memory.
 
-Forward and backward begin again with the step's own samples, each micro-batch in twice as many pieces; batch
-norm sees a piece then, as under gradient accumulation. Later steps are made of as many pieces from the start.
+Forward and backward begin again with the step's own samples. First the batches ahead on the device give their
+memory. Where they had none, each micro-batch comes in twice as many pieces; batch norm sees a piece then, as
+under gradient accumulation, and later steps are made of as many pieces from the start.
+
 Nothing of the first attempt is left: gradients, buffers, the loss, recorded numbers and the generator of a
 CUDA device are as they were when the step began. Not restored is anything outside the replica: a batch that
 the loss has written to, counters of the user's own, and the CPU's generator, which belongs to the process.
@@ -49,7 +51,7 @@ class OomRetry:
         self._place = place
 
     def run(self, micros: Sequence[MicroBatch], error: torch.OutOfMemoryError) -> None:
-        """Repeat the failed step in ever smaller pieces.
+        """Repeat the failed step with more memory, then in ever smaller pieces.
 
         Call it outside of the `except` block: an error that is being handled keeps its frames.
 
@@ -65,10 +67,18 @@ class OomRetry:
             raise error
         full, failed = micros[-1], error
         while True:
-            self._halve(full, failed)
+            if self._feed.shrink():
+                log.warning(
+                    "rank %d on %s ran out of memory %s: batches ahead on the device give theirs up, and the "
+                    "step is tried again; fewer are held ahead from now on",
+                    self._current.rank,
+                    self._replica.device,
+                    str(self._place),
+                )
+            else:
+                self._halve(full, failed)
             self._replica.undo()
             self._meter.discard()
-            self._feed.shrink()
             for full in micros:
                 self._current.samples = full.samples
                 try:

@@ -172,7 +172,6 @@ class Worker:
         self._step_callbacks = tuple(services.step_callbacks)
         self._part_loss: Tensor | None = None  # of the step that comes behind the gate (exact)
         self._fed = 0  # the machine's plans that the feed knows
-        self._is_fit = False
 
     @property
     def step(self) -> Step | None:
@@ -462,12 +461,9 @@ class Worker:
         times.samples += sums.samples
 
     def _fit_feed(self) -> None:
-        """Fit the feed to the memory left, once: when all that training needs has been allocated."""
-        if self._is_fit:
-            return
+        """Let the feed use the memory left, once all that training needs has been allocated."""
         captured = self.replica.captured
         if captured is None or captured.ended is not None or self.current.local_step >= CAPTURED_BY:
-            self._is_fit = True
             self._feed.fit()
 
     def _step_together(self, arrival: Arrival, outcome: Outcome) -> None:

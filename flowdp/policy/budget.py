@@ -7,12 +7,27 @@ own batches, which are a part of that peak, are given back before it is divided 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["DEPTH_LIMIT", "Memory", "clamp_usage", "fits", "payload_depth", "prefetch_depth", "spare_bytes"]
+__all__ = [
+    "DEPTH_LIMIT",
+    "USAGE",
+    "Memory",
+    "RingBudget",
+    "fits",
+    "payload_depth",
+    "prefetch_depth",
+    "spare_bytes",
+]
 
-DEPTH_LIMIT = 512
-"""Batches ahead, at most: of tiny ones millions would fit, and bring nothing."""
+DEPTH_LIMIT = 16
+"""Batches ahead, at most: a device that waits behind so many waits for its reader, and more hide nothing."""
+
+FIRST_DEPTH = 1
+"""Batches ahead until the needs of training are known."""
+
+LOOK_MS = 1000.0
+"""Time between two readings of a device's memory within an epoch: other programs come and go."""
 
 HOST_DEPTH = 2
 """Batches ahead where there is no gauge: a CPU device."""
@@ -52,11 +67,6 @@ class Memory:
     split: int
 
 
-def clamp_usage(usage: float) -> float:
-    """The part of a device that may be in use, between 0.5 and 0.99."""
-    return min(max(usage, 0.5), 0.99)
-
-
 def spare_bytes(memory: Memory, usage: float = USAGE) -> int:
     """Memory left for data when training needs as much as at its peak; may be negative.
 
@@ -65,13 +75,19 @@ def spare_bytes(memory: Memory, usage: float = USAGE) -> int:
         usage: Part of the device that may be in use.
     """
     others = max(0, memory.total - memory.free - memory.reserved)
-    return int(memory.total * clamp_usage(usage)) - others - max(memory.peak, memory.active) - memory.split
+    return int(memory.total * usage) - others - max(memory.peak, memory.active) - memory.split
 
 
 def prefetch_depth(
-    memory: Memory | None, batch_bytes: int, *, ranks: int = 1, ahead_bytes: int = 0, usage: float = USAGE
+    memory: Memory | None,
+    batch_bytes: int,
+    *,
+    ranks: int = 1,
+    ahead_bytes: int = 0,
+    usage: float = USAGE,
+    limit: int = DEPTH_LIMIT,
 ) -> int:
-    """Batches that a rank may hold on its device ahead of the one in use, 1 to `DEPTH_LIMIT`.
+    """Batches that a rank may hold on its device ahead of the one in use, 0 to `limit`.
 
     Args:
         memory: Memory of the device, after a whole step; None for a CPU device.
@@ -79,11 +95,86 @@ def prefetch_depth(
         ranks: Ranks that share the device.
         ahead_bytes: Size of the batches that all of them hold ahead already; a part of the peak.
         usage: Part of the device that may be in use.
+        limit: Batches ahead, at most.
     """
     if memory is None or batch_bytes == 0:
-        return HOST_DEPTH
+        return min(HOST_DEPTH, limit)
     share = (spare_bytes(memory, usage) + ahead_bytes) // ranks
-    return min(max(share // batch_bytes, 1), DEPTH_LIMIT)
+    return min(max(share // batch_bytes, 0), limit)
+
+
+class RingBudget:
+    """Decides how many batches the ranks of a device may hold ahead, from one reading of memory to the next.
+
+    Training needs the largest peak of memory between two readings, less the batches that lay ahead then. A
+    step that ran out of memory needs more than is known, so the rings give all of theirs, and the budget is
+    closed until such a step has been done. A rank that has run short may hold half as many as it did, and
+    twice as many with each epoch.
+
+    Args:
+        ranks: Ranks of the device.
+        usage: Part of the device that may be in use.
+        limit: Batches ahead of a rank, at most; None: `DEPTH_LIMIT`.
+
+    Attributes:
+        limits: Batches ahead, at most, by what the device has shown. Shape (ranks,).
+    """
+
+    def __init__(self, ranks: int, *, usage: float = USAGE, limit: int | None = None) -> None:
+        self._usage = usage
+        self._limit = DEPTH_LIMIT if limit is None else limit
+        self._needed = 0
+        self._epoch = -1
+        self._next_ms = 0.0
+        self._waits = set(range(ranks))  # ranks without a step since the budget was closed
+        self.limits = [self._limit] * ranks
+
+    @property
+    def first(self) -> int:
+        """Batches ahead of a rank before the first reading."""
+        return min(FIRST_DEPTH, self._limit)
+
+    def trained(self, rank: int) -> None:
+        """Note that a rank has taken a whole step, and has allocated all that it needs for one."""
+        self._waits.discard(rank)
+
+    def is_due(self, epoch: int, now_ms: float) -> bool:
+        """Whether the device's memory is to be read, in this epoch and at this time."""
+        return not self._waits and (epoch > self._epoch or now_ms >= self._next_ms)
+
+    def depths(
+        self, memory: Memory | None, batch_bytes: list[int], ahead_bytes: int, epoch: int, now_ms: float
+    ) -> list[int]:
+        """Batches that each rank may hold ahead from now on, where the peak is counted anew.
+
+        Args:
+            memory: Memory of the device, its peak since the last reading; None for a CPU device.
+            batch_bytes: Size of one batch. Shape (ranks,).
+            ahead_bytes: Size of the batches that all ranks hold ahead now.
+            epoch: Index of the epoch.
+            now_ms: Time of the reading.
+        """
+        if epoch > self._epoch >= 0:
+            self.limits = [min(max(1, 2 * limit), self._limit) for limit in self.limits]
+        self._epoch, self._next_ms = max(epoch, self._epoch), now_ms + LOOK_MS
+        if memory is not None:
+            self._needed = max(self._needed, memory.peak - ahead_bytes, memory.active - ahead_bytes)
+            memory = replace(memory, peak=self._needed, active=0)
+        return [
+            prefetch_depth(memory, size, ranks=len(batch_bytes), usage=self._usage, limit=limit)
+            for size, limit in zip(batch_bytes, self.limits, strict=True)
+        ]
+
+    def ran_short(self, rank: int, ahead: int) -> int:
+        """Batches that a rank may hold ahead, where there was no room for more than these."""
+        self.limits[rank] = min(self.limits[rank], ahead // 2)
+        return self.limits[rank]
+
+    def step_ran_short(self, ahead: list[int]) -> None:
+        """Close the budget, as a step has run out of memory beside these batches ahead. Shape (ranks,)."""
+        for rank, count in enumerate(ahead):
+            self.ran_short(rank, count)
+        self._needed, self._next_ms, self._waits = 0, 0.0, set(range(len(ahead)))
 
 
 def payload_depth(batch_bytes: int) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from flowdp.data.copy_spans import IN_FLIGHT, CopySpans
 from flowdp.data.prefetch import PrefetchFeed
+from flowdp.data.ring_gauge import RingGauge
 from flowdp.device.streams import CudaLane
 from flowdp.policy.efficiency import Activity
 from flowdp.timeline.spans import RankSpans
@@ -41,7 +42,8 @@ def test_copies_lie_where_they_were_on_the_clock_of_the_host() -> None:
 def test_a_feed_records_each_batch() -> None:
     spans, source = RankSpans(), tensors()
     notes: queue.Queue[tuple[int, int]] = queue.Queue()
-    feed = PrefetchFeed(source, 0, CardLane(), gauge=lambda: None, spans=spans)
+    lane = CardLane()
+    feed = PrefetchFeed(source, 0, lane, gauge=RingGauge(lane), spans=spans)
     feed.start(lambda epoch, batch: notes.put((epoch, batch)))
     feed.follow([(0, batch, None) for batch in range(BATCHES)])
     for batch in range(BATCHES):

@@ -69,7 +69,7 @@ def test_what_the_gauge_promised_and_the_device_does_not_have_is_prefetched():
     feeds = open_feeds(source(), [CardLane(card), CardLane(card)])
     assert kinds(feeds) == [PrefetchFeed, PrefetchFeed]
     assert card.emptied == 1
-    assert feeds[0]._neighbours == feeds  # type: ignore[attr-defined]
+    assert feeds[0]._gauge is feeds[1]._gauge  # type: ignore[attr-defined]
 
 
 def test_other_datasets_are_prefetched():
@@ -83,8 +83,18 @@ def test_other_datasets_are_prefetched():
 def test_the_gauge_is_that_of_the_lane():
     card = Card(total=1000, used=100)
     (feed,) = open_feeds(source([0, 1, 2, 3, 4]), [CardLane(card)])
-    memory = feed._gauge()  # type: ignore[attr-defined]
+    memory = feed._gauge._read()  # type: ignore[attr-defined]
     assert (memory.total, memory.free) == (1000, 900)
+
+
+def test_the_part_of_the_device_and_the_depth_are_the_users():
+    card = Card(total=10**6, used=10**6 // 2)
+    (feed,) = open_feeds(source(), [CardLane(card)], usage=0.5)
+    assert type(feed) is PrefetchFeed, "the other half is in use"
+    (feed,) = open_feeds(source(), [CardLane(card)], usage=0.5, depth=0)
+    assert feed.depth == 0  # type: ignore[attr-defined]
+    (feed,) = open_feeds(source(), [CardLane(card)])
+    assert type(feed) is ResidentFeed
 
 
 def test_tensors_of_another_device_that_do_not_fit_are_streamed_from_the_host():

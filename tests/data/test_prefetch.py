@@ -21,11 +21,11 @@ from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.loader_source import LoaderSource
 from flowdp.data.open_source import open_source
 from flowdp.data.prefetch import PrefetchFeed
+from flowdp.data.ring_gauge import RingGauge
 from flowdp.data.slots import HOST_SLOTS
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
-from flowdp.device.memory import read_memory
-from flowdp.device.streams import HostLane, Lane
+from flowdp.device.streams import QUIET, HostLane, Lane
 from flowdp.errors import DataError, ProtocolError
 from flowdp.policy.budget import Memory
 from flowdp.protocol.messages import SampleRange
@@ -121,7 +121,7 @@ class Rank:
     """A worker that gets its batches through a feed."""
 
     def __init__(self, source: Source, lane: Lane, rank: int = 0, **options: Any) -> None:
-        options.setdefault("gauge", lambda: None)
+        options.setdefault("gauge", RingGauge(lane, read=lambda: None))
         self.lane = lane
         self.feed = options.pop("feed", PrefetchFeed)(source, rank, lane, **options)
         self.notes: queue.SimpleQueue[Key] = queue.SimpleQueue()
@@ -523,7 +523,7 @@ def test_batches_of_many_shapes_are_two_at_most(close):
         shelf.there[key] = torch.full((BATCH, key[1] % 5 + 1), float(key[1]))
     lane = CardLane()
     rank = close(Rank(shelf, lane))
-    rank.feed._ring.limit = 6
+    rank.feed.resize(5)
     rank.follow(keys)
     for key in keys:
         batch = rank.train(key)
@@ -554,79 +554,146 @@ def test_a_loose_batch_is_kept_until_the_copy_stream_has_waited_for_its_step(clo
 
 
 # ---------------------------------------------------------------- memory
-def gauge(spare: int) -> Callable[[], Memory]:
-    return lambda: Memory(
-        total=spare * 10 // 9 + 1, free=spare * 10 // 9 + 1, reserved=0, active=0, peak=0, split=0
-    )
+class Device:
+    """The memory of a device that a test sets.
+
+    Attributes:
+        spare: Bytes that batches may take.
+        reads: Readings so far.
+    """
+
+    def __init__(self, spare: int) -> None:
+        self.spare = spare
+        self.reads = 0
+
+    def __call__(self) -> Memory:
+        assert QUIET.locked(), "the allocator is asked while a collective may be launched"
+        self.reads += 1
+        return Memory(total=2**40, free=self.spare, reserved=0, active=0, peak=0, split=0)
+
+    def gauge(self, lane: Lane, ranks: int = 1, **options: Any) -> RingGauge:
+        """A gauge that finds this memory."""
+        return RingGauge(lane, ranks, usage=1.0, read=self, **options)
 
 
 BATCH_BYTES = BATCH * (6 * 4 + 8)
 
 
 def test_the_ring_is_sized_once_the_memory_is_known(close):
-    rank = close(Rank(tensors(), CardLane(), gauge=gauge(7 * BATCH_BYTES)))
+    lane, device = CardLane(), Device(7 * BATCH_BYTES)
+    rank = close(Rank(tensors(), lane, gauge=device.gauge(lane)))
     assert rank.feed.depth == 1
-    rank.follow(everything())
-    rank.train((0, 0))
-    rank.take((0, 1))
-    rank.lane.card.until(lambda: rank.feed._ring.made == 2)
+    keys = everything()
+    rank.follow(keys)
+    rank.train(keys[0])
+    assert device.reads == 0
     rank.feed.fit()
-    assert rank.feed.depth == 8  # the one ahead was a part of the one in use
-    rank.lane.card.until(lambda: rank.feed._ring.made == 9)
+    rank.take(keys[1])
+    lane.card.until(lambda: rank.feed._ring.made == 8)
+    assert rank.feed.depth == 7
     rank.feed.release()
-    for key in everything()[2:]:
+    for key in keys[2:]:
         rank.train(key)
-    assert rank.feed._ring.made == 9
-    no_race(rank.lane)
+    assert rank.feed._ring.made == 8
+    assert lane.card.peaks_reset == device.reads >= 3, "once, and once in each further epoch"
+    no_race(lane)
 
 
 def test_on_the_cpu_two_batches_are_fetched_ahead(close):
     rank = close(Rank(tensors(), HostLane(torch.device("cpu"))))
-    rank.train((0, 0))
+    rank.follow(everything())
     rank.feed.fit()
+    for key in everything():
+        rank.train(key)
     assert rank.feed.depth == 2
 
 
 def test_ranks_on_one_device_share_it(close):
-    neighbours: list[PrefetchFeed] = []
-    made = [
-        close(Rank(tensors(), CardLane(), who, gauge=gauge(20 * BATCH_BYTES), neighbours=neighbours))
-        for who in range(2)
-    ]
+    lane, device = CardLane(), Device(20 * BATCH_BYTES)
+    shared = device.gauge(lane, 2)
+    made = [close(Rank(tensors(), lane, who, gauge=shared)) for who in range(2)]
     for rank in made:
         rank.follow(everything())
-        rank.take((0, 0))
-        rank.lane.card.until(lambda: rank.feed._ring.made == 2)  # noqa: B023 - called at once
+        rank.train((0, 0))
+    made[0].feed.fit()
+    made[0].train((0, 1))
+    assert device.reads == 0, "the other one may still have to allocate"
+    made[1].feed.fit()
+    made[0].take((0, 2))
+    made[1].take((0, 1))
     for rank in made:
-        rank.feed.fit()
-    assert [rank.feed.depth for rank in made] == [11, 11]
+        lane.card.until(lambda: rank.feed._ring.made == 11)  # noqa: B023 - called at once
+    assert [rank.feed.depth for rank in made] == [10, 10]
 
 
-def test_nothing_is_sized_before_there_is_a_batch(close):
-    rank = close(Rank(Shelf(), CardLane(), gauge=gauge(10**6)))
+def test_a_ring_without_a_batch_holds_as_many_ahead_as_without_a_gauge(close):
+    lane, device = CardLane(), Device(10**6)
+    rank = close(Rank(Shelf(), lane, gauge=device.gauge(lane)))
     rank.feed.fit()
-    assert rank.feed.depth == 1
+    rank.feed._gauge.look(0)
+    assert rank.feed.depth == 2
+
+
+@pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
+def test_another_program_takes_the_memory_and_gives_it_back(close, source_of):
+    """Down to no batch ahead: then each is fetched when it is asked for."""
+    lane, device = CardLane(), Device(9 * BATCH_BYTES)
+    source = close(source_of())
+    rank = close(Rank(source, lane, gauge=device.gauge(lane)))
+    begin(source, [rank])
+    keys = everything(3)
+    rank.follow(keys)
+    check(source, keys[0], rank.train(keys[0]))
+    rank.feed.fit()
+    for number, spare, depth in [(5, 9, 9), (8, 2, 2), (11, 0, 0), (14, -3, 0), (17, 1, 1), (20, 6, 6)]:
+        device.spare = spare * BATCH_BYTES
+        rank.feed._gauge.look(number)  # as an epoch of its own
+        assert rank.feed.depth == depth
+        assert rank.feed._ring.made <= 1 + depth, "what lay ahead has given its memory"
+        assert len(rank.feed._fetched) <= depth
+        for key in keys[number - 4 : number - 1]:
+            check(source, key, rank.train(key))
+    no_race(lane)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_a_limit_of_the_users_holds_at_any_time(close, limit):
+    lane, device = CardLane(), Device(2**30)
+    rank = close(Rank(tensors(), lane, gauge=device.gauge(lane, limit=limit)))
+    assert rank.feed.depth == min(limit, 1)
+    keys = everything()
+    rank.follow(keys)
+    for key in keys:
+        check(rank.feed._source, key, rank.train(key))
+        rank.feed.fit()
+    assert device.reads >= 3
+    assert rank.feed.depth == limit
+    assert rank.feed._ring.made <= 1 + limit
+    no_race(lane)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 6])
 def test_out_of_memory_makes_the_ring_shorter(close, slots):
     lane = CardLane(Card(room=slots * BATCH_BYTES))
-    rank = close(Rank(tensors(), lane))
-    rank.feed._ring.limit = 8
+    device = Device(2**30)
+    rank = close(Rank(tensors(), lane, gauge=device.gauge(lane)))
     rank.follow(everything())
+    rank.feed.resize(7)
     rank.take((0, 0))
     lane.card.until(lambda: lane.card.refused > 0)
     rank.feed.release()
     for key in everything()[1:]:
         check(rank.feed._source, key, rank.train(key))
     # Half of the memory: the allocator has given away its cache, and the steps need it again.
-    assert rank.feed._ring.made == max(1, slots // 2)
+    depth = (slots - 1) // 2
+    assert rank.feed._ring.made == 1 + depth
     assert lane.card.refused == 1
-    depth = max(1, slots // 2 - 1)
     assert rank.feed.depth == depth
-    rank.feed._gauge = gauge(10**6)
     rank.feed.fit()
+    rank.feed._gauge.look(0)
     assert rank.feed.depth == depth, "the gauge does not know it better than the device"
+    rank.feed._gauge.look(1)
+    assert rank.feed.depth == max(1, 2 * depth), "but may try again in the next epoch"
     no_race(lane)
 
 
@@ -770,7 +837,7 @@ def test_a_closed_feed_holds_no_memory(close):
 
 
 def test_it_closes_before_it_starts():
-    assert PrefetchFeed(tensors(), 0, CardLane(), gauge=lambda: None).close()
+    assert PrefetchFeed(tensors(), 0, CardLane(), gauge=RingGauge(CardLane(), read=lambda: None)).close()
 
 
 def test_a_wait_for_the_device_that_never_ends_is_told():
@@ -822,17 +889,14 @@ def test_several_batches_are_in_use_at_a_time(close, source_of, held):
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 100])
 def test_little_memory_leaves_as_many_slots_as_are_in_use(close, room):
     source, lane = close(read()), CardLane(Card(room=room * BATCH * 32))
-    rank = close(Rank(source, lane, held=2, gauge=lambda: None))
-    rank.feed._ring.limit = 9
+    rank = close(Rank(source, lane, held=2))
     begin(source, [rank])
-    if room < 2:
-        rank.follow(everything(1))
-        if room:
-            rank.take((0, 0))
-        with pytest.raises(torch.OutOfMemoryError):
-            rank.take((0, room))
-        return
     rank.follow(everything(1))
+    rank.feed.resize(7)
+    if room < 2:
+        with pytest.raises(torch.OutOfMemoryError):
+            [rank.take((0, batch)) for batch in range(room + 1)]
+        return
     for batch in range(0, BATCHES - 1, 2):
         for key in ((0, batch), (0, batch + 1)):
             check(source, key, rank.take(key))
@@ -841,9 +905,9 @@ def test_little_memory_leaves_as_many_slots_as_are_in_use(close, room):
 
 
 @pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
-def test_a_rank_without_room_holds_less_ahead(close, source_of):
-    source, lane = close(source_of()), CardLane()
-    rank = close(Rank(source, lane, held=2, gauge=lambda: read_memory(lane)))
+def test_a_step_without_room_gets_all_memory_ahead(close, source_of):
+    source, lane, device = close(source_of()), CardLane(), Device(6 * BATCH * 32)
+    rank = close(Rank(source, lane, held=2, gauge=device.gauge(lane)))
     begin(source, [rank])
     first, *keys = everything(3)
     rank.follow([first, *keys])
@@ -851,19 +915,27 @@ def test_a_rank_without_room_holds_less_ahead(close, source_of):
     with lane.on(lane.compute):
         rank.feed.release()
     rank.feed.fit()
+    check(source, keys[0], rank.take(keys[0]))
     lane.card.until(lambda: rank.feed._ring.made >= 6)
-    rank.feed.shrink()
-    limit = rank.feed._ring.limit
-    assert 2 < limit <= len(keys) // 2
-    rank.feed.fit()  # the earlier memory is gone
-    assert rank.feed._ring.limit == limit
-    while keys:
-        step, keys = keys[:2], keys[2:]
-        for key in step:
+    assert rank.feed.shrink()
+    assert rank.feed._ring.made <= 2
+    assert rank.feed._fetched == {}
+    assert not rank.feed.shrink(), "there is no more"
+    reads = device.reads
+    with lane.on(lane.compute):
+        rank.feed.release()
+    keys = keys[1:]
+    for count in range(len(keys) // 2):
+        for key in keys[2 * count : 2 * count + 2]:
             check(source, key, rank.take(key))
         with lane.on(lane.compute):
             rank.feed.release()
-    assert rank.feed._ring.made <= limit
+        if count == 1:
+            assert device.reads == reads, "the step that had no room is not over"
+            assert rank.feed.depth == 0
+            rank.feed.fit()
+    assert device.reads > reads
+    assert 1 <= rank.feed.depth < 6, "half as many, and more in a later epoch"
     assert lane.card.races == []
 
 

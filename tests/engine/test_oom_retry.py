@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Set
 from typing import Any
@@ -23,6 +24,7 @@ from flowdp.engine.micro_batches import MicroBatch
 from flowdp.engine.oom_retry import OomRetry, without_frames
 from flowdp.errors import OutOfDeviceMemory
 from flowdp.replica.replica import Replica
+from tests.data.cards import Card, put_on_streams
 from tests.loops import numbers
 from tests.parts import parts_of
 
@@ -222,10 +224,20 @@ def test_what_is_not_tried_again(options: dict[str, Any], why: str) -> None:
 
 # ---------------------------------------------------------------- one rank alone
 class Shrinking:
+    """A feed.
+
+    Attributes:
+        has_more: Whether it holds batches ahead, which it can give up.
+        shrunk: Number of calls.
+    """
+
+    has_more = False
     shrunk = 0
 
-    def shrink(self) -> None:
+    def shrink(self) -> bool:
         self.shrunk += 1
+        has_more, self.has_more = self.has_more, False
+        return has_more
 
 
 class Alone:
@@ -293,6 +305,55 @@ def test_buffers_are_those_of_the_pieces_alone() -> None:
     for name, tensor in twin.state_dict().items():
         torch.testing.assert_close(mine.replica.module.state_dict()[name], tensor, rtol=1e-12, atol=1e-13)
     assert mine.replica.module.norm.num_batches_tracked == 6
+
+
+def test_batches_ahead_give_their_memory_before_the_step_is_cut() -> None:
+    tried: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        tried.append(len(batch[0]))
+        if len(tried) in refused:
+            raise full()
+        return mse(model, batch)
+
+    for refused, pieces in (({1}, 1), ({1, 2}, 2), ({1, 2, 3}, 4)):
+        tried.clear()
+        mine = Alone(mlp(), loss)
+        mine.feed.has_more = True
+        mine.step((X[:4], Y[:4]))
+        assert mine.replica.pieces == pieces
+        assert mine.feed.shrunk == len(refused)
+        assert tried[:2] == [4, 4]
+
+
+@pytest.mark.parametrize("policy", ["sync", "exact"])
+def test_a_run_whose_ring_was_too_long_goes_on_with_whole_batches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, policy: Any
+) -> None:
+    """Sample 21 lies in the last batch of an epoch: the ring has been sized by then."""
+    card, failed = Card(), threading.Event()
+    put_on_streams(card, monkeypatch.setattr)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        sizes.append(len(batch[0]))
+        if 21.0 in batch[0][:, 0].tolist() and not failed.is_set():
+            failed.set()
+            raise full()
+        return mse(model, batch)
+
+    states = []
+    for _ in range(2):
+        sizes: list[int] = []
+        options = {"batch_size": 4} if policy == "exact" else {}
+        state, _ = train(
+            loss, dataset=list(zip(X, Y, strict=True)), devices=["cpu"], policy=policy, epochs=3, **options
+        )
+        states.append(state)
+        assert set(sizes) == {4}
+    assert len([record for record in caplog.records if "give theirs up" in record.getMessage()]) == 1
+    for name, tensor in states[1].items():
+        assert torch.equal(states[0][name], tensor)
+    assert not card.races
 
 
 def test_a_run_counts_each_sample_once_in_its_buffers() -> None:

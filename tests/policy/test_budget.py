@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from flowdp.policy.budget import (
     DEPTH_LIMIT,
+    LOOK_MS,
     Memory,
-    clamp_usage,
+    RingBudget,
     fits,
     payload_depth,
     prefetch_depth,
@@ -27,13 +30,14 @@ def device(others: int = 0, active: int = 0, *, cached: int = 0, peak: int = 0, 
 
 @pytest.mark.parametrize(
     ("used", "depth"),
-    [(0.03, 139), (0.50, 64), (0.89, 1), (0.90, 1), (0.97, 1)],
+    [(0.03, 139), (0.50, 64), (0.89, 1), (0.90, 0), (0.97, 0)],
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("owner", ["others", "active"])
 def test_the_fuller_the_device_the_shorter_the_ring(used, depth, owner):
     memory = device(**{owner: round(TOTAL * used)})
-    assert prefetch_depth(memory, BATCH) == depth
+    assert prefetch_depth(memory, BATCH, limit=1000) == depth
+    assert prefetch_depth(memory, BATCH) == min(depth, DEPTH_LIMIT)
 
 
 def test_what_the_allocator_keeps_and_nobody_uses_is_free():
@@ -54,30 +58,33 @@ def test_a_full_device_has_less_than_nothing_to_spare():
 
 def test_the_rings_own_batches_are_no_pressure():
     # As if the ring were measured and divided for the first time, whatever it holds.
-    fresh = prefetch_depth(device(active=4 * GB), BATCH)
-    assert prefetch_depth(device(active=4 * GB + 30 * BATCH), BATCH, ahead_bytes=30 * BATCH) == fresh
+    fresh = prefetch_depth(device(active=4 * GB), BATCH, limit=1000)
+    full = device(active=4 * GB + 30 * BATCH)
+    assert prefetch_depth(full, BATCH, ahead_bytes=30 * BATCH, limit=1000) == fresh
 
 
 def test_ranks_share_a_device():
     memory = device(active=4 * GB)
-    alone = prefetch_depth(memory, BATCH)
-    assert prefetch_depth(memory, BATCH, ranks=2) == alone // 2
-    assert prefetch_depth(memory, BATCH, ranks=1000) == 1
+    alone = prefetch_depth(memory, BATCH, limit=1000)
+    assert prefetch_depth(memory, BATCH, ranks=2, limit=1000) == alone // 2
+    assert prefetch_depth(memory, BATCH, ranks=1000) == 0
 
 
 def test_tiny_batches_are_not_fetched_by_the_million():
-    assert prefetch_depth(device(), 100) == DEPTH_LIMIT == 512
+    assert prefetch_depth(device(), 100) == DEPTH_LIMIT == 16
+    assert prefetch_depth(device(), 100, limit=3) == 3
+    assert prefetch_depth(device(), 100, limit=0) == 0
 
 
 def test_without_a_gauge_or_without_tensors_two_are_enough():
     assert prefetch_depth(None, BATCH) == 2
     assert prefetch_depth(device(), 0) == 2
+    assert prefetch_depth(None, BATCH, limit=1) == 1
 
 
-@pytest.mark.parametrize(("given", "kept"), [(0.1, 0.5), (0.5, 0.5), (0.8, 0.8), (1.5, 0.99)])
-def test_usage_is_clamped(given, kept):
-    assert clamp_usage(given) == kept
-    assert spare_bytes(device(), given) == int(TOTAL * kept)
+@pytest.mark.parametrize("usage", [0.1, 0.9, 1.0])
+def test_a_part_of_the_device_may_be_used(usage):
+    assert spare_bytes(device(), usage) == int(TOTAL * usage)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +108,90 @@ def test_nothing_fits_on_a_full_device_but_nothing_needs_no_room():
 )
 def test_batches_that_stay_in_host_memory_are_bounded_there(batch_bytes, depth):
     assert payload_depth(batch_bytes) == depth
+
+
+# ---------------------------------------------------------------- from reading to reading
+def open_budget(ranks: int = 1, **options: Any) -> RingBudget:
+    budget = RingBudget(ranks, **options)
+    for rank in range(ranks):
+        budget.trained(rank)
+    return budget
+
+
+def depth(budget: RingBudget, memory: Memory, ahead: int, epoch: int = 0, now_ms: float = 0.0) -> int:
+    [found] = budget.depths(memory, [BATCH], ahead * BATCH, epoch, now_ms)
+    return found
+
+
+def test_nothing_is_read_before_every_rank_has_taken_a_step():
+    budget = RingBudget(2)
+    assert budget.first == 1
+    assert not budget.is_due(0, 0.0)
+    budget.trained(1)
+    assert not budget.is_due(0, 0.0)
+    budget.trained(0)
+    assert budget.is_due(0, 0.0)
+
+
+def test_it_is_read_in_each_epoch_and_in_each_second():
+    budget = open_budget()
+    depth(budget, device(), 0, epoch=2, now_ms=100.0)
+    assert not budget.is_due(2, 100.0 + LOOK_MS - 1)
+    assert budget.is_due(2, 100.0 + LOOK_MS)
+    assert budget.is_due(3, 101.0)
+    assert not budget.is_due(1, 101.0), "a rank that is an epoch behind is no new epoch"
+
+
+def test_the_largest_need_counts_whatever_the_ring_held_then():
+    budget = open_budget()
+    room = round(0.9 * TOTAL)
+    need = room - 10 * BATCH
+    # A ring of 16 stood beside a small peak, one of two beside the large one.
+    assert depth(budget, device(peak=4 * GB + 16 * BATCH), 16) == DEPTH_LIMIT
+    assert depth(budget, device(peak=need + 2 * BATCH), 2) == 10
+    assert depth(budget, device(peak=4 * GB + 10 * BATCH), 10) == 10
+
+
+def test_another_program_shortens_the_ring_down_to_nothing_and_it_grows_again():
+    budget = open_budget()
+    need = 8 * GB
+    found = [
+        depth(budget, device(others=others, active=need + ahead * BATCH), ahead)
+        for others, ahead in [(0, 1), (6 * GB, 16), (round(6.4 * GB), 4), (7 * GB, 0), (0, 0)]
+    ]
+    assert found == [16, 4, 0, 0, 16]
+
+
+def test_a_step_that_ran_out_of_memory_closes_it_and_its_need_is_found_anew():
+    budget = open_budget(2)
+    budget.depths(device(peak=14 * GB), [BATCH] * 2, 0, 0, 0.0)
+    budget.step_ran_short([8, 3])
+    assert budget.limits == [4, 1]
+    budget.trained(0)
+    assert not budget.is_due(5, 10**6)
+    budget.trained(1)
+    assert budget.is_due(0, 0.0)
+    # In smaller pieces it needs less than before.
+    assert budget.depths(device(peak=6 * GB), [BATCH] * 2, 0, 0, 0.0) == [4, 1]
+
+
+def test_what_ran_short_may_double_with_each_epoch():
+    budget = open_budget()
+    depth(budget, device(), 0)
+    assert budget.ran_short(0, 5) == 2
+    assert [depth(budget, device(), 0, epoch) for epoch in (0, 1, 1, 2, 3, 4)] == [2, 4, 4, 8, 16, 16]
+    assert budget.ran_short(0, 1) == 0
+    assert [depth(budget, device(), 0, epoch) for epoch in (4, 5, 6)] == [0, 1, 2]
+
+
+def test_a_limit_of_the_users_holds():
+    assert RingBudget(1, limit=0).first == 0
+    budget = open_budget(limit=3)
+    assert [depth(budget, device(), 0, epoch) for epoch in range(3)] == [3, 3, 3]
+    none = open_budget(limit=0)
+    assert [depth(none, device(), 0, epoch) for epoch in range(3)] == [0, 0, 0]
+
+
+def test_a_part_of_the_device_is_left_free():
+    budget = open_budget(usage=0.5)
+    assert depth(budget, device(active=round(0.5 * TOTAL) - 4 * BATCH), 0) == 4

@@ -11,8 +11,11 @@ import torch
 
 from flowdp.data.open_source import open_source
 from flowdp.data.prefetch import PrefetchFeed
+from flowdp.data.ring_gauge import RingGauge
 from flowdp.device.streams import HostLane
-from flowdp.policy.budget import Memory, clamp_usage, prefetch_depth
+from flowdp.errors import OptionError
+from flowdp.options import RuntimeOptions
+from flowdp.policy.budget import Memory, prefetch_depth
 from tests.vectors.book import Answers, Book, Vector
 
 BOOK = Book({"prefetch_depth"}, "differences_data.md")
@@ -31,13 +34,20 @@ def _before_the_gauge(vector: Vector) -> Answers:
         torch.zeros(8, 1), batch_size=4, shuffle=None, seed=0, drop_last=None, collate_fn=None,
         num_workers=None, epochs=1,
     )  # fmt: skip
-    feed = PrefetchFeed(source, 0, HostLane(torch.device("cpu")), gauge=lambda: None)
+    lane = HostLane(torch.device("cpu"))
+    feed = PrefetchFeed(source, 0, lane, gauge=RingGauge(lane))
     return {"initial": feed.depth, "after_each": None}
 
 
 @answers("PD-007")
 def _usage(vector: Vector) -> Answers:
-    return {"stored": [clamp_usage(usage) for usage in vector["input"]["vram_max_usage"]]}
+    stored: list[float | None] = []
+    for usage in vector["input"]["vram_max_usage"]:
+        try:
+            stored.append(RuntimeOptions(memory_fraction=usage).memory_fraction)
+        except OptionError:
+            stored.append(None)
+    return {"stored": stored}
 
 
 @answers("PD-009")
@@ -51,7 +61,7 @@ def _an_almost_empty_device(vector: Vector) -> Answers:
         peak=given["reserve"],
         split=0,
     )
-    depth = prefetch_depth(memory, given["batch_bytes"], usage=given["usage"])
+    depth = prefetch_depth(memory, given["batch_bytes"], usage=given["usage"], limit=1000)
     return {"depth": depth, "flodl_actual_due_to_used_free_swap": depth}
 
 
