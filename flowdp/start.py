@@ -143,8 +143,8 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         evaluates=evaluator is not None,
         orders=partial(orders, source),
         written=requests.written,
-        keeps_ranks=team.leads or (transfer is not None and _has_own(config)),
-        keeps_generators=transfer is not None,
+        keeps_ranks=_has_own(config) and (team.leads or transfer is not None),
+        keeps_generators=team.leads or transfer is not None,
         collector=StateCollector(transfer) if transfer is not None and team.leads else None,
         sender=None if transfer is None or team.leads else StateSender(transfer),
     )

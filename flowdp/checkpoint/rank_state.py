@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from flowdp.checkpoint.fingerprint import SHOWN
+from flowdp.checkpoint.host_copies import HostCopies, PinnedPieces
 from flowdp.device.flat_parameters import memory_key
-from flowdp.device.streams import QUIET, Lane
+from flowdp.device.streams import Lane
 from flowdp.device.structure import difference, tensor_form
 from flowdp.errors import CheckpointError
 from flowdp.policy.formats import format_error
@@ -35,7 +36,9 @@ __all__ = [
 ]
 
 
-def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
+def capture(
+    replica: Replica, *, shared: bool, pieces: PinnedPieces | None = None
+) -> Callable[[], dict[str, Any]]:
     """Copy a rank's state to the host for a checkpoint.
 
     Args:
@@ -43,6 +46,7 @@ def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
         shared: Also "model", the module's state_dict by its own names, "buffers", those that are not in it,
             "ema", the moving average of its parameters, and "outer", the momentum of the means' outer step.
             One rank does so for all.
+        pieces: Pinned memory of the rank's captures; None: of this one alone.
 
     Returns:
         Function that waits for the copies and returns them: a dict of "optimizers" (in the form in which the
@@ -53,7 +57,8 @@ def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
         The rank's worker, while all ranks stand still. The result: any, once.
 
     Streams:
-        On `compute`, which must be the current one. The host goes on at once, but for the scale of "fp16".
+        On `compute`, which must be the current one. The host goes on at once, but for the scale of "fp16",
+        and for what is more than the pieces hold.
     """
     scaler = replica._scaler
     state: dict[str, Any] = {
@@ -69,7 +74,7 @@ def capture(replica: Replica, *, shared: bool) -> Callable[[], dict[str, Any]]:
         state["ema"] = {} if replica.average is None else replica.average.named()
         state["outer"] = replica.named_momentum()
     leaves, form = tree_flatten(state)
-    copies, arrived = _to_host(leaves, replica.lane)
+    copies, arrived = _to_host(leaves, replica.lane, pieces)
 
     def wait() -> dict[str, Any]:
         arrived()
@@ -161,33 +166,22 @@ def restore(
 
 
 # ---------------------------------------------------------------- to the host
-def _to_host(leaves: Sequence[Any], lane: Lane) -> tuple[list[Any], Callable[[], None]]:
+def _to_host(
+    leaves: Sequence[Any], lane: Lane, pieces: PinnedPieces | None
+) -> tuple[list[Any], Callable[[], None]]:
     """Copies of the leaves, tensors on the host, and a function that waits for them."""
-    made: dict[object, Tensor] = {}
-    copies: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            key = memory_key(leaf)
-            if key not in made:
-                made[key] = _copied(leaf.detach(), lane)
-            copies.append(made[key])
-        else:
-            copies.append(_copied_object(leaf))
-    if not lane.is_async:
-        return copies, lambda: None
-    mark = lane.event()
-    mark.record(lane.compute)
-    return copies, mark.synchronize
-
-
-def _copied(tensor: Tensor, lane: Lane) -> Tensor:
+    tensors = {memory_key(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
     # Tensors on the host may be changed at once: they are copied now.
-    if not lane.is_async or tensor.device != lane.device or tensor.layout is not torch.strided:
-        return tensor.clone()
-    with QUIET:
-        host = lane.pinned((tensor.numel(),), tensor.dtype)
-    strides = torch.empty_like(tensor, device="meta").stride()
-    return host.as_strided(tensor.shape, strides).copy_(tensor, non_blocking=True)
+    far = [key for key, tensor in tensors.items() if lane.is_async and _is_dense_on(tensor, lane.device)]
+    copies = HostCopies(pieces or PinnedPieces(lane), [tensors[key] for key in far])
+    made = dict(zip(far, copies.tensors, strict=True))
+    made |= {key: tensor.clone() for key, tensor in tensors.items() if key not in made}
+    copied = [made[memory_key(leaf)] if isinstance(leaf, Tensor) else _copied_object(leaf) for leaf in leaves]
+    return copied, copies.wait
+
+
+def _is_dense_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device == device and tensor.layout is torch.strided
 
 
 def _copied_object(leaf: Any) -> Any:

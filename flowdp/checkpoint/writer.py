@@ -76,7 +76,9 @@ class CapturedState:
                 ranks = {rank: state() for rank, state in sorted(self._states.items())}
                 holder = ranks.get(self._first)
                 shared = {} if holder is None else {name: holder.pop(name) for name in SHARED}
-                self._read = {**shared, "ranks": list(ranks.values())}
+                # Where all ranks have the same optimizer states, the others have saved their own part alone.
+                whole = [{**(holder or {}), **state} for state in ranks.values()]
+                self._read = {**shared, "ranks": whole}
                 self._states = {}
             return self._read
 
@@ -197,8 +199,8 @@ class Saver:
             position; None: they are not known.
         written: Called on the writer's thread with the number of each checkpoint that it is done with,
             written or not. One that is dropped for a newer one is not among them.
-        keeps_ranks: Whether the states of this machine's ranks are of use to it. Where all ranks of several
-            machines have the same ones, those of machine 0 are enough.
+        keeps_ranks: Whether the states of all ranks of this machine are of use to it. Where all ranks have
+            the same ones, that of the rank with the model is enough.
         keeps_generators: Whether the random numbers of this machine's ranks are, where nothing else is.
         collector: On machine 0, the states of the other machines; None: they are not needed.
         sender: On another machine, the way of its states there; None: they are not needed.

@@ -343,8 +343,8 @@ def test_the_host_waits_for_the_copies_and_not_before(waits: bool) -> None:
     taken = part() if waits else {"model": dict(enumerate(lane.pinned_memory))}
     with lane.on(lane.copy):  # any stream but the copying one
         read = [tensor + 0 for tensor in taken["model"].values()]
-    assert len(lane.pinned_memory) > 10
-    assert len(read) > 5
+    assert len(lane.pinned_memory) == 1, "in one piece"
+    assert read
     assert bool(lane.cuda.races) is not waits
     if waits:
         assert bits(taken["model"]) == expected

@@ -1,0 +1,120 @@
+"""Tests of copies to host memory through pinned pieces: every bit, one limit, no early reading."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowdp.checkpoint.host_copies import HostCopies, PinnedPieces
+from flowdp.device.streams import CudaLane, Event
+from tests.fakes import FakeCuda
+
+CPU = torch.device("cpu")
+
+
+class Lent(CudaLane):
+    """A card on the CPU with watched pinned memory.
+
+    Attributes:
+        sizes: Bytes of the pinned pieces.
+        held: Set it to let the device pass its events.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(CPU, FakeCuda())
+        self.sizes: list[int] = []
+        self.held = threading.Event()
+        self.held.set()
+
+    def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        host = super().pinned(shape, dtype)
+        self.cuda.watch("a piece", host)
+        self.sizes.append(host.nbytes)
+        return host
+
+    def event(self, *, timing: bool = False) -> Event:
+        event = super().event(timing=timing)
+        event.passed = self.held  # type: ignore[attr-defined]
+        return event
+
+
+def tensors() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [
+        torch.randn(300),
+        torch.randn(7, 5).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(10, 6)[:, ::2],
+        torch.randn(5).expand(4, 5),
+        torch.tensor(3.0),
+        torch.randint(9, (3,), dtype=torch.uint8),
+        torch.tensor([True, False]),
+        torch.randn(9, dtype=torch.complex128).conj(),
+        torch.randn(5).to(torch.bfloat16),
+        torch.empty(0, 3),
+    ]
+
+
+def copy(lane: Lent, pieces: PinnedPieces, given: list[Tensor]) -> HostCopies:
+    with lane.on(lane.compute):
+        return HostCopies(pieces, given)
+
+
+@pytest.mark.parametrize("size", [64, 128, 1 << 20])
+@pytest.mark.parametrize("limit", [1, 2, 100])
+def test_every_bit_arrives_whatever_the_pieces(size: int, limit: int) -> None:
+    lane, given = Lent(), tensors()
+    pieces = PinnedPieces(lane, size, limit)
+    for _ in range(2):
+        copies = copy(lane, pieces, given)
+        copies.wait()
+        for one, other in zip(given, copies.tensors, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+            assert other.untyped_storage().nbytes() == other.nbytes
+            assert other.stride() == torch.empty_like(one).stride()
+    assert len(lane.sizes) <= limit
+    assert max(lane.sizes) <= size
+    assert lane.cuda.races == []
+
+
+def test_the_pieces_are_used_again() -> None:
+    lane = Lent()
+    pieces = PinnedPieces(lane, 256, 100)
+    made = set()
+    for _ in range(3):
+        copy(lane, pieces, tensors()).wait()
+        made.add(len(lane.sizes))
+    assert made == {len(lane.sizes)}
+
+
+def test_a_small_state_pins_no_whole_piece() -> None:
+    lane = Lent()
+    copy(lane, PinnedPieces(lane), [torch.zeros(1000), torch.zeros(10)]).wait()
+    assert lane.sizes == [4096]
+
+
+def test_the_host_goes_on_until_the_limit_is_reached() -> None:
+    lane, given = Lent(), [torch.arange(64.0) for _ in range(4)]
+    lane.held.clear()
+    copy(lane, PinnedPieces(lane, 256, 4), given)  # would hang if it waited
+    late = threading.Thread(target=copy, args=(lane, PinnedPieces(lane, 256, 3), given))
+    late.start()
+    late.join(0.2)
+    assert late.is_alive()
+    lane.held.set()
+    late.join(60)
+    assert not late.is_alive()
+
+
+def test_what_is_read_before_the_device_is_there_is_a_race() -> None:
+    lane, given = Lent(), [torch.arange(64.0)]
+    copies = copy(lane, PinnedPieces(lane, 256, 4), given)
+    [piece] = copies._filled
+    with lane.on(lane.copy):
+        piece.moves[0][1] + 0
+    assert lane.cuda.races
