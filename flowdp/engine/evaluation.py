@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.data.limit import check_limit
+from flowdp.data.slots import await_dataset, keep_for_compute
 from flowdp.data.source import Batch, Source
-from flowdp.data.trees import moves_itself, tree_map
+from flowdp.data.trees import moves_itself, tensors_of, tree_map
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.copies import move
 from flowdp.device.streams import Lane
@@ -522,12 +523,16 @@ def _read(rows: list[_Row]) -> EvalSums:
 
 def to_lane(leaf: Any, lane: Lane) -> Any:
     """A leaf of a batch on the lane's device; the current stream is its `compute`."""
-    if not isinstance(leaf, Tensor):
-        return leaf.to(lane.device) if moves_itself(leaf) else leaf
-    if leaf.device.type == "cuda":
-        # The dataset works on the default stream, which our streams do not wait for by themselves.
-        lane.await_default(lane.compute, leaf.device)
-    return move(leaf, lane.device)
+    await_dataset(leaf, lane, lane.compute)
+    if isinstance(leaf, Tensor):
+        moved = move(leaf, lane.device)
+    elif moves_itself(leaf):
+        moved = leaf.to(lane.device)
+    else:
+        return leaf
+    # One that lies there already belongs to another stream, which gets its memory when we let go of it.
+    keep_for_compute(tensors_of(moved), lane)
+    return moved
 
 
 @contextmanager

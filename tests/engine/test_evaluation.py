@@ -505,17 +505,37 @@ def test_a_dataset_alone_is_evaluated_after_every_epoch() -> None:
 class Far(Tensor):
     """A tensor on another card, as far as can be seen here."""
 
+    is_cuda = True
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", 1)
 
+    def record_stream(self, stream: Any) -> None:
+        kept.append(stream.name)
 
-def test_compute_waits_for_the_stream_on_which_a_dataset_makes_its_tensors() -> None:
+
+kept: list[str] = []
+
+
+class Boxed:
+    """An object that moves itself."""
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def to(self, device: torch.device) -> Boxed:
+        return self
+
+
+@pytest.mark.parametrize("leaf", [X.as_subclass(Far), Boxed(X.as_subclass(Far))], ids=["tensor", "object"])
+def test_what_a_dataset_makes_on_a_card_is_waited_for_and_kept_until_compute_has_read_it(leaf: Any) -> None:
     cuda = FakeCuda()
     lane: Lane = CudaLane(CPU, cuda)
     waited = lambda: [who for who, verb, _ in cuda.log if verb == "waits for"]  # noqa: E731
+    kept.clear()
     assert to_lane(X, lane) is X
     assert not waited()
-    to_lane(X.as_subclass(Far), lane)
-    assert waited() == [lane.compute.name]  # type: ignore[attr-defined]
+    assert to_lane(leaf, lane) is leaf
+    assert waited() == kept == [lane.compute.name]  # type: ignore[attr-defined]
     assert to_lane("name", lane) == "name"

@@ -175,19 +175,20 @@ def test_recurrent_layers_keep_their_chunk(ranks, count):
     assert last.loss < first.loss
 
 
+class OnTheCard:
+    """Batches that are still being computed when they are returned."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def get_batch(self, indices: list[int]) -> Tensor:
+        rows = torch.tensor(indices, device="cuda", dtype=torch.float32)
+        torch.cuda._sleep(2_000_000)
+        return rows.add_(1)
+
+
 @pytest.mark.gpu(1)
 def test_what_a_dataset_makes_on_the_card_is_waited_for():
-    class OnTheCard:
-        """Batches that are still being computed when they are returned."""
-
-        def __len__(self) -> int:
-            return 256
-
-        def get_batch(self, indices: list[int]) -> Tensor:
-            rows = torch.tensor(indices, device="cuda", dtype=torch.float32)
-            torch.cuda._sleep(2_000_000)
-            return rows.add_(1)
-
     seen: list[Tensor] = []
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -205,3 +206,26 @@ def test_what_a_dataset_makes_on_the_card_is_waited_for():
         progress=False,
     ).fit()
     assert sorted(torch.cat(seen).tolist()) == [float(index + 1) for index in range(256)]
+
+
+@pytest.mark.gpu(1)
+def test_what_a_dataset_makes_on_the_card_is_kept_until_an_evaluation_has_read_it():
+    """The reader runs ahead on the default stream, and would get the memory of a batch that is let go of."""
+
+    def late(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        torch.cuda._sleep(20_000_000)
+        return {"mean": batch.mean()}
+
+    run = flowdp.Trainer(
+        nn.Linear(1, 1),
+        lambda params: torch.optim.SGD(params, lr=0.0),
+        lambda model, batch: model(batch[:, None]).mean(),
+        dataset=torch.ones(16),
+        batch_size=16,
+        epochs=1,
+        evaluation=flowdp.EvaluationOptions(OnTheCard(), step=late),
+        devices=["cuda:0"],
+        progress=False,
+    ).start()
+    run.join()
+    assert run.history[0].eval["mean"] == pytest.approx(128.5)
