@@ -164,7 +164,8 @@ class PrefetchFeed(Feed):
             self._loose.resize(self._held + min(depth, 1))
             if depth == 0:  # it may be for a step that ran out of memory: the gauge waits for a whole one
                 self._is_trained = False
-            self._give_back(self._most_ahead)
+            if len(self._fetched) > self._most_ahead:
+                self._give_back(self._most_ahead)
             self._changed.notify()
             return self._ring.made + self._loose.made < made
 
