@@ -25,6 +25,7 @@ from torch import Tensor
 
 from flowdp.collective.process_group import ProcessGroup, Work
 from flowdp.collective.reduction import Op, reduce_all, split_equally
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.discovery import DevicesOption, resolve_devices
 from flowdp.device.streams import QUIET, Event, Lane, open_lanes
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError
@@ -319,7 +320,7 @@ class _LocalGroup(ProcessGroup):
 
     def _check_device(self, flat: Tensor) -> None:
         here = self.device
-        if flat.device.type != here.type or (here.type == "cuda" and flat.device != here):
+        if flat.device.type != here.type or (is_accelerator(here) and flat.device != here):
             raise OptionError(
                 f"rank {self.rank} of the group is on {here}, the tensor on {flat.device}: move it there"
             )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flowdp.data.source import Batch
 from flowdp.data.trees import Form, moves_itself, tensors_of
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import QUIET, Event, Lane
 
 __all__ = [
@@ -52,7 +53,7 @@ def first_rows(rows: int, memory: Tensor) -> Tensor:
 def keep_for_compute(tensors: Iterable[Tensor | None], lane: Lane) -> None:
     """Tell the allocator that memory of the copy stream is read by `compute`, for when it is freed."""
     for leaf in tensors:
-        if leaf is not None and leaf.is_cuda and leaf.layout is torch.strided:
+        if leaf is not None and is_accelerator(leaf.device) and leaf.layout is torch.strided:
             leaf.record_stream(lane.compute)  # type: ignore[arg-type]
 
 
@@ -67,7 +68,7 @@ def own_memory(leaf: Any, lane: Lane) -> Any:
             moved = torch.empty_like(leaf, device=lane.device)
         moved.copy_(leaf, non_blocking=True)
     elif moves_itself(leaf):
-        if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
+        if isinstance(leaf, Tensor) and is_accelerator(leaf.device):
             # The dataset works on the default stream, which our streams do not wait for by themselves.
             lane.await_default(lane.copy, leaf.device)
         # Some move themselves in place, and the source may get this one back.

@@ -18,6 +18,7 @@ from flowdp.data.slots import own_memory
 from flowdp.data.trees import batch_length, tensors_of, tree_map
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.windows import Piece, Window
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import Lane
 from flowdp.errors import DataError
 from flowdp.threads.inbox import LISTEN_S
@@ -179,7 +180,7 @@ class Windows:
             stream = lane.current()
             stream.wait_event(copied)
             for leaf in tensors_of(there):
-                if leaf.is_cuda:
+                if is_accelerator(leaf.device):
                     leaf.record_stream(stream)  # type: ignore[arg-type]
 
         return Piece(rank, there, samples, arrive)

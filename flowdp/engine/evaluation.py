@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from flowdp.data.limit import check_limit
 from flowdp.data.source import Batch, Source
 from flowdp.data.trees import moves_itself, tree_map
+from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.copies import move
 from flowdp.device.streams import Lane
@@ -524,7 +525,7 @@ def to_lane(leaf: Any, lane: Lane) -> Any:
     """A leaf of a batch on the lane's device; the current stream is its `compute`."""
     if not isinstance(leaf, Tensor):
         return leaf.to(lane.device) if moves_itself(leaf) else leaf
-    if leaf.device.type == "cuda":
+    if is_accelerator(leaf.device):
         # The dataset works on the default stream, which our streams do not wait for by themselves.
         lane.await_default(lane.compute, leaf.device)
     return move(leaf, lane.device)
@@ -544,11 +545,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def own_generator(device: torch.device) -> Iterator[None]:
     """Restore a device's generator: ranks share batches by speed, and training must not depend on it."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         yield
         return
-    state = torch.cuda.get_rng_state(device)
+    generator = device_generator(device)
+    state = generator.get_state()
     try:
         yield
     finally:
-        torch.cuda.set_rng_state(state, device)
+        generator.set_state(state)

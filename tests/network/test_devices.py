@@ -19,7 +19,7 @@ def checked(rank: int, uuids: list[list[str]]) -> str:
     assert machines is not None
     own = dict(zip((torch.device("cuda", index) for index in range(2)), uuids[rank], strict=False))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "nvml_uuid", own.__getitem__)
+        patch.setattr(module, "device_uuid", own.__getitem__)
         try:
             check_devices(machines, [torch.device("cpu"), *own, *own])  # a device may have several ranks
         except OptionError as error:
