@@ -461,7 +461,7 @@ def check_world(world: object) -> None:
 
 
 def backend_here() -> str:
-    """Backend of the default process group: flowdp uses gloo, and the user's tensors on devices need theirs."""
+    """Backend of the default process group: flowdp uses gloo, and tensors on devices need their own."""
     for kind, backend in BACKENDS.items():
         if kind == accelerator_type() and torch.accelerator.is_available():
             return f"cpu:gloo,{kind}:{backend}"

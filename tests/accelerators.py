@@ -1,0 +1,61 @@
+"""Accelerators that this machine does not have: torch's modules for them, and streams like those of XPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flowdp.device import discovery
+from tests.data.cards import Card
+from tests.fakes import FakeCuda, FakeEvent
+
+NAMES = {"cuda": "A", "xpu": "Intel(R) Data Center GPU Max 1550"}
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, kind: str, count: int = 2) -> Any:
+    """Let torch tell of devices of a type, which flowdp finds usable; returns torch's module for them."""
+    module = torch.get_device_module(kind)
+    properties = SimpleNamespace(name=NAMES.get(kind, kind), total_memory=2**34, uuid="0123")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(kind))
+    monkeypatch.setattr(module, "device_count", lambda: count)
+    monkeypatch.setattr(module, "get_device_properties", lambda device: properties, raising=False)
+    monkeypatch.setattr(module, "is_available", lambda: True)
+    monkeypatch.setattr(discovery, "_problem_of", lambda device: None)
+    if kind == "cuda":
+        monkeypatch.setattr(module, "can_device_access_peer", lambda one, other: True)
+    return module
+
+
+class _Missing:
+    """An attribute that a subclass does not have."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, of: Any, owner: type) -> Any:
+        raise AttributeError(self._name)
+
+
+class _LikeXpu:
+    """The interface of `torch.xpu`: no name for the default stream, no blocking events, no CUDA graphs."""
+
+    default_stream = _Missing()
+    CUDAGraph = _Missing()
+    graph_pool_handle = _Missing()
+
+
+class FakeXpu(_LikeXpu, FakeCuda):  # type: ignore[misc]
+    """Stands for `torch.xpu`, on CPU tensors."""
+
+    def Event(self, enable_timing: bool = False) -> FakeEvent:  # type: ignore[override]
+        return super().Event(enable_timing)
+
+
+class XpuCard(_LikeXpu, Card):  # type: ignore[misc]
+    """A `Card` with the interface of `torch.xpu`."""
+
+    def Event(self, enable_timing: bool = False) -> FakeEvent:  # type: ignore[override]
+        return super().Event(enable_timing)
