@@ -509,7 +509,7 @@ class Far(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda", 1)
+        return torch.device("xpu", 1)
 
 
 def test_compute_waits_for_the_stream_on_which_a_dataset_makes_its_tensors() -> None:
