@@ -79,7 +79,7 @@ def check_sync_batch_norm(
         )
     if len({device.type for device in devices}) > 1:
         raise OptionError(
-            f"SyncBatchNorm is synchronised among CPU devices or among CUDA devices, not among "
+            f"SyncBatchNorm is synchronised among CPU devices or among GPUs, not among "
             f"{', '.join(map(str, devices))}: give devices of one kind, or use GroupNorm"
         )
 

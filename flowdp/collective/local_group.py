@@ -56,16 +56,16 @@ def local_groups(devices: DevicesOption = "auto", *, timeout: float = TIMEOUT_S)
 
     Args:
         devices: "auto", a number, or a list with one device per rank, in which a device may repeat. All are
-            the CPU, or all are CUDA devices.
+            the CPU, or all are GPUs.
         timeout: Seconds to wait until all ranks have made the same call.
 
     Raises:
-        OptionError: An unknown device, CPU and CUDA mixed, or a timeout that is not positive and finite.
+        OptionError: An unknown device, CPU and GPUs mixed, or a timeout that is not positive and finite.
     """
     places = resolve_devices(devices)
     if len({place.type for place in places}) > 1:
         raise OptionError(
-            f"the ranks of a group must all be on the CPU or all on CUDA devices, not on "
+            f"the ranks of a group must all be on the CPU or all on GPUs, not on "
             f"{', '.join(map(str, places))}"
         )
     if not 0 < timeout <= threading.TIMEOUT_MAX:

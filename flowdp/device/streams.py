@@ -150,11 +150,12 @@ class CudaLane(Lane):
         self.compute = cuda.Stream(device=device)
         self.comm = cuda.Stream(device=device, priority=-1)
         self.copy = cuda.Stream(device=device)
-        # Guards both, and a mark between its record and the wait for it: several threads may ask at once.
+        # Guards them, and a mark between its record and the wait for it: several threads may ask at once.
         self._asking = threading.Lock()
         self._aside: dict[int, Stream] = {}
         self._capturing: Stream | None = None
         self._marks: dict[object, Event] = {}
+        self._defaults: dict[torch.device, Stream] = {}
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """See `Lane.on`."""
@@ -200,7 +201,10 @@ class CudaLane(Lane):
 
     def await_default(self, stream: Stream, device: torch.device) -> None:
         """See `Lane.await_default`."""
-        self._await(stream, default_stream(self.cuda, device), device)
+        with self._asking:
+            if device not in self._defaults:
+                self._defaults[device] = default_stream(self.cuda, device)
+        self._await(stream, self._defaults[device], device)
 
     def _await(self, stream: Stream, other: Stream, key: object) -> None:
         # A mark for each use, kept: to destroy one may block.
