@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flowdp.device import discovery
 from tests.data.cards import Card
@@ -59,3 +60,16 @@ class XpuCard(_LikeXpu, Card):  # type: ignore[misc]
 
     def Event(self, enable_timing: bool = False) -> FakeEvent:  # type: ignore[override]
         return super().Event(enable_timing)
+
+
+class OnXpu(Tensor):
+    """A tensor on an XPU, as far as can be seen here; `recorded` are the streams that it is kept for."""
+
+    recorded: list[Any] = []  # noqa: RUF012
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("xpu", 0)
+
+    def record_stream(self, stream: Any) -> None:
+        self.recorded.append(stream)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flowdp.data.slots import Layout, first_rows, is_plain, own_memory
 from flowdp.data.trees import flatten
 from flowdp.device.streams import HostLane
+from tests.accelerators import OnXpu
 from tests.data.cards import CardLane
 
 
@@ -144,19 +145,6 @@ def test_what_moves_itself_does_so_and_the_rest_stays():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_not_plain():
     assert not is_plain(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]))
-
-
-class OnXpu(Tensor):
-    """A tensor on an XPU, as far as can be seen here."""
-
-    recorded: list[Any] = []  # noqa: RUF012
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("xpu", 0)
-
-    def record_stream(self, stream: Any) -> None:
-        self.recorded.append(stream)
 
 
 def test_a_tensor_of_an_accelerator_is_awaited_and_kept_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
