@@ -190,21 +190,23 @@ def test_who_reads_whose_memory(
     assert reach_each_other(chosen) is together
 
 
-def test_only_the_devices_that_are_named_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_only_the_devices_that_are_named_are_tried(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[torch.device] = []
-    broken = {CUDA[2]: "out of order"}
+    cards = [torch.device(kind, index) for index in range(3)]
+    broken = {cards[2]: "out of order"}
 
     def problem(device: torch.device) -> str | None:
         tried.append(device)
         return broken.get(device)
 
-    pretend(monkeypatch, "cuda", count=3)
+    pretend(monkeypatch, kind, count=3)
     monkeypatch.setattr(discovery, "_problem_of", problem)
-    assert resolve_devices(["cuda:1", "cuda:1"]) == (CUDA[1], CUDA[1])
-    assert tried == [CUDA[1]]
-    with pytest.raises(OptionError, match="cuda:2 cannot be used: out of order"):
+    assert resolve_devices([f"{kind}:1", f"{kind}:1"]) == (cards[1], cards[1])
+    assert tried == [cards[1]]
+    with pytest.raises(OptionError, match=f"{kind}:2 cannot be used: out of order"):
         resolve_devices([2])
-    assert resolve_devices("auto") == (CUDA[0], CUDA[1])
+    assert resolve_devices("auto") == (cards[0], cards[1])
     with pytest.raises(OptionError, match="devices=3, but"):
         resolve_devices(3)
 
@@ -222,11 +224,15 @@ def test_a_device_that_has_computed_is_not_tried_again(monkeypatch: pytest.Monke
     assert discovery._problem_of(CPU) == "busy"
 
 
-@pytest.mark.parametrize("fault", ["float64", "memory"])
-def test_a_device_is_tried_for_what_flowdp_needs_of_it(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "error"), [("float64", RuntimeError), ("float64", TypeError), ("memory", RuntimeError)]
+)
+def test_a_device_is_tried_for_what_flowdp_needs_of_it(
+    fault: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ones(count: int, *, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if fault == "float64" and dtype == torch.float64:
-            raise RuntimeError("Required aspect fp64 is not supported on the device")
+            raise error("Required aspect fp64 is not supported on the device")
         return torch.full((count,), 1, dtype=dtype)
 
     def info(device: torch.device) -> tuple[int, int]:

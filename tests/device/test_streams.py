@@ -166,9 +166,9 @@ def test_what_a_dataset_makes_on_the_default_stream_is_awaited(cuda: FakeCuda, a
     cuda.watch("the dataset's tensor", memory)
     with cuda.stream(cuda.default):
         memory.add_(1)
-    if awaits:
-        lane.await_default(lane.copy, CPU)
     with lane.on(lane.copy):
+        if awaits:
+            lane.await_default(lane.copy, CPU)
         memory.clone()
     assert bool(cuda.races) is not awaits
 
