@@ -15,6 +15,7 @@ from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.batches import END, Batches, may_read_ahead, open_batches, samples_of
 from flowdp.data_parallel.windows import Piece, Window
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import Lane
 from flowdp.policy.budget import FIRST_DEPTH, USAGE
 from flowdp.threads.inbox import LISTEN_S
@@ -164,7 +165,7 @@ class Windows:
             stream = lane.current()
             stream.wait_event(copied)
             for leaf in tensors_of(there):
-                if leaf.is_cuda:
+                if is_accelerator(leaf.device):
                     leaf.record_stream(stream)  # type: ignore[arg-type]
 
         return Piece(rank, there, samples, arrive)

@@ -19,7 +19,8 @@ from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch, WindowLoader, Wind
 from flowdp.device.streams import CudaLane, HostLane
 from flowdp.errors import DataError
 from flowdp.policy.shares import shard_sizes
-from tests.data.cards import Card
+from tests.accelerators import OnXpu
+from tests.data.cards import Card, CardLane
 from tests.data.test_processes import Collecting, Garbage
 from tests.loops import CPU, WAIT_S
 
@@ -363,3 +364,14 @@ def test_worker_processes_leave_garbage_of_this_process_alone() -> None:
         gc.enable()
     assert len(windows) == 1
     assert collected.tolist()[:2] == [1, 0]
+
+
+def test_a_piece_on_an_accelerator_is_kept_for_the_stream_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OnXpu, "recorded", [])
+    lane = CardLane()
+    piece = Windows([], [lane], Halves())._piece(0, torch.rand(3).as_subclass(OnXpu), 3)
+    with lane.on(lane.comm):
+        piece.arrive()
+    assert OnXpu.recorded == [lane.compute, lane.comm]
