@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flowdp.data_parallel.loader import Epoch, WindowLoader, Windows, interleaved, may_read_ahead, samples_of
-from flowdp.device.streams import CudaLane, HostLane
+from flowdp.device.streams import HostLane, StreamLane
 from flowdp.errors import DataError
 from flowdp.policy.shares import shard_sizes
 from tests.accelerators import OnXpu
@@ -302,7 +302,7 @@ def test_one_device_needs_no_thread() -> None:
 @pytest.mark.parametrize("is_deaf", [False, True])
 def test_a_batch_is_used_after_its_copy(is_deaf: bool) -> None:
     card = Card()
-    lanes = [CudaLane(torch.device("cpu", 0), card) for _ in range(2)]
+    lanes = [StreamLane(torch.device("cpu", 0), card) for _ in range(2)]
     user = card.Stream()
     if is_deaf:
         card.deaf.add(user)

@@ -19,7 +19,7 @@ from flowdp.collective.batch_norm import WindowGroups
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.device import worker_context
 from flowdp.device.flat_gradients import Touched
-from flowdp.device.streams import CudaLane, Lane
+from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker, record_scalar
 from flowdp.engine.evaluation import (
     EvalSums,
@@ -514,7 +514,7 @@ class Far(Tensor):
 
 def test_compute_waits_for_the_stream_on_which_a_dataset_makes_its_tensors() -> None:
     cuda = FakeCuda()
-    lane: Lane = CudaLane(CPU, cuda)
+    lane: Lane = StreamLane(CPU, cuda)
     waited = lambda: [who for who, verb, _ in cuda.log if verb == "waits for"]  # noqa: E731
     assert to_lane(X, lane) is X
     assert not waited()
