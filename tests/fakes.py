@@ -1,6 +1,6 @@
 """CUDA without a GPU: streams and events on CPU tensors, with a detector of missing edges.
 
-`FakeCuda` stands for `torch.cuda` in a `CudaLane`. Every torch operation runs at once, on CPU tensors, but is
+`FakeCuda` stands for `torch.cuda` in a `StreamLane`. Every operation runs at once, on CPU tensors, but is
 recorded on its thread's current stream, with the memory it reads and writes. Two accesses to watched memory,
 one of them a write, must be ordered as CUDA would order them: on one stream, through a chain of recorded and
 awaited events, or because the host waited for the first before it launched the second. Otherwise they are a
@@ -139,7 +139,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """Stands for `torch.cuda` in `CudaLane(device, cuda)`.
+    """Stands for `torch.cuda` in `StreamLane(device, cuda)`.
 
     Attributes:
         log: Records and waits of streams, in order, as (stream, verb, event).

@@ -12,7 +12,7 @@ from torch import nn
 from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.data_parallel.nccl_transfer import Link
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.device.streams import CudaLane, Lane
+from flowdp.device.streams import Lane, StreamLane
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
 from tests.loops import CPU, replicas_of
@@ -23,8 +23,8 @@ def fake_link(seen: Callable[[FakeNccl], object] = lambda _: None) -> Link:
 
     def link(lanes: Sequence[Lane], sizes: Mapping[torch.dtype, int]) -> NcclLoop:
         lane = lanes[0]
-        assert isinstance(lane, CudaLane)
-        nccl = FakeNccl(lane.cuda, lanes)
+        assert isinstance(lane, StreamLane)
+        nccl = FakeNccl(lane.device_module, lanes)
         loop = NcclLoop(lanes, sizes, nccl=nccl)
         nccl.kinds.clear()
         nccl.groups.clear()
@@ -39,7 +39,7 @@ def wired(module: nn.Module, count: int = 2, **more: Any) -> Iterator[Replicas]:
     """Replicas on fake streams; at the end every access must have been ordered, and every launch quiet."""
     cuda = FakeCuda()
     made: list[FakeNccl] = []
-    lanes = [CudaLane(CPU, cuda) for _ in range(count)]
+    lanes = [StreamLane(CPU, cuda) for _ in range(count)]
     with (
         cuda.stream(cuda.default),
         replicas_of(module, count, lanes=lanes, link=fake_link(made.append), **more) as replicas,

@@ -11,7 +11,7 @@ captures, its thread may do nothing that waits for a device. Other threads may, 
   under it, too.
 - A thread that records an event on a capturing stream, or lets one wait for outside work, spoils the capture.
   Memory that was handed to the allocator with `record_stream` does the first when it is freed. So graphs are
-  captured on `CudaLane.capturing`, which no other thread and no tensor knows, and launched on `compute`.
+  captured on `StreamLane.capturing`, which no other thread and no tensor knows, and launched on `compute`.
 - Below torch 2.13 a capture marks the generator of the whole card: another rank of the card that draws would
   fail. Such ranks do not capture, see `flowdp.graphs.cuda_graph`.
 
@@ -29,7 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from flowdp.device.streams import QUIET, CudaLane
+from flowdp.device.streams import QUIET, StreamLane
 
 __all__ = ["Graph", "GraphPool"]
 
@@ -69,9 +69,9 @@ class GraphPool:
         The rank's worker.
     """
 
-    def __init__(self, lane: CudaLane) -> None:
+    def __init__(self, lane: StreamLane) -> None:
         self._lane = lane
-        self._pool = lane.cuda.graph_pool_handle()
+        self._pool = lane.device_module.graph_pool_handle()
         self._before, self._behind = lane.event(), lane.event()
         self._graphs: list[Graph] = []
 
@@ -87,7 +87,7 @@ class GraphPool:
         """
         lane = self._lane
         here = lane.current()
-        graph: Graph = lane.cuda.CUDAGraph()
+        graph: Graph = lane.device_module.CUDAGraph()
         with QUIET:
             # Torch's writes around a capture, to the state of the generator, are ordered with the replays.
             self._before.record(here)
@@ -131,7 +131,7 @@ class GraphPool:
         Source:
             torch 2.13, `CUDAGraph::capture_end`: all behind `cudaStreamEndCapture` is left out if that fails.
         """
-        memory, index = self._lane.cuda.memory, self._lane.device.index
+        memory, index = self._lane.device_module.memory, self._lane.device.index
         with suppress(RuntimeError, AttributeError):
             memory._cuda_endAllocateToPool(index, self._pool)
             memory._cuda_releasePool(index, self._pool)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowdp.device.streams import CudaLane, Lane
+from flowdp.device.streams import Lane, StreamLane
 from flowdp.policy.budget import Memory
 
 __all__ = ["empty_cache", "read_memory", "reset_peak"]
@@ -17,10 +17,10 @@ def read_memory(lane: Lane) -> Memory | None:
     Threads:
         The rank's worker or, before the run, the one that starts it; never at the gate.
     """
-    if not isinstance(lane, CudaLane):
+    if not isinstance(lane, StreamLane):
         return None
-    free, total = lane.cuda.mem_get_info(lane.device)
-    stats = lane.cuda.memory_stats(lane.device)  # a key that an allocator does not keep counts as 0
+    free, total = lane.device_module.mem_get_info(lane.device)
+    stats = lane.device_module.memory_stats(lane.device)  # a key that an allocator does not keep counts as 0
 
     def used(when: str) -> int:
         # cudaMallocAsync keeps one of the two, which one depends on torch's version.
@@ -43,11 +43,11 @@ def reset_peak(lane: Lane) -> None:
     Threads:
         The one that starts the run, before its workers.
     """
-    if isinstance(lane, CudaLane):
-        lane.cuda.reset_peak_memory_stats(lane.device)
+    if isinstance(lane, StreamLane):
+        lane.device_module.reset_peak_memory_stats(lane.device)
 
 
 def empty_cache(lane: Lane) -> None:
     """Give memory that no tensor uses back to a device. Hold `QUIET`."""
-    if isinstance(lane, CudaLane):
-        lane.cuda.empty_cache()
+    if isinstance(lane, StreamLane):
+        lane.device_module.empty_cache()

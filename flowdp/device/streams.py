@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flowdp.device.accelerator import default_stream, device_module, is_accelerator
 
-__all__ = ["QUIET", "CudaLane", "Event", "HostLane", "Lane", "Stream", "open_lanes"]
+__all__ = ["QUIET", "Event", "HostLane", "Lane", "Stream", "StreamLane", "open_lanes"]
 
 QUIET = threading.Lock()
 """Held while a grouped collective is launched, and by a thread that allocates, pins or launches for the first
@@ -131,25 +131,25 @@ class Lane(ABC):
             mark.synchronize()
 
 
-class CudaLane(Lane):
+class StreamLane(Lane):
     """A rank on an accelerator.
 
     Args:
         device: With its index.
-        cuda: Replacement of its device module, in tests.
+        module: Replacement of its device module, in tests.
 
     Attributes:
-        cuda: Device module: `torch.cuda` for a CUDA device.
+        device_module: Module of torch that drives it: `torch.cuda` for a CUDA device.
     """
 
     is_async = True
 
-    def __init__(self, device: torch.device, cuda: Any = None) -> None:
+    def __init__(self, device: torch.device, module: Any = None) -> None:
         self.device = device
-        self.cuda = cuda = cuda or device_module(device)
-        self.compute = cuda.Stream(device=device)
-        self.comm = cuda.Stream(device=device, priority=-1)
-        self.copy = cuda.Stream(device=device)
+        self.device_module = module = module or device_module(device)
+        self.compute = module.Stream(device=device)
+        self.comm = module.Stream(device=device, priority=-1)
+        self.copy = module.Stream(device=device)
         # Guards them, and a mark between its record and the wait for it: several threads may ask at once.
         self._asking = threading.Lock()
         self._aside: dict[int, Stream] = {}
@@ -159,29 +159,29 @@ class CudaLane(Lane):
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """See `Lane.on`."""
-        context: AbstractContextManager[Any] = self.cuda.stream(stream)
+        context: AbstractContextManager[Any] = self.device_module.stream(stream)
         return context
 
     def aside(self, number: int) -> Stream:
         """See `Lane.aside`."""
         with self._asking:
             if number not in self._aside:
-                self._aside[number] = self.cuda.Stream(device=self.device, priority=-1)
+                self._aside[number] = self.device_module.Stream(device=self.device, priority=-1)
             return self._aside[number]
 
     @property
     def capturing(self) -> Stream:
         """The stream on which graphs of this rank are captured; nothing else knows it, or waits for it."""
         if self._capturing is None:
-            self._capturing = self.cuda.Stream(device=self.device)
+            self._capturing = self.device_module.Stream(device=self.device)
         return self._capturing
 
     def event(self, *, timing: bool = False) -> Event:
         """See `Lane.event`; a host that waits for one of CUDA sleeps instead of spinning."""
         # Others have no such choice.
         choices = {"blocking": True} if self.device.type == "cuda" else {}
-        with self.cuda.device(self.device):
-            event: Event = self.cuda.Event(enable_timing=timing, **choices)
+        with self.device_module.device(self.device):
+            event: Event = self.device_module.Event(enable_timing=timing, **choices)
         return event
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -192,7 +192,7 @@ class CudaLane(Lane):
 
     def current(self) -> Stream:
         """See `Lane.current`."""
-        stream: Stream = self.cuda.current_stream(self.device)
+        stream: Stream = self.device_module.current_stream(self.device)
         return stream
 
     def await_caller(self) -> None:
@@ -203,7 +203,7 @@ class CudaLane(Lane):
         """See `Lane.await_default`."""
         with self._asking:
             if device not in self._defaults:
-                self._defaults[device] = default_stream(self.cuda, device)
+                self._defaults[device] = default_stream(self.device_module, device)
         self._await(stream, self._defaults[device], device)
 
     def _await(self, stream: Stream, other: Stream, key: object) -> None:
@@ -269,7 +269,7 @@ def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
         seen[device] += 1
         with _making:
             if key not in _made:
-                _made[key] = CudaLane(device)
+                _made[key] = StreamLane(device)
             lanes.append(_made[key])
     return lanes
 

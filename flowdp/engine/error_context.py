@@ -7,7 +7,7 @@ import re
 import torch
 
 from flowdp.data.source import Source
-from flowdp.device.streams import CudaLane, Lane
+from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import (
     CollectiveError,
@@ -107,8 +107,8 @@ class ErrorContext:
         """
         said = format_text(cause)
         free = _bytes(r"of which ([\d.]+) (\w+) is free", said)
-        if free is None and isinstance(self._lane, CudaLane):
-            free = self._lane.cuda.mem_get_info(self._lane.device)[0]
+        if free is None and isinstance(self._lane, StreamLane):
+            free = self._lane.device_module.mem_get_info(self._lane.device)[0]
         error = OutOfDeviceMemory(
             f"rank {self._current.rank} on {self._lane.device} ran out of memory {self}: {why}. "
             "per_device_batch_size limits the samples of one forward, per_device_batch_size=[...] those of "

@@ -32,7 +32,7 @@ from flowdp.data.trees import tree_map
 from flowdp.device.accelerator import device_generator, untried
 from flowdp.device.cuda_graphs import Graph, GraphPool
 from flowdp.device.draws import DrawsNoted
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.device.writes import WritesNoted
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, Outputs, TrialStep, watching
@@ -67,7 +67,7 @@ class CudaGraphs:
     """
 
     def __init__(self, step: Capturable, others: Sequence[nn.Module] = ()) -> None:
-        assert isinstance(step.lane, CudaLane)
+        assert isinstance(step.lane, StreamLane)
         self.bound = BOUND if step.casts is None else HALF_BOUND
         if torch.are_deterministic_algorithms_enabled():
             self.bound = 0.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.graphs.base import Capturable, Recorder
 from flowdp.graphs.captured_step import Captured
 from flowdp.graphs.cpu_graph import CpuRecorder, SharedGraphs
@@ -85,7 +85,7 @@ class Capturing:
         own: Mapping[str, nn.Module],
         guards: Guards,
     ) -> Recorder:
-        if isinstance(step.lane, CudaLane):
+        if isinstance(step.lane, StreamLane):
             return CudaGraphs(step, [module for module in modules.values() if module is not step.module])
         return CpuRecorder(step, own, guards, self._shared)
 

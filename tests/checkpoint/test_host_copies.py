@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from flowdp.checkpoint.host_copies import HostCopies, PinnedPieces
-from flowdp.device.streams import CudaLane, Event
+from flowdp.device.streams import Event, StreamLane
 from tests.fakes import FakeCuda
 
 CPU = torch.device("cpu")
 
 
-class Lent(CudaLane):
+class Lent(StreamLane):
     """A card on the CPU with watched pinned memory.
 
     Attributes:
@@ -32,7 +32,7 @@ class Lent(CudaLane):
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
         host = super().pinned(shape, dtype)
-        self.cuda.watch("a piece", host)
+        self.device_module.watch("a piece", host)
         self.sizes.append(host.nbytes)
         return host
 
@@ -79,7 +79,7 @@ def test_every_bit_arrives_whatever_the_pieces(size: int, limit: int) -> None:
             assert other.stride() == torch.empty_like(one).stride()
     assert len(lane.sizes) <= limit
     assert max(lane.sizes) <= size
-    assert lane.cuda.races == []
+    assert lane.device_module.races == []
 
 
 def test_the_pieces_are_used_again() -> None:
@@ -117,4 +117,4 @@ def test_what_is_read_before_the_device_is_there_is_a_race() -> None:
     [piece] = copies._filled
     with lane.on(lane.copy):
         piece.moves[0][1] + 0
-    assert lane.cuda.races
+    assert lane.device_module.races

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from flowdp.checkpoint.file import plain, read, write
 from flowdp.checkpoint.rank_state import capture, capture_generator, of_rank, restore
-from flowdp.device.streams import CudaLane, Lane
+from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import CheckpointError
 from flowdp.protocol.position import Position
@@ -313,7 +313,7 @@ def test_tied_tensors_are_saved_once_and_views_without_the_rest() -> None:
 
 
 # ---------------------------------------------------------------- on a device
-class Lent(CudaLane):
+class Lent(StreamLane):
     """A card on the CPU with watched pinned memory."""
 
     def __init__(self) -> None:
@@ -322,7 +322,7 @@ class Lent(CudaLane):
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
         host = super().pinned(shape, dtype)
-        self.cuda.watch("host copy", host)
+        self.device_module.watch("host copy", host)
         self.pinned_memory.append(host)
         return host
 
@@ -333,7 +333,7 @@ def test_the_host_waits_for_the_copies_and_not_before(waits: bool) -> None:
     replica = make(lambda p: SGD(p, 0.1, momentum=0.9), lane=lane)
     with lane.on(lane.compute):
         train(replica, 0, 2)
-        lane.cuda.watch("replica", *replica.flat.memories)
+        lane.device_module.watch("replica", *replica.flat.memories)
         expected = bits(replica.module.state_dict())
         gone = threading.Event()
         lane.event = lambda *, timing=False: _Held(lane, gone)  # type: ignore[method-assign]
@@ -345,7 +345,7 @@ def test_the_host_waits_for_the_copies_and_not_before(waits: bool) -> None:
         read = [tensor + 0 for tensor in taken["model"].values()]
     assert len(lane.pinned_memory) == 1, "in one piece"
     assert read
-    assert bool(lane.cuda.races) is not waits
+    assert bool(lane.device_module.races) is not waits
     if waits:
         assert bits(taken["model"]) == expected
 
@@ -353,8 +353,8 @@ def test_the_host_waits_for_the_copies_and_not_before(waits: bool) -> None:
 class _Held:
     """An event that its device does not reach before the test says so."""
 
-    def __init__(self, lane: CudaLane, gone: threading.Event) -> None:
-        self._event = lane.cuda.Event()
+    def __init__(self, lane: StreamLane, gone: threading.Event) -> None:
+        self._event = lane.device_module.Event()
         self._event.passed = gone
 
     def __getattr__(self, name: str) -> Any:
@@ -367,12 +367,12 @@ def test_a_device_is_restored_on_its_stream() -> None:
     taken = plain(capture(original, shared=True)())
     lane = Lent()
     replica = make(lambda p: AdamW(p, 0.01), seed=1, lane=lane)
-    lane.cuda.watch("replica", *replica.flat.memories)
+    lane.device_module.watch("replica", *replica.flat.memories)
     restore(replica, taken, taken["model"], taken["buffers"])
     with lane.on(lane.comm):  # no order needed: restoring has waited
         sums = [memory.sum() for memory in replica.flat.memories]
     assert sums
-    assert lane.cuda.races == []
+    assert lane.device_module.races == []
     assert bits(replica.module.state_dict()) == bits(original.module.state_dict())
 
 

@@ -16,7 +16,7 @@ from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.engine.nan_guard import note_nonfinite
 from flowdp.errors import CollectiveError
 from flowdp.options import OuterOptions
@@ -28,7 +28,7 @@ from tests.fakes import FakeCuda, FakeEvent, FakeStream
 Make = Callable[["FakeWorld"], Collective]
 
 
-class FakeLane(CudaLane):
+class FakeLane(StreamLane):
     """A fake lane with watched pinned memory, which is plain memory."""
 
     def __init__(self, device: torch.device, cuda: FakeCuda) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flowdp.collective import local_group, reduction
 from flowdp.collective.local_group import group_lanes, local_groups
 from flowdp.collective.process_group import ProcessGroup
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError
 from tests.accelerators import FakeXpu, OnXpu
 from tests.collective.fake_world import in_threads, without_waits
@@ -258,7 +258,7 @@ class Card:
 
     def __init__(self, places: Sequence[torch.device]) -> None:
         self.cuda = FakeCuda()
-        self.lanes = [CudaLane(place, self.cuda) for place in places]
+        self.lanes = [StreamLane(place, self.cuda) for place in places]
         self.groups = group_lanes(self.lanes, timeout=20.0)
         self.tensors = [torch.zeros(101) for _ in places]
         for rank, tensor in enumerate(self.tensors):
@@ -332,7 +332,7 @@ def test_a_copy_between_cards_finds_the_comm_streams_of_both(card, monkeypatch):
 
 
 def test_ranks_on_cards_of_their_own_share_none():
-    lanes = [CudaLane(torch.device("cpu", at), FakeCuda()) for at in (0, 1)]
+    lanes = [StreamLane(torch.device("cpu", at), FakeCuda()) for at in (0, 1)]
     assert not group_lanes(lanes)[0].shares_device
 
 
@@ -348,7 +348,7 @@ def test_what_cannot_be_enqueued_is_an_error_for_all(card, monkeypatch):
 
 @pytest.mark.parametrize(("index", "is_here"), [(0, True), (1, False)])
 def test_a_tensor_of_another_accelerator_is_refused(index: int, is_here: bool) -> None:
-    lane = CudaLane(CPU, FakeXpu())
+    lane = StreamLane(CPU, FakeXpu())
     lane.device = torch.device("xpu", index)
     (group,) = group_lanes([lane])
     work = lambda: group.broadcast(torch.zeros(2).as_subclass(OnXpu))  # noqa: E731

@@ -14,7 +14,7 @@ from flowdp.collective import nccl_loop
 from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.collective.nccl_setup import CommunicatorSetup
 from flowdp.collective.on_streams import ROUNDS
-from flowdp.device.streams import QUIET, CudaLane
+from flowdp.device.streams import QUIET, StreamLane
 from flowdp.errors import CollectiveError, CollectiveTimeout
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.fakes import FakeCuda
@@ -29,7 +29,7 @@ class World:
 
     def __init__(self) -> None:
         self.cuda = FakeCuda()
-        self.lanes = [CudaLane(CPU, self.cuda) for _ in range(3)]
+        self.lanes = [StreamLane(CPU, self.cuda) for _ in range(3)]
         self.nccl = FakeNccl(self.cuda, self.lanes)
         self.loop: NcclLoop
 

@@ -11,7 +11,7 @@ import torch
 from flowdp.collective import nccl_setup
 from flowdp.collective.nccl_setup import CommunicatorSetup, Side, sum_replicas
 from flowdp.device.flat_parameters import Flat
-from flowdp.device.streams import QUIET, CudaLane
+from flowdp.device.streams import QUIET, StreamLane
 from flowdp.errors import CollectiveError
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.fakes import FakeCuda
@@ -33,7 +33,7 @@ class Group:
 
     def __init__(self, cards=(0, 1, 2)):
         self.cuda = FakeCuda()
-        self.lanes = [CudaLane(torch.device("cuda", card), self.cuda) for card in cards]
+        self.lanes = [StreamLane(torch.device("cuda", card), self.cuda) for card in cards]
         self.flats = [flats(rank) for rank in range(len(cards))]
         self.nccl = FakeNccl(self.cuda, self.lanes)
         self.opening = CommunicatorSetup(self.nccl, self.lanes, self.flats)

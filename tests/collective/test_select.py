@@ -15,7 +15,7 @@ from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.collective.select import choose_path, open_collective, open_loop
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.errors import CollectiveError, MachineLostError
 from flowdp.network.team import Team
 from flowdp.options import MachineOptions, OuterOptions
@@ -49,7 +49,7 @@ def lane(device: torch.device) -> Lane:
     if device == CPU:
         return HostLane(CPU)
     # Fake streams and CPU memory, named as a card.
-    made = CudaLane(CPU, FakeCuda())
+    made = StreamLane(CPU, FakeCuda())
     made.device, made.pinned = device, HostLane(CPU).pinned  # type: ignore[method-assign]
     return made
 

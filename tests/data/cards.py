@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.device.streams import QUIET, CudaLane, Event
+from flowdp.device.streams import QUIET, Event, StreamLane
 from flowdp.replica import build, factories
 from tests.fakes import FakeCuda, FakeEvent, FakeStream
 
@@ -139,7 +139,7 @@ class Card(FakeCuda):
         self.watch("a slot", memory)
 
 
-class CardLane(CudaLane):
+class CardLane(StreamLane):
     """A rank on a fake card. `NEAR` is the CPU, by another name than that of plain tensors."""
 
     def __init__(self, card: Card | None = None, device: torch.device = NEAR) -> None:
@@ -170,5 +170,5 @@ def put_on_streams(card: Card, replace: Callable[[Any, str, Any], object] = seta
             card.watch(f"rank {replica.rank}", *replica.memories)
         return replicas
 
-    replace(build, "open_lanes", lambda devices: [CudaLane(device, card) for device in devices])
+    replace(build, "open_lanes", lambda devices: [StreamLane(device, card) for device in devices])
     replace(build, "equal_start", equal_start)

@@ -10,7 +10,7 @@ import torch
 from flowdp.data.copy_spans import IN_FLIGHT, CopySpans
 from flowdp.data.prefetch import PrefetchFeed
 from flowdp.data.ring_gauge import RingGauge
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.policy.efficiency import Activity
 from flowdp.timeline.spans import RankSpans
 from tests.data.cards import CardLane
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def test_copies_lie_where_they_were_on_the_clock_of_the_host() -> None:
     spans, starts, ends = RankSpans(), [], []
-    copies = CopySpans(CudaLane(CPU, FakeCuda()), spans)
+    copies = CopySpans(StreamLane(CPU, FakeCuda()), spans)
     for number in range(10):
         starts.append(perf_counter())
         copies.begin()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowdp.data.slots import HOST_SLOTS
 from flowdp.data.staging import Staging
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from tests.data.cards import CardLane
 
 
@@ -116,7 +116,7 @@ def test_a_leaf_with_a_graph_keeps_it():
 
 @pytest.mark.gpu(1)
 def test_on_a_card():
-    lane = CudaLane(torch.device("cuda", 0))
+    lane = StreamLane(torch.device("cuda", 0))
     staging = Staging(lane)
     seen: list[list[Any]] = []
     with lane.on(lane.copy):

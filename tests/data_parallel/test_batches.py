@@ -14,7 +14,7 @@ import flowdp
 from flowdp.data_parallel import wrapper
 from flowdp.data_parallel.batches import LoaderBatches, ResidentBatches, open_batches
 from flowdp.data_parallel.loader import Epoch
-from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.errors import DataError, OptionError
 from flowdp.policy.shares import shard_sizes
 from tests.data.cards import Card
@@ -35,7 +35,7 @@ def dataset() -> TensorDataset:
 
 
 def lanes(card: Card, count: int = 2) -> list[Lane]:
-    return [CudaLane(FAR, card) for _ in range(count)]
+    return [StreamLane(FAR, card) for _ in range(count)]
 
 
 class Cut:
@@ -138,13 +138,13 @@ def test_what_stays_with_the_loader() -> None:
     loader = DataLoader(data, batch_size=4)
     assert ResidentBatches.fits_on(loader, there, 0.9)
     assert not ResidentBatches.fits_on(loader, [*there, HostLane(CPU)], 0.9)
-    near = [CudaLane(torch.device("cpu"), Card(total=100)), CudaLane(FAR, Card(total=100))]
+    near = [StreamLane(torch.device("cpu"), Card(total=100)), StreamLane(FAR, Card(total=100))]
     assert not ResidentBatches.fits_on(loader, near, 0.9), "they would have to be copied, and do not fit"
 
 
 def test_a_device_without_the_promised_room_gets_the_loaders_batches() -> None:
     card = Card(room=16)
-    there = [CudaLane(FAR, card)]
+    there = [StreamLane(FAR, card)]
     batches = open_batches(DataLoader(dataset(), batch_size=4), there, 0.9)
     assert isinstance(batches, LoaderBatches)
     assert card.emptied == 1
@@ -154,7 +154,7 @@ def test_a_device_without_the_promised_room_gets_the_loaders_batches() -> None:
 def test_tensors_that_are_written_during_an_epoch(counted: bool) -> None:
     card, data = Card(), TensorDataset(torch.zeros(8))
     # By another name than that of the device: they are copied there.
-    there = [CudaLane(FAR, card)]
+    there = [StreamLane(FAR, card)]
     batches = open_batches(DataLoader(data, batch_size=2), there, 0.9)
     seen = []
     for number in range(4):
@@ -198,7 +198,7 @@ def test_a_loop_trains_the_same_on_streams(
     for is_streamed in (False, True):
         if is_streamed:
             monkeypatch.setattr(
-                wrapper, "open_lanes", lambda devices: [CudaLane(device, card) for device in devices]
+                wrapper, "open_lanes", lambda devices: [StreamLane(device, card) for device in devices]
             )
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1)

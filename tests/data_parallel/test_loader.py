@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flowdp.data_parallel.batches import LoaderBatches, may_read_ahead, samples_of
 from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch, WindowLoader, Windows, interleaved
-from flowdp.device.streams import CudaLane, HostLane
+from flowdp.device.streams import HostLane, StreamLane
 from flowdp.errors import DataError
 from flowdp.policy.shares import shard_sizes
 from tests.accelerators import OnXpu
@@ -254,7 +254,7 @@ def test_as_many_windows_are_read_ahead_as_a_card_has_room_for(
     card: Card, depth: int | None, first: int, later: int
 ) -> None:
     loader = Loader(data(*[2] * 40))
-    lanes = [CudaLane(torch.device("cpu", 0), card) for _ in range(2)]
+    lanes = [StreamLane(torch.device("cpu", 0), card) for _ in range(2)]
     reader = read_ahead(loader, (1, 1), lanes, depth=depth)
     try:
         windows = iter(reader)
@@ -334,7 +334,7 @@ def test_one_device_needs_no_thread() -> None:
 @pytest.mark.parametrize("is_deaf", [False, True])
 def test_a_batch_is_used_after_its_copy(is_deaf: bool) -> None:
     card = Card()
-    lanes = [CudaLane(torch.device("cpu", 0), card) for _ in range(2)]
+    lanes = [StreamLane(torch.device("cpu", 0), card) for _ in range(2)]
     user = card.Stream()
     if is_deaf:
         card.deaf.add(user)
@@ -371,7 +371,7 @@ def test_a_piece_on_an_accelerator_is_kept_for_the_stream_that_reads_it(
 ) -> None:
     monkeypatch.setattr(OnXpu, "recorded", [])
     lane = CardLane()
-    piece = Windows([], [lane], Halves())._piece(0, torch.rand(3).as_subclass(OnXpu), 3)
+    piece = Windows(LoaderBatches([], [lane]), [lane], Halves())._piece(0, torch.rand(3).as_subclass(OnXpu), 3)
     with lane.on(lane.comm):
         piece.arrive()
     assert OnXpu.recorded == [lane.compute, lane.comm]

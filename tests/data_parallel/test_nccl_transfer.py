@@ -13,7 +13,7 @@ from flowdp.data_parallel.nccl_transfer import Copying, NcclTransfer
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.scatter import Arguments, call_module
 from flowdp.data_parallel.sharded_call import call_sharded, collect_gradients, cut
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from tests.fakes import FakeCuda
 from tests.loops import CPU, assert_equal, gradients, mlp, numbers, replicas_of
 from tests.wired import fake_link, wired
@@ -57,7 +57,7 @@ def test_replicas_have_their_values_before_anything_is_sent() -> None:
 
 def test_the_replicas_memory_is_there_before_anything_is_sent_to_it() -> None:
     cuda = FakeCuda()
-    lanes = [CudaLane(CPU, cuda) for _ in range(2)]
+    lanes = [StreamLane(CPU, cuda) for _ in range(2)]
     with replicas_of(mlp(), lanes=lanes, link=fake_link()):
         stream: Any = lanes[1].compute
         assert cuda.host[stream.number] == stream.time  # the host has waited

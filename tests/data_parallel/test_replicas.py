@@ -17,7 +17,7 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from flowdp.data_parallel import unseen_writes
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.device.streams import CudaLane, HostLane
+from flowdp.device.streams import HostLane, StreamLane
 from flowdp.errors import FlowdpError, OptionError
 from tests.fakes import FakeCuda
 from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, replicas_of
@@ -38,10 +38,10 @@ def is_like(replicas: Replicas, rank: int = 1) -> bool:
     return all(torch.equal(mine[key], other[key]) for key in mine)
 
 
-def cards(count: int = 2) -> list[CudaLane]:
+def cards(count: int = 2) -> list[StreamLane]:
     """Ranks without shared memory, though it is the CPU's."""
     cuda = FakeCuda()
-    return [CudaLane(CPU, cuda) for _ in range(count)]
+    return [StreamLane(CPU, cuda) for _ in range(count)]
 
 
 class Copied:
@@ -476,7 +476,7 @@ def test_copies_begin_without_gradients_and_tied_parameters_stay_tied() -> None:
 @pytest.mark.parametrize("missing", ["none", "the ranks' for the caller", "the caller's for the ranks"])
 def test_ranks_come_after_the_caller_and_he_after_them(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
-    lanes = [CudaLane(CPU, cuda) for _ in range(2)]
+    lanes = [StreamLane(CPU, cuda) for _ in range(2)]
     module = mlp()
     user = cuda.Stream()
     real = type(user).wait_event
@@ -526,7 +526,7 @@ class TwoCards(FakeCuda):
 def test_the_order_holds_on_the_callers_stream_of_the_other_device_too(is_first: bool) -> None:
     cuda = TwoCards()
     near = torch.device("cpu", 0)  # another name than that of the tensors
-    lanes = [CudaLane(device, cuda) for device in (near, CPU)]
+    lanes = [StreamLane(device, cuda) for device in (near, CPU)]
     with replicas_of(mlp(), lanes=lanes) as replicas:
         bring(replicas)
         there: Any = replicas.modules[1]
@@ -543,7 +543,7 @@ def test_the_order_holds_on_the_callers_stream_of_the_other_device_too(is_first:
 
 @pytest.mark.parametrize("first", ["card", "host"])
 def test_a_card_and_the_cpu_together(first: str) -> None:
-    card = CudaLane(CPU, FakeCuda())
+    card = StreamLane(CPU, FakeCuda())
     lanes = [card, HostLane(CPU)] if first == "card" else [HostLane(CPU), card]
     module = mlp()
     with replicas_of(module, lanes=lanes) as replicas:
@@ -561,7 +561,7 @@ def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest
     cuda = FakeCuda()
     x = numbers(2)
     for first in (CPU, torch.device("cpu", 0)):  # another card, by its name
-        lanes = [CudaLane(first, cuda), CudaLane(CPU, cuda)]
+        lanes = [StreamLane(first, cuda), StreamLane(CPU, cuda)]
         with replicas_of(mlp(), lanes=lanes) as replicas:
             for rank in range(2):
                 replicas.hold(rank, {"x": [x]})
@@ -626,7 +626,7 @@ def test_after_an_error_the_caller_comes_after_the_ranks_all_the_same() -> None:
     module = mlp()
     with (
         cuda.stream(cuda.Stream()),
-        replicas_of(module, lanes=[CudaLane(CPU, cuda) for _ in range(2)]) as replicas,
+        replicas_of(module, lanes=[StreamLane(CPU, cuda) for _ in range(2)]) as replicas,
     ):
         bring(replicas)
         cuda.watch("replica", *replicas.modules[1].parameters())

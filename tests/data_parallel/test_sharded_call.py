@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.scatter import Arguments, ArgumentTensor, CallArguments
 from flowdp.data_parallel.sharded_call import bring_back, call_sharded, collect_gradients, cut
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.errors import FlowdpError
 from tests.fakes import FakeCuda
 from tests.loops import CPU, assert_equal, gradients, mlp, numbers, replicas_of
@@ -233,7 +233,7 @@ def test_activation_checkpoints(world: World) -> None:
 def test_a_call_under_an_activation_checkpoint() -> None:
     """On a card the first rank works in the caller's thread, which has the hooks on saved tensors."""
     cuda = FakeCuda()
-    with replicas_of(mlp(), lanes=[CudaLane(CPU, cuda) for _ in range(2)]) as replicas:
+    with replicas_of(mlp(), lanes=[StreamLane(CPU, cuda) for _ in range(2)]) as replicas:
         world = World(replicas)
         for is_reentrant in (False, True):
             for call in (world, world.twin):

@@ -9,7 +9,7 @@ import pytest
 
 from flowdp.data_parallel import stopwatch
 from flowdp.data_parallel.stopwatch import Stopwatch
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from tests.fakes import FakeCuda, FakeEvent
 from tests.loops import CPU
 
@@ -59,7 +59,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def watch(clock: Clock) -> Stopwatch:
-    return Stopwatch(CudaLane(CPU, clock))
+    return Stopwatch(StreamLane(CPU, clock))
 
 
 def run(watch: Stopwatch, pieces: int = 1) -> None:
@@ -136,7 +136,7 @@ def test_laps_that_pile_up_are_waited_for(
 
 
 def test_marks_lie_on_the_stream_that_is_current(clock: Clock) -> None:
-    lane = CudaLane(CPU, clock)
+    lane = StreamLane(CPU, clock)
     watch = Stopwatch(lane)
     with lane.on(lane.comm):
         run(watch)

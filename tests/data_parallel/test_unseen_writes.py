@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowdp.data_parallel.unseen_writes import EACH, FIRST, LATE, UnseenWrites
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.errors import FlowdpError
 from tests.fakes import FakeCuda, FakeEvent
 from tests.loops import CPU
@@ -26,7 +26,7 @@ def states(tensors: list[Tensor]) -> list[tuple[Tensor, float]]:
 def test_the_first_calls_find_each_write_at_once() -> None:
     for dtype in DTYPES:
         tensors = [torch.zeros(3, 4, dtype=dtype).t(), torch.zeros(0)]
-        unseen = UnseenWrites(CudaLane(CPU, FakeCuda()))
+        unseen = UnseenWrites(StreamLane(CPU, FakeCuda()))
         for _ in range(FIRST - 1):
             assert not unseen.look(states(tensors))
         tensors[0].data[1, 1] = 1
@@ -37,7 +37,7 @@ def test_the_first_calls_find_each_write_at_once() -> None:
 
 def test_a_write_that_counts_is_none() -> None:
     tensors = [torch.zeros(3) for _ in range(9)]
-    unseen = UnseenWrites(CudaLane(CPU, FakeCuda()))
+    unseen = UnseenWrites(StreamLane(CPU, FakeCuda()))
     for turn in range(3 * FIRST):
         tensors[2 + turn % 7].add_(1)
         tensors[0] = torch.full((3,), float(turn))
@@ -50,7 +50,7 @@ def test_a_write_that_counts_is_none() -> None:
 @pytest.mark.parametrize("place", range(9))
 def test_a_late_write_is_found_within_so_many_calls(place: int) -> None:
     tensors = [torch.zeros(3) for _ in range(9)]
-    unseen = UnseenWrites(CudaLane(CPU, FakeCuda()))
+    unseen = UnseenWrites(StreamLane(CPU, FakeCuda()))
     for _ in range(FIRST + 3):
         assert not unseen.look(states(tensors))
     tensors[place].data.add_(1)
@@ -60,7 +60,7 @@ def test_a_late_write_is_found_within_so_many_calls(place: int) -> None:
 
 def test_the_host_waits_for_no_answer_that_is_young(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.zeros(3)]
-    unseen = UnseenWrites(CudaLane(CPU, FakeCuda()))
+    unseen = UnseenWrites(StreamLane(CPU, FakeCuda()))
     for _ in range(FIRST + 1):
         unseen.look(states(tensors))
     waits: list[int] = []

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import flowdp
 from flowdp import CadenceOptions, DataParallel, FlowdpError, OptionError
 from flowdp.data_parallel import wrapper
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from tests.data.cards import Card
 from tests.loops import WAIT_S, assert_equal, gradients, mlp, numbers
 
@@ -1129,7 +1129,7 @@ def test_epochs_are_told_to_the_sampler(setup: Setup) -> None:
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     """Devices like CUDA's, on fake streams; in the second case one edge is missing."""
     card = Card()
-    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [CudaLane(d, card) for d in devices])
+    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [StreamLane(d, card) for d in devices])
     user = card.Stream()
     if "without" in request.param:
         card.deaf.add(user)

@@ -17,7 +17,7 @@ from flowdp.collective import reduction
 from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.ddp import manual as ddp_module
 from flowdp.ddp.manual import Ddp
-from flowdp.device.streams import CudaLane, Lane
+from flowdp.device.streams import Lane, StreamLane
 from flowdp.errors import OptionError
 from tests.accelerators import FakeXpu
 from tests.collective.fake_nccl import FakeNccl
@@ -45,7 +45,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
         def open_loop(backend: str, lanes: Sequence[Lane], sizes: Any) -> NcclLoop | None:
             assert backend == "auto"
-            return fake_link(made.append)([CudaLane(CPU, cuda) for _ in lanes], sizes)
+            return fake_link(made.append)([StreamLane(CPU, cuda) for _ in lanes], sizes)
 
         monkeypatch.setattr(ddp_module, "open_loop", open_loop)
     before = torch.get_num_threads()

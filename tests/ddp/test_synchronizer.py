@@ -14,7 +14,7 @@ from flowdp.collective import local_group
 from flowdp.collective.local_group import group_lanes, local_groups
 from flowdp.collective.process_group import ProcessGroup, Work
 from flowdp.ddp.synchronizer import GradientSynchronizer
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveError, OptionError
 from tests.collective.fake_world import in_threads, without_waits
 from tests.fakes import FakeCuda
@@ -245,7 +245,7 @@ def test_channels_last_and_narrow_gradients():
 def test_on_streams(is_view, taken, monkeypatch):
     """On fake CUDA streams only these events order a rank's work with the averaging."""
     cuda = FakeCuda()
-    lanes = [CudaLane(torch.device("cpu"), cuda) for _ in range(2)]
+    lanes = [StreamLane(torch.device("cpu"), cuda) for _ in range(2)]
     groups = group_lanes(lanes, timeout=20)
     marks: list[Any] = []
     real = local_group._Rendezvous._enqueue

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowdp.device.cuda_graphs import GraphPool
-from flowdp.device.streams import QUIET, CudaLane
+from flowdp.device.streams import QUIET, StreamLane
 from tests.fakes import FakeCuda, FakeEvent
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.cuda = FakeCuda()
-        self.lane = CudaLane(CPU, self.cuda)
+        self.lane = StreamLane(CPU, self.cuda)
         self.pool = GraphPool(self.lane)
         self.memory = torch.zeros(4)
 

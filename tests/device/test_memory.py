@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowdp.device.memory import empty_cache, read_memory, reset_peak
-from flowdp.device.streams import CudaLane, HostLane
+from flowdp.device.streams import HostLane, StreamLane
 from flowdp.policy.budget import Memory
 from tests.fakes import FakeCuda
 
@@ -44,19 +44,19 @@ def test_all_numbers_have_their_place():
             "inactive_split_bytes.all.current": 3,
         }
     )
-    found = read_memory(CudaLane(DEVICE, cuda))
+    found = read_memory(StreamLane(DEVICE, cuda))
     assert found == Memory(total=100, free=70, reserved=20, active=11, peak=15, split=3)
     assert set(cuda.asked) == {DEVICE}
 
 
 def test_an_allocator_that_keeps_no_counts_has_zeros():
     cuda = Cuda({})
-    assert read_memory(CudaLane(DEVICE, cuda)) == Memory(100, 70, 0, 0, 0, 0)
+    assert read_memory(StreamLane(DEVICE, cuda)) == Memory(100, 70, 0, 0, 0, 0)
 
 
 def test_the_peak_begins_anew_on_the_device_of_the_lane():
     cuda = Cuda({})
-    reset_peak(CudaLane(DEVICE, cuda))
+    reset_peak(StreamLane(DEVICE, cuda))
     assert cuda.asked == [DEVICE]
 
 
@@ -69,7 +69,7 @@ def test_a_cpu_device_has_no_gauge():
 
 @pytest.mark.gpu(1)
 def test_torch_has_all_these_names():
-    lane = CudaLane(torch.device("cuda", 0))
+    lane = StreamLane(torch.device("cuda", 0))
     reset_peak(lane)
     kept = torch.empty(3 << 20, dtype=torch.uint8, device=lane.device)
     del kept

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowdp.device import streams
-from flowdp.device.streams import CudaLane, HostLane, open_lanes
+from flowdp.device.streams import HostLane, StreamLane, open_lanes
 from tests.accelerators import FakeXpu
 from tests.fakes import FakeCuda
 from tests.watched import Watched, both
@@ -26,13 +26,13 @@ def cuda(request: pytest.FixtureRequest) -> FakeCuda:
 
 
 def test_a_lane_has_three_streams_and_averaging_goes_first(cuda: FakeCuda) -> None:
-    lane = CudaLane(CPU, cuda)
+    lane = StreamLane(CPU, cuda)
     assert len({id(stream) for stream in (lane.compute, lane.comm, lane.copy)}) == 3
     assert (lane.comm.priority, lane.compute.priority, lane.copy.priority) == (-1, 0, 0)
 
 
 def test_work_lands_on_the_stream_that_was_entered(cuda: FakeCuda) -> None:
-    lane = CudaLane(CPU, cuda)
+    lane = StreamLane(CPU, cuda)
     with lane.on(lane.compute):
         with lane.on(lane.comm):
             assert cuda.current_stream() is lane.comm
@@ -41,7 +41,7 @@ def test_work_lands_on_the_stream_that_was_entered(cuda: FakeCuda) -> None:
 
 
 def test_the_current_stream_is_the_threads_own(cuda: FakeCuda) -> None:
-    lane = CudaLane(CPU, cuda)
+    lane = StreamLane(CPU, cuda)
     seen = []
     with lane.on(lane.compute):
         thread = threading.Thread(target=lambda: seen.append(cuda.current_stream()))
@@ -52,7 +52,7 @@ def test_the_current_stream_is_the_threads_own(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("awaits", [True, False])
 def test_an_edge_orders_two_streams(cuda: FakeCuda, awaits: bool) -> None:
-    lane, memory = CudaLane(CPU, cuda), torch.zeros(8)
+    lane, memory = StreamLane(CPU, cuda), torch.zeros(8)
     cuda.watch("memory", memory)
     mark = lane.event()
     with lane.on(lane.compute):
@@ -66,7 +66,7 @@ def test_an_edge_orders_two_streams(cuda: FakeCuda, awaits: bool) -> None:
 
 
 def test_what_the_user_enqueued_comes_before_the_run(cuda: FakeCuda) -> None:
-    lane, memory = CudaLane(CPU, cuda), torch.zeros(8)
+    lane, memory = StreamLane(CPU, cuda), torch.zeros(8)
     cuda.watch("the user's tensor", memory)
     with cuda.stream(cuda.default):
         memory.add_(1)
@@ -77,7 +77,7 @@ def test_what_the_user_enqueued_comes_before_the_run(cuda: FakeCuda) -> None:
 
 
 def test_the_host_may_reuse_what_a_drained_lane_used(cuda: FakeCuda) -> None:
-    lane, other, memory = CudaLane(CPU, cuda), CudaLane(CPU, cuda), torch.zeros(8)
+    lane, other, memory = StreamLane(CPU, cuda), StreamLane(CPU, cuda), torch.zeros(8)
     cuda.watch("memory", memory)
     for stream in (lane.compute, lane.comm, lane.copy):
         with lane.on(stream):
@@ -91,13 +91,13 @@ def test_the_host_may_reuse_what_a_drained_lane_used(cuda: FakeCuda) -> None:
 def test_ranks_of_one_device_have_streams_of_their_own_and_get_them_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[CudaLane] = []
+    made: list[StreamLane] = []
 
-    def make(device: torch.device) -> CudaLane:
-        made.append(CudaLane(device, FakeCuda()))
+    def make(device: torch.device) -> StreamLane:
+        made.append(StreamLane(device, FakeCuda()))
         return made[-1]
 
-    monkeypatch.setattr(streams, "CudaLane", make)
+    monkeypatch.setattr(streams, "StreamLane", make)
     monkeypatch.setattr(streams, "_made", {})
     card, other = torch.device("cuda", 0), torch.device("cuda", 1)
     first = open_lanes([card, other, card])
@@ -115,8 +115,8 @@ def test_a_lane_drives_its_device_by_torchs_module_for_it(
     module: Any = FakeCuda()
     monkeypatch.setattr(module, "Event", lambda **choices: asked.append(choices))
     monkeypatch.setattr(streams, "device_module", {torch.device(kind, 0): module}.__getitem__)
-    lane = CudaLane(torch.device(kind, 0))
-    assert lane.cuda is module
+    lane = StreamLane(torch.device(kind, 0))
+    assert lane.device_module is module
     lane.event(timing=True)
     assert asked == [{"enable_timing": True, **({"blocking": True} if is_asked else {})}]
     # torch's own takes these, and does not take `blocking` where it is not asked for.
@@ -127,7 +127,7 @@ def test_a_lane_drives_its_device_by_torchs_module_for_it(
 def test_memory_of_the_host_is_pinned_for_every_accelerator(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lane, asked = CudaLane(torch.device(kind, 0), FakeCuda()), []
+    lane, asked = StreamLane(torch.device(kind, 0), FakeCuda()), []
 
     def empty(shape: Any, **choices: Any) -> None:
         asked.append(choices["pin_memory"])
@@ -156,13 +156,13 @@ def test_a_cpu_rank_has_the_same_names() -> None:
 
 def test_pinned_memory_is_the_hosts_whatever_the_users_default_device_is(cuda: FakeCuda) -> None:
     with torch.device("meta"):
-        for lane in (CudaLane(CPU, cuda), HostLane(CPU)):
+        for lane in (StreamLane(CPU, cuda), HostLane(CPU)):
             assert lane.pinned((2,), torch.float32).device == CPU
 
 
 @pytest.mark.parametrize("awaits", [True, False])
 def test_what_a_dataset_makes_on_the_default_stream_is_awaited(cuda: FakeCuda, awaits: bool) -> None:
-    lane, memory = CudaLane(CPU, cuda), torch.zeros(8)
+    lane, memory = StreamLane(CPU, cuda), torch.zeros(8)
     cuda.watch("the dataset's tensor", memory)
     with cuda.stream(cuda.default):
         memory.add_(1)
@@ -174,7 +174,7 @@ def test_what_a_dataset_makes_on_the_default_stream_is_awaited(cuda: FakeCuda, a
 
 
 def test_streams_aside_are_made_once(cuda: FakeCuda) -> None:
-    lane = CudaLane(CPU, cuda)
+    lane = StreamLane(CPU, cuda)
     first, second = lane.aside(0), lane.aside(1)
     assert first.priority == -1
     assert lane.aside(0) is first
@@ -186,7 +186,7 @@ def test_streams_aside_are_made_once(cuda: FakeCuda) -> None:
 def test_two_threads_that_ask_for_a_stream_aside_get_the_same(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lane, watched, make = CudaLane(CPU, cuda), Watched(), cuda.Stream
+    lane, watched, make = StreamLane(CPU, cuda), Watched(), cuda.Stream
 
     def slow(**options: Any) -> Any:
         watched.await_second()
@@ -199,7 +199,7 @@ def test_two_threads_that_ask_for_a_stream_aside_get_the_same(
 
 
 def test_lanes_await_each_of_two_callers_at_once(cuda: FakeCuda) -> None:
-    lane, watched, log = CudaLane(CPU, cuda), Watched(), []
+    lane, watched, log = StreamLane(CPU, cuda), Watched(), []
 
     class Mark:
         def record(self, stream: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flowdp.checkpoint.writer import PendingState
-from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.engine.barrier_tasks import BarrierTasks
 from flowdp.errors import ProtocolError
 from flowdp.network.team import Team
@@ -108,7 +108,7 @@ def test_an_evaluation_is_answered_with_its_numbers() -> None:
 @pytest.mark.parametrize("on_card", [False, True])
 def test_a_rank_becomes_what_its_donor_is(on_card: bool) -> None:
     card = FakeCuda()
-    lanes: list[Lane] = [CudaLane(CPU, card), CudaLane(CPU, card)] if on_card else [HostLane(CPU)] * 2
+    lanes: list[Lane] = [StreamLane(CPU, card), StreamLane(CPU, card)] if on_card else [HostLane(CPU)] * 2
     donor, own = replica(5.0, lanes[0]), replica(float("nan"), lanes[1])
     serve = tasks(own, donor, rank=1)
     for memory in donor.flat.memories:

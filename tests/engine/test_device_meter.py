@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowdp.collective.base import Averaging
-from flowdp.device.streams import CudaLane, HostLane
+from flowdp.device.streams import HostLane, StreamLane
 from flowdp.engine import device_meter as module
 from flowdp.engine.device_meter import PAGE, STEPS_AHEAD, DeviceMeter, open_meter
 from flowdp.engine.meter import HostMeter, OrderSums
@@ -26,11 +26,11 @@ def cuda() -> FakeCuda:
 
 
 @pytest.fixture
-def lane(cuda: FakeCuda) -> CudaLane:
-    return CudaLane(CPU, cuda)
+def lane(cuda: FakeCuda) -> StreamLane:
+    return StreamLane(CPU, cuda)
 
 
-def test_the_lane_decides(lane: CudaLane) -> None:
+def test_the_lane_decides(lane: StreamLane) -> None:
     assert type(open_meter(HostLane(CPU))) is HostMeter
     assert type(open_meter(lane)) is DeviceMeter
 
@@ -52,7 +52,7 @@ class Clock:
         self.now_s += ms / 1e3
 
 
-def test_busy_is_in_steps_and_data_between_them(lane: CudaLane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_is_in_steps_and_data_between_them(lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     meter = DeviceMeter(lane)
     for gap_ms, step_ms in ((5.0, 100.0), (1.0, 20.0), (3.0, 20.0)):
@@ -70,7 +70,7 @@ def test_busy_is_in_steps_and_data_between_them(lane: CudaLane, monkeypatch: pyt
     assert report.wait_ms == pytest.approx(30.0)
 
 
-def test_the_step_behind_a_mean_is_work(lane: CudaLane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_behind_a_mean_is_work(lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     meter = DeviceMeter(lane)
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_the_step_behind_a_mean_is_work(lane: CudaLane, monkeypatch: pytest.Monk
     assert report.wait_ms == pytest.approx(6.0)
 
 
-def test_a_wait_between_two_settles_is_nobodys(lane: CudaLane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_between_two_settles_is_nobodys(lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     meter = DeviceMeter(lane)
     meter.settle()
@@ -99,7 +99,7 @@ def test_a_wait_between_two_settles_is_nobodys(lane: CudaLane, monkeypatch: pyte
 
 
 def test_the_host_stays_three_steps_ahead_and_no_more(
-    lane: CudaLane, monkeypatch: pytest.MonkeyPatch
+    lane: StreamLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter = DeviceMeter(lane)
     awaited: list[FakeEvent] = []
@@ -118,7 +118,7 @@ def test_the_host_stays_three_steps_ahead_and_no_more(
     assert meter.ahead_s() > 0.0
 
 
-def test_reports_come_without_waiting_when_later_steps_land(lane: CudaLane) -> None:
+def test_reports_come_without_waiting_when_later_steps_land(lane: StreamLane) -> None:
     meter = DeviceMeter(lane)
     reports: list[OrderSums] = []
     steps(meter, 1.0)
@@ -129,7 +129,7 @@ def test_reports_come_without_waiting_when_later_steps_land(lane: CudaLane) -> N
     assert len(reports) == 1
 
 
-def test_rounds_without_steps_are_read_in_time(lane: CudaLane) -> None:
+def test_rounds_without_steps_are_read_in_time(lane: StreamLane) -> None:
     meter = DeviceMeter(lane)
     read: list[int] = []
 
@@ -144,7 +144,7 @@ def test_rounds_without_steps_are_read_in_time(lane: CudaLane) -> None:
     assert read == list(range(len(read)))
 
 
-def test_nobody_waits_at_the_gate_with_a_report_in_the_pocket(lane: CudaLane) -> None:
+def test_nobody_waits_at_the_gate_with_a_report_in_the_pocket(lane: StreamLane) -> None:
     meter = DeviceMeter(lane)
     reports: list[OrderSums] = []
     steps(meter, 1.0)
@@ -154,7 +154,7 @@ def test_nobody_waits_at_the_gate_with_a_report_in_the_pocket(lane: CudaLane) ->
     assert len(reports) == 1
 
 
-def test_nothing_is_read_back_on_the_step_path(lane: CudaLane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_back_on_the_step_path(lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
     meter = DeviceMeter(lane)
 
     def refuse(tensor: torch.Tensor) -> float:
@@ -169,7 +169,7 @@ def test_nothing_is_read_back_on_the_step_path(lane: CudaLane, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("names", [1, 5])
-def test_a_full_page_makes_room(lane: CudaLane, names: int) -> None:
+def test_a_full_page_makes_room(lane: StreamLane, names: int) -> None:
     meter = DeviceMeter(lane)
     count = 2 * PAGE + 10
     for step in range(count):
@@ -182,7 +182,7 @@ def test_a_full_page_makes_room(lane: CudaLane, names: int) -> None:
     assert work.scalars == {f"s{name}": (float(name * count), float(count)) for name in range(names)}
 
 
-def test_a_step_that_begins_again_may_have_filled_pages(lane: CudaLane) -> None:
+def test_a_step_that_begins_again_may_have_filled_pages(lane: StreamLane) -> None:
     """More values than a page has cells, in a step whose first attempt recorded still more."""
     meter = DeviceMeter(lane)
     names = [f"s{number}" for number in range(PAGE + 10)]
@@ -206,7 +206,7 @@ def test_a_step_that_begins_again_may_have_filled_pages(lane: CudaLane) -> None:
     assert len(meter._pages) == 2
 
 
-def test_what_is_saved_and_put_back_is_free_of_races(cuda: FakeCuda, lane: CudaLane) -> None:
+def test_what_is_saved_and_put_back_is_free_of_races(cuda: FakeCuda, lane: StreamLane) -> None:
     with lane.on(lane.compute):
         meter = DeviceMeter(lane)
         cuda.watch("the cells", meter._page.device, meter._saved)
@@ -220,7 +220,7 @@ def test_what_is_saved_and_put_back_is_free_of_races(cuda: FakeCuda, lane: CudaL
     assert not cuda.races
 
 
-def test_nobody_waits_for_the_losses_but_who_looks(lane: CudaLane) -> None:
+def test_nobody_waits_for_the_losses_but_who_looks(lane: StreamLane) -> None:
     meter = DeviceMeter(lane)
     meter.begin(0.0)
     meter.end(torch.tensor(float("nan")), 1, STEP)
@@ -229,7 +229,7 @@ def test_nobody_waits_for_the_losses_but_who_looks(lane: CudaLane) -> None:
     assert meter.bad == {0: STEP}
 
 
-def test_pages_are_used_again(lane: CudaLane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_used_again(lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
     meter = DeviceMeter(lane)
     made = []
     make = DeviceMeter._new_page
@@ -242,7 +242,7 @@ def test_pages_are_used_again(lane: CudaLane, monkeypatch: pytest.MonkeyPatch) -
     assert len(meter._pages) == 1
 
 
-def test_events_are_used_again(lane: CudaLane, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_used_again(lane: StreamLane, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     meter = DeviceMeter(lane)
     made: list[FakeEvent] = []
     make = cuda.Event
@@ -254,7 +254,7 @@ def test_events_are_used_again(lane: CudaLane, cuda: FakeCuda, monkeypatch: pyte
     assert len(made) <= 2 * STEPS_AHEAD + 2
 
 
-def test_pages_are_free_of_races(cuda: FakeCuda, lane: CudaLane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_free_of_races(cuda: FakeCuda, lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
     make = DeviceMeter._new_page
 
     def watched(self: DeviceMeter) -> module._Page:
@@ -273,7 +273,7 @@ def test_pages_are_free_of_races(cuda: FakeCuda, lane: CudaLane, monkeypatch: py
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_losses_are_seen_once_and_where_they_lie(lane: CudaLane, bad: float) -> None:
+def test_losses_are_seen_once_and_where_they_lie(lane: StreamLane, bad: float) -> None:
     """Among other values of their step, over several pages, and not those of the round before."""
     meter = DeviceMeter(lane)
     assert meter.losses() is None
@@ -296,7 +296,7 @@ def test_losses_are_seen_once_and_where_they_lie(lane: CudaLane, bad: float) -> 
     assert report.work.norms == (0.0, 0.0, 0)
 
 
-def test_a_page_that_a_step_left_and_came_back_to_is_seen_once(lane: CudaLane) -> None:
+def test_a_page_that_a_step_left_and_came_back_to_is_seen_once(lane: StreamLane) -> None:
     meter = DeviceMeter(lane)
     meter.begin(0.0)
     meter.end(torch.tensor(float("nan")), 1, STEP)
@@ -312,7 +312,7 @@ def test_a_page_that_a_step_left_and_came_back_to_is_seen_once(lane: CudaLane) -
 
 
 def test_a_report_in_the_pocket_is_fetched_while_the_device_goes_on(
-    lane: CudaLane, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    lane: StreamLane, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lane.on(lane.compute):
         meter = DeviceMeter(lane)

@@ -178,7 +178,7 @@ def test_a_collective_that_hangs_on_the_devices_ends_the_run(
         *_team: Any,
         **_on: Any,
     ) -> NcclMean:
-        made.append(FakeNccl(lanes[0].cuda, lanes))
+        made.append(FakeNccl(lanes[0].device_module, lanes))
         mean = NcclMean(replicas, lanes, made[0], hung, outer)
         mean._marks[2].done[1].passed = made[0].wake  # of the third round; an abort opens it
         return mean

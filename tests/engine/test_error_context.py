@@ -10,7 +10,7 @@ from torch import nn
 
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.tensor_source import TensorSource
-from flowdp.device.streams import CudaLane, HostLane, Lane
+from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.errors import CollectiveError, DataError, OutOfDeviceMemory, StepError
@@ -75,7 +75,7 @@ def test_the_numbers_are_those_of_torchs_message(said: str, needed: int | None, 
 
 
 def test_a_device_is_asked_for_what_torch_does_not_say() -> None:
-    here = place(CudaLane(CPU, Card(total=1000, used=400)))
+    here = place(StreamLane(CPU, Card(total=1000, used=400)))
     error: Any = here.explain(torch.OutOfMemoryError("out of memory"))
     assert error.free_bytes == 600
 

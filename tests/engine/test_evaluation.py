@@ -19,7 +19,7 @@ from flowdp.collective.batch_norm import WindowGroups
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.device import worker_context
 from flowdp.device.flat_gradients import Touched
-from flowdp.device.streams import CudaLane, Lane
+from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker, record_scalar
 from flowdp.engine.evaluation import (
     EvalSums,
@@ -531,7 +531,7 @@ class Boxed:
 @pytest.mark.parametrize("leaf", [X.as_subclass(Far), Boxed(X.as_subclass(Far))], ids=["tensor", "object"])
 def test_what_a_dataset_makes_on_a_card_is_waited_for_and_kept_until_compute_has_read_it(leaf: Any) -> None:
     cuda = FakeCuda()
-    lane: Lane = CudaLane(CPU, cuda)
+    lane: Lane = StreamLane(CPU, cuda)
     waited = lambda: [who for who, verb, _ in cuda.log if verb == "waits for"]  # noqa: E731
     kept.clear()
     assert to_lane(X, lane) is X

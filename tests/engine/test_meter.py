@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flowdp.collective.base import Averaging
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.engine import meter as module
 from flowdp.engine.device_meter import PAGE, DeviceMeter
 from flowdp.engine.meter import HostMeter, Meter, OrderSums
@@ -31,12 +31,12 @@ def cuda() -> FakeCuda:
 
 
 @pytest.fixture
-def lane(cuda: FakeCuda) -> CudaLane:
-    return CudaLane(CPU, cuda)
+def lane(cuda: FakeCuda) -> StreamLane:
+    return StreamLane(CPU, cuda)
 
 
 @pytest.fixture(params=["host", "device"])
-def meter(request: pytest.FixtureRequest, lane: CudaLane) -> Meter:
+def meter(request: pytest.FixtureRequest, lane: StreamLane) -> Meter:
     return HostMeter() if request.param == "host" else DeviceMeter(lane)
 
 

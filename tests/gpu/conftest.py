@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowdp.data_parallel import wrapper
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.replica import build
 
 Ranks = Callable[[int], Sequence[torch.device]]
@@ -63,8 +63,8 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
     card = Card()
 
-    def open_lanes(devices: Sequence[torch.device]) -> list[CudaLane]:
-        return [CudaLane(device, card) for device in devices]
+    def open_lanes(devices: Sequence[torch.device]) -> list[StreamLane]:
+        return [StreamLane(device, card) for device in devices]
 
     for door in (build, wrapper):
         monkeypatch.setattr(door, "open_lanes", open_lanes)

@@ -21,7 +21,7 @@ from flowdp.checkpoint.rank_state import capture
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
-from flowdp.device.streams import CudaLane, Lane, open_lanes
+from flowdp.device.streams import Lane, StreamLane, open_lanes
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine import engine as engine_module
 from flowdp.replica.replica import Replica
@@ -127,7 +127,7 @@ def held_back(device: torch.device, has_streams: bool, monkeypatch: pytest.Monke
 
 def test_a_capture_leaves_the_host_to_go_on(device: torch.device, has_streams: bool, held_back: Hold) -> None:
     is_fake = has_streams and device.type == "cpu"
-    lane = CudaLane(device, FakeCuda()) if is_fake else open_lanes([device])[0]
+    lane = StreamLane(device, FakeCuda()) if is_fake else open_lanes([device])[0]
     replica = replica_on(lane)
     with lane.on(lane.compute):
         capture(replica, shared=True)()  # allocates the host memory
@@ -252,7 +252,7 @@ def over_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         *_team: Any,
         **_on: Any,
     ) -> NcclMean:
-        return NcclMean(replicas, lanes, FakeNccl(lanes[0].cuda, lanes), hung, outer)
+        return NcclMean(replicas, lanes, FakeNccl(lanes[0].device_module, lanes), hung, outer)
 
     monkeypatch.setattr(engine_module, "open_collective", collective)
     return {"devices": ["cpu"] * 3}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowdp.data.trees import tensors_of
-from flowdp.device.streams import QUIET, CudaLane
+from flowdp.device.streams import QUIET, StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Factors, NotCaptured
 from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph
@@ -50,7 +50,7 @@ class Rank:
 
     def __init__(self, module: nn.Module, loss: Loss = classify, cuda: FakeCuda | None = None) -> None:
         self.cuda = cuda or FakeCuda()
-        self.lane = CudaLane(CPU, self.cuda)
+        self.lane = StreamLane(CPU, self.cuda)
         self.module = module
         self.recorded: list[tuple[str, Any, float]] = []
         optimizer = torch.optim.AdamW(module.parameters(), 0.01, fused=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import flowdp
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.modules.copying import CopyError, copy_module, make_replica
 from tests.accelerators import FakeXpu
 
@@ -105,7 +105,7 @@ def test_a_factory_leaves_the_generator_of_its_accelerator_as_it_was(monkeypatch
     generator = torch.Generator().manual_seed(1)
     monkeypatch.setattr(torch.xpu, "default_generators", (generator,))
     before = generator.get_state()
-    lane = CudaLane(torch.device("cpu"), FakeXpu())
+    lane = StreamLane(torch.device("cpu"), FakeXpu())
     lane.device = torch.device("xpu", 0)
 
     def build(device: torch.device) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import flowdp
 from bench.models import Gpt
 from flowdp.data_parallel import wrapper
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.graphs.cpu_graph import CpuGraph
 from flowdp.graphs.cuda_graph import CudaStepGraph
 from tests.collective.fake_nccl import FakeNccl
@@ -127,7 +127,7 @@ def test_captured_steps_have_the_bits_of_eager_ones(
 def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """CPU devices as CUDA devices would run; at the end every access must have been ordered."""
     made = FakeCuda()
-    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [CudaLane(d, made) for d in devices])
+    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [StreamLane(d, made) for d in devices])
     reached: list[FakeNccl] = []
     if request.param == "nccl":
         link = fake_link(reached.append)

@@ -43,7 +43,7 @@ def replays(lanes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replays]:
 
     def run(graph: CudaStepGraph, *arguments: Any) -> Any:
         count[graph._step.flat.rank] += 1
-        seen.append(graph._step.lane.cuda.captures)  # type: ignore[attr-defined]
+        seen.append(graph._step.lane.device_module.captures)  # type: ignore[attr-defined]
         return own(graph, *arguments)
 
     monkeypatch.setattr(CudaStepGraph, "run", run)

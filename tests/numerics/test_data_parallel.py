@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import flowdp
 from flowdp.data_parallel import wrapper
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
 from tests.wired import fake_link
@@ -105,7 +105,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield None
         return
     cuda = FakeCuda()
-    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [CudaLane(d, cuda) for d in devices])
+    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [StreamLane(d, cuda) for d in devices])
     made: list[FakeNccl] = []
     if request.param == "nccl":
         link = fake_link(made.append)

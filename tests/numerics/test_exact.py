@@ -23,7 +23,7 @@ import flowdp
 from flowdp import CollectiveError, OptionError, current_worker, record_scalar
 from flowdp.data.epoch_order import epoch_order
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.policy.exclusion import Exclusion
 from flowdp.replica.exact_replica import ExactReplica
 
@@ -43,8 +43,10 @@ def watched_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watched(replica: ExactReplica, *args: Any, **options: Any) -> None:
         make(replica, *args, **options)
-        if isinstance(replica.lane, CudaLane):
-            replica.lane.cuda.watch(f"gradients of rank {replica.flat.rank}", *replica.averaged.memories)
+        if isinstance(replica.lane, StreamLane):
+            replica.lane.device_module.watch(
+                f"gradients of rank {replica.flat.rank}", *replica.averaged.memories
+            )
 
     monkeypatch.setattr(ExactReplica, "__init__", watched)
 

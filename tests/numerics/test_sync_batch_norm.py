@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import flowdp
 from flowdp import FlowdpError, OptionError
 from flowdp.data_parallel import wrapper
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from tests.collective.fake_world import in_threads
 from tests.fakes import FakeCuda
 from tests.loops import WAIT_S, assert_equal, gradients, numbers
@@ -93,7 +93,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield None
         return
     cuda = FakeCuda()
-    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [CudaLane(d, cuda) for d in devices])
+    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [StreamLane(d, cuda) for d in devices])
     yield cuda
     assert not cuda.races
 

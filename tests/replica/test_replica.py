@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowdp.device.streams import CudaLane, HostLane
+from flowdp.device.streams import HostLane, StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.replica import Replica, loss_function
 from flowdp.threads.launch_turn import LaunchTurn
@@ -333,7 +333,7 @@ def test_the_scale_of_the_loss_is_copied() -> None:
 @pytest.mark.parametrize("side", ["donor", "copying"])
 def test_both_streams_are_in_order(side: str) -> None:
     cuda = FakeCuda()
-    lanes = [CudaLane(CPU, cuda), CudaLane(CPU, cuda)]
+    lanes = [StreamLane(CPU, cuda), StreamLane(CPU, cuda)]
     donor, mine = adam(1, 1, lanes[0]), adam(2, 1, lanes[1])
     if side == "donor":
         cuda.watch("the donor", *donor.flat.memories)
@@ -393,7 +393,7 @@ def test_a_step_that_is_repeated_draws_the_same_on_an_accelerator(
 ) -> None:
     generator = torch.Generator()
     monkeypatch.setattr(torch.get_device_module(kind), "default_generators", (generator,))
-    lane = CudaLane(CPU, FakeCuda())
+    lane = StreamLane(CPU, FakeCuda())
     lane.device = torch.device(kind, 0)
     own = adam(1, 1, lane)
     assert own.has_state

@@ -11,7 +11,7 @@ import torch
 from bench.gpu import averaging, checks, nccl
 from bench.gpu.part import Figure, Place
 from flowdp.collective import nccl as collective
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveError
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     cuda = FakeCuda()
-    lanes = [CudaLane(CPU, cuda) for _ in range(4)]
+    lanes = [StreamLane(CPU, cuda) for _ in range(4)]
     made = FakeNccl(cuda, lanes)
     for module in (nccl, collective):
         monkeypatch.setattr(module, "load", lambda _: made)
