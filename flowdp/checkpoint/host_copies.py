@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flowdp.device.copies import aligned, dense_strides
 from flowdp.device.streams import QUIET, Event, Lane
 
 __all__ = ["PIECES", "PIECE_BYTES", "HostCopies", "PinnedPieces"]
@@ -24,8 +25,6 @@ PIECE_BYTES = 64 << 20
 
 PIECES = 16
 """Pieces that the copies of one state may fill before the copying thread waits for the device: 1 GiB."""
-
-ALIGNMENT = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +35,7 @@ class _Piece:
         memory: Its bytes. Shape [bytes].
         copied: Recorded behind the last copy into it.
         moves: Places that its contents go to, with the contents.
-        used: Bytes in use, a multiple of `ALIGNMENT`.
+        used: Bytes in use, a multiple of 64.
     """
 
     memory: Tensor
@@ -46,7 +45,7 @@ class _Piece:
 
     @property
     def room(self) -> int:
-        """Bytes left, a multiple of `ALIGNMENT`."""
+        """Bytes left, a multiple of 64."""
         return len(self.memory) - self.used
 
     def empty(self) -> None:
@@ -87,7 +86,7 @@ class PinnedPieces:
         with self._lock:
             if self._unused:
                 return self._unused.pop()
-        size = min(self.size, 1 << (max(wanted, ALIGNMENT) - 1).bit_length())
+        size = min(self.size, 1 << (max(wanted, 64) - 1).bit_length())
         with QUIET:
             memory = self.lane.pinned((size,), torch.uint8)
         return _Piece(memory, self.lane.event())
@@ -118,7 +117,7 @@ class HostCopies:
 
     def __init__(self, pieces: PinnedPieces, tensors: Sequence[Tensor]) -> None:
         self._pieces = pieces
-        self._left = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        self._left = sum(aligned(tensor.nbytes) for tensor in tensors)
         self._filled: deque[_Piece] = deque()
         with torch.no_grad():
             self.tensors = [self._copy(tensor) for tensor in tensors]
@@ -136,7 +135,7 @@ class HostCopies:
             self._pieces.give_back(piece)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        strides = torch.empty_like(tensor, device="meta").stride()
+        strides = dense_strides(tensor)
         host = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype)
         tensor = tensor.resolve_conj().resolve_neg()
         if tensor.stride() != strides:  # with gaps
@@ -150,8 +149,8 @@ class HostCopies:
             contents = piece.memory[piece.used : piece.used + nbytes].view(tensor.dtype)
             contents.copy_(source[start:stop], non_blocking=True)
             piece.moves.append((place[start:stop], contents))
-            piece.used += _aligned(nbytes)
-            self._left -= _aligned(nbytes)
+            piece.used += aligned(nbytes)
+            self._left -= aligned(nbytes)
             start = stop
         return host
 
@@ -172,7 +171,3 @@ class HostCopies:
         """Mark the end of the copies into the last piece."""
         if self._filled:
             self._filled[-1].copied.record(self._pieces.lane.compute)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from flowdp.device.copies import dense_strides
 from flowdp.device.flat_parameters import ALIGNMENT
 
 __all__ = ["PackedRows", "RowPlace"]
@@ -97,7 +98,7 @@ class PackedRows:
             start, row = self.sizes.get(real, 0), numbers.setdefault(real, len(numbers))
             length = tensor.numel() * (2 if tensor.dtype.is_complex else 1)
             gap = -length % (ALIGNMENT // real.itemsize)
-            strides = torch.empty_like(tensor, device="meta").stride()
+            strides = dense_strides(tensor)
             self.places.append(RowPlace(row, start, length, gap, tensor.dtype, tensor.shape, strides))
             self.sizes[real] = start + length + gap
 

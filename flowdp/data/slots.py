@@ -15,6 +15,7 @@ from torch import Tensor
 from flowdp.data.source import Batch
 from flowdp.data.trees import Form, moves_itself, tensors_of
 from flowdp.device.accelerator import is_accelerator
+from flowdp.device.copies import dense_strides
 from flowdp.device.streams import QUIET, Event, Lane, Stream
 
 __all__ = [
@@ -101,7 +102,7 @@ class _Form:
     @classmethod
     def of(cls, like: Tensor) -> _Form:
         # `empty_like` keeps dense strides (channels_last) and makes others dense.
-        return cls(tuple(like.shape), torch.empty_like(like, device="meta").stride(), like.dtype)
+        return cls(tuple(like.shape), dense_strides(like), like.dtype)
 
     def holds(self, leaf: object) -> bool:
         return (

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from flowdp.data.slots import HOST_SLOTS, is_plain, own_memory
+from flowdp.device.copies import aligned, dense_strides
 from flowdp.device.streams import QUIET, Event, Lane
 
 __all__ = ["Staging"]
-
-ALIGNMENT = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -63,18 +62,18 @@ class Staging:
         if not any(staged):
             return [own_memory(leaf, self._lane) for leaf in leaves]
         buffer = self._next(
-            sum(_aligned(leaf.nbytes) for leaf, one in zip(leaves, staged, strict=True) if one)
+            sum(aligned(leaf.nbytes) for leaf, one in zip(leaves, staged, strict=True) if one)
         )
         moved, used = [], 0
         for leaf, is_staged in zip(leaves, staged, strict=True):
             if is_staged and leaf.is_pinned():
                 buffer.kept.append(leaf)
             elif is_staged:
-                strides = torch.empty_like(leaf, device="meta").stride()
+                strides = dense_strides(leaf)
                 part = (
                     buffer.memory[used : used + leaf.nbytes].view(leaf.dtype).as_strided(leaf.shape, strides)
                 )
-                used += _aligned(leaf.nbytes)
+                used += aligned(leaf.nbytes)
                 leaf = part.copy_(leaf)
             moved.append(own_memory(leaf, self._lane))
         buffer.copied.record(self._lane.copy)
@@ -100,7 +99,3 @@ class Staging:
     def _pinned(self, nbytes: int) -> Tensor:
         with QUIET:  # torch would round it up to a power of two, too
             return self._lane.pinned((1 << (nbytes - 1).bit_length(),), torch.uint8)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

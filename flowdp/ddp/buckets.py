@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.process_group import ProcessGroup
+from flowdp.device.copies import dense_strides
 from flowdp.errors import OptionError
 
-__all__ = ["BUCKET_BYTES", "GradientBucket", "broadcast_all", "bucketed", "dense_strides"]
+__all__ = ["BUCKET_BYTES", "GradientBucket", "broadcast_all", "bucketed"]
 
 T = TypeVar("T", bound=Tensor)
 
@@ -113,11 +114,6 @@ class GradientBucket:
     def clear(self) -> None:
         """Remove all tensors."""
         self._views, self._size = [], 0
-
-
-def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of a tensor (channels_last included), or contiguous ones where it overlaps or has gaps."""
-    return torch.empty_like(tensor, device="meta").stride()
 
 
 def broadcast_all(

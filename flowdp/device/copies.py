@@ -1,4 +1,4 @@
-"""Moving many tensors between devices at once."""
+"""Moving tensors between devices: many at once, and through memory of other tensors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["carry", "copied", "move"]
+__all__ = ["aligned", "carry", "copied", "dense_strides", "move"]
+
+ALIGNMENT = 64
+"""Bytes: a tensor of any dtype may begin there, and no two share a cache line."""
 
 T = TypeVar("T", Tensor, Tensor | None)
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes of a tensor in memory where others lie behind it."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of a copy: those of the tensor where they leave no gaps, else dense ones in the same order."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

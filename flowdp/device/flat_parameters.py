@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from flowdp.device.copies import dense_strides
 from flowdp.device.structure import check_same, tensor_form
 from flowdp.errors import CollectiveError, OptionError
 
@@ -430,7 +431,7 @@ def _locations(module: nn.Module) -> Iterator[_Location]:
                         f"in another dtype, or out of the module's buffers"
                     )
                 # `empty_like` keeps dense strides and makes others (expanded, with gaps) dense.
-                strides = torch.empty_like(tensor, device="meta").stride()
+                strides = dense_strides(tensor)
                 spec = _Spec(name, kind, tuple(tensor.shape), strides, dtype)
                 yield _Location(spec, table, key)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flowdp.device.copies import dense_strides
 from flowdp.errors import MachineLostError
 from flowdp.network.machines import Machines
 from flowdp.policy.formats import format_error
@@ -145,7 +146,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _dense(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it, with memory of its own without gaps; channels_last stays."""
-    dense = torch.empty_like(tensor, device="meta").stride()
+    dense = dense_strides(tensor)
     if tensor.stride() == dense and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     copied: Tensor = torch.empty_strided(tensor.shape, dense, dtype=tensor.dtype)

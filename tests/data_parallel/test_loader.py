@@ -371,7 +371,9 @@ def test_a_piece_on_an_accelerator_is_kept_for_the_stream_that_reads_it(
 ) -> None:
     monkeypatch.setattr(OnXpu, "recorded", [])
     lane = CardLane()
-    piece = Windows(LoaderBatches([], [lane]), [lane], Halves())._piece(0, torch.rand(3).as_subclass(OnXpu), 3)
+    piece = Windows(LoaderBatches([], [lane]), [lane], Halves())._piece(
+        0, torch.rand(3).as_subclass(OnXpu), 3
+    )
     with lane.on(lane.comm):
         piece.arrive()
     assert OnXpu.recorded == [lane.compute, lane.comm]

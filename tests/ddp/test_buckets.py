@@ -6,7 +6,8 @@ from torch import nn
 
 from flowdp.collective.local_group import local_groups
 from flowdp.collective.process_group import ProcessGroup
-from flowdp.ddp.buckets import GradientBucket, broadcast_all, dense_strides
+from flowdp.ddp.buckets import GradientBucket, broadcast_all
+from flowdp.device.copies import dense_strides
 from flowdp.errors import OptionError
 from tests.collective.fake_world import in_threads
 
