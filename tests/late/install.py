@@ -1,0 +1,110 @@
+"""Puts an emulated machine in the place of `torch.cuda`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from flowdp.device import discovery, streams
+from flowdp.device.streams import CudaLane
+from tests.late.device import LateCuda
+from tests.late.dispatch import LateMode
+from tests.late.tensors import methods
+
+__all__ = ["installed"]
+
+FUNCTIONS = (
+    *("Stream", "Event", "current_device", "current_stream", "default_stream", "stream", "device"),
+    *("device_count", "get_device_properties", "can_device_access_peer", "mem_get_info", "memory_stats"),
+    *("reset_peak_memory_stats", "empty_cache", "synchronize", "get_rng_state", "set_rng_state"),
+    *("manual_seed", "manual_seed_all"),
+)
+
+
+@contextmanager
+def installed(cuda: LateCuda) -> Iterator[LateCuda]:
+    """Let `torch.cuda` be this machine, in all threads.
+
+    Raises:
+        AssertionError: The machine has CUDA devices of its own: torch's C++ would not start them any more.
+    """
+    assert not torch.cuda.is_available(), "torch.cuda is at work already"
+    moves = threading.local()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for name in FUNCTIONS:
+            patch.setattr(torch.cuda, name, getattr(cuda, name))
+        patch.setattr(torch.cuda, "default_generators", cuda.generators)
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        for name, method in methods(cuda, moves).items():
+            patch.setattr(torch.Tensor, name, method)
+        _patch_autocast(patch)
+        _patch_groups(patch)
+        _patch_lanes(patch, cuda)
+        patch.setattr(discovery, "_fine", set())
+        start = threading.Thread.start
+
+        def start_in_mode(thread: threading.Thread) -> None:
+            work = thread.run
+
+            def run() -> None:
+                with LateMode(cuda, moves):
+                    work()
+
+            thread.run = run  # type: ignore[method-assign]
+            start(thread)
+
+        patch.setattr(threading.Thread, "start", start_in_mode)
+        stack.enter_context(LateMode(cuda, moves))
+        yield cuda
+        cuda.synchronize_all()
+
+
+def _patch_autocast(patch: pytest.MonkeyPatch) -> None:
+    """Let autocast of CUDA be that of the CPU.
+
+    Without its cache: torch holds the cache's lock while it casts, and so while a mode waits for the
+    interpreter's lock; a thread that leaves autocast wants them the other way round.
+    """
+    autocast, is_enabled, dtype = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def of_cpu(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return autocast("cpu" if device_type == "cuda" else device_type, *args, **{**kwargs, "cache_enabled": False})
+
+    patch.setattr(torch, "autocast", of_cpu)
+    patch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": is_enabled("cpu" if kind == "cuda" else kind))
+    patch.setattr(torch, "get_autocast_dtype", lambda kind: dtype("cpu" if kind == "cuda" else kind))
+
+
+def _patch_groups(patch: pytest.MonkeyPatch) -> None:
+    """Let optimizers and norms group tensors by the devices that these say."""
+    grouped: Callable[..., Any] = torch._C._group_tensors_by_device_and_dtype
+
+    def by_device(lists: Any, with_indices: bool = False) -> Any:
+        found = grouped(lists, with_indices)
+        return {(tensors[0][0].device, dtype): (tensors, *rest) for (_, dtype), (tensors, *rest) in found.items()}
+
+    patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", by_device)
+
+
+def _patch_lanes(patch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
+    """Let lanes be made anew, and their streams know their roles."""
+
+    def make(lane: CudaLane, device: torch.device, _cuda: Any = None) -> None:
+        true_init(lane, device, cuda)
+        for role in ("compute", "comm", "copy"):
+            cuda.name(getattr(lane, role), role)
+
+    def aside(lane: CudaLane, number: int) -> Any:
+        stream = true_aside(lane, number)
+        cuda.name(stream, "aside")  # type: ignore[arg-type]
+        return stream
+
+    true_init, true_aside = CudaLane.__init__, CudaLane.aside
+    patch.setattr(CudaLane, "__init__", make)
+    patch.setattr(CudaLane, "aside", aside)
+    patch.setattr(streams, "_made", {})
