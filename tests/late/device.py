@@ -324,6 +324,10 @@ class LateCuda:
         index = None if device is None else torch.device(device).index
         return self.devices[self.current_device() if index is None else index]
 
+    def stream_of(self, handle: int) -> LateStream:
+        """The stream with a handle."""
+        return self._streams[handle]
+
     def mark(self, stream: LateStream) -> Mark:
         """Put a mark at the end of a queue."""
         with self.lock:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from flowdp.collective import nccl, nccl_loop
 from flowdp.device import discovery, streams
 from flowdp.device.streams import CudaLane
+from flowdp.errors import CollectiveError
 from tests.late.device import LateCuda
 from tests.late.dispatch import LateMode
+from tests.late.nccl import LateNccl
 from tests.late.tensors import methods
 
 __all__ = ["installed"]
@@ -45,6 +48,7 @@ def installed(cuda: LateCuda) -> Iterator[LateCuda]:
         _patch_autocast(patch)
         _patch_groups(patch)
         _patch_lanes(patch, cuda)
+        _patch_nccl(patch, cuda)
         patch.setattr(discovery, "_fine", set())
         start = threading.Thread.start
 
@@ -108,3 +112,15 @@ def _patch_lanes(patch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
     patch.setattr(CudaLane, "__init__", make)
     patch.setattr(CudaLane, "aside", aside)
     patch.setattr(streams, "_made", {})
+
+
+def _patch_nccl(patch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
+    """Let flowdp find NCCL where each rank has a device of its own."""
+
+    def load(devices: Sequence[torch.device]) -> LateNccl:
+        if len(set(devices)) < len(devices):
+            raise CollectiveError("several ranks on one device")
+        return LateNccl(cuda)
+
+    for module in (nccl, nccl_loop):
+        patch.setattr(module, "load", load)

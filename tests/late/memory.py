@@ -113,6 +113,17 @@ class MemoryTable:
         except (NotImplementedError, RuntimeError):  # without storage, as a tensor of a functional transform
             return None
 
+    def at(self, address: int, count: int, dtype: torch.dtype) -> Tensor:
+        """So many elements of a device's memory, from an address on."""
+        self.purge()
+        for memory in self._all.values():
+            contents = memory.contents()
+            start = address - contents.data_ptr()
+            if 0 <= start < contents.numel():
+                rows = contents[start : start + count * dtype.itemsize]
+                return rows.view(dtype)
+        raise ValueError("there is no memory at this address")
+
     def allocated(self, device: torch.device) -> int:
         """Bytes of a device that are in use."""
         self.purge()
