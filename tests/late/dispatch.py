@@ -328,7 +328,8 @@ class LateMode(RankMode):
 
         def queued(leaf: Tensor) -> Tensor:
             if self._memory.of(leaf) is None and not self._memory.is_pinned(leaf):
-                return leaf.clone() if leaf.numel() <= 1 else leaf  # the host may write to it
+                # A number is a parameter of the kernel; the host may change it at once.
+                return leaf.clone() if leaf.numel() == 1 and leaf is not inputs[0] else leaf
             ends.append(self._memory.hold(leaf))
             return leaf.detach()
 

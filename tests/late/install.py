@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -108,7 +109,18 @@ def _patch_lanes(patch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
         cuda.name(stream, "aside")  # type: ignore[arg-type]
         return stream
 
+    def await_caller(lane: CudaLane) -> None:
+        if not cuda.is_removed(sys._getframe(1)):
+            true_caller(lane)
+
+    def await_default(lane: CudaLane, stream: Any, device: torch.device) -> None:
+        if not cuda.is_removed(sys._getframe(1)):
+            true_default(lane, stream, device)
+
     true_init, true_aside = CudaLane.__init__, CudaLane.aside
+    true_caller, true_default = CudaLane.await_caller, CudaLane.await_default
+    patch.setattr(CudaLane, "await_caller", await_caller)
+    patch.setattr(CudaLane, "await_default", await_default)
     patch.setattr(CudaLane, "__init__", make)
     patch.setattr(CudaLane, "aside", aside)
     patch.setattr(streams, "_made", {})

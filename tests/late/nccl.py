@@ -83,7 +83,8 @@ class LateNccl:
                 assert nccl._calls is not None, "one thread would wait for all others"
                 if not self.is_open:
                     raise NcclError("invalid argument")
-                memory = nccl.cuda.memory.at(address, count, DTYPES[dtype])
+                with nccl.cuda.lock:
+                    memory = nccl.cuda.memory.at(address, count, DTYPES[dtype])
                 nccl._calls.append(Call(self.rank, memory, nccl.cuda.stream_of(stream), (kind, op)))
 
             def abort(self) -> None:

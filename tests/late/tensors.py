@@ -5,6 +5,7 @@ In C++ a tensor of an emulated device is one of the CPU. These methods say, and 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -81,6 +82,8 @@ def methods(cuda: LateCuda, moves: threading.local) -> dict[str, Any]:
         return TRUE.numpy(tensor, **kwargs)
 
     def record_stream(tensor: Tensor, stream: Any) -> None:
+        if cuda.is_removed(sys._getframe(1)):
+            return
         found = memory.of(tensor)
         assert found is not None, "the memory of the host knows no streams"
         with cuda.lock:
