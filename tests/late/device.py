@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.late.memory import Memory, MemoryTable, poison
+from tests.late.memory import Memory, MemoryTable
 from tests.late.orders import LATE, Order
 
 __all__ = ["Clock", "LateCuda", "LateEvent", "LateStream", "Mark"]
@@ -207,6 +207,7 @@ class LateCuda:
         generators: Random numbers of each device.
         removed: Places in flowdp's source whose waits are left out.
         removals: How often one was.
+        seen: Places at which something waited, or could be waited for.
         executed: Operations that have run.
     """
 
@@ -222,6 +223,7 @@ class LateCuda:
         self.generators = tuple(torch.Generator() for _ in self.devices)
         self.removed: frozenset[Site] = frozenset()
         self.removals = 0
+        self.seen: set[Site] = set()
         self.executed = 0
         self._draw = random.Random(order.seed)
         self._streams: list[LateStream] = []
@@ -331,7 +333,6 @@ class LateCuda:
     def mark(self, stream: LateStream) -> Mark:
         """Put a mark at the end of a queue."""
         with self.lock:
-            self.look()
             mark = Mark(stream)
             stream.queue.append(mark)
             self._go_on()
@@ -340,7 +341,6 @@ class LateCuda:
     def wait(self, stream: LateStream, mark: Mark) -> None:
         """Let a stream wait for a mark."""
         with self.lock:
-            self.look()  # memory that was freed before this wait
             merge(stream.clock, mark.clock)
             stream.queue.append(Wait(mark))
             self._go_on()
@@ -367,7 +367,6 @@ class LateCuda:
     def demand(self, mark: Mark) -> None:
         """Run all that a mark depends on, and no more than the order says; the host knows it then."""
         with self.lock:
-            self.look()
             awaited = [mark]
             while awaited:
                 if awaited[-1].is_passed:
@@ -399,15 +398,17 @@ class LateCuda:
         if ready:
             self._run_head(self._draw.choice(ready))
 
-    def look(self) -> None:
-        """Look for memory that was freed too early, and let its owner's next allocation write to it."""
-        for memory in self.memory.look(self._is_over):
+    def allocate(self, stream: LateStream) -> None:
+        """Prepare an allocation of a stream: it writes to memory that was freed too early, if there is any."""
+        for memory in self.memory.allocate(stream, self._is_over):
             contents = memory.contents()
-            memory.stream.queue.append(lambda: poison(contents.fill_(255)))
+            stream.queue.append(lambda contents=contents: contents.fill_(255))  # NaN, in every type of float
 
     def is_removed(self, frame: Any) -> bool:
         """Whether a caller's wait is to be left out."""
-        if not self.removed or (frame.f_code.co_filename, frame.f_lineno) not in self.removed:
+        site = frame.f_code.co_filename, frame.f_lineno
+        self.seen.add(site)
+        if site not in self.removed:
             return False
         self.removals += 1
         return True

@@ -257,7 +257,7 @@ class LateMode(RankMode):
         return mapped(value, late)
 
     def _new(self, out: Tensor, stream: LateStream, name: str) -> Tensor:
-        self._cuda.look()
+        self._cuda.allocate(stream)
         poison(out)
         self._memory.own(out, stream, name)
         return out

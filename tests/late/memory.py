@@ -1,9 +1,9 @@
 """Memory of emulated devices: its owner, its uses on other streams, and use behind its release.
 
 Torch's allocator gives freed memory to the next allocation of the same stream at once, and knows nothing of
-other streams that may still use it. They must be through when it is freed, or the owner must have waited for
-them, or `record_stream` must have named them. A breach is a hazard; the memory is then overwritten in the order of its
-owner's stream, as its next owner would do.
+other streams that may still use it. The stream, or the host, must have waited for
+them, or `record_stream` must have named them, before the stream allocates again. A breach is a hazard, and
+the memory is overwritten behind the work on its stream, as its next user would do.
 """
 
 from __future__ import annotations
@@ -174,25 +174,29 @@ class MemoryTable:
         memory.recorded.add(stream)
         memory.uses.pop(stream, None)
 
-    def look(self, is_known: Callable[[LateStream, LateStream, int], bool]) -> list[Memory]:
-        """Find memory that was freed too early.
+    def allocate(
+        self, stream: LateStream, is_over: Callable[[LateStream, LateStream, int], bool]
+    ) -> list[Memory]:
+        """Find memory that an allocation of a stream may be given, though others still use it.
 
         Args:
-            is_known: Whether a stream, or the host, has waited for an operation of another: owner, user and
+            stream: The stream.
+            is_over: Whether a stream, or the host, has waited for an operation of another: owner, user and
                 number of the operation.
 
         Returns:
-            Memory found anew, which others may write to by now.
+            Memory found anew.
         """
         found = []
         for key, memory in list(self._at_risk.items()):
-            for stream, (time, _) in list(memory.uses.items()):
-                if is_known(memory.stream, stream, time):
-                    del memory.uses[stream]
-            if memory.uses and memory.is_freed:
-                for stream, (_, name) in memory.uses.items():
+            for user, (time, _) in list(memory.uses.items()):
+                if is_over(memory.stream, user, time):
+                    del memory.uses[user]
+            if memory.uses and memory.stream is stream and memory.is_freed:
+                for user, (_, name) in memory.uses.items():
                     self.hazards.append(
-                        f"{memory.name}, of {memory.stream}, was freed while {name} on {stream} may use it"
+                        f"{memory.name}, of {memory.stream}, was freed and may be allocated again, while "
+                        f"{name} on {user} uses it"
                     )
                 found.append(memory)
                 memory.uses.clear()
