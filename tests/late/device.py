@@ -177,15 +177,11 @@ class LateEvent:
         Raises:
             RuntimeError: One of them has no time, or the host has not waited for it.
         """
-        marks = []
-        for event in (self, end_event):
-            mark = event._mark
-            if mark is None or not event._is_timed:
-                raise RuntimeError("the event has no time: made without timing, or never recorded")
-            if not self.cuda.is_known(mark):
-                raise RuntimeError("device not ready: nobody has waited for the event")
-            marks.append(mark)
-        start, end = marks
+        start, end = self._mark, end_event._mark
+        if start is None or end is None or not (self._is_timed and end_event._is_timed):
+            raise RuntimeError("the event has no time: made without timing, or never recorded")
+        if not (self.cuda.is_known(start) and self.cuda.is_known(end)):
+            raise RuntimeError("device not ready: nobody has waited for the event")
         if start.stream.device != end.stream.device:
             raise RuntimeError("both events must be of one device")
         return (end.at_s - start.at_s) * 1e3

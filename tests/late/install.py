@@ -44,6 +44,7 @@ def installed(cuda: LateCuda) -> Iterator[LateCuda]:
             patch.setattr(torch.cuda, name, getattr(cuda, name))
         patch.setattr(torch.cuda, "default_generators", cuda.generators)
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
         for name, method in methods(cuda, moves).items():
             patch.setattr(torch.Tensor, name, method)
         _patch_autocast(patch)
@@ -64,6 +65,9 @@ def installed(cuda: LateCuda) -> Iterator[LateCuda]:
             start(thread)
 
         patch.setattr(threading.Thread, "start", start_in_mode)
+        # Else `torch.tensor(data, device=...)` would move the data below the mode.
+        stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+        torch._C._set_only_lift_cpu_tensors(True)
         stack.enter_context(LateMode(cuda, moves))
         yield cuda
         cuda.synchronize_all()
