@@ -110,6 +110,7 @@ class Case:
         dtype: Of model and data.
         options: More arguments of the Trainer.
         leaver: A rank that fails in its third step.
+        fills: Whether the device has no room for the third step of rank 0, unless its batch is parted.
     """
 
     policy: str = "sync"
@@ -120,11 +121,14 @@ class Case:
     dtype: torch.dtype = torch.float64
     options: Mapping[str, Any] = field(default_factory=dict)
     leaver: int | None = None
+    fills: bool = False
 
     def __str__(self) -> str:
         cards = "".join(map(str, self.devices))
         parts = [self.policy, self.backend, f"on {cards}", self.data, *self.options]
-        return " ".join([*parts, *([f"evaluated {self.evaluated}"] if self.evaluated else [])])
+        parts += [f"evaluated {self.evaluated}"] if self.evaluated else []
+        parts += [f"rank {self.leaver} leaves"] if self.leaver is not None else []
+        return " ".join([*parts, *(["fills"] if self.fills else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +151,19 @@ class Part:
 class Recorder:
     """A loss that notes what it is given."""
 
-    def __init__(self, leaver: int | None) -> None:
+    def __init__(self, case: Case) -> None:
         self.parts: list[Part] = []
-        self._leaver = leaver
+        self._case = case
         self._lock = threading.Lock()
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         worker = flowdp.current_worker()
-        if worker.rank == self._leaver and worker.local_step == 2:
-            raise RuntimeError("this rank leaves")
         x, y = batch
+        if worker.local_step == 2 and torch.is_grad_enabled():
+            if worker.rank == self._case.leaver:
+                raise RuntimeError("this rank leaves")
+            if self._case.fills and worker.rank == 0 and len(x) == BATCH:
+                raise torch.OutOfMemoryError("the device is full")
         loss = loss_of(model, x, y)
         if loss.requires_grad:
             step = worker.epoch, worker.round, worker.rank, worker.local_step
@@ -199,7 +206,7 @@ class Outcome:
 def train(case: Case) -> Outcome:
     """Train, on the machine that is installed."""
     data = samples(dtype=case.dtype)
-    recorder = Recorder(case.leaver)
+    recorder = Recorder(case)
     options = dict(case.options)
     if case.evaluated is not None:
         other = dataset_of(case.evaluated, samples(29, case.dtype))
@@ -323,6 +330,9 @@ class Replay:
         self.modules = [copy.deepcopy(first) for _ in range(count)]
         self._optimizers = [optimizer_of(module.parameters()) for module in self.modules]
         self._x, self._y = samples(dtype=case.dtype)
+        self._outer = case.options.get("outer")
+        self._last = [tensor.detach().clone() for tensor in first.parameters()]
+        self._momentum = [torch.zeros_like(tensor) for tensor in self._last]
         self._epoch = 0
         self._sum, self._samples = 0.0, 0
         self.losses: list[float] = []
@@ -380,3 +390,14 @@ class Replay:
                 mean = torch.stack(tensors).max(0).values
             for tensor in tensors:
                 tensor.copy_(mean)
+        if self._outer is not None:
+            self._step_outer(self._outer)
+
+    def _step_outer(self, outer: flowdp.OuterOptions) -> None:
+        for place, (last, momentum) in enumerate(zip(self._last, self._momentum, strict=True)):
+            parameters = [list(module.parameters())[place] for module in self.modules]
+            difference = last - parameters[0]
+            momentum.mul_(outer.momentum).add_(difference)
+            last.sub_(momentum, alpha=outer.lr)
+            for parameter in parameters:
+                parameter.copy_(last)

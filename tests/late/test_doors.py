@@ -1,0 +1,14 @@
+"""Loops of the user's, and runs that are cut or steered, on devices that are late."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.late.doors import DOORS, Door
+from tests.late.orders import LATE, Order, first, shuffled
+
+
+@pytest.mark.parametrize("order", [LATE, shuffled(0), first("compute"), first("default")], ids=str)
+@pytest.mark.parametrize("door", DOORS, ids=str)
+def test_a_scenario_is_right(door: Door, order: Order) -> None:
+    assert door.faults(order) == []
