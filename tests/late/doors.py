@@ -336,7 +336,7 @@ def validated(kind: str) -> Any:
     def work(_cuda: LateCuda) -> list[str]:
         data = samples()
         trainer = trainer_of(evaluation=flowdp.EvaluationOptions(dataset_of(kind, data), step=runs.evaluated))
-        expected = float(loss_of(perceptron(), *data))
+        expected = float(loss_of(perceptron(), *data).detach())
         found = []
         if not abs(trainer.validate()["mse"] - expected) <= 1e-9:
             found.append("the evaluation is wrong")

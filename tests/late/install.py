@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flowdp.collective import nccl, nccl_loop
-from flowdp.device import discovery, streams
+from flowdp.device import discovery, peer_copies, streams
 from flowdp.device.streams import CudaLane
 from flowdp.errors import CollectiveError
 from tests.late.device import LateCuda
@@ -51,7 +51,8 @@ def installed(cuda: LateCuda) -> Iterator[LateCuda]:
         _patch_groups(patch)
         _patch_lanes(patch, cuda)
         _patch_nccl(patch, cuda)
-        patch.setattr(discovery, "_fine", set())
+        for module in (discovery, peer_copies):
+            patch.setattr(module, "_fine", set())
         start = threading.Thread.start
 
         def start_in_mode(thread: threading.Thread) -> None:
