@@ -397,7 +397,7 @@ class LateCuda:
     def allocate(self, stream: LateStream) -> None:
         """Prepare an allocation of a stream: it writes to memory that was freed too early, if there is any."""
         for memory in self.memory.allocate(stream, self._is_over):
-            contents = memory.contents()
+            contents = memory.elements()
             stream.queue.append(lambda contents=contents: contents.fill_(255))  # NaN, in every type of float
 
     def is_removed(self, frame: Any) -> bool:

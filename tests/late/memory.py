@@ -76,9 +76,16 @@ class Memory:
     def _references(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage._cdata)) - 1  # this object
 
-    def contents(self) -> Tensor:
-        """All of it, as bytes."""
-        return torch.empty(0, dtype=torch.uint8).set_(self._storage)  # type: ignore[call-overload]
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._storage.data_ptr()
+
+    def elements(self, start: int = 0, count: int | None = None, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """So many elements from a byte on; all of it as bytes."""
+        made = torch.empty(0, dtype=dtype)
+        shape = (self.nbytes if count is None else count,)
+        return made.set_(self._storage, start // dtype.itemsize, shape, (1,))  # type: ignore[call-overload]
 
 
 class MemoryTable:
@@ -115,13 +122,10 @@ class MemoryTable:
 
     def at(self, address: int, count: int, dtype: torch.dtype) -> Tensor:
         """So many elements of a device's memory, from an address on."""
-        self.purge()
         for memory in self._all.values():
-            contents = memory.contents()
-            start = address - contents.data_ptr()
-            if 0 <= start < contents.numel():
-                rows = contents[start : start + count * dtype.itemsize]
-                return rows.view(dtype)
+            start = address - memory.address
+            if 0 <= start < memory.nbytes and not memory.is_gone:
+                return memory.elements(start, count, dtype)
         raise ValueError("there is no memory at this address")
 
     def allocated(self, device: torch.device) -> int:

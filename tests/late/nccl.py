@@ -1,13 +1,14 @@
 """NCCL of an emulated machine: `LateNccl` stands for `cupy.cuda.nccl`.
 
-The calls of a group are one kernel, which runs when the streams of all its ranks have come to it, and which
-they all wait for. It works on the addresses that it was given.
+The calls of a group are one kernel on each rank's stream. It reads the rank's rows as soon as the stream has
+come to it, and they are written when the streams of all ranks have. It works on the addresses that it was given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,42 +119,59 @@ class LateNccl:
         for call in calls:
             by_rank.setdefault(call.rank, []).append(call)
         streams = [parts[0].stream for parts in by_rank.values()]
+        sums = [Sum(parts) for parts in zip(*by_rank.values(), strict=True)]
+        ends = [self.cuda.memory.hold(call.memory) for call in calls]
         first, *others = streams
+        for place, (stream, parts) in enumerate(zip(streams, by_rank.values(), strict=True)):
+            uses = [(memory, stream) for call in parts if (memory := self.cuda.memory.of(call.memory))]
+            self.cuda.enqueue(stream, partial(_read, sums, place), "a kernel of NCCL", uses)
         for stream in others:
             self.cuda.wait(first, self.cuda.mark(stream))
-        uses = [(self.cuda.memory.of(call.memory), call.stream) for call in calls]
-        ends = [self.cuda.memory.hold(call.memory) for call in calls]
-        work: list[Callable[[], None]] = [_kernel(parts) for parts in zip(*by_rank.values(), strict=True)]
 
-        def kernel() -> None:
-            while work:
-                work.pop(0)()
+        def write() -> None:
+            while sums:
+                sums.pop().write()
             for end in ends:
                 end()
 
-        held = [(memory, stream) for memory, stream in uses if memory is not None]
-        self.cuda.enqueue(first, kernel, "a kernel of NCCL", held)
+        self.cuda.enqueue(first, write, "a kernel of NCCL", [])
         for stream in others:
             self.cuda.wait(stream, self.cuda.mark(first))
 
 
-def _kernel(calls: Sequence[Call]) -> Callable[[], None]:
-    """The work of one call of each rank, in the order of the ranks."""
-    (kind,) = {call.kind for call in calls}
-    rows = [call.memory for call in calls]
+class Sum:
+    """One collective of a group.
 
-    def work() -> None:
-        name, op = kind
-        total = rows[0].to(torch.float32, copy=True) if rows[0].dtype.itemsize < 4 else rows[0].clone()
-        for row in rows[1:] if name != "broadcast" else ():
-            if op == LateNccl.NCCL_SUM:
-                total += row
+    Args:
+        calls: The ranks' parts, in order.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        ((self._name, self._op),) = {call.kind for call in calls}
+        self._rows = [call.memory for call in calls]
+        self._read: list[Tensor | None] = [None] * len(calls)
+
+    def read(self, rank: int) -> None:
+        """Read the rows of a rank."""
+        self._read[rank] = self._rows[rank].clone()
+
+    def write(self) -> None:
+        """Write the result of all."""
+        total, *rest = [rows for rows in self._read if rows is not None]
+        if total.dtype.itemsize < 4 and total.is_floating_point():
+            total = total.float()
+        for rows in rest if self._name != "broadcast" else ():
+            if self._op == LateNccl.NCCL_SUM:
+                total += rows
             else:
-                torch.maximum(total, row, out=total)
-        for row in rows[:1] if name == "reduce" else rows:
-            row.copy_(total)
+                torch.maximum(total, rows, out=total)
+        for rows in self._rows[:1] if self._name == "reduce" else self._rows:
+            rows.copy_(total)
 
-    return work
+
+def _read(sums: Sequence[Sum], rank: int) -> None:
+    for each in sums:
+        each.read(rank)
 
 
 DTYPES = {

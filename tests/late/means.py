@@ -1,0 +1,179 @@
+"""Means of replicas taken by hand, on an emulated machine.
+
+A run waits for verdicts and reports between its means, and so hides some edges of a collective from all that
+a run can show. Here the host waits for nothing but what the collective itself waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bench.gpu.averaging import one_round, outcome_of
+from flowdp.collective.async_mean import SnapshotMean
+from flowdp.collective.base import Collective
+from flowdp.collective.host import HostMean
+from flowdp.collective.local import DeviceMean
+from flowdp.collective.nccl import NcclMean
+from flowdp.collective.nccl_loop import NcclLoop
+from flowdp.collective.on_streams import ROUNDS
+from flowdp.device.flat_parameters import FlatReplica
+from flowdp.device.streams import CudaLane
+from tests.late.device import LateCuda
+from tests.late.doors import Door
+
+__all__ = ["MEANS"]
+
+SIZE = 128  # fills the flat memory: there are no gaps
+
+Make = Callable[[Sequence[FlatReplica], Sequence[CudaLane]], Collective]
+
+
+def opened(devices: Sequence[int]) -> tuple[list[FlatReplica], list[CudaLane]]:
+    """Replicas of zeros, one per device, and their lanes."""
+    lanes = [CudaLane(torch.device("cuda", index)) for index in devices]
+    replicas = []
+    for rank, lane in enumerate(lanes):
+        with lane.on(lane.compute):
+            row = torch.zeros(SIZE, dtype=torch.float64, device=lane.device)
+            replicas.append(FlatReplica(nn.ParameterList([row]), rank))
+        lane.drain()
+    return replicas, lanes
+
+
+def add(replica: FlatReplica, lane: CudaLane, number: float) -> None:
+    """A step: some work on `compute` that ends with this number added."""
+    with lane.on(lane.compute):
+        for _ in range(4):
+            replica.memories[0].add_(number / 4)
+
+
+def wrong(replicas: Sequence[FlatReplica], lanes: Sequence[CudaLane], expected: Sequence[float]) -> list[str]:
+    """Ranks whose numbers are not these."""
+    for lane in lanes:
+        lane.drain()
+    found = [replica.memories[0].cpu() for replica in replicas]
+    return [
+        f"rank {rank} has {float(row[0])}, not {number}"
+        for rank, (row, number) in enumerate(zip(found, expected, strict=True))
+        if not torch.allclose(row, torch.full_like(row, number))
+    ]
+
+
+def rounds(make: Make, devices: Sequence[int]) -> Door:
+    """Rounds of a blocking collective, each of which is read at once."""
+
+    def work(_cuda: LateCuda) -> list[str]:
+        replicas, lanes = opened(devices)
+        collective = make(replicas, lanes)
+        found, mean = [], 0.0
+        for number in range(3):
+            for rank, (replica, lane) in enumerate(zip(replicas, lanes, strict=True)):
+                add(replica, lane, 1.0 + 2 * rank + number)
+            averaging = one_round(collective, lanes, outcome_of(number, [1] * len(lanes), drift=True))
+            mean += sum(1.0 + 2 * rank + number for rank in range(len(lanes))) / len(lanes)
+            if averaging.norm is None or not abs(averaging.norm - mean * SIZE**0.5) < 1e-6:
+                found.append(f"the norm of round {number} is {averaging.norm}")
+        found += wrong(replicas, lanes, [mean] * len(lanes))
+        collective.close()
+        return found
+
+    return Door(f"rounds of {getattr(make, '__name__', 'a host mean')}", work)
+
+
+def in_host(replicas: Sequence[FlatReplica], lanes: Sequence[CudaLane]) -> Collective:
+    """The mean in the host's memory; replicas this small need no second meeting."""
+    return HostMean(replicas, lanes, lambda rank: None)
+
+
+def snapshots(devices: Sequence[int]) -> Door:
+    """Means of snapshots; in the second round only the first rank has one."""
+
+    def work(_cuda: LateCuda) -> list[str]:
+        replicas, lanes = opened(devices)
+        mean = SnapshotMean(replicas, lanes)
+        expected = [0.0] * len(lanes)
+        for number, members in enumerate([(0, 1), (0,), (0, 1)]):
+            for rank in members:
+                add(replicas[rank], lanes[rank], 1.0 + 2 * rank)
+                expected[rank] += 1.0 + 2 * rank
+                with lanes[rank].on(lanes[rank].compute):
+                    mean.take(rank, number)
+            snapshot = list(expected)
+            mean.average(number, [int(rank in members) for rank in range(len(lanes))])
+            for rank in members:
+                add(replicas[rank], lanes[rank], 5.0)
+                with lanes[rank].on(lanes[rank].compute):
+                    mean.apply(rank, number, steps=1)
+                expected[rank] += 5.0 + sum(snapshot[one] for one in members) / len(members) - snapshot[rank]
+        return wrong(replicas, lanes, expected)
+
+    return Door(f"snapshots on {devices}", work)
+
+
+def sums_of_nccl(cuda: LateCuda) -> list[str]:
+    """Sums of a user's loop over NCCL, whose rows come and go."""
+    lanes = [CudaLane(torch.device("cuda", index)) for index in range(2)]
+    loop = NcclLoop(lanes, {torch.float64: SIZE})
+    results: list[Tensor] = []
+    for number in range(3):
+        rows = []
+        for rank, lane in enumerate(lanes):
+            with lane.on(lane.compute):
+                rows.append([torch.zeros(SIZE, dtype=torch.float64, device=lane.device) + rank + number])
+            cuda.current_stream(lane.device).wait_stream(lane.compute)  # type: ignore[arg-type]
+        loop.all_reduce(rows)
+        results.append(rows[0][0] + 0)
+        for lane in lanes:  # the ranks' next work does not begin before the user's
+            lane.await_caller()
+        del rows
+    found = [f"sum {number} is {row[0]}" for number, row in enumerate(map(Tensor.tolist, results)) if row[0] != 2 * number + 1]
+    loop.close()
+    return found
+
+
+def freed_rows_of_nccl(cuda: LateCuda) -> list[str]:
+    """Rows of a rank's thread that are let go when they are summed."""
+    lanes = [CudaLane(torch.device("cuda", index)) for index in range(2)]
+    loop = NcclLoop(lanes, {torch.float64: SIZE})
+    for _ in range(3):
+        rows = []
+        for lane in lanes:
+            with lane.on(lane.compute):
+                rows.append([torch.ones(SIZE, dtype=torch.float64, device=lane.device)])
+            cuda.current_stream(lane.device).wait_stream(lane.compute)  # type: ignore[arg-type]
+        loop.all_reduce(rows)
+        del rows
+    loop.close()
+    return []
+
+
+def run_ahead_of_nccl(cuda: LateCuda) -> list[str]:
+    """Sums that the host launches without a look at the devices."""
+    lanes = [CudaLane(torch.device("cuda", index)) for index in range(2)]
+    loop = NcclLoop(lanes, {torch.float64: SIZE})
+    rows = [[torch.zeros(SIZE, dtype=torch.float64, device=lane.device)] for lane in lanes]
+    cuda.synchronize_all()
+    for _ in range(ROUNDS):
+        for (row,) in rows:
+            row.add_(1)
+        loop.all_reduce(rows)
+    waiting = sum(not callable(entry) for entry in lanes[1].comm.queue)  # type: ignore[attr-defined]
+    found = [] if waiting <= 6 * ROUNDS // 2 else [f"{waiting} marks and waits of NCCL are not passed"]
+    loop.close()
+    return found
+
+
+MEANS = [
+    rounds(DeviceMean, (0, 0)),
+    rounds(DeviceMean, (0, 1)),
+    rounds(NcclMean, (0, 1)),
+    rounds(in_host, (0, 1)),
+    snapshots((0, 0)),
+    snapshots((0, 1)),
+    Door("sums of NCCL", sums_of_nccl),
+    Door("freed rows of NCCL", freed_rows_of_nccl),
+    Door("NCCL, the host ahead", run_ahead_of_nccl),
+]
