@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -207,9 +208,7 @@ class LateCuda:
         executed: Operations that have run.
     """
 
-    def __init__(
-        self, devices: int = 1, order: Order = LATE, total: int = 10**9, used: int = 0
-    ) -> None:
+    def __init__(self, devices: int = 1, order: Order = LATE, total: int = 10**9, used: int = 0) -> None:
         self.lock = threading.RLock()
         self.memory = MemoryTable()
         self.host: Clock = {}
@@ -397,8 +396,7 @@ class LateCuda:
     def allocate(self, stream: LateStream) -> None:
         """Prepare an allocation of a stream: it writes to memory that was freed too early, if there is any."""
         for memory in self.memory.allocate(stream, self._is_over):
-            contents = memory.elements()
-            stream.queue.append(lambda contents=contents: contents.fill_(255))  # NaN, in every type of float
+            stream.queue.append(partial(_spoil, memory.elements()))
 
     def is_removed(self, frame: Any) -> bool:
         """Whether a caller's wait is to be left out."""
@@ -478,3 +476,8 @@ class LateCuda:
 
     def _is_over(self, owner: LateStream, user: LateStream, time: int) -> bool:
         return max(owner.clock.get(user, -1), self.host.get(user, -1)) >= time
+
+
+def _spoil(contents: torch.Tensor) -> None:
+    """Overwrite bytes: as numbers of any floating-point type they are NaN."""
+    contents.fill_(255)

@@ -242,7 +242,9 @@ class LateMode(RankMode):
             return self._late_copy(seeded(*args, **kwargs), stream, traits.name)
         if traits.written and ours == [args[0]]:
             drawn = seeded(torch.empty_like(args[0]), *args[1:], **kwargs)
-            self._queue(torch.ops.aten.copy_.default, (args[0], drawn), {}, (), [args[0]], stream, traits.name)
+            self._queue(
+                torch.ops.aten.copy_.default, (args[0], drawn), {}, (), [args[0]], stream, traits.name
+            )
             return args[0]
         return self._now(seeded, args, kwargs, stream, traits)
 
@@ -283,7 +285,9 @@ class LateMode(RankMode):
                 self._cuda.synchronize_stream(stream)
             return target
         with self._across(here, there) as stream:
-            self._queue(torch.ops.aten.copy_.default, (target, source), {}, (), (target, source), stream, "copy_")
+            self._queue(
+                torch.ops.aten.copy_.default, (target, source), {}, (), (target, source), stream, "copy_"
+            )
         return target
 
     @contextmanager
@@ -310,7 +314,9 @@ class LateMode(RankMode):
             if non_blocking:
                 self._memory.pin(like)
             return self._copy(like, source, non_blocking)
-        made = self._new(like if there != HOST else torch.empty_like(like), self._cuda.current_stream(here), "_to_copy")
+        made = self._new(
+            like if there != HOST else torch.empty_like(like), self._cuda.current_stream(here), "_to_copy"
+        )
         return self._copy(made, source, non_blocking)
 
     # ------------------------------------------------------------ parts

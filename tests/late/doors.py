@@ -14,18 +14,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
-from flowdp.options import OuterOptions
 from tests.late import runs
 from tests.late.device import LateCuda, Site
 from tests.late.install import installed
 from tests.late.orders import LATE, Order
-from tests.late.runs import COUNT, Made, dataset_of, loss_of, samples
+from tests.late.runs import dataset_of, loss_of, samples
 
 __all__ = ["DOORS", "Door"]
 
@@ -128,6 +128,22 @@ def setup_loop(backend: Any, devices: Sequence[int] = (0, 1), *, has_own: bool =
             return found if bool(losses.isfinite()) else [*found, "a loss is not finite"]
 
     return work
+
+
+def setup_elsewhere(cuda: LateCuda) -> list[str]:
+    """A loop whose batches lie on another device than the model, in memory that is used again."""
+    module = perceptron().to("cuda:0")
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    buffer = torch.empty(8, runs.FEATURES, dtype=torch.float64, device="cuda:1")
+    with flowdp.setup(module, optimizer, devices=["cuda:0", "cuda:1"], backend="local", progress=False) as dp:
+        for x, y in batches():
+            buffer.copy_(x[:, 2:], non_blocking=True)
+            buffer.add_(1).sub_(1)
+            (y,) = late([y])
+            F.mse_loss(dp(buffer), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return differences(module, plain_loop([[number] for number in range(STEPS)]))
 
 
 def setup_windows(backend: Any, *, cadence: bool) -> Any:
@@ -277,12 +293,16 @@ def steered(_cuda: LateCuda) -> list[str]:
     with run.paused():
         for replica in run._engine.replicas:
             for parameter in replica.module.parameters():
-                (value,) = late([torch.full(parameter.shape, 0.01, dtype=parameter.dtype)], str(replica.device))
+                (value,) = late(
+                    [torch.full(parameter.shape, 0.01, dtype=parameter.dtype)], str(replica.device)
+                )
                 parameter.data.copy_(value)
     state = run.join()
     del given
     return [
-        f"{name} is not finite" for name, tensor in state.state_dict.items() if not bool(tensor.isfinite().all())
+        f"{name} is not finite"
+        for name, tensor in state.state_dict.items()
+        if not bool(tensor.isfinite().all())
     ]
 
 
@@ -338,7 +358,7 @@ def validated(kind: str) -> Any:
         trainer = trainer_of(evaluation=flowdp.EvaluationOptions(dataset_of(kind, data), step=runs.evaluated))
         expected = float(loss_of(perceptron(), *data).detach())
         found = []
-        if not abs(trainer.validate()["mse"] - expected) <= 1e-9:
+        if trainer.validate()["mse"] != pytest.approx(expected, rel=1e-9):
             found.append("the evaluation is wrong")
         outputs = trainer.predict(dataset_of(kind, data), lambda module, batch: module(batch[0][:, 2:]))
         if not torch.allclose(outputs, perceptron()(data[0][:, 2:])):
@@ -354,6 +374,7 @@ DOORS = [
     Door("setup on one device", setup_loop("local", (0, 0)), 1),
     Door("setup over NCCL", setup_loop("nccl")),
     Door("setup over NCCL on a stream of the user's", setup_loop("nccl", has_own=True)),
+    Door("setup, batches elsewhere", setup_elsewhere),
     Door("windows", setup_windows("local", cadence=False)),
     Door("windows of whole batches", setup_windows("local", cadence=True)),
     Door("windows over NCCL", setup_windows("nccl", cadence=True)),

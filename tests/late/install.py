@@ -83,10 +83,14 @@ def _patch_autocast(patch: pytest.MonkeyPatch) -> None:
     autocast, is_enabled, dtype = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
 
     def of_cpu(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return autocast("cpu" if device_type == "cuda" else device_type, *args, **{**kwargs, "cache_enabled": False})
+        return autocast(
+            "cpu" if device_type == "cuda" else device_type, *args, **{**kwargs, "cache_enabled": False}
+        )
 
     patch.setattr(torch, "autocast", of_cpu)
-    patch.setattr(torch, "is_autocast_enabled", lambda kind="cuda": is_enabled("cpu" if kind == "cuda" else kind))
+    patch.setattr(
+        torch, "is_autocast_enabled", lambda kind="cuda": is_enabled("cpu" if kind == "cuda" else kind)
+    )
     patch.setattr(torch, "get_autocast_dtype", lambda kind: dtype("cpu" if kind == "cuda" else kind))
 
 
@@ -96,7 +100,9 @@ def _patch_groups(patch: pytest.MonkeyPatch) -> None:
 
     def by_device(lists: Any, with_indices: bool = False) -> Any:
         found = grouped(lists, with_indices)
-        return {(tensors[0][0].device, dtype): (tensors, *rest) for (_, dtype), (tensors, *rest) in found.items()}
+        return {
+            (tensors[0][0].device, dtype): (tensors, *rest) for (_, dtype), (tensors, *rest) in found.items()
+        }
 
     patch.setattr(torch._C, "_group_tensors_by_device_and_dtype", by_device)
 

@@ -129,7 +129,11 @@ def sums_of_nccl(cuda: LateCuda) -> list[str]:
         for lane in lanes:  # the ranks' next work does not begin before the user's
             lane.await_caller()
         del rows
-    found = [f"sum {number} is {row[0]}" for number, row in enumerate(map(Tensor.tolist, results)) if row[0] != 2 * number + 1]
+    found = [
+        f"sum {number} is {row[0]}"
+        for number, row in enumerate(map(Tensor.tolist, results))
+        if row[0] != 2 * number + 1
+    ]
     loop.close()
     return found
 

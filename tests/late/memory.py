@@ -55,7 +55,7 @@ class Memory:
     @property
     def key(self) -> int:
         """Address of torch's record of the storage."""
-        return self._storage._cdata
+        return int(self._storage._cdata)
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +85,7 @@ class Memory:
         """So many elements from a byte on; all of it as bytes."""
         made = torch.empty(0, dtype=dtype)
         shape = (self.nbytes if count is None else count,)
-        return made.set_(self._storage, start // dtype.itemsize, shape, (1,))  # type: ignore[call-overload]
+        return made.set_(self._storage, start // dtype.itemsize, shape, (1,))
 
 
 class MemoryTable:

@@ -1,15 +1,15 @@
 """Methods of `torch.Tensor` that name a device, or read memory without an operation.
 
-In C++ a tensor of an emulated device is one of the CPU. These methods say, and do, what those of a tensor on CUDA do.
+In C++ a tensor of an emulated device is one of the CPU. These methods say and do what those of a tensor on
+CUDA do.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,12 +47,14 @@ def methods(cuda: LateCuda, moves: threading.local) -> dict[str, Any]:
         if device is not None and device.type == "cuda":
             device = cuda.place(device)
         named = {} if form is None else {"memory_format": form}
-        if device is None or device == device_of(tensor) or TRUE.device.__get__(tensor).type == "meta" or device.type == "meta":
-            stays = {"dtype": tensor.dtype if dtype is None else dtype, "copy": copy, **named}
-            if device is not None and device.type == "meta":
-                stays["device"] = device
-            made: Tensor = TRUE.to(tensor, **stays)
-            return made
+        if device is None or device == device_of(tensor):
+            stays: Tensor = TRUE.to(
+                tensor, dtype=tensor.dtype if dtype is None else dtype, copy=copy, **named
+            )
+            return stays
+        if "meta" in (device.type, TRUE.device.__get__(tensor).type):
+            shape: Tensor = TRUE.to(tensor, device=device, dtype=dtype or tensor.dtype, copy=copy, **named)
+            return shape
         with moving():
             moved: Tensor = torch.ops.aten._to_copy.default(
                 tensor, dtype=dtype, device=device, non_blocking=non_blocking, **named

@@ -9,7 +9,9 @@ from tests.late.orders import LATE, Order, shuffled
 from tests.late.runs import Case, faults_of
 
 
-@pytest.mark.parametrize("row", pairwise(list(all_of((0, 1)))), ids=lambda row: " ".join(map(str, case_of(row))))
+@pytest.mark.parametrize(
+    "row", pairwise(list(all_of((0, 1)))), ids=lambda row: " ".join(map(str, case_of(row)))
+)
 def test_a_run_is_right(row: Row) -> None:
     assert faults_of(*case_of(row)) == []
 
