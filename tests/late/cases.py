@@ -16,7 +16,7 @@ __all__ = ["EXTRA", "all_of", "pairwise"]
 
 POLICIES = ("sync", "cadence", "async", "exact")
 PATHS = (("local", (0, 0)), ("local", (0, 1)), ("nccl", (0, 1)), ("cpu", (0, 1)))
-DATA = ("resident", "there", "gathered", "streamed", "made", "pinned", "ragged")
+DATA = ("resident", "there", "gathered", "full", "streamed", "made", "pinned", "ragged")
 FIRST = [first(role) for role in ("compute", "comm", "copy")]
 
 Row = tuple[Any, ...]

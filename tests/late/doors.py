@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
+from flowdp.data_parallel import unseen_writes
+from flowdp.data_parallel.stopwatch import KEPT_LAPS, Stopwatch
+from flowdp.device.streams import CudaLane
 from tests.late import runs
 from tests.late.device import LateCuda, Site
 from tests.late.install import installed
@@ -144,6 +147,58 @@ def setup_elsewhere(cuda: LateCuda) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     return differences(module, plain_loop([[number] for number in range(STEPS)]))
+
+
+def setup_watched(_cuda: LateCuda) -> list[str]:
+    """A loop that reads the replica on the other device before each call, which writes to it."""
+    module = perceptron().to("cuda:0")
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    read = []
+    with flowdp.setup(module, optimizer, devices=["cuda:0", "cuda:1"], backend="local", progress=False) as dp:
+        for x, y in batches():
+            (parameter, *_) = dp.replicas[0].parameters()
+            (zero,) = late([torch.zeros(parameter.shape, dtype=parameter.dtype)], "cuda:1")
+            read.append(parameter.detach() + zero)
+            x, y = late((x[:, 2:], y))
+            F.mse_loss(dp(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # Replicas are one step behind: the next call sends the parameters.
+        expected = [plain_loop([[number] for number in range(count)]) for count in (0, *range(STEPS - 1))]
+        rows = [next(module.parameters()) for module in expected]
+    wrong = [number for number, row in enumerate(rows) if not torch.allclose(read[number].cpu(), row)]
+    return [f"the replica has other parameters before calls {wrong}"] if wrong else []
+
+
+def setup_written(_cuda: LateCuda) -> list[str]:
+    """A loop that writes to parameters past their version counters, which an error tells soon."""
+    module = perceptron()
+    with (
+        flowdp.setup(module, devices=["cuda:0", "cuda:1"], check=False, progress=False) as dp,
+        torch.no_grad(),
+    ):
+        (x,) = late([samples()[0][:, 2:]])
+        for _ in range(unseen_writes.FIRST + 3):
+            dp(x)
+        for parameter in module.parameters():
+            parameter.data.add_(1)
+        try:
+            for _ in range(4):
+                dp(x)
+        except flowdp.FlowdpError:
+            return []
+    return ["the write was not noticed"]
+
+
+def laps(_cuda: LateCuda) -> list[str]:
+    """Times of more laps than may wait for the device."""
+    lane = CudaLane(torch.device("cuda:0"))
+    watch = Stopwatch(lane)
+    for _ in range(KEPT_LAPS + 1):
+        with watch.running():
+            torch.ones(1, device="cuda:0")
+        watch.lap()
+    return [] if watch.is_known and watch.take_ms() >= 0.0 else ["the oldest lap is not known"]
 
 
 def setup_windows(backend: Any, *, cadence: bool) -> Any:
@@ -288,22 +343,28 @@ def resumed(policy: Any) -> Any:
 
 
 def steered(_cuda: LateCuda) -> list[str]:
-    """A run in which the user writes to the replicas while it is paused."""
-    run = trainer_of(epochs=4, model=(given := perceptron())).start()
+    """A run whose parameters the user writes while it is paused, and which never changes them itself."""
+    seen: list[tuple[bool, Tensor]] = []
+    is_written = threading.Event()
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        (parameter, *_) = module.parameters()
+        seen.append((is_written.is_set(), parameter.detach().clone()))
+        return loss_of(module, *batch)
+
+    run = trainer_of(epochs=4, loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.0)).start()
     with run.paused():
         for replica in run._engine.replicas:
             for parameter in replica.module.parameters():
-                (value,) = late(
-                    [torch.full(parameter.shape, 0.01, dtype=parameter.dtype)], str(replica.device)
-                )
+                host = torch.full(parameter.shape, 0.25, dtype=parameter.dtype)
+                (value,) = late([host], str(replica.device))
                 parameter.data.copy_(value)
-    state = run.join()
-    del given
-    return [
-        f"{name} is not finite"
-        for name, tensor in state.state_dict.items()
-        if not bool(tensor.isfinite().all())
-    ]
+        is_written.set()
+    run.join()
+    steps = [value.cpu() for is_late, value in seen if is_late]
+    wrong = sum(not torch.equal(value, torch.full_like(value, 0.25)) for value in steps)
+    found = [f"{wrong} of {len(steps)} steps have other parameters"] if wrong else []
+    return found if steps else ["no step was taken behind the pause"]
 
 
 def made_by_caller(_cuda: LateCuda) -> list[str]:
@@ -322,25 +383,72 @@ def made_by_caller(_cuda: LateCuda) -> list[str]:
 
 
 def healed(_cuda: LateCuda) -> list[str]:
-    """A replica that has NaN once, and copies a healthy one."""
+    """A replica whose momentum is NaN once: it copies a healthy one, with its optimizer."""
+    losses: dict[tuple[int, int], Tensor] = {}
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
         worker = flowdp.current_worker()
         value = loss_of(module, *batch)
-        return value * float("nan") if worker.rank == 1 and worker.local_step == 2 else value
+        if worker.rank == 1 and worker.local_step == 2:
+            value = value * float("nan")
+        losses[worker.epoch, worker.rank] = value.detach()
+        return value
 
     run = trainer_of(loss=loss, epochs=3).start()
     modules = [replica.module for replica in run._engine.replicas]
     state = run.join()
-    found = []
+    last = max(losses)[0]
+    found = [
+        f"rank {rank} ends epoch {last} with NaN"
+        for rank in range(2)
+        if not bool(losses[last, rank].isfinite())
+    ]
     if not all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values()):
         found.append("parameters are not finite")
     first, second = ([tensor.cpu() for tensor in runs.tensors_of(module)] for module in modules)
     if not all(map(torch.equal, first, second)):
         found.append("the replicas differ")
-    if sum(record.loss is None for record in state.history):
-        found.append("an epoch has no loss")
     return found
+
+
+def copied_replicas(_cuda: LateCuda) -> list[str]:
+    """A replica that copies another one while both have work to do; the run is paused for it."""
+    run = trainer_of((0, 0), epochs=4).start()
+    with run.paused():
+        donor, other = run._engine.replicas
+        row = donor.flat.memories[0]
+        with donor.lane.on(donor.lane.compute):
+            row.zero_()
+            row.add_(3)
+        with other.lane.on(other.lane.compute):
+            other.copy_from(donor)
+        with donor.lane.on(donor.lane.compute):
+            row.fill_(5)
+        other.lane.drain()
+        copied = [parameter.detach().cpu() for parameter in other.module.parameters()]
+    run.stop()
+    run.join()
+    values = {float(value) for tensor in copied for value in tensor.reshape(-1)}
+    return [] if values == {3.0} else [f"the copy has {values}"]
+
+
+def not_finite(_cuda: LateCuda) -> list[str]:
+    """A run in which a step gives NaN, which is an error that names the step."""
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        worker = flowdp.current_worker()
+        value = loss_of(module, *batch)
+        if worker.rank == 1 and worker.local_step == 3 and value.requires_grad:
+            value.register_hook(lambda gradient: gradient * float("nan"))
+        return value
+
+    options = {"policy": "exact", "batch_size": 8, "per_device_batch_size": None}
+    try:
+        trainer_of(loss=loss, failures=flowdp.FailureOptions(on_nan="raise"), **options).start().join()
+    except flowdp.FlowdpError as error:
+        text = str(error)
+        return [] if "rank 1 " in text and "batch 3, " in text else [text]
+    return ["NaN was not noticed"]
 
 
 def timed(_cuda: LateCuda) -> list[str]:
@@ -375,6 +483,9 @@ DOORS = [
     Door("setup over NCCL", setup_loop("nccl")),
     Door("setup over NCCL on a stream of the user's", setup_loop("nccl", has_own=True)),
     Door("setup, batches elsewhere", setup_elsewhere),
+    Door("setup, the replica watched", setup_watched),
+    Door("setup, an unseen write", setup_written),
+    Door("laps", laps),
     Door("windows", setup_windows("local", cadence=False)),
     Door("windows of whole batches", setup_windows("local", cadence=True)),
     Door("windows over NCCL", setup_windows("nccl", cadence=True)),
@@ -382,12 +493,14 @@ DOORS = [
     Door("Ddp", manual_loop("local")),
     Door("Ddp over NCCL", manual_loop("nccl")),
     *(Door(f"threads, {name}", threaded_loop(name)) for name in ("overlapped", "synchronous", "none")),
-    Door("threads on one device", threaded_loop("overlapped", (0, 0)), 1),
+    Door("threads, one device", threaded_loop("overlapped", (0, 0)), 1),
     Door("resumed, sync", resumed("sync")),
     Door("resumed, exact", resumed("exact")),
     Door("steered", steered),
     Door("a model on the device", made_by_caller),
     Door("healed", healed),
+    Door("copied replicas", copied_replicas, 1),
+    Door("not finite", not_finite),
     Door("timed", timed),
     Door("validated, streamed", validated("streamed")),
     Door("validated, made on the device", validated("made")),

@@ -6,10 +6,11 @@ report for the steps of an epoch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowdp.data.copy_spans import CopySpans
 from flowdp.data.epoch_order import EpochOrder
@@ -75,20 +76,33 @@ def spans(cuda: LateCuda) -> list[str]:
     return ["a copy begins before it was called"] if is_early else []
 
 
-def models(_cuda: LateCuda) -> list[str]:
+def models(copy_to: Callable[[nn.Module, Sequence[CudaLane]], Sequence[nn.Module]]) -> Door:
     """Models that are copied from one that the caller has made, by work that is not done yet."""
-    module = perceptron().to("cuda:0")
-    for parameter in module.parameters():
-        (value,) = late([parameter.detach().cpu()])
-        parameter.data.copy_(value + 1)
-    expected = perceptron()
-    for parameter in expected.parameters():
-        parameter.data += 1
-    lanes = [CudaLane(torch.device("cuda", index)) for index in range(2)]
-    made = [*build_models(module, lanes), *(make_replica(module, None, lane) for lane in lanes)]
-    for lane in lanes:
-        lane.drain()
-    return [fault for copied in made for fault in differences(copied, expected)]
+
+    def work(_cuda: LateCuda) -> list[str]:
+        module = perceptron().to("cuda:0")
+        for parameter in module.parameters():
+            (value,) = late([parameter.detach().cpu()])
+            parameter.data.copy_(value + 1)
+        expected = perceptron()
+        for parameter in expected.parameters():
+            parameter.data += 1
+        lanes = [CudaLane(torch.device("cuda", index)) for index in range(2)]
+        made = copy_to(module, lanes)
+        for lane in lanes:
+            lane.drain()
+        return [fault for copied in made for fault in differences(copied, expected)]
+
+    return Door(f"models of {copy_to.__name__}", work)
 
 
-FEEDS = [Door("resident by hand", resident), Door("spans of copies", spans), Door("copied models", models)]
+def copies(module: nn.Module, lanes: Sequence[CudaLane]) -> Sequence[nn.Module]:
+    return [make_replica(module, None, lane) for lane in lanes]
+
+
+FEEDS = [
+    Door("resident by hand", resident),
+    Door("spans of copies", spans),
+    models(build_models),
+    models(copies),
+]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.gpu.averaging import one_round, outcome_of
+from bench.gpu.averaging import outcome_of
 from flowdp.collective.async_mean import SnapshotMean
-from flowdp.collective.base import Collective
+from flowdp.collective.base import Collective, Reading
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
@@ -21,6 +22,7 @@ from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane
+from flowdp.protocol.messages import Outcome
 from tests.late.device import LateCuda
 from tests.late.doors import Door
 
@@ -63,24 +65,37 @@ def wrong(replicas: Sequence[FlatReplica], lanes: Sequence[CudaLane], expected: 
 
 
 def rounds(make: Make, devices: Sequence[int]) -> Door:
-    """Rounds of a blocking collective, each of which is read at once."""
+    """Rounds of a blocking collective, each of which is read when the next step is on its way."""
 
     def work(_cuda: LateCuda) -> list[str]:
         replicas, lanes = opened(devices)
         collective = make(replicas, lanes)
-        found, mean = [], 0.0
-        for number in range(3):
+        found, mean, reading = [], 0.0, None
+        for number in range(4):
             for rank, (replica, lane) in enumerate(zip(replicas, lanes, strict=True)):
                 add(replica, lane, 1.0 + 2 * rank + number)
-            averaging = one_round(collective, lanes, outcome_of(number, [1] * len(lanes), drift=True))
+            if reading is not None and (norm := reading().norm) != pytest.approx(mean * SIZE**0.5):
+                found.append(f"the norm of round {number - 1} is {norm}")
+            reading = averaged(collective, lanes, outcome_of(number, [1] * len(lanes), drift=True))
             mean += sum(1.0 + 2 * rank + number for rank in range(len(lanes))) / len(lanes)
-            if averaging.norm is None or not abs(averaging.norm - mean * SIZE**0.5) < 1e-6:
-                found.append(f"the norm of round {number} is {averaging.norm}")
         found += wrong(replicas, lanes, [mean] * len(lanes))
         collective.close()
         return found
 
-    return Door(f"rounds of {getattr(make, '__name__', 'a host mean')}", work)
+    return Door(f"rounds of {make.__name__} on {devices}", work)
+
+
+def averaged(collective: Collective, lanes: Sequence[CudaLane], outcome: Outcome) -> Reading:
+    """Take a mean from one thread, in the order of the gate; returns what rank 0 may read of it."""
+    for rank, lane in enumerate(lanes):
+        with lane.on(lane.compute):
+            collective.prepare(rank)
+    collective.launch(outcome)
+    readings = []
+    for rank, lane in enumerate(lanes):
+        with lane.on(lane.compute):
+            readings.append(collective.average(rank, outcome))
+    return readings[0]
 
 
 def in_host(replicas: Sequence[FlatReplica], lanes: Sequence[CudaLane]) -> Collective:

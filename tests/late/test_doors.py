@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.late.doors import DOORS, Door
+from tests.late.feeds import FEEDS
+from tests.late.means import MEANS
 from tests.late.orders import LATE, Order, first, shuffled
 
 
 @pytest.mark.parametrize("order", [LATE, shuffled(0), first("compute"), first("default")], ids=str)
-@pytest.mark.parametrize("door", DOORS, ids=str)
+@pytest.mark.parametrize("door", [*DOORS, *FEEDS, *MEANS], ids=str)
 def test_a_scenario_is_right(door: Door, order: Order) -> None:
     assert door.faults(order) == []
