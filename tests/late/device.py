@@ -394,7 +394,7 @@ class LateCuda:
             self._run_head(self._draw.choice(ready))
 
     def allocate(self, stream: LateStream) -> None:
-        """Prepare an allocation of a stream: it writes to memory that was freed too early, if there is any."""
+        """Prepare an allocation of a stream: memory that was freed too early is written over."""
         for memory in self.memory.allocate(stream, self._is_over):
             stream.queue.append(partial(_spoil, memory.elements()))
 

@@ -1,15 +1,15 @@
 """The dispatch mode that queues operations on tensors of emulated devices.
 
-| operation | treatment |
-|---|---|
-| on tensors of the host alone | runs |
-| a view | made at once: it reads nothing |
-| in place, or with `out=` | queued |
-| one that makes tensors | runs twice: at once, on whatever lies there, for the shapes; and queued, for the values |
-| one that draws random numbers | draws at once, from the device's generator; the numbers are written late |
-| one whose result the host needs: `item`, `nonzero`, a boolean index | the stream is waited for, then it runs |
-| a copy between host and device | queued; the host waits, where torch does |
-| a copy between two devices | queued on the source's stream; the other one waits before and behind it, as in torch |
+* An operation on tensors of the host alone runs.
+* A view is made at once: it reads nothing.
+* An operation in place, or with `out=`, is queued.
+* One that makes tensors runs twice: at once, on the numbers that lie there, for the shapes; and late, for the
+  values.
+* One that draws random numbers draws them at once, from the device's generator. They are written late.
+* One whose result the host needs (`item`, `nonzero`, a boolean index) waits for its stream, and runs.
+* A copy between host and device is queued. The host waits where torch does.
+* A copy between two devices is queued on the source's stream. The target's stream waits before and behind it,
+  as in torch.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class LateMode(RankMode):
     # ------------------------------------------------------------ copies
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         here, there = self._device_of(target), self._device_of(source)
-        if here == there or here == HOST or there == HOST:
+        if HOST in (here, there) or here == there:
             place = here if there == HOST else there
             stream = self._cuda.current_stream(place)
             is_up, is_down = there == HOST, here == HOST

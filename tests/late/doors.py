@@ -442,7 +442,7 @@ def not_finite(_cuda: LateCuda) -> list[str]:
             value.register_hook(lambda gradient: gradient * float("nan"))
         return value
 
-    options = {"policy": "exact", "batch_size": 8, "per_device_batch_size": None}
+    options: dict[str, Any] = {"policy": "exact", "batch_size": 8, "per_device_batch_size": None}
     try:
         trainer_of(loss=loss, failures=flowdp.FailureOptions(on_nan="raise"), **options).start().join()
     except flowdp.FlowdpError as error:

@@ -1,7 +1,7 @@
 """NCCL of an emulated machine: `LateNccl` stands for `cupy.cuda.nccl`.
 
 The calls of a group are one kernel on each rank's stream. It reads the rank's rows as soon as the stream has
-come to it, and they are written when the streams of all ranks have. It works on the addresses that it was given.
+come to it, and they are written when the streams of all ranks have. It works on the addresses that it gets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs of the Trainer on an emulated machine, and what must be true of them.
 
-The loss notes which samples it was given. Plain PyTorch then takes the same steps on the CPU: the same samples
-on the same ranks, and a mean behind each round. Parameters, buffers, losses and evaluations must agree with
-that in float64 up to rounding. Under "async" no round can be taken again, and properties are checked.
+The loss notes which samples it was given. Plain PyTorch then takes the same steps on the CPU: the same
+samples on the same ranks, and a mean behind each round. Parameters, buffers, losses and evaluations must be
+those, in float64 up to rounding. Under "async" no round can be taken again, and properties are checked.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def dataset_of(kind: str, data: tuple[Tensor, ...]) -> Any:
 
     Args:
         kind: "resident": on the device as a whole. "gathered": tensors that are too large for that. "full":
-            the device has no room for a batch ahead, either. "there": the caller has made them on the device. "streamed", "made", "pinned", "ragged": see the classes.
+            the device has no room for a batch ahead, either. "there": the caller has made them on the
+            device. "streamed", "made", "pinned", "ragged": see the classes.
         data: Its tensors, on the host.
     """
     if kind in ("resident", "full"):
@@ -276,9 +277,8 @@ def _data_faults(case: Case, outcome: Outcome) -> list[str]:
             times = sorted(set(seen.values()))
             faults.append(f"epoch {epoch}: {len(seen)} of {COUNT} samples, each {times} times")
     first, *others = (held for rank, held in enumerate(outcome.replicas) if rank != case.leaver)
-    for other in others:
-        if not all(map(torch.equal, first, other)):
-            faults.append("the replicas differ at the end")
+    if not all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True)):
+        faults.append("the replicas differ at the end")
     return faults
 
 

@@ -1,7 +1,7 @@
 """Each edge between two streams is needed: without it, a scenario is wrong in one order at least.
 
-An edge is a call in flowdp's source by which something waits, or marks what is waited for, or tells the allocator
-of a use. All are found in the source, so a new one needs a row here.
+An edge is a call in flowdp's source by which something waits, or marks what is waited for, or tells the
+allocator of a use. All are found in the source, so a new one needs a row here.
 """
 
 from __future__ import annotations
@@ -174,25 +174,30 @@ TWICE: dict[str, tuple[str, Sequence[Trial], str]] = {
 """Edges for which another one stands in: that one, scenarios that are wrong without both, and the reason."""
 
 REDUNDANT = {
-    "collective/async_mean.py SnapshotMean.apply: lane.compute.wait_event(self._is_averaged)": "the helper has "
-    "waited for the mean before it tells anybody of it",
-    "collective/async_mean.py SnapshotMean.average: other.comm.synchronize()": "the mean is on the CPU, in "
-    "pageable memory: torch itself waits for a copy out of it",
-    "engine/device_meter.py DeviceMeter.settle: self._last.record(self._lane.compute)": "a time alone: from "
-    "here on a step's wait for data counts",
+    "collective/async_mean.py SnapshotMean.apply: lane.compute.wait_event(self._is_averaged)": (
+        "the helper has waited for the mean before it tells anybody of it"
+    ),
+    "collective/async_mean.py SnapshotMean.average: other.comm.synchronize()": (
+        "the mean lies in pageable memory of the host: torch itself waits for a copy out of it"
+    ),
+    "engine/device_meter.py DeviceMeter.settle: self._last.record(self._lane.compute)": (
+        "a time alone: from here on the next step's wait for data counts"
+    ),
 }
-"""Edges without which nothing can be wrong, and the reason."""
+"""Edges without which no number is wrong, and the reason."""
+
+CAPTURED = "captured steps, which tests/fake_graphs.py has"
 
 ELSEWHERE = {
     "collective/host.py HostMean.settle: "
     "lane.compute.wait_event(self._copies[rank][0].up[1])": "several machines",
-    "device/cuda_graphs.py GraphPool.capture: self._before.record(here)": "captured steps: tests/fake_graphs.py",
-    "device/cuda_graphs.py GraphPool.capture: lane.capturing.wait_event(self._before)": "the same",
-    "device/cuda_graphs.py GraphPool.capture: self._behind.record(lane.capturing)": "the same",
-    "device/cuda_graphs.py GraphPool.capture: here.wait_event(self._behind)": "the same",
+    "device/cuda_graphs.py GraphPool.capture: self._before.record(here)": CAPTURED,
+    "device/cuda_graphs.py GraphPool.capture: lane.capturing.wait_event(self._before)": CAPTURED,
+    "device/cuda_graphs.py GraphPool.capture: self._behind.record(lane.capturing)": CAPTURED,
+    "device/cuda_graphs.py GraphPool.capture: here.wait_event(self._behind)": CAPTURED,
     "engine/meter.py Meter.wait_for: event.synchronize()": "ranks on the CPU",
 }
-"""Edges that no emulated device comes to, and what has them."""
+"""Edges to which no run here comes, and those that do."""
 
 
 @pytest.fixture(autouse=True)
