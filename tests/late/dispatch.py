@@ -15,9 +15,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -122,6 +121,71 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an operation.
+
+    Attributes:
+        func: The operation.
+        args: Its positional arguments.
+        kwargs: Its other arguments.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def traits(self) -> Traits:
+        """Properties of the operation."""
+        return traits_of(self.func)
+
+    @property
+    def name(self) -> str:
+        """Name of the operation."""
+        return self.traits.name
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Tensors among the arguments."""
+        return [*leaves_of(self.args), *leaves_of(self.kwargs)]
+
+    @property
+    def written(self) -> list[Tensor]:
+        """Tensors among the arguments that it writes."""
+        return [leaf for value in self._values(self.traits.written) for leaf in leaves_of(value)]
+
+    @property
+    def returned(self) -> Any:
+        """Arguments that it returns."""
+        found = self._values(self.traits.returned)
+        return (None if not found else found[0]) if len(found) < 2 else tuple(found)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether it takes a boolean index."""
+        indices = self.args[1] if self.name in INDEXING and len(self.args) > 1 else ()
+        return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves_of(indices))
+
+    def run(self) -> Any:
+        """Call it."""
+        return self.func(*self.args, **self.kwargs)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """The same with other tensors."""
+        return Call(self.func, mapped(self.args, change), mapped(dict(self.kwargs), change))
+
+    def _values(self, places: Sequence[tuple[int, str]]) -> list[Any]:
+        return [
+            self.args[place] if place < len(self.args) else self.kwargs.get(name) for place, name in places
+        ]
+
+
+def copy_call(target: Tensor, source: Tensor) -> Call:
+    """The call that copies a tensor into another one."""
+    return Call(torch.ops.aten.copy_.default, (target, source))
+
+
 class LateMode(RankMode):
     """Queues the operations of a thread. Each thread has one of its own.
 
@@ -137,128 +201,107 @@ class LateMode(RankMode):
         self._moves = moves
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = [*leaves_of(args), *leaves_of(kwargs)]
-        device = kwargs.get("device")
-        if str(device) == "meta" or any(_is_odd(leaf) for leaf in inputs):
-            return func(*args, **kwargs)
+        call = Call(func, args, kwargs or {})
+        device, inputs = call.kwargs.get("device"), call.inputs
+        if str(device) == "meta" or any(map(_is_odd, inputs)):
+            return call.run()
         ours = [memory for leaf in inputs if (memory := self._memory.of(leaf)) is not None]
-        if not ours and (device is None or device.type == "cpu"):
-            return self._on_host(func, args, kwargs)
+        if not ours and (device is None or device.type == "cpu") and not call.kwargs.get("pin_memory"):
+            return call.run()  # the host's own
         with self._cuda.lock:
-            return self._on_device(func, args, kwargs, inputs, ours)
+            return self._on_device(call, ours)
 
-    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not kwargs.get("pin_memory"):
-            return func(*args, **kwargs)
-        made = func(*args, **{**kwargs, "pin_memory": False})
-        self._memory.pin(made)
-        return made
-
-    def _on_device(
-        self, func: Any, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor], ours: Sequence[Memory]
-    ) -> Any:
-        traits = traits_of(func)
-        if traits.is_view:
-            return func(*args, **kwargs)
-        if traits.name == "copy_":
-            return self._copy(*args, **kwargs)
-        if traits.name == "_to_copy":
-            return self._moved(func, args[0], kwargs)
-        if traits.name == "_foreach_copy_" and len({self._device_of(leaf) for leaf in inputs}) > 1:
-            for target, source in zip(args[0], args[1], strict=True):
-                self._copy(target, source, *args[2:], **kwargs)
+    def _on_device(self, call: Call, ours: Sequence[Memory]) -> Any:
+        name = call.name
+        if call.traits.is_view:
+            return call.run()
+        if name == "copy_":
+            return self._copy(*call.args, **call.kwargs)
+        if name == "_to_copy":
+            return self._moved(call)
+        if name == "_foreach_copy_" and len(set(map(self._device_of, call.inputs))) > 1:
+            for target, source in zip(*call.args[:2], strict=True):
+                self._copy(target, source, *call.args[2:], **call.kwargs)
             return None
-        place = self._place(traits, kwargs, ours)
-        if place == HOST:  # `empty_like(tensor, device="cpu")`
-            return self._on_host(func, args, kwargs)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": HOST}
-        self._check(traits, inputs, place)
+        place = self._place(call, ours)
+        if place == HOST:
+            return self._on_host(call)
+        if "device" in call.kwargs:
+            call = replace(call, kwargs={**call.kwargs, "device": HOST})
+        self._check(call, place)
         stream = self._cuda.current_stream(place)
-        if traits.is_empty:
-            return self._new(func(*args, **kwargs), stream, traits.name)
-        if is_random(func, args, {}):
-            return self._draw(func, traits, args, kwargs, inputs, stream)
-        if traits.is_needed or (traits.name in INDEXING and _has_mask(args)):
-            return self._now(func, args, kwargs, stream, traits)
-        if not ours:  # its values are known: they come from the host's arguments alone
-            value = func(*args, **kwargs)
-            return self._late_copy(value, stream, traits.name)
-        if not traits.is_fresh:
-            self._queue(func, args, kwargs, (), inputs, stream, traits.name)
-            return _returned(traits, args, kwargs)
-        try:
-            made = func(*self._scratch(traits, args), **self._scratch_named(traits, kwargs))
-        except RuntimeError:  # it refuses such values, or its arguments: the real ones tell
-            return self._now(func, args, kwargs, stream, traits)
-        return self._late(func, args, kwargs, made, inputs, stream, traits.name)
+        if call.traits.is_empty:
+            return self._new(call.run(), stream, name)
+        if is_random(call.func, call.args, {}):
+            return self._draw(call, stream)
+        if call.traits.is_needed or call.has_mask:
+            return self._now(call, stream)
+        if not ours:  # its values come from the host's arguments alone, and are known
+            return self._late_copy(call.run(), stream, name)
+        if not call.traits.is_fresh:
+            self._queue(call, stream)
+            return call.returned
+        return self._make(call, stream)
 
     # ------------------------------------------------------------ operations
-    def _late(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        made: Any,
-        inputs: Sequence[Tensor],
-        stream: LateStream,
-        name: str,
-    ) -> Any:
-        """Queue an operation whose results have their shapes by now."""
-        outs = list(leaves_of(made))
-        if any(self._memory.of(out) is not None for out in outs):
-            return made  # a view that its schema calls none
-        for out in outs:
-            self._new(out, stream, name)
-        self._queue(func, args, kwargs, outs, inputs, stream, name)
+    def _on_host(self, call: Call) -> Tensor:
+        """Make a tensor of the host: `empty_like(tensor, device="cpu")`, `empty(size, pin_memory=True)`."""
+        made: Tensor = replace(call, kwargs={**call.kwargs, "pin_memory": False}).run()
+        if call.kwargs.get("pin_memory"):
+            self._memory.pin(made)
         return made
 
-    def _now(self, func: Any, args: Any, kwargs: dict[str, Any], stream: LateStream, traits: Traits) -> Any:
+    def _make(self, call: Call, stream: LateStream) -> Any:
+        """Make results of the right shapes, and queue what computes their values."""
+        written = {id(leaf) for leaf in call.written}
+        try:
+            made = call.mapped(lambda leaf: leaf.clone() if id(leaf) in written else leaf).run()
+        except RuntimeError:  # it refuses such values, or its arguments: the real ones tell
+            return self._now(call, stream)
+        outs = list(leaves_of(made))
+        if all(self._memory.of(out) is None for out in outs):  # else a view that its schema calls none
+            for out in outs:
+                self._new(out, stream, call.name)
+            self._queue(call, stream, outs)
+        return made
+
+    def _now(self, call: Call, stream: LateStream) -> Any:
         """Wait for the stream, then run."""
         self._cuda.synchronize_stream(stream)
-        result = func(*args, **kwargs)
-        if traits.is_fresh:
-            for out in leaves_of(result):
-                if self._memory.of(out) is None:
-                    self._memory.own(out, stream, traits.name)
+        result = call.run()
+        for out in leaves_of(result) if call.traits.is_fresh else ():
+            if self._memory.of(out) is None:
+                self._cuda.allocate(stream)
+                self._memory.own(out, stream, call.name)
         return result
 
-    def _draw(
-        self,
-        func: Any,
-        traits: Traits,
-        args: Any,
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-        stream: LateStream,
-    ) -> Any:
-        seeded = seeded_form(func) or func
-        if seeded is not func or "generator" in {argument.name for argument in func._schema.arguments}:
-            own = self._cuda.generators[stream.device.index]
-            kwargs = {**kwargs, "generator": kwargs.get("generator") or own}
-        ours = [leaf for leaf in inputs if self._memory.of(leaf) is not None]
-        if not ours or traits.name in WITHOUT_VALUES:
-            return self._late_copy(seeded(*args, **kwargs), stream, traits.name)
-        if traits.written and ours == [args[0]]:
-            drawn = seeded(torch.empty_like(args[0]), *args[1:], **kwargs)
-            self._queue(
-                torch.ops.aten.copy_.default, (args[0], drawn), {}, (), [args[0]], stream, traits.name
-            )
-            return args[0]
-        return self._now(seeded, args, kwargs, stream, traits)
+    def _draw(self, call: Call, stream: LateStream) -> Any:
+        """Draw random numbers, now."""
+        if (seeded := seeded_form(call.func)) is not None:
+            own = call.kwargs.get("generator") or self._cuda.generators[stream.device.index]
+            call = Call(seeded, call.args, {**call.kwargs, "generator": own})
+        ours = [leaf for leaf in call.inputs if self._memory.of(leaf) is not None]
+        if not ours or call.name in WITHOUT_VALUES:
+            return self._late_copy(call.run(), stream, call.name)
+        target = call.args[0]
+        if call.traits.written and len(ours) == 1 and ours[0] is target:
+            drawn = replace(call, args=(torch.empty_like(target), *call.args[1:])).run()
+            self._queue(copy_call(target, drawn), stream)
+            return target
+        return self._now(call, stream)  # as many as there are probabilities
 
     def _late_copy(self, value: Any, stream: LateStream, name: str) -> Any:
         """New tensors that get these values late."""
 
         def late(leaf: Tensor) -> Tensor:
             made = self._new(torch.empty_like(leaf), stream, name)
-            self._queue(torch.ops.aten.copy_.default, (made, leaf), {}, (), [made], stream, name)
+            self._queue(copy_call(made, leaf), stream)
             return made
 
         return mapped(value, late)
 
     def _new(self, out: Tensor, stream: LateStream, name: str) -> Tensor:
+        """Let a stream allocate a tensor."""
         self._cuda.allocate(stream)
         poison(out)
         self._memory.own(out, stream, name)
@@ -267,129 +310,102 @@ class LateMode(RankMode):
     # ------------------------------------------------------------ copies
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         here, there = self._device_of(target), self._device_of(source)
-        if HOST in (here, there) or here == there:
-            place = here if there == HOST else there
-            stream = self._cuda.current_stream(place)
-            is_up, is_down = there == HOST, here == HOST
-            if is_up and not self._memory.is_pinned(source):
-                source = source.clone()
-            if is_down:
-                if not self._memory.is_pinned(target):
-                    non_blocking = False
-                elif not self._memory.is_busy(target):
-                    poison(target)
-            self._queue(
-                torch.ops.aten.copy_.default, (target, source), {}, (), (target, source), stream, "copy_"
-            )
-            if (is_up or is_down) and not non_blocking:
+        if here == there:
+            self._queue(copy_call(target, source), self._cuda.current_stream(here))
+        elif there == HOST:
+            is_pinned = self._memory.is_pinned(source)
+            stream = self._cuda.current_stream(here)
+            self._queue(copy_call(target, source if is_pinned else source.clone()), stream)
+            if not non_blocking:
                 self._cuda.synchronize_stream(stream)
-            return target
-        with self._across(here, there) as stream:
-            self._queue(
-                torch.ops.aten.copy_.default, (target, source), {}, (), (target, source), stream, "copy_"
-            )
+        elif here == HOST:
+            is_pinned = self._memory.is_pinned(target)
+            stream = self._cuda.current_stream(there)
+            if is_pinned and not self._memory.is_busy(target):
+                poison(target)
+            self._queue(copy_call(target, source), stream)
+            if not (non_blocking and is_pinned):
+                self._cuda.synchronize_stream(stream)
+        else:
+            theirs, ours = self._cuda.current_stream(there), self._cuda.current_stream(here)
+            self._cuda.wait(theirs, self._cuda.mark(ours))
+            self._queue(copy_call(target, source), theirs)
+            self._cuda.wait(ours, self._cuda.mark(theirs))
         return target
 
-    @contextmanager
-    def _across(self, here: torch.device, there: torch.device) -> Iterator[LateStream]:
-        """The stream of a copy between devices; that of the target waits before and behind it."""
-        target, source = self._cuda.current_stream(here), self._cuda.current_stream(there)
-        self._cuda.wait(source, self._cuda.mark(target))
-        yield source
-        self._cuda.wait(target, self._cuda.mark(source))
-
-    def _moved(self, func: Any, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _moved(self, call: Call) -> Tensor:
         """A copy of another type, or on another device."""
+        source: Tensor = call.args[0]
+        kwargs = dict(call.kwargs)
         there = self._device_of(source)
-        here = kwargs.pop("device", None)
-        if here is None or (here.type == "cpu" and not getattr(self._moves, "now", False)):
-            # Autograd and autocast take a tensor of ours for one of the CPU, and want it to stay.
+        device, non_blocking = kwargs.pop("device", None), bool(kwargs.pop("non_blocking", False))
+        if device is not None and device.type == "cuda":
+            here = self._cuda.place(device)
+        elif device is not None and getattr(self._moves, "now", False):
+            here = HOST
+        else:  # autograd and autocast take a tensor of ours for one of the CPU, and want it to stay
             here = there
-        elif here.type == "cuda":
-            here = self._cuda.place(here)
-        non_blocking = bool(kwargs.pop("non_blocking", False))
         kwargs.pop("pin_memory", None)
-        like = func(source, **kwargs)  # of the right form, with the values of now
-        if here == HOST:
-            if non_blocking:
-                self._memory.pin(like)
-            return self._copy(like, source, non_blocking)
-        made = self._new(
-            like if there != HOST else torch.empty_like(like), self._cuda.current_stream(here), "_to_copy"
-        )
-        return self._copy(made, source, non_blocking)
+        like: Tensor = replace(call, kwargs=kwargs).run()  # of the right form, with the numbers of now
+        if here != HOST:
+            # Numbers of the host must not lie there early.
+            made = self._new(
+                like if there != HOST else torch.empty_like(like), self._cuda.current_stream(here), call.name
+            )
+            return self._copy(made, source, non_blocking)
+        if non_blocking:
+            self._memory.pin(like)
+        return self._copy(like, source, non_blocking)
 
     # ------------------------------------------------------------ parts
-    def _queue(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        outs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        stream: LateStream,
-        name: str,
-    ) -> None:
+    def _queue(self, call: Call, stream: LateStream, outs: Sequence[Tensor] = ()) -> None:
+        """Put a call on a stream, whose results go into tensors that are there."""
         ends: list[Callable[[], None]] = []
+        uses: list[tuple[Memory, LateStream]] = []
+        written = {id(leaf) for leaf in call.written}
 
         def queued(leaf: Tensor) -> Tensor:
-            if self._memory.of(leaf) is None and not self._memory.is_pinned(leaf):
-                # A number is a parameter of the kernel; the host may change it at once.
-                return leaf.clone() if leaf.numel() == 1 and leaf is not inputs[0] else leaf
+            memory = self._memory.of(leaf)
+            if memory is None and not self._memory.is_pinned(leaf):
+                # A number of the host is a parameter of the kernel: the host may change it at once.
+                return leaf.clone() if leaf.numel() == 1 and id(leaf) not in written else leaf
+            if memory is not None:
+                is_far = memory.stream.device != stream.device
+                uses.append((memory, self._cuda.current_stream(memory.stream.device) if is_far else stream))
             ends.append(self._memory.hold(leaf))
             return leaf.detach()
 
-        uses = []
-        for leaf in (*inputs, *outs):
-            memory = self._memory.of(leaf)
-            if memory is not None:
-                other = memory.stream.device != stream.device
-                uses.append((memory, self._cuda.current_stream(memory.stream.device) if other else stream))
-        call: list[Any] = [mapped(args, queued), mapped(kwargs, queued), [queued(out) for out in outs]]
+        work: list[tuple[Call, list[Tensor]]] = [(call.mapped(queued), [queued(out) for out in outs])]
 
         def kernel() -> None:
-            given, named, targets = call
-            call.clear()
-            made = func(*given, **named)
-            if targets:
-                for target, value in zip(targets, leaves_of(made), strict=True):
-                    target.copy_(value)
+            own, targets = work.pop()
+            made = own.run()
+            for target, value in zip(targets, leaves_of(made), strict=True) if targets else ():
+                target.copy_(value)
             for end in ends:
                 end()
 
-        self._cuda.enqueue(stream, kernel, name, uses)
+        self._cuda.enqueue(stream, kernel, call.name, uses)
 
-    def _scratch(self, traits: Traits, args: Sequence[Any]) -> list[Any]:
-        """Arguments of a first call, which writes to none of them."""
-        written = {place for place, _ in traits.written}
-        return [mapped(value, torch.clone) if at in written else value for at, value in enumerate(args)]
-
-    def _scratch_named(self, traits: Traits, kwargs: dict[str, Any]) -> dict[str, Any]:
-        written = {name for _, name in traits.written}
-        return {
-            name: mapped(value, torch.clone) if name in written else value for name, value in kwargs.items()
-        }
-
-    def _place(self, traits: Traits, kwargs: dict[str, Any], ours: Sequence[Memory]) -> torch.device:
+    def _place(self, call: Call, ours: Sequence[Memory]) -> torch.device:
         """The device of an operation."""
-        device = kwargs.get("device")
-        if device is None:
-            return ours[0].stream.device
-        if device.type == "cuda":
+        device = call.kwargs.get("device")
+        if device is not None and device.type == "cuda":
             return self._cuda.place(device)
-        is_internal = torch._C._current_graph_task_id() != -1
-        return ours[0].stream.device if is_internal else HOST
+        # In a backward the engine means by it the device of the tensor, which is one of the CPU to it.
+        stays = device is None or torch._C._current_graph_task_id() != -1
+        return ours[0].stream.device if ours and stays else HOST
 
-    def _check(self, traits: Traits, inputs: Sequence[Tensor], place: torch.device) -> None:
+    def _check(self, call: Call, place: torch.device) -> None:
         """Refuse tensors of several devices, as torch does; numbers of the host are parameters of kernels."""
-        if traits.name.endswith("_like") or traits.name.startswith("new_"):
+        if call.name.endswith("_like") or call.name.startswith("new_"):
             return
-        for leaf in inputs:
+        for leaf in call.inputs:
             device = self._device_of(leaf)
-            if device == place or (device == HOST and (not leaf.dim() or traits.name in INDEXING)):
+            if device == place or (device == HOST and (not leaf.dim() or call.name in INDEXING)):
                 continue
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but {traits.name} got one on {device} and "
+                f"Expected all tensors to be on the same device, but {call.name} got one on {device} and "
                 f"one on {place}"
             )
 
@@ -402,16 +418,3 @@ def _is_odd(leaf: Tensor) -> bool:
     """Whether a tensor has no memory to speak of, or a behaviour of its own."""
     is_own = type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return leaf.layout is not torch.strided or leaf.is_meta or is_own
-
-
-def _has_mask(args: Any) -> bool:
-    indices = args[1] if len(args) > 1 else ()
-    return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves_of(indices))
-
-
-def _returned(traits: Traits, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Arguments that an operation returns."""
-    found = [args[place] if place < len(args) else kwargs[name] for place, name in traits.returned]
-    if not found:
-        return None
-    return found[0] if len(found) == 1 else tuple(found)

@@ -11,11 +11,14 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from flowdp.data.copy_spans import CopySpans
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.resident import ResidentData, ResidentFeed
+from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource
+from flowdp.data_parallel.batches import ResidentBatches
 from flowdp.device.streams import CudaLane
 from flowdp.modules.copying import make_replica
 from flowdp.policy.efficiency import Activity
@@ -24,7 +27,7 @@ from flowdp.timeline.spans import RankSpans
 from tests.late.device import LateCuda
 from tests.late.doors import Door, differences, late, perceptron
 
-__all__ = ["FEEDS"]
+__all__ = ["FEEDS", "WRITTEN"]
 
 LENGTH, BATCH = 23, 5
 
@@ -47,6 +50,52 @@ def resident(_cuda: LateCuda) -> list[str]:
     wrong = [rows for rows, index in batches if rows.cpu().tolist() != index.tolist()]
     feed.close()
     return [f"{len(wrong)} of {len(batches)} batches are wrong"] if wrong else []
+
+
+def staged(_cuda: LateCuda) -> list[str]:
+    """Batches of the host, which go through pinned memory that is used again."""
+    lane = CudaLane(torch.device("cuda:0"))
+    staging, moved = Staging(lane), []
+    with lane.on(lane.copy):
+        for number in range(9):
+            moved += staging.bring([torch.full((number + 1,), float(number))])
+    lane.drain()
+    wrong = [number for number, rows in enumerate(moved) if set(rows.tolist()) != {float(number)}]
+    return [f"batches {wrong} are wrong"] if wrong else []
+
+
+def loaded(*, has_late: bool, is_written: bool = False) -> Callable[[LateCuda], list[str]]:
+    """Batches of a DataLoader over tensors, gathered for two ranks on one device.
+
+    Args:
+        has_late: Whether the caller's work makes the tensors on the device, and is not done.
+        is_written: Whether it writes to them between two batches.
+    """
+
+    def work(_cuda: LateCuda) -> list[str]:
+        lanes = [CudaLane(torch.device("cuda:0")) for _ in range(2)]
+        numbers = torch.arange(LENGTH, dtype=torch.float64)
+        if has_late:
+            (numbers,) = late([numbers])
+        batches = ResidentBatches(DataLoader(TensorDataset(numbers), BATCH), lanes)
+        expected, found = torch.arange(LENGTH, dtype=torch.float64), []
+        for number in range(4):
+            if number == 2 and is_written:
+                for lane in reversed(lanes) if has_late else ():  # the caller waits for what it writes to
+                    lane.drain()
+                numbers.add_(100)
+                expected = expected + 100
+            index, rank = batches.next(), number % 2
+            assert isinstance(index, Tensor)
+            with lanes[rank].on(lanes[rank].copy):
+                (rows,) = batches.bring(index, rank)
+            found.append((rows, expected[index]))
+        for lane in reversed(lanes):  # nobody waits for the copies of the first one
+            lane.drain()
+        wrong = sum(rows.tolist() != values.tolist() for rows, values in found)
+        return [f"{wrong} of {len(found)} batches are wrong"] if wrong else []
+
+    return work
 
 
 class Spans(RankSpans):
@@ -102,7 +151,13 @@ def copies(module: nn.Module, lanes: Sequence[CudaLane]) -> Sequence[nn.Module]:
 
 FEEDS = [
     Door("resident by hand", resident),
+    Door("staged", staged),
+    Door("a loader's tensors", loaded(has_late=False)),
+    Door("a loader's tensors, made late", loaded(has_late=True)),
+    Door("a loader's tensors, written", loaded(has_late=True, is_written=True)),
     Door("spans of copies", spans),
     models(build_models),
     models(copies),
 ]
+
+WRITTEN = Door("a loader's tensors, written on the host", loaded(has_late=False, is_written=True))
