@@ -15,6 +15,7 @@ numbers, and not only where a device happens to be slow. All of flowdp runs as i
 `install.py`    puts it all in place for one test
 `edges.py`      the waits of flowdp's source, and their removal one at a time
 `runs.py`       runs of the Trainer, and what must be true of them
+`scenario.py`   scenarios of any kind
 `cases.py`      the runs of the suite
 `doors.py`      loops that the user owns, and runs that are cut or steered
 `feeds.py`      batches and copies by hand
