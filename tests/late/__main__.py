@@ -29,7 +29,8 @@ def trials(seeds: Sequence[int]) -> Iterator[tuple[Scenario, Order]]:
     """Every scenario in every order."""
     yield from map(case_of, all_of(seeds))
     roles = ("compute", "comm", "copy", "aside", "default")
-    for scenario in (*EXTRA, *DOORS, *FEEDS, *MEANS):
+    scenarios: list[Scenario] = [*EXTRA, *DOORS, *FEEDS, *MEANS]
+    for scenario in scenarios:
         for order in (LATE, EAGER, *map(first, roles), *map(shuffled, seeds)):
             yield scenario, order
 

@@ -203,8 +203,6 @@ class LateCuda:
         host: What the host has waited for. One clock for all threads: what one of them has seen is over.
         generators: Random numbers of each device.
         removed: Places in flowdp's source whose waits are left out.
-        removals: How often one was.
-        seen: Places at which something waited, or could be waited for.
         executed: Operations that have run.
     """
 
@@ -217,8 +215,6 @@ class LateCuda:
         self.devices = [torch.device("cuda", index) for index in range(devices)]
         self.generators = tuple(torch.Generator() for _ in self.devices)
         self.removed: frozenset[Site] = frozenset()
-        self.removals = 0
-        self.seen: set[Site] = set()
         self.executed = 0
         self._draw = random.Random(order.seed)
         self._streams: list[LateStream] = []
@@ -401,11 +397,7 @@ class LateCuda:
     def is_removed(self, frame: Any) -> bool:
         """Whether a caller's wait is to be left out."""
         site = frame.f_code.co_filename, frame.f_lineno
-        self.seen.add(site)
-        if site not in self.removed:
-            return False
-        self.removals += 1
-        return True
+        return site in self.removed
 
     # ------------------------------------------------------------ the devices' side
     def _new_stream(self, device: torch.device, priority: int = 0, role: str = "stream") -> LateStream:
