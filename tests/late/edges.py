@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import flowdp
 from tests.late.device import Site
 
-__all__ = ["edges", "sites_of"]
+__all__ = ["edges"]
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(flowdp.__file__).parent  # as frames have it
 
 METHODS = {"wait_event", "await_default", "await_caller", "synchronize", "record_stream", "record"}
 """Methods by which something waits, or lets something be waited for."""
@@ -22,7 +23,7 @@ NO_EVENTS = {"worker", "self.epochs", "self._recorder"}
 
 def _calls(file: Path) -> Iterator[tuple[str, int]]:
     """Name and line of each such call of a module."""
-    path = file.relative_to(ROOT / "flowdp").as_posix()
+    path = file.relative_to(PACKAGE).as_posix()
 
     def walk(node: ast.AST, place: str) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
@@ -42,12 +43,7 @@ def _calls(file: Path) -> Iterator[tuple[str, int]]:
 def edges() -> dict[str, frozenset[Site]]:
     """Files and lines of each such call in flowdp, by `module function: call`."""
     found: dict[str, frozenset[Site]] = {}
-    for file in sorted((ROOT / "flowdp").rglob("*.py")):
+    for file in sorted(PACKAGE.rglob("*.py")):
         for name, line in _calls(file):
             found[name] = found.get(name, frozenset()) | {(str(file), line)}
     return found
-
-
-def sites_of(edge: str) -> frozenset[Site]:
-    """Files and lines of a call."""
-    return edges()[edge]

@@ -27,7 +27,7 @@ from flowdp.timeline.spans import RankSpans
 from tests.late.device import LateCuda
 from tests.late.doors import Door, differences, late, perceptron
 
-__all__ = ["FEEDS", "WRITTEN"]
+__all__ = ["FEEDS", "FREED"]
 
 LENGTH, BATCH = 23, 5
 
@@ -98,6 +98,21 @@ def loaded(*, has_late: bool, is_written: bool = False) -> Callable[[LateCuda], 
     return work
 
 
+def let_go(_cuda: LateCuda) -> list[str]:
+    """Tensors of a loader on the device that the caller lets go of, behind the last batch that it wants."""
+    lane = CudaLane(torch.device("cuda:0"))
+    (numbers,) = late([torch.arange(LENGTH, dtype=torch.float64)])
+    batches = ResidentBatches(DataLoader(TensorDataset(numbers), BATCH), [lane])
+    index = batches.next()
+    assert isinstance(index, Tensor)
+    with lane.on(lane.copy):
+        (rows,) = batches.bring(index, 0)
+    del batches, numbers
+    torch.zeros(LENGTH, dtype=torch.float64, device="cuda:0")  # the caller's next ones
+    lane.drain()
+    return [] if rows.tolist() == index.tolist() else ["a batch is wrong"]
+
+
 class Spans(RankSpans):
     """Spans, kept."""
 
@@ -160,4 +175,8 @@ FEEDS = [
     models(copies),
 ]
 
-WRITTEN = Door("a loader's tensors, written on the host", loaded(has_late=False, is_written=True))
+FREED = [
+    Door("a loader's tensors, written on the host", loaded(has_late=False, is_written=True)),
+    Door("a loader's tensors, let go", let_go),
+]
+"""Scenarios in which tensors of a loader are freed that a copy stream still reads."""
