@@ -1,9 +1,9 @@
 """Memory of emulated devices: its owner, its uses on other streams, and use behind its release.
 
 Torch's allocator gives freed memory to the next allocation of the same stream at once, and knows nothing of
-other streams that may still use it. The stream, or the host, must have waited for
-them, or `record_stream` must have named them, before the stream allocates again. A breach is a hazard, and
-the memory is overwritten behind the work on its stream, as its next user would do.
+other streams that may still use it. Before the stream allocates again, it or the host must have waited for
+them, or `record_stream` must have named them. A breach is a hazard, and the memory is overwritten behind the
+work on its stream, as its next user would do.
 """
 
 from __future__ import annotations
