@@ -42,6 +42,8 @@ SNAPSHOTS = late("snapshots on (0, 0)")
 THREADS = late("threads, one device")
 LOOP = late("sums of NCCL")
 WATCHED = late("setup, the replica watched")
+REUSED: list[Trial] = [(STREAMED, first("copy")), (STREAMED, LATE), (EXACT, first("copy"))] * 3
+MADE_BATCHES: list[Trial] = [(MADE, LATE), (EVALUATED, LATE)] * 2
 
 CAUGHT: dict[str, Sequence[Trial]] = {
     "checkpoint/host_copies.py _Piece.empty: self.copied.synchronize()": late("resumed, sync"),
@@ -99,10 +101,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/prefetch.py PrefetchFeed.take: self._lane.compute.wait_event(fetched.slot.ready)": [
         (STREAMED, LATE)
     ],
-    "data/prefetch.py PrefetchFeed.release: slot.free.record(self._lane.compute)": [
-        (STREAMED, first("copy"))
-    ],
-    "data/prefetch.py PrefetchFeed._load: self._lane.copy.wait_event(slot.free)": [(STREAMED, first("copy"))],
+    "data/prefetch.py PrefetchFeed.release: slot.free.record(self._lane.compute)": REUSED,
+    "data/prefetch.py PrefetchFeed._load: self._lane.copy.wait_event(slot.free)": REUSED,
     "data/prefetch.py PrefetchFeed._load: slot.ready.record(self._lane.copy)": [(STREAMED, LATE)],
     "data/prefetch.py PrefetchFeed._gather: host.copied.record(self._lane.copy)": [(GATHERED, LATE)] * 4,
     "data/prefetch.py PrefetchFeed._copy: host.copied.record(self._lane.copy)": [(EXACT, LATE)] * 4,
@@ -111,8 +111,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/resident.py ResidentFeed.__init__: lane.compute.wait_event(data.copied)": late("steered"),
     "data/resident.py ResidentFeed._upload: old.copied.synchronize()": late("resident by hand"),
     "data/resident.py ResidentFeed._upload: old.copied.record(self._lane.compute)": late("resident by hand"),
-    "data/slots.py keep_for_compute: leaf.record_stream(lane.compute)": [(MADE, LATE), (EVALUATED, LATE)],
-    "data/slots.py await_dataset: lane.await_default(stream, device)": [(MADE, LATE), (EVALUATED, LATE)],
+    "data/slots.py keep_for_compute: leaf.record_stream(lane.compute)": MADE_BATCHES,
+    "data/slots.py await_dataset: lane.await_default(stream, device)": MADE_BATCHES,
     "data/slots.py HostSlots.next: slot.copied.synchronize()": [(EXACT, LATE)] * 4,
     "data/staging.py Staging.bring: buffer.copied.record(self._lane.copy)": late("staged"),
     "data/staging.py Staging._next: buffer.copied.synchronize()": late("staged"),
