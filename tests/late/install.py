@@ -30,6 +30,11 @@ FUNCTIONS = (
 )
 
 
+def accelerator(check_available: bool = False) -> torch.device | None:
+    """See `torch.accelerator.current_accelerator`; torch itself asks for one that is available."""
+    return None if check_available else torch.device("cuda")
+
+
 @contextmanager
 def installed(cuda: LateCuda) -> Iterator[LateCuda]:
     """Let `torch.cuda` be this machine, in all threads.
@@ -44,6 +49,9 @@ def installed(cuda: LateCuda) -> Iterator[LateCuda]:
             patch.setattr(torch.cuda, name, getattr(cuda, name))
         patch.setattr(torch.cuda, "default_generators", cuda.generators)
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.accelerator, "current_accelerator", accelerator)
+        patch.setattr(torch.accelerator, "device_count", cuda.device_count)
         patch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
         for name, method in methods(cuda, moves).items():
             patch.setattr(torch.Tensor, name, method)
