@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flowdp
 from flowdp.data_parallel import unseen_writes
 from flowdp.data_parallel.stopwatch import KEPT_LAPS, Stopwatch
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from tests.late import runs
 from tests.late.device import LateCuda, Site
 from tests.late.install import installed
@@ -192,7 +192,7 @@ def setup_written(_cuda: LateCuda) -> list[str]:
 
 def laps(_cuda: LateCuda) -> list[str]:
     """Times of more laps than may wait for the device."""
-    lane = CudaLane(torch.device("cuda:0"))
+    lane = StreamLane(torch.device("cuda:0"))
     watch = Stopwatch(lane)
     for _ in range(KEPT_LAPS + 1):
         with watch.running():

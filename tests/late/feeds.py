@@ -19,7 +19,7 @@ from flowdp.data.resident import ResidentData, ResidentFeed
 from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource
 from flowdp.data_parallel.batches import ResidentBatches
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.modules.copying import make_replica
 from flowdp.policy.efficiency import Activity
 from flowdp.replica.factories import build_models
@@ -34,7 +34,7 @@ LENGTH, BATCH = 23, 5
 
 def resident(_cuda: LateCuda) -> list[str]:
     """Batches of tensors that the caller makes on the device, in several epochs, without a wait."""
-    lane = CudaLane(torch.device("cuda:0"))
+    lane = StreamLane(torch.device("cuda:0"))
     (numbers,) = late([torch.arange(LENGTH, dtype=torch.float64)])
     order = EpochOrder(LENGTH, BATCH, 7, shuffle=True, drop_last=False)
     source = TensorSource((numbers,), tuple, order)
@@ -54,7 +54,7 @@ def resident(_cuda: LateCuda) -> list[str]:
 
 def staged(_cuda: LateCuda) -> list[str]:
     """Batches of the host, which go through pinned memory that is used again."""
-    lane = CudaLane(torch.device("cuda:0"))
+    lane = StreamLane(torch.device("cuda:0"))
     staging, moved = Staging(lane), []
     with lane.on(lane.copy):
         for number in range(9):
@@ -73,7 +73,7 @@ def loaded(*, has_late: bool, is_written: bool = False) -> Callable[[LateCuda], 
     """
 
     def work(_cuda: LateCuda) -> list[str]:
-        lanes = [CudaLane(torch.device("cuda:0")) for _ in range(2)]
+        lanes = [StreamLane(torch.device("cuda:0")) for _ in range(2)]
         numbers = torch.arange(LENGTH, dtype=torch.float64)
         if has_late:
             (numbers,) = late([numbers])
@@ -100,7 +100,7 @@ def loaded(*, has_late: bool, is_written: bool = False) -> Callable[[LateCuda], 
 
 def let_go(_cuda: LateCuda) -> list[str]:
     """Tensors of a loader on the device that the caller lets go of, behind the last batch that it wants."""
-    lane = CudaLane(torch.device("cuda:0"))
+    lane = StreamLane(torch.device("cuda:0"))
     (numbers,) = late([torch.arange(LENGTH, dtype=torch.float64)])
     batches = ResidentBatches(DataLoader(TensorDataset(numbers), BATCH), [lane])
     index = batches.next()
@@ -125,7 +125,7 @@ class Spans(RankSpans):
 
 def spans(cuda: LateCuda) -> list[str]:
     """Times of copies, on the host's clock: none begins before the host has called for it."""
-    lane, kept = CudaLane(torch.device("cuda:0")), Spans()
+    lane, kept = StreamLane(torch.device("cuda:0")), Spans()
     called_s = []
     with lane.on(lane.copy):
         made = CopySpans(lane, kept)
@@ -140,7 +140,7 @@ def spans(cuda: LateCuda) -> list[str]:
     return ["a copy begins before it was called"] if is_early else []
 
 
-def models(copy_to: Callable[[nn.Module, Sequence[CudaLane]], Sequence[nn.Module]]) -> Door:
+def models(copy_to: Callable[[nn.Module, Sequence[StreamLane]], Sequence[nn.Module]]) -> Door:
     """Models that are copied from one that the caller has made, by work that is not done yet."""
 
     def work(_cuda: LateCuda) -> list[str]:
@@ -151,7 +151,7 @@ def models(copy_to: Callable[[nn.Module, Sequence[CudaLane]], Sequence[nn.Module
         expected = perceptron()
         for parameter in expected.parameters():
             parameter.data += 1
-        lanes = [CudaLane(torch.device("cuda", index)) for index in range(2)]
+        lanes = [StreamLane(torch.device("cuda", index)) for index in range(2)]
         made = copy_to(module, lanes)
         for lane in lanes:
             lane.drain()
@@ -160,7 +160,7 @@ def models(copy_to: Callable[[nn.Module, Sequence[CudaLane]], Sequence[nn.Module
     return Door(f"models of {copy_to.__name__}", work)
 
 
-def copies(module: nn.Module, lanes: Sequence[CudaLane]) -> Sequence[nn.Module]:
+def copies(module: nn.Module, lanes: Sequence[StreamLane]) -> Sequence[nn.Module]:
     return [make_replica(module, None, lane) for lane in lanes]
 
 

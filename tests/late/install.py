@@ -13,7 +13,7 @@ import torch
 
 from flowdp.collective import nccl, nccl_loop
 from flowdp.device import discovery, peer_copies, streams
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveError
 from tests.late.device import LateCuda
 from tests.late.dispatch import LateMode
@@ -118,30 +118,30 @@ def _patch_groups(patch: pytest.MonkeyPatch) -> None:
 def _patch_lanes(patch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
     """Let lanes be made anew, and their streams know their roles."""
 
-    def make(lane: CudaLane, device: torch.device, _cuda: Any = None) -> None:
+    def make(lane: StreamLane, device: torch.device, _cuda: Any = None) -> None:
         true_init(lane, device, cuda)
         for role in ("compute", "comm", "copy"):
             cuda.name(getattr(lane, role), role)
 
-    def aside(lane: CudaLane, number: int) -> Any:
+    def aside(lane: StreamLane, number: int) -> Any:
         stream = true_aside(lane, number)
         cuda.name(stream, "aside")  # type: ignore[arg-type]
         return stream
 
-    def await_caller(lane: CudaLane) -> None:
+    def await_caller(lane: StreamLane) -> None:
         if not cuda.is_removed(sys._getframe(1)):
             true_caller(lane)
 
-    def await_default(lane: CudaLane, stream: Any, device: torch.device) -> None:
+    def await_default(lane: StreamLane, stream: Any, device: torch.device) -> None:
         if not cuda.is_removed(sys._getframe(1)):
             true_default(lane, stream, device)
 
-    true_init, true_aside = CudaLane.__init__, CudaLane.aside
-    true_caller, true_default = CudaLane.await_caller, CudaLane.await_default
-    patch.setattr(CudaLane, "await_caller", await_caller)
-    patch.setattr(CudaLane, "await_default", await_default)
-    patch.setattr(CudaLane, "__init__", make)
-    patch.setattr(CudaLane, "aside", aside)
+    true_init, true_aside = StreamLane.__init__, StreamLane.aside
+    true_caller, true_default = StreamLane.await_caller, StreamLane.await_default
+    patch.setattr(StreamLane, "await_caller", await_caller)
+    patch.setattr(StreamLane, "await_default", await_default)
+    patch.setattr(StreamLane, "__init__", make)
+    patch.setattr(StreamLane, "aside", aside)
     patch.setattr(streams, "_made", {})
 
 

@@ -21,7 +21,7 @@ from flowdp.collective.nccl import NcclMean
 from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from flowdp.protocol.messages import Outcome
 from tests.late.device import LateCuda
 from tests.late.doors import Door
@@ -30,12 +30,12 @@ __all__ = ["MEANS"]
 
 SIZE = 128  # fills the flat memory: there are no gaps
 
-Make = Callable[[Sequence[FlatReplica], Sequence[CudaLane]], Collective]
+Make = Callable[[Sequence[FlatReplica], Sequence[StreamLane]], Collective]
 
 
-def opened(devices: Sequence[int]) -> tuple[list[FlatReplica], list[CudaLane]]:
+def opened(devices: Sequence[int]) -> tuple[list[FlatReplica], list[StreamLane]]:
     """Replicas of zeros, one per device, and their lanes."""
-    lanes = [CudaLane(torch.device("cuda", index)) for index in devices]
+    lanes = [StreamLane(torch.device("cuda", index)) for index in devices]
     replicas = []
     for rank, lane in enumerate(lanes):
         with lane.on(lane.compute):
@@ -45,14 +45,16 @@ def opened(devices: Sequence[int]) -> tuple[list[FlatReplica], list[CudaLane]]:
     return replicas, lanes
 
 
-def add(replica: FlatReplica, lane: CudaLane, number: float) -> None:
+def add(replica: FlatReplica, lane: StreamLane, number: float) -> None:
     """A step: some work on `compute` that ends with this number added."""
     with lane.on(lane.compute):
         for _ in range(4):
             replica.memories[0].add_(number / 4)
 
 
-def wrong(replicas: Sequence[FlatReplica], lanes: Sequence[CudaLane], expected: Sequence[float]) -> list[str]:
+def wrong(
+    replicas: Sequence[FlatReplica], lanes: Sequence[StreamLane], expected: Sequence[float]
+) -> list[str]:
     """Ranks whose numbers are not these."""
     for lane in lanes:
         lane.drain()
@@ -85,7 +87,7 @@ def rounds(make: Make, devices: Sequence[int]) -> Door:
     return Door(f"rounds of {make.__name__} on {devices}", work)
 
 
-def averaged(collective: Collective, lanes: Sequence[CudaLane], outcome: Outcome) -> Reading:
+def averaged(collective: Collective, lanes: Sequence[StreamLane], outcome: Outcome) -> Reading:
     """Take a mean from one thread, in the order of the gate; returns what rank 0 may read of it."""
     for rank, lane in enumerate(lanes):
         with lane.on(lane.compute):
@@ -98,7 +100,7 @@ def averaged(collective: Collective, lanes: Sequence[CudaLane], outcome: Outcome
     return readings[0]
 
 
-def in_host(replicas: Sequence[FlatReplica], lanes: Sequence[CudaLane]) -> Collective:
+def in_host(replicas: Sequence[FlatReplica], lanes: Sequence[StreamLane]) -> Collective:
     """The mean in the host's memory; replicas this small need no second meeting."""
     return HostMean(replicas, lanes, lambda rank: None)
 
@@ -130,7 +132,7 @@ def snapshots(devices: Sequence[int]) -> Door:
 
 def sums_of_nccl(cuda: LateCuda) -> list[str]:
     """Sums of a user's loop over NCCL, whose rows come and go."""
-    lanes = [CudaLane(torch.device("cuda", index)) for index in range(2)]
+    lanes = [StreamLane(torch.device("cuda", index)) for index in range(2)]
     loop = NcclLoop(lanes, {torch.float64: SIZE})
     results: list[Tensor] = []
     for number in range(3):
@@ -155,7 +157,7 @@ def sums_of_nccl(cuda: LateCuda) -> list[str]:
 
 def freed_rows_of_nccl(cuda: LateCuda) -> list[str]:
     """Rows of a rank's thread that are let go when they are summed."""
-    lanes = [CudaLane(torch.device("cuda", index)) for index in range(2)]
+    lanes = [StreamLane(torch.device("cuda", index)) for index in range(2)]
     loop = NcclLoop(lanes, {torch.float64: SIZE})
     for _ in range(3):
         rows = []
@@ -171,7 +173,7 @@ def freed_rows_of_nccl(cuda: LateCuda) -> list[str]:
 
 def run_ahead_of_nccl(cuda: LateCuda) -> list[str]:
     """Sums that the host launches without a look at the devices."""
-    lanes = [CudaLane(torch.device("cuda", index)) for index in range(2)]
+    lanes = [StreamLane(torch.device("cuda", index)) for index in range(2)]
     loop = NcclLoop(lanes, {torch.float64: SIZE})
     rows = [[torch.zeros(SIZE, dtype=torch.float64, device=lane.device)] for lane in lanes]
     cuda.synchronize_all()

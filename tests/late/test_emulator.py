@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowdp.device.streams import CudaLane
+from flowdp.device.streams import StreamLane
 from tests.late.device import LateCuda, LateStream
 from tests.late.install import installed
 from tests.late.nccl import LateNccl
@@ -171,7 +171,7 @@ def test_only_what_is_demanded_runs(cuda: LateCuda) -> None:
 @pytest.mark.parametrize("role", ["compute", "copy"])
 def test_streams_of_a_role_run_first(role: str) -> None:
     with installed(LateCuda(1, first(role))):
-        lane = CudaLane(torch.device(CARD))
+        lane = StreamLane(torch.device(CARD))
         made = {}
         for name in ("compute", "copy"):
             with lane.on(getattr(lane, name)):
