@@ -13,6 +13,7 @@ FREE_FOLDERS = {
     "numerics": "the engine against plain PyTorch",
     "reliability": "whole runs that are cut, resumed, hurt and evaluated",
     "gpu": "what needs CUDA devices",
+    "late": "runs on emulated devices that are late",
     "real": "training scripts as others write them",
     "machines": "jobs of several processes, under launchers, cut and steered",
     "vectors": "recorded behaviour, run through the production functions",

@@ -1,0 +1,182 @@
+"""Batches and copies by hand, on an emulated machine.
+
+In a run, other waits come before some of those of a feed: the start of a run waits for the models, and a
+report for the steps of an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flowdp.data.copy_spans import CopySpans
+from flowdp.data.epoch_order import EpochOrder
+from flowdp.data.resident import ResidentData, ResidentFeed
+from flowdp.data.staging import Staging
+from flowdp.data.tensor_source import TensorSource
+from flowdp.data_parallel.batches import ResidentBatches
+from flowdp.device.streams import StreamLane
+from flowdp.modules.copying import make_replica
+from flowdp.policy.efficiency import Activity
+from flowdp.replica.factories import build_models
+from flowdp.timeline.spans import RankSpans
+from tests.late.device import LateCuda
+from tests.late.doors import Door, differences, late, perceptron
+
+__all__ = ["FEEDS", "FREED"]
+
+LENGTH, BATCH = 23, 5
+
+
+def resident(_cuda: LateCuda) -> list[str]:
+    """Batches of tensors that the caller makes on the device, in several epochs, without a wait."""
+    lane = StreamLane(torch.device("cuda:0"))
+    (numbers,) = late([torch.arange(LENGTH, dtype=torch.float64)])
+    order = EpochOrder(LENGTH, BATCH, 7, shuffle=True, drop_last=False)
+    source = TensorSource((numbers,), tuple, order)
+    feed = ResidentFeed(ResidentData(source, lane), lane)
+    batches: list[tuple[Tensor, Tensor]] = []
+    for epoch in range(4):
+        for batch in range(source.batches):
+            with lane.on(lane.compute):
+                (rows,) = feed.take(epoch, batch)
+                batches.append((rows, source.index(epoch, batch)))
+                feed.release()
+    lane.drain()
+    wrong = [rows for rows, index in batches if rows.cpu().tolist() != index.tolist()]
+    feed.close()
+    return [f"{len(wrong)} of {len(batches)} batches are wrong"] if wrong else []
+
+
+def staged(_cuda: LateCuda) -> list[str]:
+    """Batches of the host, which go through pinned memory that is used again."""
+    lane = StreamLane(torch.device("cuda:0"))
+    staging, moved = Staging(lane), []
+    with lane.on(lane.copy):
+        for number in range(9):
+            moved += staging.bring([torch.full((number + 1,), float(number))])
+    lane.drain()
+    wrong = [number for number, rows in enumerate(moved) if set(rows.tolist()) != {float(number)}]
+    return [f"batches {wrong} are wrong"] if wrong else []
+
+
+def loaded(*, has_late: bool, is_written: bool = False) -> Callable[[LateCuda], list[str]]:
+    """Batches of a DataLoader over tensors, gathered for two ranks on one device.
+
+    Args:
+        has_late: Whether the caller's work makes the tensors on the device, and is not done.
+        is_written: Whether it writes to them between two batches.
+    """
+
+    def work(_cuda: LateCuda) -> list[str]:
+        lanes = [StreamLane(torch.device("cuda:0")) for _ in range(2)]
+        numbers = torch.arange(LENGTH, dtype=torch.float64)
+        if has_late:
+            (numbers,) = late([numbers])
+        batches = ResidentBatches(DataLoader(TensorDataset(numbers), BATCH), lanes)
+        expected, found = torch.arange(LENGTH, dtype=torch.float64), []
+        for number in range(4):
+            if number == 2 and is_written:
+                for lane in reversed(lanes) if has_late else ():  # the caller waits for what it writes to
+                    lane.drain()
+                numbers.add_(100)
+                expected = expected + 100
+            index, rank = batches.next(), number % 2
+            assert isinstance(index, Tensor)
+            with lanes[rank].on(lanes[rank].copy):
+                (rows,) = batches.bring(index, rank)
+            found.append((rows, expected[index]))
+        for lane in reversed(lanes):  # nobody waits for the copies of the first one
+            lane.drain()
+        wrong = sum(rows.tolist() != values.tolist() for rows, values in found)
+        return [f"{wrong} of {len(found)} batches are wrong"] if wrong else []
+
+    return work
+
+
+def let_go(_cuda: LateCuda) -> list[str]:
+    """Tensors of a loader on the device that the caller lets go of, behind the last batch that it wants."""
+    lane = StreamLane(torch.device("cuda:0"))
+    (numbers,) = late([torch.arange(LENGTH, dtype=torch.float64)])
+    batches = ResidentBatches(DataLoader(TensorDataset(numbers), BATCH), [lane])
+    index = batches.next()
+    assert isinstance(index, Tensor)
+    with lane.on(lane.copy):
+        (rows,) = batches.bring(index, 0)
+    del batches, numbers
+    torch.zeros(LENGTH, dtype=torch.float64, device="cuda:0")  # the caller's next ones
+    lane.drain()
+    return [] if rows.tolist() == index.tolist() else ["a batch is wrong"]
+
+
+class Spans(RankSpans):
+    """Spans, kept."""
+
+    def __init__(self) -> None:
+        self.starts_s: list[float] = []
+
+    def add(self, activity: Activity, start_s: float, end_s: float, count: int = 1) -> None:
+        self.starts_s.append(start_s)
+
+
+def spans(cuda: LateCuda) -> list[str]:
+    """Times of copies, on the host's clock: none begins before the host has called for it."""
+    lane, kept = StreamLane(torch.device("cuda:0")), Spans()
+    called_s = []
+    with lane.on(lane.copy):
+        made = CopySpans(lane, kept)
+        for _ in range(3):
+            called_s.append(perf_counter())
+            made.begin()
+            torch.ones(2, device="cuda:0")
+            made.end()
+            cuda.current_stream().synchronize()
+        made.close()
+    is_early = any(start < called for start, called in zip(kept.starts_s, called_s, strict=True))
+    return ["a copy begins before it was called"] if is_early else []
+
+
+def models(copy_to: Callable[[nn.Module, Sequence[StreamLane]], Sequence[nn.Module]]) -> Door:
+    """Models that are copied from one that the caller has made, by work that is not done yet."""
+
+    def work(_cuda: LateCuda) -> list[str]:
+        module = perceptron().to("cuda:0")
+        for parameter in module.parameters():
+            (value,) = late([parameter.detach().cpu()])
+            parameter.data.copy_(value + 1)
+        expected = perceptron()
+        for parameter in expected.parameters():
+            parameter.data += 1
+        lanes = [StreamLane(torch.device("cuda", index)) for index in range(2)]
+        made = copy_to(module, lanes)
+        for lane in lanes:
+            lane.drain()
+        return [fault for copied in made for fault in differences(copied, expected)]
+
+    return Door(f"models of {copy_to.__name__}", work)
+
+
+def copies(module: nn.Module, lanes: Sequence[StreamLane]) -> Sequence[nn.Module]:
+    return [make_replica(module, None, lane) for lane in lanes]
+
+
+FEEDS = [
+    Door("resident by hand", resident),
+    Door("staged", staged),
+    Door("a loader's tensors", loaded(has_late=False)),
+    Door("a loader's tensors, made late", loaded(has_late=True)),
+    Door("a loader's tensors, written", loaded(has_late=True, is_written=True)),
+    Door("spans of copies", spans),
+    models(build_models),
+    models(copies),
+]
+
+FREED = [
+    Door("a loader's tensors, written on the host", loaded(has_late=False, is_written=True)),
+    Door("a loader's tensors, let go", let_go),
+]
+"""Scenarios in which tensors of a loader are freed that a copy stream still reads."""

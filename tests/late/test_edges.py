@@ -1,0 +1,262 @@
+"""Each edge between two streams is needed: without it, a scenario is wrong in one order at least.
+
+An edge is a call in flowdp's source by which something waits, or marks what is waited for, or tells the
+allocator of a use. All are found in the source, so a new one needs a row here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+import flowdp
+from tests.late.device import Site
+from tests.late.doors import DOORS
+from tests.late.edges import edges
+from tests.late.feeds import FEEDS
+from tests.late.means import MEANS
+from tests.late.orders import LATE, Order, first
+from tests.late.runs import Case
+from tests.late.scenario import Scenario, faults_in
+
+DOOR = {door.name: door for door in (*DOORS, *FEEDS, *MEANS)}
+
+Trial = tuple[Scenario, Order]
+
+STREAMED = Case("cadence", "nccl", (0, 1), "streamed")
+MADE = Case("sync", "local", (0, 1), "made")
+GATHERED = Case("sync", "local", (0, 0), "gathered")
+EVALUATED = Case("sync", "local", (0, 0), evaluated="made")
+EXACT = Case("exact", "local", (0, 0), "streamed")
+
+
+def late(name: str) -> list[Trial]:
+    return [(DOOR[name], LATE)]
+
+
+HOST = late("rounds of in_host on (0, 1)")
+CARD = late("rounds of DeviceMean on (0, 0)")
+SNAPSHOTS = late("snapshots on (0, 0)")
+THREADS = late("threads, one device")
+LOOP = late("sums of NCCL")
+WATCHED = late("setup, the replica watched")
+REUSED: list[Trial] = [(STREAMED, first("copy")), (STREAMED, LATE), (EXACT, first("copy"))] * 3
+MADE_BATCHES: list[Trial] = [(MADE, LATE), (EVALUATED, LATE)] * 2
+
+CAUGHT: dict[str, Sequence[Trial]] = {
+    "checkpoint/host_copies.py _Piece.empty: self.copied.synchronize()": late("resumed, sync"),
+    "checkpoint/host_copies.py HostCopies._mark: "
+    "self._filled[-1].copied.record(self._pieces.lane.compute)": late("resumed, sync"),
+    "collective/async_mean.py SnapshotMean.take: "
+    "self._is_down[rank].record(self._lanes[rank].compute)": SNAPSHOTS,
+    "collective/async_mean.py SnapshotMean.average: start.record(lane.comm)": SNAPSHOTS,
+    "collective/async_mean.py SnapshotMean.average: end.record(lane.comm)": SNAPSHOTS,
+    "collective/async_mean.py SnapshotMean.average: end.synchronize()": SNAPSHOTS,
+    "collective/async_mean.py SnapshotMean.apply: self._is_applied[rank].record(lane.compute)": SNAPSHOTS,
+    "collective/async_mean.py SnapshotMean._wait_for: "
+    "lane.comm.wait_event(self._is_applied[rank])": SNAPSHOTS,
+    "collective/async_mean.py SnapshotMean._wait_for: lane.comm.wait_event(self._is_down[rank])": SNAPSHOTS,
+    "collective/host.py HostMean.prepare: self._ready[rank].record(lane.compute)": HOST,
+    "collective/host.py HostMean.prepare: lane.comm.wait_event(self._ready[rank])": HOST,
+    "collective/host.py HostMean.prepare: copies.down[1].synchronize()": HOST,
+    "collective/host.py HostMean.average: lane.compute.wait_event(copies.up[1])": [
+        (DOOR["rounds of in_host on (0, 1)"], first("compute"))
+    ],
+    "collective/host.py HostMean.average.read: copies.up[1].synchronize()": HOST,
+    "collective/host.py _copy: start.record(lane.comm)": HOST,
+    "collective/host.py _copy: end.record(lane.comm)": HOST,
+    "collective/local_group.py _Rendezvous.wait: stream.wait_event(mark)": THREADS,
+    "collective/local_group.py _Rendezvous._mark_ready: mark.record(lane.current())": THREADS,
+    "collective/local_group.py _Rendezvous._enqueue: lane.comm.wait_event(mark)": THREADS,
+    "collective/local_group.py _Rendezvous._enqueue: mark.record(lane.comm)": THREADS,
+    "collective/nccl_loop.py NcclLoop._launch: ready.record(stream)": LOOP,
+    "collective/nccl_loop.py NcclLoop._launch: self._lanes[0].comm.wait_event(ready)": LOOP,
+    "collective/nccl_loop.py NcclLoop._launch: marks.start.record(self._lanes[0].comm)": [
+        (DOOR["sums of NCCL"], first("comm"))
+    ],
+    "collective/nccl_loop.py NcclLoop._launch: lane.comm.wait_event(marks.start)": [
+        (DOOR["sums of NCCL"], first("comm"))
+    ],
+    "collective/nccl_loop.py NcclLoop._launch: done.record(lane.comm)": LOOP,
+    "collective/nccl_loop.py NcclLoop._launch: current.wait_event(done)": LOOP,
+    "collective/nccl_loop.py NcclLoop._launch: lane.compute.wait_event(done)": late("freed rows of NCCL"),
+    "collective/nccl_loop.py NcclLoop._next_marks: done.synchronize()": late("NCCL, the host ahead"),
+    "collective/on_streams.py StreamedMean.prepare: "
+    "self._ready[rank].record(self._lanes[rank].compute)": CARD,
+    "collective/on_streams.py StreamedMean.launch: comm.wait_event(self._ready[member])": CARD,
+    "collective/on_streams.py StreamedMean.launch: marks.start[worker].record(comm)": CARD,
+    "collective/on_streams.py StreamedMean.launch: marks.done[worker].record(self._lanes[worker].comm)": CARD,
+    "collective/on_streams.py StreamedMean.launch: marks.told[reporter].record(lane.comm)": CARD,
+    "collective/on_streams.py StreamedMean.average: "
+    "self._lanes[rank].compute.wait_event(marks.done[writer])": [
+        (DOOR["rounds of DeviceMean on (0, 0)"], first("compute"))
+    ],
+    "collective/on_streams.py StreamedMean._read: marks.done[writer].synchronize()": CARD,
+    "collective/on_streams.py StreamedMean._read: marks.told[reporter].synchronize()": CARD,
+    "data/copy_spans.py CopySpans.__init__: self._passed.synchronize()": late("spans of copies"),
+    "data/copy_spans.py CopySpans._land: end.synchronize()": late("timed"),
+    "data/copy_spans.py CopySpans._mark: event.record(self._lane.copy)": late("spans of copies"),
+    "data/prefetch.py PrefetchFeed.take: self._lane.compute.wait_event(fetched.slot.ready)": [
+        (STREAMED, LATE)
+    ],
+    "data/prefetch.py PrefetchFeed.release: slot.free.record(self._lane.compute)": REUSED,
+    "data/prefetch.py PrefetchFeed._load: self._lane.copy.wait_event(slot.free)": REUSED,
+    "data/prefetch.py PrefetchFeed._load: slot.ready.record(self._lane.copy)": [(STREAMED, LATE)],
+    "data/prefetch.py PrefetchFeed._gather: host.copied.record(self._lane.copy)": [(GATHERED, LATE)] * 4,
+    "data/prefetch.py PrefetchFeed._copy: host.copied.record(self._lane.copy)": [(EXACT, LATE)] * 4,
+    "data/resident.py ResidentTensors.__init__: self.copied.record(lane.copy)": late("steered"),
+    "data/resident.py ResidentFeed.__init__: lane.await_caller()": late("resident by hand"),
+    "data/resident.py ResidentFeed.__init__: lane.compute.wait_event(data.copied)": late("steered"),
+    "data/resident.py ResidentFeed._upload: old.copied.synchronize()": late("resident by hand"),
+    "data/resident.py ResidentFeed._upload: old.copied.record(self._lane.compute)": late("resident by hand"),
+    "data/slots.py keep_for_compute: leaf.record_stream(lane.compute)": MADE_BATCHES,
+    "data/slots.py await_dataset: lane.await_default(stream, device)": MADE_BATCHES,
+    "data/slots.py HostSlots.next: slot.copied.synchronize()": [(EXACT, LATE)] * 4,
+    "data/staging.py Staging.bring: buffer.copied.record(self._lane.copy)": late("staged"),
+    "data/staging.py Staging._next: buffer.copied.synchronize()": late("staged"),
+    "data_parallel/batches.py ResidentBatches.__init__: made.record(lane.current())": late(
+        "a loader's tensors, made late"
+    ),
+    "data_parallel/batches.py ResidentBatches.__init__: lane.copy.wait_event(made)": late(
+        "a loader's tensors, made late"
+    ),
+    "data_parallel/batches.py ResidentBatches.next: lane.await_default(lane.copy, lane.device)": late(
+        "a loader's tensors, written"
+    ),
+    "data_parallel/batches.py ResidentBatches.bring: lane.copy.wait_event(data.copied)": late(
+        "a loader's tensors"
+    ),
+    "data_parallel/loader.py Windows._piece: copied.record(lane.copy)": late("windows"),
+    "data_parallel/loader.py Windows._piece.arrive: stream.wait_event(copied)": late("windows"),
+    "data_parallel/loader.py Windows._piece.arrive: leaf.record_stream(stream)": late("windows"),
+    "data_parallel/replicas.py Replicas.each: asked.record(stream)": WATCHED,
+    "data_parallel/replicas.py Replicas.each: lane.compute.wait_event(self._asked[rank])": WATCHED,
+    "data_parallel/replicas.py Replicas.each: home.aside(rank).wait_event(self._asked[0])": WATCHED,
+    "data_parallel/replicas.py Replicas.each: computed.record(lane.compute)": WATCHED,
+    "data_parallel/replicas.py Replicas.each: here[rank].wait_event(computed)": WATCHED,
+    "data_parallel/stopwatch.py Stopwatch.running: start.record(lane.current())": late("laps"),
+    "data_parallel/stopwatch.py Stopwatch.running: stop.record(lane.current())": late("laps"),
+    "data_parallel/stopwatch.py Stopwatch.take_ms: stop.synchronize()": late("laps"),
+    "data_parallel/unseen_writes.py UnseenWrites._ask: self._event.record(self._lane.current())": late(
+        "setup, an unseen write"
+    ),
+    "data_parallel/unseen_writes.py UnseenWrites._read: self._event.synchronize()": late(
+        "setup, an unseen write"
+    ),
+    "device/streams.py Lane.drain: mark.record(stream)": late("resident by hand"),
+    "device/streams.py Lane.drain: mark.synchronize()": late("resident by hand"),
+    "device/streams.py StreamLane._await: mark.record(other)": late("resident by hand"),
+    "device/streams.py StreamLane._await: stream.wait_event(mark)": late("resident by hand"),
+    "engine/device_meter.py DeviceMeter.wait_for: event.synchronize()": late("steered"),
+    "engine/device_meter.py DeviceMeter._mark: event.record(self._lane.compute)": late("steered"),
+    "engine/nan_guard.py NanGuard.judge: self._passed.record(self._lane.compute)": late("not finite") * 6,
+    "modules/copying.py make_replica: lane.await_caller()": late("models of copies"),
+    "replica/factories.py build_models: lane.await_caller()": late("models of build_models"),
+    "replica/replica.py _after: mark.record(other.compute)": late("copied replicas"),
+    "replica/replica.py _after: lane.compute.wait_event(mark)": late("copied replicas"),
+    "run.py Run.paused: replica.lane.await_caller()": late("steered"),
+}
+"""Each edge, and scenarios, at least one of which is wrong without it.
+
+Several where it is chance whether another wait of the host comes before: whether a report is due, say, or how
+far the prefetch thread is.
+"""
+
+EACH = "data_parallel/replicas.py Replicas.each: "
+
+TWICE: dict[str, tuple[str, Sequence[Trial], str]] = {
+    EACH + "lane.compute.wait_event(self._asked[0])": (
+        EACH + "lane.compute.wait_event(self._asked[rank])",
+        late("setup on one device"),
+        "on one device both are marks of one stream; on another, a rank touches the first device's memory by "
+        "copies alone, which `aside` takes part in",
+    ),
+    EACH + "carried.record(home.aside(rank))": (
+        EACH + "here[0].wait_event(computed)",
+        late("setup"),
+        "all work on `aside` belongs to copies with the rank's `compute`, which waits for it",
+    ),
+    EACH + "here[0].wait_event(carried)": (
+        EACH + "here[0].wait_event(computed)",
+        late("setup"),
+        "as the row above",
+    ),
+    EACH + "here[0].wait_event(computed)": (
+        EACH + "here[0].wait_event(carried)",
+        late("setup"),
+        "torch lets `aside` wait for every copy that `compute` makes to the first device",
+    ),
+}
+"""Edges for which another one stands in: that one, scenarios that are wrong without both, and the reason."""
+
+REDUNDANT = {
+    "collective/async_mean.py SnapshotMean.apply: lane.compute.wait_event(self._is_averaged)": (
+        "the helper has waited for the mean before it tells anybody of it"
+    ),
+    "collective/async_mean.py SnapshotMean.average: other.comm.synchronize()": (
+        "the mean lies in pageable memory of the host: torch itself waits for a copy out of it"
+    ),
+    "engine/device_meter.py DeviceMeter.settle: self._last.record(self._lane.compute)": (
+        "a time alone: from here on the next step's wait for data counts"
+    ),
+}
+"""Edges without which no number is wrong, and the reason."""
+
+CAPTURED = "captured steps, which tests/fake_graphs.py has"
+
+ELSEWHERE = {
+    "collective/host.py HostMean.settle: "
+    "lane.compute.wait_event(self._copies[rank][0].up[1])": "several machines",
+    "device/cuda_graphs.py GraphPool.capture: self._before.record(here)": CAPTURED,
+    "device/cuda_graphs.py GraphPool.capture: lane.capturing.wait_event(self._before)": CAPTURED,
+    "device/cuda_graphs.py GraphPool.capture: self._behind.record(lane.capturing)": CAPTURED,
+    "device/cuda_graphs.py GraphPool.capture: here.wait_event(self._behind)": CAPTURED,
+    "engine/meter.py Meter.wait_for: event.synchronize()": "ranks on the CPU",
+}
+"""Edges to which no run here comes, and those that do."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Leave out the messages of runs that fail, as they are meant to."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def is_wrong(trial: Trial, removed: frozenset[Site]) -> bool:
+    """Whether a scenario goes wrong without these edges."""
+    try:
+        return bool(faults_in(*trial, removed))
+    except (flowdp.FlowdpError, RuntimeError):
+        return True
+
+
+def test_every_edge_of_the_source_has_a_row() -> None:
+    listed = [*CAUGHT, *TWICE, *REDUNDANT, *ELSEWHERE]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == edges().keys()
+
+
+@pytest.mark.parametrize("edge", CAUGHT)
+def test_without_an_edge_a_scenario_is_wrong(edge: str) -> None:
+    assert any(is_wrong(trial, edges()[edge]) for trial in CAUGHT[edge])
+
+
+@pytest.mark.parametrize("edge", TWICE)
+def test_without_an_edge_and_the_one_that_stands_in_a_scenario_is_wrong(edge: str) -> None:
+    other, trials, _ = TWICE[edge]
+    assert not any(is_wrong(trial, edges()[edge]) for trial in trials)
+    assert any(is_wrong(trial, edges()[edge] | edges()[other]) for trial in trials)
+
+
+SCENARIOS = {
+    f"{scenario}, {order}": (scenario, order) for trials in CAUGHT.values() for scenario, order in trials
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_with_all_edges_the_scenarios_are_right(name: str) -> None:
+    assert faults_in(*SCENARIOS[name]) == []
