@@ -100,7 +100,9 @@ def _check_nccl(version: int, devices: Sequence[torch.device]) -> None:
         lines = MAPS.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         lines = []
-    files = sorted({line.split(maxsplit=5)[-1] for line in lines if "/libnccl.so" in line})
+    mapped = sorted({line.split(maxsplit=5)[-1] for line in lines if "/libnccl.so" in line})
+    # Its symbols come before those of all others, whichever torch and cupy have loaded besides.
+    files = [file for file in mapped if _is_preloaded(file)][:1] or mapped
     numbers = f"torch is built for NCCL {_dotted(torchs)}, cupy uses {_dotted(cupys)}"
     # Torch's number is that of the header it was compiled with: of one loaded file it says nothing.
     if len(files) > 1 or (not files and torchs[:2] != cupys[:2]):
@@ -118,6 +120,12 @@ def _check_nccl(version: int, devices: Sequence[torch.device]) -> None:
             "several ranks on one device need NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1 in the "
             f"environment before NCCL starts (this is NCCL {_dotted(cupys)}); backend='local' does without"
         )
+
+
+def _is_preloaded(file: str) -> bool:
+    """Whether `LD_PRELOAD` names a mapped file, by its path or its name."""
+    named = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    return any(os.path.realpath(name) == file if "/" in name else name == Path(file).name for name in named)
 
 
 def _dotted(version: Iterable[int]) -> str:

@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import Protocol
 
-from flowdp.device.memory import read_memory, reset_peak
+from flowdp.device.memory import read_memory
 from flowdp.device.streams import QUIET, Lane
 from flowdp.policy.budget import USAGE, Memory, RingBudget
 
@@ -65,7 +65,6 @@ class RingGauge:
         limit: int | None = None,
         read: Callable[[], Memory | None] | None = None,
     ) -> None:
-        self._lane = lane
         self._read = partial(read_memory, lane) if read is None else read
         self._rings: list[Ring] = []
         self._lock = threading.Lock()  # guards the budget; taken before that of a ring
@@ -103,8 +102,6 @@ class RingGauge:
             depths = self._budget.depths(memory, sizes, ahead_bytes, epoch, now_ms)
             for ring, depth in zip(self._rings, depths, strict=True):
                 ring.resize(depth)
-            with QUIET:
-                reset_peak(self._lane)
 
     def ran_short(self, number: int, ahead: int) -> None:
         """Note that a ring had no room for more than these batches ahead, and shorten it."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from flowdp.device.peer_copies import check_copies
 from flowdp.device.streams import QUIET
 from flowdp.errors import OptionError
 from flowdp.validators import is_int
@@ -186,13 +187,14 @@ def resolve_devices(wanted: DevicesOption) -> tuple[torch.device, ...]:
             in it is a CUDA index, as in torch, and a device may stand in it several times.
 
     Raises:
-        OptionError: This machine has no such device, or it cannot be used.
+        OptionError: This machine has no such device, it cannot be used, or copies between two arrive wrong.
     """
     by_name = isinstance(wanted, Sequence) and not isinstance(wanted, str)
     chosen = choose_devices(wanted, devices(probe=not by_name))
     for device in dict.fromkeys(chosen):  # those alone: a context costs memory
         if device.type == "cuda" and (problem := _problem_of(device)):
             raise OptionError(f"devices: {device} cannot be used: {problem}")
+    check_copies(chosen)
     return chosen
 
 

@@ -106,10 +106,11 @@ def prefetch_depth(
 class RingBudget:
     """Decides how many batches the ranks of a device may hold ahead, from one reading of memory to the next.
 
-    Training needs the largest peak of memory between two readings, less the batches that lay ahead then. A
-    step that ran out of memory needs more than is known, so the rings give all of theirs, and the budget is
-    closed until such a step has been done. A rank that has run short may hold half as many as it did, and
-    twice as many with each epoch.
+    Training needs the peak of memory less the batches that lay ahead then, which is looked at where the peak
+    has risen since the last reading. The peak is never reset: it is the user's, too. A step that ran out of
+    memory needs more than is known, so the rings give all of theirs, and the budget is closed until such a
+    step has been done. A rank that has run short may hold half as many as it did, and twice as many with each
+    epoch.
 
     Args:
         ranks: Ranks of the device.
@@ -123,7 +124,7 @@ class RingBudget:
     def __init__(self, ranks: int, *, usage: float = USAGE, limit: int | None = None) -> None:
         self._usage = usage
         self._limit = DEPTH_LIMIT if limit is None else limit
-        self._needed = 0
+        self._needed = self._peak = 0
         self._epoch = -1
         self._next_ms = 0.0
         self._waits = set(range(ranks))  # ranks without a step since the budget was closed
@@ -145,10 +146,10 @@ class RingBudget:
     def depths(
         self, memory: Memory | None, batch_bytes: list[int], ahead_bytes: int, epoch: int, now_ms: float
     ) -> list[int]:
-        """Batches that each rank may hold ahead from now on, where the peak is counted anew.
+        """Batches that each rank may hold ahead from now on.
 
         Args:
-            memory: Memory of the device, its peak since the last reading; None for a CPU device.
+            memory: Memory of the device; None for a CPU device.
             batch_bytes: Size of one batch. Shape (ranks,).
             ahead_bytes: Size of the batches that all ranks hold ahead now.
             epoch: Index of the epoch.
@@ -158,7 +159,8 @@ class RingBudget:
             self.limits = [min(max(1, 2 * limit), self._limit) for limit in self.limits]
         self._epoch, self._next_ms = max(epoch, self._epoch), now_ms + LOOK_MS
         if memory is not None:
-            self._needed = max(self._needed, memory.peak - ahead_bytes, memory.active - ahead_bytes)
+            found = memory.peak if memory.peak > self._peak else memory.active
+            self._needed, self._peak = max(self._needed, found - ahead_bytes), max(self._peak, memory.peak)
             memory = replace(memory, peak=self._needed, active=0)
         return [
             prefetch_depth(memory, size, ranks=len(batch_bytes), usage=self._usage, limit=limit)
@@ -174,7 +176,7 @@ class RingBudget:
         """Close the budget, as a step has run out of memory beside these batches ahead. Shape (ranks,)."""
         for rank, count in enumerate(ahead):
             self.ran_short(rank, count)
-        self._needed, self._next_ms, self._waits = 0, 0.0, set(range(len(ahead)))
+        self._next_ms, self._waits = 0.0, set(range(len(ahead)))
 
 
 def payload_depth(batch_bytes: int) -> int:

@@ -102,6 +102,23 @@ def test_a_second_library(installed):
         load(TWO)
 
 
+@pytest.mark.parametrize("by", ["path", "link", "name", "several"])
+def test_a_preloaded_library_is_the_only_one_that_is_used(installed, monkeypatch, tmp_path, by):
+    """Torch loads its own file all the same, by its path: it is mapped, and nothing of it is bound."""
+    own = (tmp_path / "libnccl.so.2.32").resolve()
+    own.touch()
+    (tmp_path / "link.so").symlink_to(own)
+    named = {"path": own, "link": tmp_path / "link.so", "name": own.name, "several": f"libm.so.6:{own}"}[by]
+    monkeypatch.setenv("LD_PRELOAD", str(named))
+    with installed.maps.open("a") as maps:
+        maps.write(f"7f20-7f30 r-xp 0 08:01 8 {own}\n")
+    installed.nccl.get_version = lambda: 23203
+    assert load(TWO) is installed.nccl
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libother.so libm.so.6")
+    with pytest.raises(CollectiveError, match="two libraries"):
+        load(TWO)
+
+
 def test_a_system_without_maps(installed, monkeypatch, tmp_path):
     monkeypatch.setattr(nccl, "MAPS", tmp_path / "none")
     assert load(TWO) is installed.nccl

@@ -168,6 +168,7 @@ def test_who_reads_whose_memory(
 
 def test_only_the_devices_that_are_named_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[torch.device] = []
+    compared: list[tuple[torch.device, ...]] = []
     broken = {CUDA[2]: "out of order"}
 
     def problem(device: torch.device) -> str | None:
@@ -176,6 +177,7 @@ def test_only_the_devices_that_are_named_are_tried(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(discovery, "_problem_of", problem)
     monkeypatch.setattr(discovery, "_peers_of", lambda device: ())
+    monkeypatch.setattr(discovery, "check_copies", compared.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     card = SimpleNamespace(name="A", total_memory=GB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -186,6 +188,7 @@ def test_only_the_devices_that_are_named_are_tried(monkeypatch: pytest.MonkeyPat
     assert resolve_devices("auto") == (CUDA[0], CUDA[1])
     with pytest.raises(OptionError, match="devices=3, but"):
         resolve_devices(3)
+    assert compared == [(CUDA[1], CUDA[1]), (CUDA[0], CUDA[1])]
 
 
 def test_a_device_that_has_computed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

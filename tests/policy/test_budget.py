@@ -150,6 +150,8 @@ def test_the_largest_need_counts_whatever_the_ring_held_then():
     assert depth(budget, device(peak=4 * GB + 16 * BATCH), 16) == DEPTH_LIMIT
     assert depth(budget, device(peak=need + 2 * BATCH), 2) == 10
     assert depth(budget, device(peak=4 * GB + 10 * BATCH), 10) == 10
+    # The peak is never reset, and the ring of that time is no need of later ones.
+    assert depth(budget, device(peak=need + 2 * BATCH), 0) == 10
 
 
 def test_another_program_shortens_the_ring_down_to_nothing_and_it_grows_again():
@@ -162,7 +164,7 @@ def test_another_program_shortens_the_ring_down_to_nothing_and_it_grows_again():
     assert found == [16, 4, 0, 0, 16]
 
 
-def test_a_step_that_ran_out_of_memory_closes_it_and_its_need_is_found_anew():
+def test_a_step_that_ran_out_of_memory_closes_it_until_one_is_done():
     budget = open_budget(2)
     budget.depths(device(peak=14 * GB), [BATCH] * 2, 0, 0, 0.0)
     budget.step_ran_short([8, 3])
@@ -171,8 +173,7 @@ def test_a_step_that_ran_out_of_memory_closes_it_and_its_need_is_found_anew():
     assert not budget.is_due(5, 10**6)
     budget.trained(1)
     assert budget.is_due(0, 0.0)
-    # In smaller pieces it needs less than before.
-    assert budget.depths(device(peak=6 * GB), [BATCH] * 2, 0, 0, 0.0) == [4, 1]
+    assert budget.depths(device(peak=14 * GB), [BATCH] * 2, 0, 0, 0.0) == [2, 1]
 
 
 def test_what_ran_short_may_double_with_each_epoch():
