@@ -241,7 +241,8 @@ def chosen(calls: Sequence[str] | None, only: Sequence[str] | None) -> list[str]
 def places(environment: Mapping[str, str]) -> tuple[Path, Path]:
     """Folder of the record, and folder of log, findings and journal."""
     out = environment.get("OUT")
-    return (Path(out), Path(out)) if out else (RESULTS, ROOT / "build" / "gpu")
+    # Absolute, for the parts run in the project's root.
+    return (Path(out).resolve(),) * 2 if out else (RESULTS, ROOT / "build" / "gpu")
 
 
 def main() -> int:
@@ -268,7 +269,7 @@ def main() -> int:
             results,
             name=f"gpu-{named}" if named else "gpu",
             # Room for the starts and ends of the processes, which their limits do not hold.
-            ends_s=started_s + CALL_LIMIT_S + 30 if is_one_call else None,
+            ends_s=started_s + CALL_LIMIT_S + 20 if is_one_call else None,
             select=arguments.select,
         )
         for name in order:

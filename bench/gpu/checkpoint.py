@@ -40,10 +40,10 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 def pinned_bytes() -> int:
-    """The most host memory that torch has pinned so far."""
+    """Host memory that torch has pinned, in use or kept."""
     stats = torch.cuda.host_memory_stats()
-    # The second is the name of a part of torch's versions for what the driver has pinned.
-    return max(int(stats.get(f"{name}.peak", 0)) for name in ("allocated_bytes", "reserved_bytes"))
+    # Versions of torch differ in which of the two is that.
+    return max(int(stats.get(f"{name}.current", 0)) for name in ("allocated_bytes", "reserved_bytes"))
 
 
 class Gaps:
@@ -96,6 +96,6 @@ def measure(place: Place) -> Iterator[Finding]:
                 size = max(Path(folder, name).stat().st_size for name in files)
                 yield Figure(f"checkpoint, {number}: size, GB", size / 1e9)
                 if place.is_cuda:
-                    yield Figure(f"checkpoint, {number}: pinned so far, MB", pinned_bytes() / 1e6)
+                    yield Figure(f"checkpoint, {number}: pinned by now, MB", pinned_bytes() / 1e6)
                 seen |= files
             run.stop()
