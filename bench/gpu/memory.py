@@ -42,6 +42,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 def bytes_of_training(place: Place, ranks: int) -> float:
     """Peak of the allocator's memory during a run with AdamW, in bytes for each parameter of a replica."""
     width, layers = place.pick(4096, 64), place.pick(6, 2)
+    place.wait()  # torch counts from its first use of the card on
     if place.is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(place.device)
