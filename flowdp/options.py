@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowdp.errors import OptionError
-from flowdp.validators import check_flag, check_function, check_int, check_number, is_int, is_number, one_of
+from flowdp.validators import (
+    check_flag,
+    check_fraction,
+    check_function,
+    check_int,
+    check_number,
+    is_int,
+    is_number,
+    one_of,
+)
 
 __all__ = [
     "Backend",
@@ -445,10 +454,7 @@ class RuntimeOptions:
             raise OptionError(
                 f"runtime.capture must be True, False or CaptureOptions(...), not {self.capture!r}"
             )
-        if not is_number(self.memory_fraction) or not 0 < self.memory_fraction <= 1:
-            raise OptionError(
-                f"runtime.memory_fraction must be above 0 and at most 1, not {self.memory_fraction!r}"
-            )
+        check_fraction("runtime.memory_fraction", self.memory_fraction)
         check_int("runtime.prefetch_depth", self.prefetch_depth, least=0, optional=True)
         if not isinstance(self.tune_process, bool | ProcessTuning):
             raise OptionError(

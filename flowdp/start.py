@@ -21,7 +21,7 @@ from flowdp.config import RunConfig
 from flowdp.data.identity import check_identities
 from flowdp.data.open_source import dataset_length, loader_order
 from flowdp.data.source import Source
-from flowdp.device.discovery import device_names, nvml_uuid
+from flowdp.device.discovery import device_names, device_uuid
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.engine import Engine
 from flowdp.engine.evaluation import Evaluator
@@ -318,7 +318,8 @@ def _open_timeline(config: RunConfig) -> Timeline | None:
     if config.timeline is False:
         return None
     cards = [device for device in dict.fromkeys(config.devices) if device.type == "cuda"]
-    return Timeline(device_names(config.devices), gpus={str(card): nvml_uuid(card) for card in cards})
+    uuids = {str(card): uuid for card in cards if (uuid := device_uuid(card)) is not None}
+    return Timeline(device_names(config.devices), gpus=uuids)
 
 
 def _open_event_file(config: RunConfig, records: Records, undo: ExitStack) -> EventFile | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from flowdp.config import RunConfig
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.discovery import resolve_devices
 from flowdp.engine.metrics import named_metrics
 from flowdp.errors import OptionError
@@ -27,7 +28,7 @@ def find_team(
     """Find the devices of this machine, and the ranks of all.
 
     Where a launcher has started several processes on one host (`torchrun --nproc-per-node 8`), and `devices`
-    is "auto", each of them has its part of the host's CUDA devices.
+    is "auto", each of them has its part of the host's accelerators.
 
     Args:
         devices: As a Trainer's.
@@ -35,7 +36,7 @@ def find_team(
 
     Raises:
         CollectiveError: Another machine was lost, or does not come here.
-        OptionError: A value is wrong, or two processes have the same CUDA device.
+        OptionError: A value is wrong, or two processes have the same device.
     """
     if not isinstance(machines, bool | MachineOptions):
         raise OptionError(f"machines must be True, False or MachineOptions(...), not {machines!r}")
@@ -56,13 +57,13 @@ def find_team(
 
 
 def _part_of(chosen: tuple[torch.device, ...]) -> tuple[torch.device, ...]:
-    """The CUDA devices of this process, of all that it shares with others on its host."""
+    """The accelerators of this process, of all that it shares with others on its host."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local == 1 or chosen[0].type != "cuda":
+    if local == 1 or not is_accelerator(chosen[0]):
         return chosen
     if len(chosen) % local:
         raise OptionError(
-            f"devices='auto': {local} processes on this host cannot share its {len(chosen)} CUDA devices "
+            f"devices='auto': {local} processes on this host cannot share its {len(chosen)} devices "
             "evenly; start one process on each host, which trains on all, or give each its own devices"
         )
     part, place = len(chosen) // local, int(os.environ.get("LOCAL_RANK", "0"))

@@ -125,8 +125,8 @@ class Trainer:
         cadence: Length of the rounds.
         outer: A momentum on the difference between two means, for "cadence" and "async" with rounds of
             several steps and `batch_size` as the total. On one device, which takes no mean, it has no effect.
-        seed: Seed of the order of the samples, which depends on (seed, epoch) alone, and of each CUDA
-            device's generator.
+        seed: Seed of the order of the samples, which depends on (seed, epoch) alone, and of each GPU's
+            generator.
         max_grad_norm: Clip each replica's gradients to this 2-norm; under "exact", the averaged gradient.
         max_grad_value: The same by value: clip each element to this absolute value. One of the two.
         gradient_accumulation_steps: Batches of a step, each with its own forward and backward; an epoch's

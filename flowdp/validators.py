@@ -13,6 +13,7 @@ from flowdp.errors import OptionError
 
 __all__ = [
     "check_flag",
+    "check_fraction",
     "check_function",
     "check_installed",
     "check_int",
@@ -68,6 +69,16 @@ def check_number(name: str, value: object, *, above: bool, optional: bool = Fals
     if not is_number(value) or value < 0 or (above and value == 0):
         bound = "above" if above else "of at least"
         raise OptionError(f"{name} must be a number {bound} 0{_or_none(optional)}, not {value!r}")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Check a number above 0 and at most 1.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if not is_number(value) or not 0 < value <= 1:
+        raise OptionError(f"{name} must be a number above 0 and at most 1, not {value!r}")
 
 
 def check_flag(name: str, value: object, *, optional: bool = False) -> None:

@@ -189,6 +189,12 @@ class FakeCuda:
     def device(self, device: Any) -> Iterator[None]:
         yield
 
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        return 10**9, 10**9
+
+    def memory_stats(self, device: Any) -> dict[str, int]:
+        return {}
+
     def CUDAGraph(self) -> FakeGraph:
         return FakeGraph(self)
 

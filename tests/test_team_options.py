@@ -101,8 +101,9 @@ def test_nccl_between_machines_sends_numbers_as_they_are_and_is_waited_for(
         _check_backend(config(overlaps, payload))
 
 
-def test_processes_of_one_host_share_its_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = tuple(torch.device("cuda", number) for number in range(4))
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_processes_of_one_host_share_its_cards(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = tuple(torch.device(kind, number) for number in range(4))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert _part_of(cards) == cards[2:]
@@ -112,5 +113,5 @@ def test_processes_of_one_host_share_its_cards(monkeypatch: pytest.MonkeyPatch) 
     assert _part_of(cards) == cards
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert _part_of((torch.device("cpu"),)) == (torch.device("cpu"),)
-    with pytest.raises(OptionError, match="3 processes on this host cannot share its 4 CUDA devices"):
+    with pytest.raises(OptionError, match="3 processes on this host cannot share its 4 devices"):
         _part_of(cards)

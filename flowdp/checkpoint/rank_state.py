@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from flowdp.checkpoint.fingerprint import SHOWN
 from flowdp.checkpoint.host_copies import HostCopies, PinnedPieces
+from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.flat_parameters import memory_key
 from flowdp.device.streams import Lane
 from flowdp.device.structure import difference, tensor_form
@@ -102,7 +103,7 @@ def capture_generator(replica: Replica) -> Callable[[], dict[str, Any]]:
 
 def has_generator(device: torch.device) -> bool:
     """Whether the random numbers of a device are a rank's own, and saved."""
-    return device.type == "cuda"
+    return is_accelerator(device)
 
 
 def of_rank(ranks: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def restore(
                 replica._scaler.load_state_dict(state["scaler"])
             replica.learning_rate.load_state_dict(state["learning_rate"])
         if state["generator"] is not None and has_generator(replica.device):
-            torch.cuda.set_rng_state(state["generator"], replica.device)
+            device_generator(replica.device).set_state(state["generator"])
     except CheckpointError:
         raise
     except Exception as error:  # of a file whose contents do not fit the replica
@@ -192,8 +193,8 @@ def _copied_object(leaf: Any) -> Any:
 
 
 def _generator_state(device: torch.device) -> Tensor | None:
-    """Generator state of a CUDA device; that of the CPU belongs to the process, and the user."""
-    return torch.cuda.get_rng_state(device) if has_generator(device) else None
+    """Generator state of an accelerator; that of the CPU belongs to the process, and the user."""
+    return device_generator(device).get_state() if has_generator(device) else None
 
 
 def _hidden_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.outer import Move, OuterMomentum
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.flat_parameters import Flat
 from flowdp.errors import ProtocolError
 from flowdp.protocol.messages import Outcome
@@ -477,12 +478,14 @@ def _cut(tensors: Sequence[Tensor], start: int, stop: int) -> list[tuple[Tensor,
     """The span of all tensors, block by block."""
     if start == stop:
         return []
-    size = CUDA_BLOCK if tensors[0].is_cuda else BLOCK * torch.get_num_threads()
+    size = CUDA_BLOCK if is_accelerator(tensors[0].device) else BLOCK * torch.get_num_threads()
     return list(zip(*(torch.split(tensor[start:stop], size) for tensor in tensors), strict=True))
 
 
 def _square(tensor: Tensor) -> Tensor:
-    if tensor.is_cuda:  # a dot product there is a call of cuBLAS, which allocates at its first use
+    if is_accelerator(
+        tensor.device
+    ):  # a dot product there is a call of cuBLAS, which allocates at its first use
         norm: Tensor = torch.linalg.vector_norm(tensor)
         return norm.square_()
     return torch.dot(tensor, tensor)

@@ -24,6 +24,7 @@ from flowdp.collective.base import arithmetic
 from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import flat_view
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import Lane
 from flowdp.errors import CollectiveError, FlowdpError, OptionError
 from flowdp.machine.policies import ROUNDS
@@ -78,7 +79,7 @@ def check_sync_batch_norm(
         )
     if len({device.type for device in devices}) > 1:
         raise OptionError(
-            f"SyncBatchNorm is synchronised among CPU devices or among CUDA devices, not among "
+            f"SyncBatchNorm is synchronised among CPU devices or among GPUs, not among "
             f"{', '.join(map(str, devices))}: give devices of one kind, or use GroupNorm"
         )
 
@@ -248,8 +249,8 @@ def _statistics(values: Tensor, group: ProcessGroup, what: str) -> tuple[Tensor,
     _add_up(group, rows, what)
     counts, means, variances = rows.split([1, channels, channels], dim=1)
     count = counts.sum()
-    # Not read from a CUDA device: with a value on each rank there are two.
-    if not count.is_cuda and count <= 1:
+    # Not read from an accelerator: with a value on each rank there are two.
+    if not is_accelerator(count.device) and count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {int(count)}")
     mean = (means * counts).sum(0) / count
     # The variance within the parts plus that of their means.

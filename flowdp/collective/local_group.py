@@ -25,6 +25,7 @@ from torch import Tensor
 
 from flowdp.collective.process_group import ProcessGroup, Work
 from flowdp.collective.reduction import Op, reduce_all, split_equally
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.discovery import DevicesOption, resolve_devices
 from flowdp.device.streams import QUIET, Event, Lane, open_lanes
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError
@@ -55,16 +56,16 @@ def local_groups(devices: DevicesOption = "auto", *, timeout: float = TIMEOUT_S)
 
     Args:
         devices: "auto", a number, or a list with one device per rank, in which a device may repeat. All are
-            the CPU, or all are CUDA devices.
+            the CPU, or all are GPUs.
         timeout: Seconds to wait until all ranks have made the same call.
 
     Raises:
-        OptionError: An unknown device, CPU and CUDA mixed, or a timeout that is not positive and finite.
+        OptionError: An unknown device, CPU and GPUs mixed, or a timeout that is not positive and finite.
     """
     places = resolve_devices(devices)
     if len({place.type for place in places}) > 1:
         raise OptionError(
-            f"the ranks of a group must all be on the CPU or all on CUDA devices, not on "
+            f"the ranks of a group must all be on the CPU or all on GPUs, not on "
             f"{', '.join(map(str, places))}"
         )
     if not 0 < timeout <= threading.TIMEOUT_MAX:
@@ -319,7 +320,7 @@ class _LocalGroup(ProcessGroup):
 
     def _check_device(self, flat: Tensor) -> None:
         here = self.device
-        if flat.device.type != here.type or (here.type == "cuda" and flat.device != here):
+        if flat.device.type != here.type or (is_accelerator(here) and flat.device != here):
             raise OptionError(
                 f"rank {self.rank} of the group is on {here}, the tensor on {flat.device}: move it there"
             )

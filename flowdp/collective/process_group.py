@@ -18,7 +18,9 @@ from torch import Tensor
 
 from flowdp.collective.base import arithmetic
 from flowdp.collective.reduction import Op, flat_view, write_back
+from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.errors import OptionError
+from flowdp.network.machines import BACKENDS
 from flowdp.validators import one_of
 
 __all__ = ["ProcessGroup", "Work"]
@@ -218,8 +220,11 @@ class _TorchGroup(ProcessGroup):
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # `get_backend` returns "undefined" where `init_process_group` was called without a name.
-        is_cuda = "nccl" in dist.get_backend_config(group)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        config = dist.get_backend_config(group)
+        kind = next((kind for kind, backend in BACKENDS.items() if backend in config), "cpu")
+        self.device = torch.device(kind)
+        if is_accelerator(self.device):
+            self.device = torch.device(kind, device_module(self.device).current_device())
 
     def all_gather_object(self, thing: Any) -> list[Any]:
         things: list[Any] = [None] * self.size

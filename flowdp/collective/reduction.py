@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import BLOCK, CUDA_BLOCK, add_weighted, arithmetic
+from flowdp.device.accelerator import is_accelerator
 
 __all__ = ["Op", "flat_view", "reduce_all", "split_equally", "write_back"]
 
@@ -48,7 +49,7 @@ def reduce_all(tensors: Sequence[Tensor], op: Op, shares: Sequence[float] | None
         between two devices with the current streams of both.
     """
     first = tensors[0]
-    size = CUDA_BLOCK if first.is_cuda else BLOCK * torch.get_num_threads()
+    size = CUDA_BLOCK if is_accelerator(first.device) else BLOCK * torch.get_num_threads()
     for blocks in zip(*(tensor.split(size) for tensor in tensors), strict=True):
         _reduce(blocks, op, shares)
 
@@ -60,7 +61,7 @@ def split_equally(flats: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         For each piece its views of all tensors. On the CPU a piece has eight blocks, as handing one to a
         thread takes longer than to reduce a block; on CUDA it has one.
     """
-    size = CUDA_BLOCK if flats[0].is_cuda else 8 * BLOCK
+    size = CUDA_BLOCK if is_accelerator(flats[0].device) else 8 * BLOCK
     return list(zip(*(flat.split(size) for flat in flats), strict=True))
 
 

@@ -39,6 +39,7 @@ from flowdp.data.slots import (
     own_memory,
 )
 from flowdp.data.source import Batch, Source
+from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
@@ -112,6 +113,7 @@ class PrefetchFeed(Feed):
 
         # The prefetch thread's.
         self._host = HostSlots(lane)
+        self._staging = Staging(lane)
         self._copies: CopySpans | None = None
         sizes = [n for n in (source.batch_size, source.samples) if n is not None]
         self._rows = rows or min(sizes, default=1)  # of a full batch: where they differ, the first one
@@ -162,7 +164,8 @@ class PrefetchFeed(Feed):
             self._loose.resize(self._held + min(depth, 1))
             if depth == 0:  # it may be for a step that ran out of memory: the gauge waits for a whole one
                 self._is_trained = False
-            self._give_back(self._most_ahead)
+            if len(self._fetched) > self._most_ahead:
+                self._give_back(self._most_ahead)
             self._changed.notify()
             return self._ring.made + self._loose.made < made
 
@@ -241,7 +244,7 @@ class PrefetchFeed(Feed):
             if self._thread.is_alive():
                 return False
         with self._changed:  # a reference to an ended run must not keep the device's memory
-            for slots in (self._fetched, self._host, self._ring.unused, self._loose.unused):
+            for slots in (self._fetched, self._host, self._staging, self._ring.unused, self._loose.unused):
                 slots.clear()
             self._in_use = []
         self._gauge.close()
@@ -393,7 +396,7 @@ class PrefetchFeed(Feed):
     def _copy(self, leaves: Sequence[Any], build: Callable[[list[Any]], Batch], slot: Slot) -> Batch:
         """Fill a slot from a batch; leaves that do not fit get memory of their own."""
         if slot.pool is self._loose:
-            return build([own_memory(leaf, self._lane) for leaf in leaves])
+            return build(self._staging.bring(leaves))
         assert self._layout is not None
         host = self._host.next(self._layout)
         batch = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flowdp.data.source import Batch
 from flowdp.data.trees import Form, moves_itself, tensors_of
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import QUIET, Event, Lane, Stream
 
 __all__ = [
@@ -53,7 +54,7 @@ def first_rows(rows: int, memory: Tensor) -> Tensor:
 def keep_for_compute(tensors: Iterable[Tensor | None], lane: Lane) -> None:
     """Tell the allocator that memory of the copy stream is read by `compute`, for when it is freed."""
     for leaf in tensors:
-        if leaf is not None and leaf.is_cuda and leaf.layout is torch.strided:
+        if leaf is not None and is_accelerator(leaf.device) and leaf.layout is torch.strided:
             leaf.record_stream(lane.compute)  # type: ignore[arg-type]
 
 
@@ -63,7 +64,7 @@ def await_dataset(leaf: Any, lane: Lane, stream: Stream) -> None:
     It works on the device's default stream, which ours do not wait for by themselves.
     """
     for device in {tensor.device for tensor in tensors_of(leaf)}:
-        if device.type == "cuda":
+        if is_accelerator(device):
             lane.await_default(stream, device)
 
 

@@ -261,7 +261,15 @@ def is_same(leaf: Any, first: Any) -> bool:
 
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
-_NOT_LOOKED_INTO = (type, nn.Module, torch.Generator, torch.cuda.Stream, torch.cuda.Event)
+_NOT_LOOKED_INTO = (
+    type,
+    nn.Module,
+    torch.Generator,
+    torch.Stream,
+    torch.Event,
+    torch.cuda.Event,
+    torch.xpu.Event,
+)
 
 
 def _check_whole(leaf: Any, samples: int) -> None:

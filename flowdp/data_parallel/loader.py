@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from itertools import accumulate
-from queue import Empty, SimpleQueue
+from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+import torch
 
-from flowdp.data.batches import Portion
-from flowdp.data.memory import OwnMemory
-from flowdp.data.processes import starting
-from flowdp.data.slots import own_memory
-from flowdp.data.trees import batch_length, tensors_of, tree_map
+from flowdp.data.ring_gauge import RingGauge
+from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
+from flowdp.data_parallel.batches import END, Batches, may_read_ahead, open_batches, samples_of
 from flowdp.data_parallel.windows import Piece, Window
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import Lane
-from flowdp.errors import DataError
+from flowdp.policy.budget import FIRST_DEPTH, USAGE
 from flowdp.threads.inbox import LISTEN_S
 
-__all__ = ["Epoch", "WindowLoader", "Windows", "interleaved", "may_read_ahead", "samples_of"]
+__all__ = ["Epoch", "WindowLoader", "Windows", "interleaved"]
+
+WINDOWS_AHEAD = 4
+"""Windows ahead, at most, unless the user says so: each is dealt by the speeds that were known then."""
 
 
 def interleaved(counts: Sequence[int], due: Collection[int] = ()) -> list[int]:
@@ -50,6 +51,8 @@ class Epoch:
         lanes: One per rank.
         balancer: Asked for each window's shares.
         around: Passes the windows on, and does what is to be done behind the last; None: nothing is.
+        usage: Part of a device that may be in use.
+        depth: Windows that are read ahead, at most; None: by the devices' memory.
     """
 
     def __init__(
@@ -58,11 +61,16 @@ class Epoch:
         lanes: Sequence[Lane],
         balancer: Balancer | SingleDevice,
         around: Callable[[Iterator[Window]], Iterator[Window]] | None = None,
+        *,
+        usage: float = USAGE,
+        depth: int | None = None,
     ) -> None:
         self._loader = loader
         self._lanes = lanes
         self._balancer = balancer
         self._around = around
+        self._usage = usage
+        self._depth = depth
 
     def __len__(self) -> int:
         """Number of windows; TypeError where a cadence sizes them, or the loader has no length."""
@@ -81,37 +89,23 @@ class Epoch:
             for batch in self._loader:
                 yield Window([Piece(0, batch, samples_of(batch))], self._lanes[0].device)
             return
-        windows = Windows(self._loader, self._lanes, self._balancer)
+        windows = Windows(open_batches(self._loader, self._lanes, self._usage), self._lanes, self._balancer)
         if not may_read_ahead(self._loader):
             while (window := windows.read()) is not None:
                 yield window
             return
-        reader = WindowLoader(windows)
+        reader = WindowLoader(windows, self._lanes, usage=self._usage, depth=self._depth)
         try:
             yield from reader
         finally:
             reader.close()
 
 
-def may_read_ahead(loader: object) -> bool:
-    """Whether a thread may ask for batches while the user's thread does anything else.
-
-    Two threads that read one file through a dataset get wrong samples without an error, and the loop around
-    an epoch may read the same files, to evaluate, say. So a dataset's own code runs in the user's thread, as
-    it does without flowdp, or in worker processes.
-    """
-    if not isinstance(loader, DataLoader):
-        return isinstance(loader, (list, tuple))
-    is_plain = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
-    return loader.num_workers > 0 or is_plain
-
-
 class Windows:
     """The windows of a loader, each read when it is asked for.
 
     Args:
-        loader: Any iterable of batches. Its iterator is made here, by the calling thread, as worker processes
-            want it.
+        batches: Batches of the loader.
         lanes: One per rank.
         balancer: Asked for each window's shares.
 
@@ -119,13 +113,8 @@ class Windows:
         is_left: Set it to end a window that is being read with the batch under way.
     """
 
-    def __init__(
-        self, loader: Iterable[Any], lanes: Sequence[Lane], balancer: Balancer | SingleDevice
-    ) -> None:
-        has_processes = isinstance(loader, DataLoader) and loader.num_workers > 0
-        with starting() if has_processes else nullcontext():
-            self._batches = iter(loader)
-        self._memory = None if may_read_ahead(loader) else OwnMemory()
+    def __init__(self, batches: Batches, lanes: Sequence[Lane], balancer: Balancer | SingleDevice) -> None:
+        self._batches = batches
         self._lanes = lanes
         self._balancer = balancer
         self.is_left = False
@@ -139,116 +128,184 @@ class Windows:
         """
         home, counts = self._lanes[0].device, self._balancer.quotas()
         if counts is None:
-            batch = next(self._batches, _END)
-            if batch is _END:
+            batch = self._batches.next()
+            if batch is END:
                 return None
             pieces = self._shards(batch)
-            return Window(pieces, home, batch if len(pieces) > 1 else None)
+            whole = partial(self._batches.whole, batch) if len(pieces) > 1 else None
+            return Window(pieces, home, whole)
         pieces = []
         for rank in interleaved(counts, self._balancer.due()):
-            batch = next(self._batches, _END)
-            if batch is _END or self.is_left:
+            batch = self._batches.next()
+            if batch is END or self.is_left:
                 break
-            if self._memory is not None:  # the whole window is read before any of it is used
-                batch = self._memory.own(batch, "a batch of the loader")
-            pieces.append(self._piece(rank, batch, samples_of(batch)))
+            batch = self._batches.own(batch)  # the whole window is read before any of it is used
+            pieces.append(self._piece(rank, batch, self._batches.samples(batch)))
         return Window(pieces, home) if pieces else None
 
     def _shards(self, batch: Any) -> list[Piece]:
-        samples = samples_of(batch)
+        samples = self._batches.samples(batch)
         sizes = self._balancer.cut(samples)
-        if max(sizes) == samples:  # whole: it need not be one that can be cut
-            return [self._piece(rank, batch, size) for rank, size in enumerate(sizes) if size]
-        portion = Portion.of(batch, samples)
-        return [
-            self._piece(rank, portion.rows(stop - size, stop), size)
-            for rank, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True))
-            if size
-        ]
+        ranks = [rank for rank, size in enumerate(sizes) if size]
+        if len(ranks) == 1:  # whole: it need not be one that can be cut
+            return [self._piece(ranks[0], batch, samples)]
+        parts = self._batches.parts(batch, [sizes[rank] for rank in ranks])
+        return [self._piece(rank, part, sizes[rank]) for rank, part in zip(ranks, parts, strict=True)]
 
     def _piece(self, rank: int, batch: Any, samples: int) -> Piece:
         lane = self._lanes[rank]
         if not lane.is_async:
-            return Piece(rank, batch, samples)
+            return Piece(rank, self._batches.bring(batch, rank), samples)
         copied = lane.event()
-        with lane.on(lane.copy):
-            there = tree_map(lambda leaf: own_memory(leaf, lane), batch)
+        with torch.no_grad(), lane.on(lane.copy):
+            there = self._batches.bring(batch, rank)
             copied.record(lane.copy)
 
         def arrive() -> None:
             stream = lane.current()
             stream.wait_event(copied)
             for leaf in tensors_of(there):
-                if leaf.is_cuda:
+                if is_accelerator(leaf.device):
                     leaf.record_stream(stream)  # type: ignore[arg-type]
 
         return Piece(rank, there, samples, arrive)
 
 
 class WindowLoader:
-    """Reads windows in a thread of its own, one ahead of the one that is in use.
+    """Reads windows in a thread of its own, ahead of the one that is in use.
+
+    One window ahead, until the devices' memory has been measured beside a step; then as many as it allows.
 
     Args:
         windows: Windows to read.
+        lanes: One per rank.
+        usage: Part of a device that may be in use.
+        depth: Windows that are read ahead, at most; None: by the devices' memory.
 
     Threads: iterate it and `close` it in the thread that made it.
     """
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(
+        self, windows: Windows, lanes: Sequence[Lane], *, usage: float = USAGE, depth: int | None = None
+    ) -> None:
         self._windows = windows
-        self._ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()
-        self._wanted = threading.Semaphore(2)  # windows: one in use, one that lies ready
+        limit = WINDOWS_AHEAD if depth is None else depth
+        first = min(limit, FIRST_DEPTH)
+        places: dict[torch.device, list[int]] = {}
+        for rank, lane in enumerate(lanes):
+            if lane.is_async:
+                places.setdefault(lane.device, []).append(rank)
+        self._gauges = [RingGauge(lanes[own[0]], usage=usage, limit=limit) for own in places.values()]
+        self._rings = [_WindowsAhead(self, own, first) for own in places.values()]
+        for gauge, ring in zip(self._gauges, self._rings, strict=True):
+            gauge.join(ring)
+        self._changed = threading.Condition()  # guards everything below
+        self._ready: deque[Window] = deque()
+        self._end: BaseException | None = None
+        self._is_over = False
+        self._depth = first
+        self._is_awaited = False
         self._thread = threading.Thread(target=self._read, name="flowdp-loader", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Window]:
         """The windows; each is the caller's until the next is requested. Errors as of `Windows.read`."""
-        while True:
-            window = self._next()
-            if window is None:
-                return
-            if isinstance(window, BaseException):
-                raise window
+        while (window := self._next()) is not None:
             yield window
-            self._wanted.release()
+            for gauge in self._gauges:
+                gauge.trained(0)
 
     def close(self) -> None:
         """Stop reading, and wait for the batch that is being read."""
         self._windows.is_left = True
-        self._wanted.release()
+        with self._changed:
+            self._changed.notify_all()
         self._thread.join()
+        for gauge in self._gauges:
+            gauge.close()
 
-    def _next(self) -> Window | BaseException | None:
-        while True:
-            try:
-                return self._ready.get(timeout=LISTEN_S)
-            except Empty:
-                pass
+    def _next(self) -> Window | None:
+        with self._changed:
+            self._is_awaited = True
+            self._changed.notify_all()
+            while not self._ready and not self._is_over:
+                self._changed.wait(LISTEN_S)  # a Ctrl-C comes between two of them
+            self._is_awaited = False
+            if self._ready:
+                window = self._ready.popleft()
+                self._changed.notify_all()
+                return window
+        if self._end is not None:
+            raise self._end
+        return None
 
     def _read(self) -> None:
         try:
-            while True:
-                self._wanted.acquire()
-                if self._windows.is_left:
-                    return
+            while self._await_room():
+                for gauge in self._gauges:
+                    gauge.look(0)
                 window = self._windows.read()
-                self._ready.put(window)
                 if window is None:
-                    return
+                    break
+                with self._changed:
+                    for ring in self._rings:
+                        ring.batch_bytes = window.bytes_of(ring.ranks)
+                    self._ready.append(window)
+                    self._changed.notify_all()
         except BaseException as error:
-            self._ready.put(error)
+            self._end = error
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _await_room(self) -> bool:
+        """Wait until another window may be read; False: none is wanted any more."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._windows.is_left
+                    or len(self._ready) < self._depth
+                    or (self._is_awaited and not self._ready)
+                )
+            )
+            return not self._windows.is_left
+
+    def resized(self) -> None:
+        """Read as many windows ahead as each of the devices allows."""
+        with self._changed:
+            self._depth = min(ring.depth for ring in self._rings)
+            self._changed.notify_all()
+
+    def ahead(self) -> int:
+        """Windows that lie ready."""
+        with self._changed:
+            return len(self._ready)
 
 
-_END = object()
+class _WindowsAhead:
+    """The windows ahead on one device, for its gauge; see `Ring`.
 
+    Those that have been read are not given back: a loader deals each batch once.
 
-def samples_of(batch: Any) -> int:
-    """Samples of a batch.
-
-    Raises:
-        DataError: It has none.
+    Attributes:
+        ranks: Ranks of the device.
+        batch_bytes: Size of the last window there.
+        depth: Windows that the device allows.
     """
-    samples = batch_length(batch)
-    if not samples:
-        raise DataError(f"the loader gave a batch without samples: {batch!r:.100}")
-    return samples
+
+    def __init__(self, loader: WindowLoader, ranks: Collection[int], depth: int) -> None:
+        self.ranks = ranks
+        self.batch_bytes = 0
+        self.depth = depth
+        self._loader = loader
+
+    @property
+    def ahead(self) -> int:
+        """Windows that lie ready; see `Ring.ahead`."""
+        return self._loader.ahead()
+
+    def resize(self, depth: int) -> bool:
+        """Allow so many windows ahead from now on; see `Ring.resize`."""
+        self.depth = depth
+        self._loader.resized()
+        return False

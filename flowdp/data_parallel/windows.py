@@ -6,7 +6,7 @@ by its samples in the window: the sum is the gradient of the mean over all of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import accumulate, has_hooks, take_gradients, without_hooks
-from flowdp.data.trees import field_of
+from flowdp.data.trees import field_of, tensors_of
 from flowdp.data_parallel.call_check import Call
 from flowdp.data_parallel.gather import PartOutputs, join
 from flowdp.data_parallel.layout import PLAIN, Callee
@@ -75,19 +75,33 @@ class Window:
     Args:
         pieces: In order.
         home: The first device.
-        whole: The batch that was cut into the pieces; None where each is a batch of its own.
+        whole: Makes the batch that was cut into the pieces; None where each is a batch of its own.
 
     Attributes:
         pieces: As given.
-        whole: As given.
+        is_cut: Whether they are parts of one batch.
         samples: Samples of all of them.
     """
 
-    def __init__(self, pieces: Sequence[Piece], home: torch.device, whole: Any = None) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], home: torch.device, whole: Callable[[], Any] | None = None
+    ) -> None:
         self.pieces = tuple(pieces)
-        self.whole = whole
+        self.is_cut = whole is not None
+        self._whole = whole
         self.samples = sum(piece.samples for piece in pieces)
         self._home = home
+
+    @property
+    def whole(self) -> Any:
+        """The batch that was cut into the pieces; made anew each time where it lies on devices."""
+        assert self._whole is not None
+        return self._whole()
+
+    def bytes_of(self, ranks: Collection[int]) -> int:
+        """Bytes of the tensors of these ranks' pieces."""
+        parts = (tensors_of(piece.batch) for piece in self.pieces if piece.rank in ranks)
+        return sum(tensor.nbytes for part in parts for tensor in part)
 
     def per_rank(self, world_size: int) -> tuple[list[int], list[int]]:
         """Samples and batches of each rank. Both of shape (world_size,)."""

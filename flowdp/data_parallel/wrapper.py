@@ -73,8 +73,9 @@ from flowdp.options import (
     MachineOptions,
     ProcessTuning,
 )
+from flowdp.policy.budget import USAGE
 from flowdp.policy.el_che import ElChe
-from flowdp.validators import check_flag, check_number, one_of
+from flowdp.validators import check_flag, check_fraction, check_int, check_number, one_of
 
 __all__ = ["DataParallel", "setup"]
 
@@ -496,7 +497,14 @@ class DataParallel(StandInModule):
             self._replicas.keep_buffers(samples)
 
     # ------------------------------------------------------------------ windows
-    def epoch(self, loader: Iterable[Any], epoch: int | None = None) -> Epoch:
+    def epoch(
+        self,
+        loader: Iterable[Any],
+        epoch: int | None = None,
+        *,
+        memory_fraction: float = USAGE,
+        prefetch_depth: int | None = None,
+    ) -> Epoch:
         """Go through a loader once, in windows.
 
         ::
@@ -508,17 +516,35 @@ class DataParallel(StandInModule):
         With a cadence a window holds whole batches, each device's by its speed; without one a single batch,
         cut. The last may hold fewer; no batch is left out.
 
+        CUDA devices get windows ahead of their use, through pinned memory, if a thread may read ahead: of a
+        list, of a DataLoader with worker processes, and of one over a TensorDataset. The tensors of the last
+        kind are copied to the devices at the epoch's beginning, if they fit, and windows are gathered there.
+
         Args:
             loader: Any iterable of batches, a DataLoader for instance.
             epoch: Told to its sampler, where that has `set_epoch`. None: one more than the last.
+            memory_fraction: Part of a CUDA device that training, windows ahead and other programs may use
+                together, above 0 and at most 1.
+            prefetch_depth: Windows ahead, at most; 0: none. None: up to 4, as the devices' memory allows:
+                each is dealt by the speeds that are known when it is read.
 
         Raises:
-            OptionError: `setup` was given `dim`, `split`, `join` or `reduce`, which are for calls.
+            OptionError: An argument is out of its range; or `setup` was given `dim`, `split`, `join` or
+                `reduce`, which are for calls.
         """
         self._layout.check_plain()
+        check_fraction("memory_fraction", memory_fraction)
+        check_int("prefetch_depth", prefetch_depth, least=0, optional=True)
         self._epochs = (self._epochs if epoch is None else epoch) + 1
         set_epoch(loader, self._epochs - 1)
-        return Epoch(loader, self._lanes, self._balancer, None if self._sums is None else self._sums.epoch)
+        return Epoch(
+            loader,
+            self._lanes,
+            self._balancer,
+            None if self._sums is None else self._sums.epoch,
+            usage=memory_fraction,
+            depth=prefetch_depth,
+        )
 
     def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:
         """Let every device work through its batches of a window.
@@ -537,7 +563,7 @@ class DataParallel(StandInModule):
         if not isinstance(batch, Window):
             raise FlowdpError(f"forward_batch takes what epoch() yields, not {type(batch).__name__}")
         plan = self._plan if scaler is None else self._plan.scaled(scaler, self.devices[0])
-        if batch.whole is not None and self._checks and self._replicas is not None:
+        if batch.is_cut and self._checks and self._replicas is not None:
             schedule = self._schedules.of("forward_batch")
             if schedule.is_due(self._replicas.flags):
                 self._check(schedule, window_call(batch, plan, self.devices[0]))

@@ -23,6 +23,7 @@ from flowdp.collective.reduction import Op, flat_view, reduce_all, split_equally
 from flowdp.collective.rows import PackedRows
 from flowdp.collective.select import open_loop
 from flowdp.ddp.structure import check_same_structure, check_separate_memory
+from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.copies import carry
 from flowdp.device.cores import open_pools
@@ -145,7 +146,7 @@ class Ddp:
         if len(models) > 1:
             check_embeddings(models[0], "Ddp.wrap", is_shared=True)
         present = [_device_of(rank, model) for rank, model in enumerate(models)]
-        wanted = present if devices is None else resolve_devices(devices)
+        wanted = resolve_devices(present if devices is None else devices)
         check_sync_batch_norm(models, "exact", wanted)
         check_loop_backend(backend, wanted)
         if devices is not None:
@@ -240,7 +241,7 @@ class Ddp:
         groups: Sequence[ProcessGroup | None] = [None] * len(calls)
         if self._lanes:
             groups = group_lanes(self._lanes, threading.TIMEOUT_MAX)
-        streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in self.devices]
+        streams = [_current_stream(device) for device in self.devices]
         try:
             return self._crew.run(
                 [
@@ -270,12 +271,12 @@ class Ddp:
         rank: int,
         call: Callable[[], Any],
         modes: Callable[[], AbstractContextManager[None]],
-        stream: torch.cuda.Stream | None,
+        stream: AbstractContextManager[Any],
         group: ProcessGroup | None,
     ) -> Any:
         try:
             turn = nullcontext() if group else self._calls[rank].turn()
-            with turn, modes(), torch.cuda.stream(stream), taking_part(self._norms[rank], group):
+            with turn, modes(), stream, taking_part(self._norms[rank], group):
                 return call()
         except Exception as error:
             error.add_note(f"flowdp: on rank {rank}, {self.devices[rank]}")
@@ -416,6 +417,15 @@ def _reduce_pieces(pieces: Sequence[Sequence[Tensor]], op: Op, shares: Sequence[
     with torch.no_grad():
         for piece in pieces:
             reduce_all(piece, op, shares)
+
+
+def _current_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Context with the calling thread's current stream of a device, for another thread."""
+    if not is_accelerator(device):
+        return nullcontext()
+    module = device_module(device)
+    context: AbstractContextManager[Any] = module.stream(module.current_stream(device))
+    return context
 
 
 def _device_of(rank: int, model: nn.Module) -> torch.device:

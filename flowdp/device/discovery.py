@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from flowdp.device.accelerator import accelerator_devices, device_module, is_accelerator, obstacle, untried
 from flowdp.device.peer_copies import check_copies
 from flowdp.device.streams import QUIET
 from flowdp.errors import OptionError
@@ -23,12 +25,14 @@ __all__ = [
     "choose_devices",
     "cpu_name",
     "device_names",
+    "device_uuid",
     "devices",
     "look_at",
-    "nvml_uuid",
     "reach_each_other",
     "resolve_devices",
 ]
+
+log = logging.getLogger("flowdp")
 
 DevicesOption = Literal["auto"] | int | Sequence[torch.device | str | int]
 
@@ -61,10 +65,16 @@ class DeviceSummary:
     """The devices of this machine; `str()` says it in one line.
 
     Attributes:
-        devices: All CUDA devices, the unusable ones too; where none is usable, the CPU behind them.
+        devices: All of the machine's accelerator, the unusable ones too; where none is usable, the CPU behind
+            them.
     """
 
     devices: tuple[DeviceInfo, ...]
+
+    @property
+    def kind(self) -> str:
+        """Type of the accelerators, as torch names it; "cuda" where there is none."""
+        return next((info.device.type for info in self.devices if is_accelerator(info.device)), "cuda")
 
     @property
     def usable(self) -> tuple[DeviceInfo, ...]:
@@ -79,13 +89,14 @@ class DeviceSummary:
     def __str__(self) -> str:
         """The usable devices, then the others with the reason."""
         usable = self.usable
-        if not any(info.device.type == "cuda" for info in usable):
+        kind = "GPU" if self.kind == "cuda" else self.kind.upper()
+        if not any(is_accelerator(info.device) for info in usable):
             parts = ["no CUDA available", "CPU mode"]
         elif len(usable) == 1:
-            parts = ["1 GPU", str(usable[0]), "single-device mode"]
+            parts = [f"1 {kind}", str(usable[0]), "single-device mode"]
         else:
             mixed = " (heterogeneous)" if self.heterogeneous else ""
-            parts = [f"{len(usable)} GPUs{mixed}", *map(str, usable)]
+            parts = [f"{len(usable)} {kind}s{mixed}", *map(str, usable)]
         parts += [f"{info.device} unusable: {info.problem}" for info in self.devices if info.problem]
         return " | ".join(parts)
 
@@ -112,14 +123,17 @@ def _problem_of(device: torch.device) -> str | None:
     """Compute something small on a device; returns the problem, if any.
 
     A device may be listed and still refuse: in use exclusively, of an architecture that this torch has no
-    kernels for, or broken. One that has computed is not tried again, while a run may be at work on it.
+    kernels for, or broken; and some of Intel's compute no float64, or do not tell how much memory is free.
+    One that has computed is not tried again, while a run may be at work on it.
     """
     if device in _fine:
         return None
     try:
         with QUIET:  # another run may be at work on other cards
-            total = torch.ones(2, device=device).add_(1).sum().item()
-    except RuntimeError as error:
+            total = torch.ones(2, dtype=torch.float64, device=device).add_(1).sum().item()
+            if is_accelerator(device):
+                device_module(device).mem_get_info(device)
+    except (RuntimeError, TypeError) as error:  # the latter: a backend without float64
         return str(error).partition("\n")[0]
     if total != 4:
         return f"1 + 1 gave {total / 2}"
@@ -151,10 +165,10 @@ def devices(probe: bool = True) -> DeviceSummary:
     """Look at this machine.
 
     Args:
-        probe: Whether to try each CUDA device, which makes a context on it (some 500 MB); else all that are
-            listed count as usable.
+        probe: Whether to try each accelerator, which makes a context on it (on CUDA some 500 MB); else all
+            that are listed count as usable.
     """
-    found = [look_at(torch.device("cuda", index), probe) for index in range(torch.cuda.device_count())]
+    found = [look_at(device, probe) for device in accelerator_devices()]
     if all(info.problem for info in found):
         found.append(look_at(torch.device("cpu")))
     return DeviceSummary(tuple(found))
@@ -164,16 +178,19 @@ def look_at(device: torch.device, probe: bool = False) -> DeviceInfo:
     """Look at one device.
 
     Args:
-        device: A CUDA device or the CPU.
-        probe: Whether to try it, where it is a CUDA device.
+        device: An accelerator or the CPU.
+        probe: Whether to try it, where it is an accelerator.
     """
-    if device.type == "cpu":
+    if not is_accelerator(device):
         return DeviceInfo(device, cpu_name(), _cpu_memory_bytes())
+    name = f"{device.type.upper()} device"
+    if (problem := obstacle(device.type)) is not None:
+        return DeviceInfo(device, name, 0, problem)
     try:
-        properties = torch.cuda.get_device_properties(device)
+        properties = device_module(device).get_device_properties(device)
         peers = _peers_of(device)
     except RuntimeError as error:  # the driver lists it, and CUDA does not start
-        return DeviceInfo(device, "CUDA device", 0, str(error).partition("\n")[0])
+        return DeviceInfo(device, name, 0, str(error).partition("\n")[0])
     problem = _problem_of(device) if probe else None
     return DeviceInfo(device, properties.name, properties.total_memory, problem, peers)
 
@@ -182,9 +199,10 @@ def resolve_devices(wanted: DevicesOption) -> tuple[torch.device, ...]:
     """The devices that the option `devices` means on this machine, one per rank.
 
     Args:
-        wanted: `"auto"` is every usable CUDA device, else one CPU device. An int n is the first n usable
-            CUDA devices, or, without CUDA, n replicas on the CPU. A list names one device per rank; an int
-            in it is a CUDA index, as in torch, and a device may stand in it several times.
+        wanted: `"auto"` is every usable device of the machine's accelerator (CUDA, for instance), else one
+            CPU device. An int n is the first n of them, or, where there is none, n replicas on the CPU. A
+            list names one device per rank; an int in it is the index of an accelerator, as in torch, and a
+            device may stand in it several times.
 
     Raises:
         OptionError: This machine has no such device, it cannot be used, or copies between two arrive wrong.
@@ -192,9 +210,15 @@ def resolve_devices(wanted: DevicesOption) -> tuple[torch.device, ...]:
     by_name = isinstance(wanted, Sequence) and not isinstance(wanted, str)
     chosen = choose_devices(wanted, devices(probe=not by_name))
     for device in dict.fromkeys(chosen):  # those alone: a context costs memory
-        if device.type == "cuda" and (problem := _problem_of(device)):
+        if is_accelerator(device) and (problem := _problem_of(device)):
             raise OptionError(f"devices: {device} cannot be used: {problem}")
     check_copies(chosen)
+    for platform_name in filter(None, map(untried, sorted({device.type for device in chosen}))):
+        log.warning(
+            "flowdp has never been run on %s: its code for CUDA is what runs there. Compare a short run with "
+            "one on devices=['cpu'] before you trust a long one",
+            platform_name,
+        )
     return chosen
 
 
@@ -231,17 +255,19 @@ def _first(count: int, there: DeviceSummary) -> tuple[torch.device, ...]:
 def _one(entry: torch.device | str | int, there: DeviceSummary) -> torch.device:
     """One entry of a list of devices."""
     if isinstance(entry, bool) or not isinstance(entry, (torch.device, str, int)):
-        raise OptionError(f"devices: one is a torch.device, a string or a CUDA index, not {entry!r}")
+        raise OptionError(
+            f"devices: one is a torch.device, a string or the index of an accelerator, not {entry!r}"
+        )
     try:
-        device = torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
+        device = torch.device(there.kind, entry) if isinstance(entry, int) else torch.device(entry)
     except RuntimeError as error:
         raise OptionError(
             f"devices: {entry!r} is no device of torch: this machine has {_there(there)}"
         ) from error
     if device.type == "cpu":
         return torch.device("cpu")  # torch takes cpu:1, and means the one CPU by it
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", 0)
+    if device.index is None:
+        device = torch.device(device.type, 0)
     for info in there.devices:
         if info.device == device and info.problem:
             raise OptionError(f"devices: {device} cannot be used: {info.problem}")
@@ -263,7 +289,12 @@ def device_names(devices: Sequence[torch.device]) -> tuple[str, ...]:
     )
 
 
-def nvml_uuid(device: torch.device) -> str:
-    """Identifier of a CUDA device for NVML, which counts devices in another order than CUDA."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+def device_uuid(device: torch.device) -> str | None:
+    """Identifier of an accelerator, the same in all processes; None where torch has none.
+
+    Of a CUDA device it is NVML's, which counts devices in another order than CUDA.
+    """
+    uuid = getattr(device_module(device).get_device_properties(device), "uuid", None)
+    if uuid is None:
+        return None
+    return str(uuid) if str(uuid).startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"

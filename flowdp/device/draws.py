@@ -21,7 +21,6 @@ __all__ = [
     "DrawsNoted",
     "NoRedraws",
     "OwnDraws",
-    "device_generator",
     "draw_seed",
     "is_random",
     "seeded_form",
@@ -35,11 +34,6 @@ def draw_seed() -> int:
     So `torch.manual_seed` and `torch.set_rng_state` have their effect on the ranks' draws.
     """
     return int(torch.randint(2**62, ()))
-
-
-def device_generator(device: torch.device) -> torch.Generator:
-    """The generator from which operations on a device draw, if they are given none."""
-    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def share_generator(devices: Sequence[torch.device]) -> list[bool]:

@@ -38,7 +38,7 @@ def read_memory(lane: Lane) -> Memory | None:
 
 
 def reset_peak(lane: Lane) -> None:
-    """Reset a CUDA device's peak: the needs of an earlier run of the process say nothing about this one.
+    """Reset a device's peak: the needs of an earlier run of the process say nothing about this one.
 
     Threads:
         The one that starts the run, before its workers.
@@ -48,6 +48,6 @@ def reset_peak(lane: Lane) -> None:
 
 
 def empty_cache(lane: Lane) -> None:
-    """Give memory that no tensor uses back to a CUDA device. Hold `QUIET`."""
+    """Give memory that no tensor uses back to a device. Hold `QUIET`."""
     if isinstance(lane, CudaLane):
         lane.cuda.empty_cache()

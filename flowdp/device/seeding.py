@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from flowdp.device.accelerator import device_generator, started_devices
 from flowdp.errors import OptionError
 from flowdp.validators import is_int
 
@@ -19,10 +20,10 @@ SEEDS = 2**32
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of `random`, `numpy.random`, and torch's of the CPU and all CUDA devices.
+    """Seed the generators of `random`, `numpy.random`, and torch's of the CPU and all accelerators.
 
     Call it before the model is built: its first weights are drawn from torch's generator. The order of a
-    run's samples, and a run's generators of CUDA devices, come from `Trainer(seed=)` and not from this.
+    run's samples, and a run's generators of accelerators, come from `Trainer(seed=)` and not from this.
 
     It cannot fix:
 
@@ -52,25 +53,24 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def generators_kept(
-    cuda: Sequence[torch.device] | None = None, own: Iterable[torch.Generator] = ()
+    devices: Sequence[torch.device] | None = None, own: Iterable[torch.Generator] = ()
 ) -> Iterator[None]:
     """Context that puts the generators of `seed_everything` back to where they were.
 
     Args:
-        cuda: CUDA devices whose generators are kept; None: all.
+        devices: Accelerators whose generators are kept; None: all.
         own: More generators to put back.
 
     Threads:
         Any, while nothing else draws.
     """
     python, numpy = random.getstate(), np.random.get_state()
-    if cuda is None:  # a device without a context has drawn nothing, and asking for its state would make one
-        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-        cuda = [torch.device("cuda", index) for index in range(count)]
-    states = [(generator, generator.get_state()) for generator in own]
+    if devices is None:
+        devices = started_devices()
+    generators = [torch.default_generator, *map(device_generator, devices), *own]
+    states = [(generator, generator.get_state()) for generator in generators]
     try:
-        with torch.random.fork_rng(devices=cuda):
-            yield
+        yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)

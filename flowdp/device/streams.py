@@ -1,12 +1,13 @@
 """Streams of one rank, and events between them.
 
-A CUDA rank has three: `compute` for everything the user's code does, `comm` (high priority) for averaging,
-`copy` for prefetch. No work goes to the default stream, which every other stream would wait for. Where one
+A rank on an accelerator has three: `compute` for everything the user's code does, `comm` (high priority) for
+averaging, `copy` for prefetch. No work goes to CUDA's default stream, which every other stream would wait for
+(on XPU it is a stream like others, and torch may hand it out as one of the three). Where one
 stream reads the results of another, an event orders them: it is recorded on the first and the second waits
 for it, on the device, without the host. A CPU rank has the same names with nothing behind them, because its
 work is done when the call returns; so the code that orders streams runs, and is tested, without a GPU.
 
-All of `torch.cuda` that orders work is called here.
+All of a device module (`torch.cuda`, `torch.xpu`) that orders work is called here.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from flowdp.device.accelerator import default_stream, device_module, is_accelerator
 
 __all__ = ["QUIET", "CudaLane", "Event", "HostLane", "Lane", "Stream", "open_lanes"]
 
@@ -129,29 +132,30 @@ class Lane(ABC):
 
 
 class CudaLane(Lane):
-    """A rank on a CUDA device.
+    """A rank on an accelerator.
 
     Args:
         device: With its index.
-        cuda: Replacement of `torch.cuda`, in tests.
+        cuda: Replacement of its device module, in tests.
 
     Attributes:
-        cuda: As given.
+        cuda: Device module: `torch.cuda` for a CUDA device.
     """
 
     is_async = True
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    def __init__(self, device: torch.device, cuda: Any = None) -> None:
         self.device = device
-        self.cuda = cuda
+        self.cuda = cuda = cuda or device_module(device)
         self.compute = cuda.Stream(device=device)
         self.comm = cuda.Stream(device=device, priority=-1)
         self.copy = cuda.Stream(device=device)
-        # Guards both, and a mark between its record and the wait for it: several threads may ask at once.
+        # Guards them, and a mark between its record and the wait for it: several threads may ask at once.
         self._asking = threading.Lock()
         self._aside: dict[int, Stream] = {}
         self._capturing: Stream | None = None
         self._marks: dict[object, Event] = {}
+        self._defaults: dict[torch.device, Stream] = {}
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """See `Lane.on`."""
@@ -173,16 +177,18 @@ class CudaLane(Lane):
         return self._capturing
 
     def event(self, *, timing: bool = False) -> Event:
-        """See `Lane.event`; a host that waits for it sleeps instead of spinning."""
+        """See `Lane.event`; a host that waits for one of CUDA sleeps instead of spinning."""
+        # Others have no such choice.
+        choices = {"blocking": True} if self.device.type == "cuda" else {}
         with self.cuda.device(self.device):
-            event: Event = self.cuda.Event(enable_timing=timing, blocking=True)
+            event: Event = self.cuda.Event(enable_timing=timing, **choices)
         return event
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Lane.pinned`."""
         # Said, because a user's default device may be another.
-        is_card = self.device.type == "cuda"
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=is_card)
+        is_pinned = is_accelerator(self.device)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=is_pinned)
 
     def current(self) -> Stream:
         """See `Lane.current`."""
@@ -195,7 +201,10 @@ class CudaLane(Lane):
 
     def await_default(self, stream: Stream, device: torch.device) -> None:
         """See `Lane.await_default`."""
-        self._await(stream, self.cuda.default_stream(device), device)
+        with self._asking:
+            if device not in self._defaults:
+                self._defaults[device] = default_stream(self.cuda, device)
+        self._await(stream, self._defaults[device], device)
 
     def _await(self, stream: Stream, other: Stream, key: object) -> None:
         # A mark for each use, kept: to destroy one may block.
@@ -246,14 +255,14 @@ class HostLane(Lane):
 def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
     """One lane per rank. Ranks that share a device have streams of their own.
 
-    CUDA streams are made once per process and used again by later runs: torch hands out 32 of each priority
+    Streams are made once per process and used again by later runs: torch hands out 32 of each priority
     and then the first ones again, so a process that made new ones for each run would end up with two roles
     on one stream.
     """
     seen: Counter[torch.device] = Counter()
     lanes: list[Lane] = []
     for device in devices:
-        if device.type == "cpu":
+        if not is_accelerator(device):
             lanes.append(HostLane(device))
             continue
         key = device, seen[device]

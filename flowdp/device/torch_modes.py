@@ -20,7 +20,7 @@ def caller_modes(kinds: frozenset[str]) -> Callable[[], AbstractContextManager[N
             ...
 
     Args:
-        kinds: Device types whose autocast counts, "cpu" or "cuda".
+        kinds: Device types whose autocast counts, "cpu" or "cuda", for instance.
     """
     has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]

@@ -22,6 +22,7 @@ from flowdp.data.limit import check_limit
 from flowdp.data.slots import await_dataset, keep_for_compute
 from flowdp.data.source import Batch, Source
 from flowdp.data.trees import moves_itself, tensors_of, tree_map
+from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.copies import move
 from flowdp.device.streams import Lane
@@ -549,11 +550,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def own_generator(device: torch.device) -> Iterator[None]:
     """Restore a device's generator: ranks share batches by speed, and training must not depend on it."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         yield
         return
-    state = torch.cuda.get_rng_state(device)
+    generator = device_generator(device)
+    state = generator.get_state()
     try:
         yield
     finally:
-        torch.cuda.set_rng_state(state, device)
+        generator.set_state(state)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from flowdp.data.trees import Form, flatten
-from flowdp.device.draws import OwnDraws, device_generator, draw_seed
+from flowdp.device.accelerator import device_generator
+from flowdp.device.draws import OwnDraws, draw_seed
 from flowdp.graphs.base import (
     PLAIN,
     Capturable,

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import give_gradients
 from flowdp.data.trees import tree_map
+from flowdp.device.accelerator import device_generator, untried
 from flowdp.device.cuda_graphs import Graph, GraphPool
-from flowdp.device.draws import DrawsNoted, device_generator
+from flowdp.device.draws import DrawsNoted
 from flowdp.device.streams import CudaLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.device.writes import WritesNoted
@@ -110,6 +111,10 @@ class CudaGraphs:
     def _check(self, leaves: Sequence[Tensor]) -> None:
         if (obstacle := self._step.obstacle) is not None:
             raise NotCaptured(obstacle)
+        if (platform := untried(self._lane.device.type)) is not None:
+            raise NotCaptured(
+                f"steps on devices are captured by CUDA's graphs, and this one is of {platform}"
+            )
         for leaf in leaves:
             if leaf.device != self._lane.device or leaf.layout is not torch.strided:
                 raise NotCaptured(

@@ -13,6 +13,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from flowdp.data.trees import tensors_of
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.compiled import compile_alike
 from flowdp.device.seeding import generators_kept
 from flowdp.device.streams import Lane
@@ -92,7 +93,7 @@ def make_replica(module: nn.Module, factory: ReplicaFactory | None, lane: Lane) 
     with lane.on(lane.compute):
         if factory is not None:
             # A factory draws the weights of its module, and a script without it does not.
-            with generators_kept([lane.device] if lane.is_async and lane.device.type == "cuda" else []):
+            with generators_kept([lane.device] if is_accelerator(lane.device) else []):
                 made = factory(lane.device)
             if not isinstance(made, nn.Module) or made is module:
                 raise OptionError(

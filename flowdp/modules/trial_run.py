@@ -24,6 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from flowdp.data.trees import tensors_of, tree_map
+from flowdp.device.accelerator import device_generator, device_module, is_accelerator
 from flowdp.device.compiled import Uncompiled, take_out, uses_compile
 from flowdp.device.dispatch import RankMode
 from flowdp.modules.attributes import OWN
@@ -421,10 +422,10 @@ def _members(value: Any) -> list[Any]:
 
 
 def _default_generators(device: torch.device) -> list[torch.Generator]:
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return []
-    place = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.cuda.default_generators[place]]
+    place = device_module(device).current_device() if device.index is None else device.index
+    return [device_generator(torch.device(device.type, place))]
 
 
 def _random_states(values: Sequence[Any], *, is_alone: bool) -> Iterator[Callable[[], None]]:

@@ -1,4 +1,4 @@
-"""Devices of the machines of a job: no CUDA device may belong to two processes."""
+"""Devices of the machines of a job: no accelerator may belong to two processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from flowdp.device.discovery import nvml_uuid
+from flowdp.device.accelerator import is_accelerator
+from flowdp.device.discovery import device_uuid
 from flowdp.errors import OptionError
 from flowdp.network.machines import Machines
 
@@ -19,7 +20,7 @@ SEVERAL_RANKS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def check_devices(machines: Machines, chosen: Sequence[torch.device]) -> None:
-    """Check that no CUDA device is used by two processes of a job, unless NCCL is told that it may be.
+    """Check that no accelerator is used by two processes of a job, unless NCCL is told that it may be.
 
     Args:
         machines: All of them; each makes this call.
@@ -27,12 +28,13 @@ def check_devices(machines: Machines, chosen: Sequence[torch.device]) -> None:
 
     Raises:
         CollectiveError: A machine was lost.
-        OptionError: Two of them have the same CUDA device; every machine raises it.
+        OptionError: Two of them have the same one; every machine raises it.
     """
-    cards = [device for device in dict.fromkeys(chosen) if device.type == "cuda"]
+    cards = list(filter(is_accelerator, dict.fromkeys(chosen)))
     if os.environ.get(SEVERAL_RANKS) == "1":
         cards = []
-    there = machines.gather([(nvml_uuid(card), f"{card} of {socket.gethostname()}") for card in cards])
+    uuids = {card: uuid for card in cards if (uuid := device_uuid(card)) is not None}
+    there = machines.gather([(uuid, f"{card} of {socket.gethostname()}") for card, uuid in uuids.items()])
     owner: dict[str, int] = {}
     for machine, named in enumerate(there):
         for uuid, name in named:

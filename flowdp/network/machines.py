@@ -24,10 +24,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flowdp.device.accelerator import accelerator_type
 from flowdp.errors import CollectiveError, MachineLostError, OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["Machines", "Pending", "Reduction", "backend_here", "check_world", "find_machines", "world_here"]
+__all__ = [
+    "BACKENDS",
+    "Machines",
+    "Pending",
+    "Reduction",
+    "backend_here",
+    "check_world",
+    "find_machines",
+    "world_here",
+]
 
 log = logging.getLogger("flowdp")
 
@@ -36,6 +46,9 @@ Answer = TypeVar("Answer")
 Reduction = Literal["sum", "max"]
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+"""Backends of `torch.distributed` for tensors on accelerators; on ROCm "nccl" is RCCL."""
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of the environment by which torchrun, and launchers like it, describe a job."""
@@ -448,8 +461,11 @@ def check_world(world: object) -> None:
 
 
 def backend_here() -> str:
-    """Backend of the default process group: flowdp uses gloo, and the user's CUDA tensors need NCCL."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    """Backend of the default process group: flowdp uses gloo, and tensors on devices need their own."""
+    for kind, backend in BACKENDS.items():
+        if kind == accelerator_type() and torch.accelerator.is_available():
+            return f"cpu:gloo,{kind}:{backend}"
+    return "gloo"
 
 
 def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:

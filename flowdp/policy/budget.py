@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 __all__ = [
     "DEPTH_LIMIT",
+    "FIRST_DEPTH",
     "USAGE",
     "Memory",
     "RingBudget",

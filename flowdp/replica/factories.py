@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane
 from flowdp.device.structure import check_same, structure
@@ -315,7 +316,7 @@ def check_closure(optimizer: Optimizer) -> None:
 
 
 def seed_devices(devices: Sequence[torch.device], seed: int, machine: int = 0) -> None:
-    """Seed the generator of every CUDA device, for dropout and the like; each differently.
+    """Seed the generator of every accelerator, for dropout and the like; each differently.
 
     The CPU's generator belongs to the process, and the user.
 
@@ -325,12 +326,13 @@ def seed_devices(devices: Sequence[torch.device], seed: int, machine: int = 0) -
         machine: Number of this machine, of several.
     """
     for place, device in enumerate(dict.fromkeys(devices)):
-        if device.type == "cuda":
+        if is_accelerator(device):
             state = np.random.SeedSequence(
                 seed, spawn_key=(place, machine) if machine else (place,)
             ).generate_state(1, np.uint64)
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(int(state[0]))
+            module = device_module(device)
+            with module.device(device):
+                module.manual_seed(int(state[0]))
 
 
 def slow_optimizer(optimizer: Optimizer) -> str | None:

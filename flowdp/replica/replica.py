@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from flowdp.collective.batch_norm import min_part_size, plain_layers
 from flowdp.collective.outer import OuterMomentum
 from flowdp.data.batches import Portion, cuts
+from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.compiled import frees_at_once
 from flowdp.device.draws import NoRedraws, OwnDraws
 from flowdp.device.flat_gradients import FlatGradients
@@ -199,9 +200,7 @@ class Replica:
         self._redraws = Recheck()  # where the generator is shared
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
         self._has_buffers = flat.has_buffers
-        self._generator: torch.Generator | None = None
-        if self.device.type == "cuda":
-            self._generator = torch.cuda.default_generators[self.device.index]
+        self._generator = device_generator(self.device) if is_accelerator(self.device) else None
         self._random: Tensor | None = None  # state of the generator
         self.has_state = self.can_repeat and (self._has_buffers or self._generator is not None)
         self.steps_flat = self.may_be_flat and obstacle(self._optimizer, module, flat) is None

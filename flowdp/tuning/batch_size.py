@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from flowdp.config import RunConfig
 from flowdp.data.open_source import dataset_length
+from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.errors import FlowdpError, OptionError, OutOfDeviceMemory
 from flowdp.observe.figure import new_figure
 from flowdp.policy.table import Table
@@ -253,8 +254,8 @@ def _speed(config: RunConfig, device: torch.device, steps: int, size: int) -> fl
         return None
     finally:
         gc.collect()  # a cycle in the model holds its memory until then
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        if is_accelerator(device):
+            device_module(device).empty_cache()
     timed = rounds[1:] or rounds  # the first step allocates for all others
     return 1e3 * sum(sum(one.samples) for one in timed) / sum(one.wall_ms for one in timed)
 

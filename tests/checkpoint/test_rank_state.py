@@ -16,7 +16,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from flowdp.checkpoint.file import plain, read, write
-from flowdp.checkpoint.rank_state import capture, of_rank, restore
+from flowdp.checkpoint.rank_state import capture, capture_generator, of_rank, restore
 from flowdp.device.streams import CudaLane, Lane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import CheckpointError
@@ -426,3 +426,17 @@ def test_what_is_not_plain_is_named_by_the_writer() -> None:
     taken = capture(make(Locked), shared=False)()
     with pytest.raises(CheckpointError, match=r"optimizers\[0\]\.lock is a lock"):
         plain(taken)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_generator_of_an_accelerator_is_the_ranks_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    monkeypatch.setattr(torch.get_device_module(kind), "default_generators", (generator,))
+    replica = make(lambda p: SGD(p, 0.1))
+    taken = plain(capture(replica, shared=True)())
+    assert taken["generator"] is None  # of the CPU: it is the process's
+    replica.device = torch.device(kind, 0)
+    before = capture_generator(replica)()["generator"]
+    first = torch.rand(3, generator=generator)
+    restore(replica, {**taken, "generator": before}, taken["model"], taken["buffers"])
+    assert torch.equal(torch.rand(3, generator=generator), first)

@@ -13,6 +13,7 @@ from flowdp.collective.local_group import group_lanes, local_groups
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.device.streams import CudaLane
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError
+from tests.accelerators import FakeXpu, OnXpu
 from tests.collective.fake_world import in_threads, without_waits
 from tests.fakes import FakeCuda
 
@@ -343,3 +344,16 @@ def test_what_cannot_be_enqueued_is_an_error_for_all(card, monkeypatch):
     errors = card.step()
     assert all("out of memory" in str(error) for error in errors), errors
     assert sum(isinstance(error, CollectiveAborted) for error in errors) == 2
+
+
+@pytest.mark.parametrize(("index", "is_here"), [(0, True), (1, False)])
+def test_a_tensor_of_another_accelerator_is_refused(index: int, is_here: bool) -> None:
+    lane = CudaLane(CPU, FakeXpu())
+    lane.device = torch.device("xpu", index)
+    (group,) = group_lanes([lane])
+    work = lambda: group.broadcast(torch.zeros(2).as_subclass(OnXpu))  # noqa: E731
+    if is_here:
+        work()
+    else:
+        with pytest.raises(OptionError, match="is on xpu:1, the tensor on xpu:0: move it there"):
+            work()

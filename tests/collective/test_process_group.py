@@ -68,7 +68,12 @@ def test_work_that_failed_fails_again():
 
 @pytest.mark.parametrize(
     ("config", "device"),
-    [("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:gloo", "cpu")],
+    [
+        ("cuda:nccl", "cuda:1"),
+        ("cpu:gloo,cuda:nccl", "cuda:1"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:gloo,xpu:xccl", "xpu:1"),
+    ],
 )
 def test_where_ranks_of_torch_distributed_are(config, device, monkeypatch):
     """Also if `init_process_group` was given no backend, which is then "undefined"."""
@@ -77,7 +82,8 @@ def test_where_ranks_of_torch_distributed_are(config, device, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for module in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "current_device", lambda: 1)
     assert ProcessGroup.from_torch().device == torch.device(device)
 
 

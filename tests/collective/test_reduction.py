@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowdp.collective import reduction
-from flowdp.collective.reduction import flat_view, reduce_all
+from flowdp.collective.reduction import flat_view, reduce_all, split_equally
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +70,8 @@ def test_flat_view_shares_memory_where_it_can():
     turned = torch.arange(6).view(2, 3).t()
     assert flat_view(turned).tolist() == turned.flatten().tolist()
     assert not flat_view(torch.zeros(2, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize(("device", "pieces"), [("cpu", 2), ("meta", 1)])
+def test_the_cpu_alone_has_small_pieces(device: str, pieces: int) -> None:
+    assert len(split_equally([torch.empty(200, device=device)] * 2)) == pieces

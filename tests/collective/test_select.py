@@ -12,6 +12,7 @@ from torch import nn
 from flowdp.collective import select
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
+from flowdp.collective.nccl import NcclMean
 from flowdp.collective.select import choose_path, open_collective, open_loop
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import CudaLane, HostLane, Lane
@@ -113,6 +114,24 @@ def test_without_nccl_a_warning_says_why(
     with pytest.raises(CollectiveError, match="cupy is not there"):
         chosen(CUDA, "nccl")
     assert not caplog.text
+
+
+def test_on_rocm_cards_average_without_nccl(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(select, "NcclMean", NcclMean)  # the real one asks for the library first
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        assert chosen(CUDA) is DeviceMean
+    assert "averaging without NCCL: this torch is built without CUDA" in caplog.text
+    with pytest.raises(CollectiveError, match="built without CUDA"):
+        chosen(CUDA, "nccl")
+
+
+def test_xpus_average_through_the_host() -> None:
+    assert chosen([torch.device("xpu", index) for index in range(2)]) is HostMean
+    assert chosen([torch.device("xpu", 0)] * 2) is DeviceMean
 
 
 def test_cards_that_do_not_reach_each_other_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

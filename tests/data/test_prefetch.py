@@ -657,6 +657,32 @@ def test_another_program_takes_the_memory_and_gives_it_back(close, source_of):
     no_race(lane)
 
 
+def test_a_ring_that_grows_expects_what_it_has_not_fetched(close):
+    class Told(Shelf):
+        expected: Sequence[Any] = ()
+
+        def expect(self, rank: int, upcoming: Any) -> None:
+            self.expected = [key[1] for key in upcoming]
+
+    shelf = Told()
+    rank = close(Rank(shelf, CardLane()))
+    keys = [(0, batch) for batch in range(6)]
+    rank.follow(keys)
+    assert rank.ask(keys[0]) is None
+    for depth in (4, 2, 9):
+        rank.feed.resize(depth)
+        assert shelf.expected == [0, 1, 2, 3, 4, 5], "nothing has been fetched yet"
+    shelf.put(0, 1, 2)
+    rank.feed.wake(0, 0)
+    rank.notes.get(timeout=60)
+    rank.ask(keys[0])
+    while shelf.asked.get(timeout=60)[1:] != (0, 3):
+        pass
+    rank.feed.resize(1)
+    assert shelf.expected == [2, 3, 4, 5]
+    assert shelf.returned == [(0, 2)]
+
+
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_a_limit_of_the_users_holds_at_any_time(close, limit):
     lane, device = CardLane(), Device(2**30)

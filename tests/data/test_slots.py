@@ -11,6 +11,7 @@ from torch import nn
 from flowdp.data.slots import Layout, first_rows, is_plain, own_memory
 from flowdp.data.trees import flatten
 from flowdp.device.streams import HostLane
+from tests.accelerators import OnXpu
 from tests.data.cards import CardLane
 
 
@@ -144,3 +145,13 @@ def test_what_moves_itself_does_so_and_the_rest_stays():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_not_plain():
     assert not is_plain(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]))
+
+
+def test_a_tensor_of_an_accelerator_is_awaited_and_kept_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane, leaf = CardLane(), torch.rand(3).as_subclass(OnXpu)
+    monkeypatch.setattr(OnXpu, "recorded", [])
+    awaited: list[Any] = []
+    monkeypatch.setattr(lane, "await_default", lambda stream, device: awaited.append((stream, device)))
+    own_memory(leaf, lane)
+    assert awaited == [(lane.copy, torch.device("xpu", 0))]
+    assert OnXpu.recorded == [lane.compute]

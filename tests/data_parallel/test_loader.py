@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from flowdp.data_parallel.loader import Epoch, WindowLoader, Windows, interleaved, may_read_ahead, samples_of
+from flowdp.data_parallel.batches import LoaderBatches, may_read_ahead, samples_of
+from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch, WindowLoader, Windows, interleaved
 from flowdp.device.streams import CudaLane, HostLane
 from flowdp.errors import DataError
 from flowdp.policy.shares import shard_sizes
-from tests.data.cards import Card
+from tests.accelerators import OnXpu
+from tests.data.cards import Card, CardLane
 from tests.data.test_processes import Collecting, Garbage
 from tests.loops import CPU, WAIT_S
 
@@ -45,8 +47,10 @@ def epoch(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) 
     return Epoch(loader, lanes, Halves(counts))
 
 
-def read_ahead(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) -> WindowLoader:
-    return WindowLoader(Windows(loader, lanes, Halves(counts)))
+def read_ahead(
+    loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES, **options: Any
+) -> WindowLoader:
+    return WindowLoader(Windows(LoaderBatches(loader, lanes), lanes, Halves(counts)), lanes, **options)
 
 
 def data(*sizes: int) -> list[tuple[Tensor, Tensor]]:
@@ -235,6 +239,35 @@ def test_one_window_is_read_ahead_and_no_more() -> None:
     assert loader.threads == {threading.main_thread().name}, "worker processes are started by the caller"
 
 
+@pytest.mark.parametrize(
+    ("card", "depth", "first", "later"),
+    [
+        (Card(), None, 1, WINDOWS_AHEAD),
+        (Card(), 2, 1, 2),
+        (Card(), 7, 1, 7),
+        (Card(), 0, 0, 0),
+        (Card(total=1), None, 1, 0),
+    ],
+    ids=["by the card", "two", "seven", "none", "on a full card"],
+)
+def test_as_many_windows_are_read_ahead_as_a_card_has_room_for(
+    card: Card, depth: int | None, first: int, later: int
+) -> None:
+    loader = Loader(data(*[2] * 40))
+    lanes = [CudaLane(torch.device("cpu", 0), card) for _ in range(2)]
+    reader = read_ahead(loader, (1, 1), lanes, depth=depth)
+    try:
+        windows = iter(reader)
+        next(windows)
+        loader.until(lambda: loader.asked == 2 * (1 + first))
+        next(windows)  # the first step has been taken: the gauge may be read
+        next(windows)
+        loader.until(lambda: loader.asked >= 2 * (3 + later))
+    finally:
+        reader.close()
+    assert loader.asked <= 2 * (3 + max(first, later))
+
+
 def test_an_epoch_that_is_left_ends_its_thread() -> None:
     def readers() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "flowdp-loader"]
@@ -331,3 +364,14 @@ def test_worker_processes_leave_garbage_of_this_process_alone() -> None:
         gc.enable()
     assert len(windows) == 1
     assert collected.tolist()[:2] == [1, 0]
+
+
+def test_a_piece_on_an_accelerator_is_kept_for_the_stream_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OnXpu, "recorded", [])
+    lane = CardLane()
+    piece = Windows([], [lane], Halves())._piece(0, torch.rand(3).as_subclass(OnXpu), 3)
+    with lane.on(lane.comm):
+        piece.arrive()
+    assert OnXpu.recorded == [lane.compute, lane.comm]

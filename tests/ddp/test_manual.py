@@ -19,6 +19,7 @@ from flowdp.ddp import manual as ddp_module
 from flowdp.ddp.manual import Ddp
 from flowdp.device.streams import CudaLane, Lane
 from flowdp.errors import OptionError
+from tests.accelerators import FakeXpu
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
 from tests.wired import fake_link
@@ -461,3 +462,25 @@ def test_nccl_that_is_asked_for_needs_cuda_devices(way: list[FakeNccl]) -> None:
         Ddp.wrap(replicas(2), backend="nccl")
     with pytest.raises(OptionError, match="backend must be one of"):
         Ddp.wrap(replicas(2), backend="cpu")  # type: ignore[arg-type]
+
+
+def test_a_thread_works_on_the_callers_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    xpu, card = FakeXpu(), torch.device("xpu", 0)
+    monkeypatch.setattr(ddp_module, "device_module", {card: xpu}.__getitem__)
+    own, seen = xpu.Stream(), []
+    with xpu.stream(own):
+        context = ddp_module._current_stream(card)
+
+    def work() -> None:
+        with context:
+            seen.append(xpu.current_stream())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [own]
+
+
+def test_models_on_a_device_that_cannot_train_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"'meta'.* is not here"):
+        Ddp.wrap([nn.Linear(1, 1, device="meta")])

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import logging
 import platform
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from flowdp.device.discovery import (
     DeviceSummary,
     choose_devices,
     cpu_name,
+    device_uuid,
     devices,
     reach_each_other,
     resolve_devices,
 )
 from flowdp.errors import OptionError
+from tests.accelerators import pretend
 
 GB = 2**30
 CPU = torch.device("cpu")
@@ -27,10 +31,19 @@ def gpu(index: int, name: str = "NVIDIA RTX 4090", problem: str | None = None) -
     return DeviceInfo(torch.device("cuda", index), name, 24 * GB, problem)
 
 
+def xpu(index: int) -> DeviceInfo:
+    return DeviceInfo(torch.device("xpu", index), "Intel Arc", 16 * GB)
+
+
 NO_CUDA = DeviceSummary((DeviceInfo(CPU, "some processor", 8 * GB),))
 TWO = DeviceSummary((gpu(0), gpu(1)))
 ONE_OF_TWO = DeviceSummary((gpu(0, problem="busy"), gpu(1)))
 NONE_OF_ONE = DeviceSummary((gpu(0, problem="no kernel image"), DeviceInfo(CPU, "some processor", 8 * GB)))
+XPUS = DeviceSummary((xpu(0), xpu(1)))
+XPU_1 = torch.device("xpu", 1)
+MAC = DeviceSummary(
+    (DeviceInfo(torch.device("mps", 0), "MPS device", 0, "no float64"), DeviceInfo(CPU, "Apple M4", 8 * GB))
+)
 CUDA = [torch.device("cuda", index) for index in range(3)]
 CUDA_0, CUDA_1 = CUDA[:2]
 
@@ -48,6 +61,9 @@ class TestSummary:
             ),
             (ONE_OF_TWO, "1 GPU | RTX 4090 (24.0 GB) | single-device mode | cuda:0 unusable: busy"),
             (NONE_OF_ONE, "no CUDA available | CPU mode | cuda:0 unusable: no kernel image"),
+            (XPUS, "2 XPUs | Intel Arc (16.0 GB) | Intel Arc (16.0 GB)"),
+            (DeviceSummary((xpu(0),)), "1 XPU | Intel Arc (16.0 GB) | single-device mode"),
+            (MAC, "no CUDA available | CPU mode | mps:0 unusable: no float64"),
         ],
     )
     def test_one_line(self, summary: DeviceSummary, line: str) -> None:
@@ -59,11 +75,11 @@ class TestSummary:
 
     def test_this_machine(self) -> None:
         here = devices()
-        cuda = torch.cuda.device_count()
-        assert len(here.devices) == cuda or here.devices[-1].device == CPU
+        count = torch.accelerator.device_count()
+        assert len(here.devices) == count or here.devices[-1].device == CPU
         assert here.usable
         assert all(info.memory_bytes > 2**20 and info.name for info in here.usable)
-        if not cuda:
+        if not count:
             assert str(here) == "no CUDA available | CPU mode"
 
     def test_cpu_name_says_more_than_the_architecture(self) -> None:
@@ -93,6 +109,11 @@ class TestChoose:
             ([1, 0], TWO, [CUDA_1, CUDA_0]),
             (range(2), TWO, [CUDA_0, CUDA_1]),
             (("cuda", "cpu"), TWO, [CUDA_0, CPU]),
+            ("auto", XPUS, [torch.device("xpu", 0), XPU_1]),
+            (1, XPUS, [torch.device("xpu", 0)]),
+            ([1, "xpu", "cpu"], XPUS, [XPU_1, torch.device("xpu", 0), CPU]),
+            ("auto", MAC, [CPU]),
+            (2, MAC, [CPU, CPU]),
         ],
     )
     def test_what_an_option_means(
@@ -118,10 +139,13 @@ class TestChoose:
             (["cuda:2"], TWO, "'cuda:2' is not here: this machine has cuda:0, cuda:1, cpu"),
             (["cuda:0"], ONE_OF_TWO, "cuda:0 cannot be used: busy"),
             (["meta"], TWO, "'meta' is not here"),
+            (["cuda:0"], XPUS, "'cuda:0' is not here: this machine has xpu:0, xpu:1, cpu"),
+            (["mps"], MAC, "mps:0 cannot be used: no float64"),
+            (["mps"], NO_CUDA, "'mps' is not here"),
             (["tpu"], TWO, "'tpu' is no device of torch"),
             ([-1], TWO, "-1"),
-            (["cpu", True], NO_CUDA, "a CUDA index, not True"),
-            ([None], NO_CUDA, "a CUDA index, not None"),
+            (["cpu", True], NO_CUDA, "the index of an accelerator, not True"),
+            ([None], NO_CUDA, "the index of an accelerator, not None"),
         ],
     )
     def test_what_cannot_be(self, wanted: DevicesOption, there: DeviceSummary, reason: str) -> None:
@@ -166,29 +190,28 @@ def test_who_reads_whose_memory(
     assert reach_each_other(chosen) is together
 
 
-def test_only_the_devices_that_are_named_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_only_the_devices_that_are_named_are_tried(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[torch.device] = []
     compared: list[tuple[torch.device, ...]] = []
-    broken = {CUDA[2]: "out of order"}
+    cards = [torch.device(kind, index) for index in range(3)]
+    broken = {cards[2]: "out of order"}
 
     def problem(device: torch.device) -> str | None:
         tried.append(device)
         return broken.get(device)
 
+    pretend(monkeypatch, kind, count=3)
     monkeypatch.setattr(discovery, "_problem_of", problem)
-    monkeypatch.setattr(discovery, "_peers_of", lambda device: ())
     monkeypatch.setattr(discovery, "check_copies", compared.append)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    card = SimpleNamespace(name="A", total_memory=GB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    assert resolve_devices(["cuda:1", "cuda:1"]) == (CUDA[1], CUDA[1])
-    assert tried == [CUDA[1]]
-    with pytest.raises(OptionError, match="cuda:2 cannot be used: out of order"):
+    assert resolve_devices([f"{kind}:1", f"{kind}:1"]) == (cards[1], cards[1])
+    assert tried == [cards[1]]
+    with pytest.raises(OptionError, match=f"{kind}:2 cannot be used: out of order"):
         resolve_devices([2])
-    assert resolve_devices("auto") == (CUDA[0], CUDA[1])
+    assert resolve_devices("auto") == (cards[0], cards[1])
     with pytest.raises(OptionError, match="devices=3, but"):
         resolve_devices(3)
-    assert compared == [(CUDA[1], CUDA[1]), (CUDA[0], CUDA[1])]
+    assert compared == [(cards[1], cards[1]), (cards[0], cards[1])]
 
 
 def test_a_device_that_has_computed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,3 +225,73 @@ def test_a_device_that_has_computed_is_not_tried_again(monkeypatch: pytest.Monke
     assert discovery._problem_of(CPU) is None
     monkeypatch.setattr(discovery, "_fine", set())
     assert discovery._problem_of(CPU) == "busy"
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [("float64", RuntimeError), ("float64", TypeError), ("memory", RuntimeError)]
+)
+def test_a_device_is_tried_for_what_flowdp_needs_of_it(
+    fault: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ones(count: int, *, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        if fault == "float64" and dtype == torch.float64:
+            raise error("Required aspect fp64 is not supported on the device")
+        return torch.full((count,), 1, dtype=dtype)
+
+    def info(device: torch.device) -> tuple[int, int]:
+        if fault == "memory":
+            raise RuntimeError("The device doesn't support querying the available free memory.")
+        return 1, 2
+
+    monkeypatch.setattr(discovery, "_fine", set())
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", info)
+    problem = discovery._problem_of(XPU_1)
+    assert problem is not None
+    assert ("fp64" if fault == "float64" else "free memory") in problem
+    assert not discovery._fine
+    fault = ""
+    assert discovery._problem_of(XPU_1) is None
+    assert discovery._fine == {XPU_1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "hip", "name"), [("xpu", None, "XPU"), ("cuda", "6.4", "ROCm"), ("cuda", None, None)]
+)
+def test_a_platform_that_has_never_been_run_is_named_once(
+    kind: str,
+    hip: str | None,
+    name: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pretend(monkeypatch, kind)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        assert resolve_devices("auto") == (torch.device(kind, 0), torch.device(kind, 1))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (name is not None)
+    assert all(f"never been run on {name}: " in text for text in said)
+    caplog.clear()
+    resolve_devices(["cpu", "cpu"])
+    assert not caplog.records
+
+
+def test_metal_is_named_as_the_reason_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "mps", count=1)
+    assert resolve_devices("auto") == (CPU,)
+    assert "mps:0 unusable: flowdp computes means in float64" in str(devices())
+    with pytest.raises(OptionError, match=r"mps:0 cannot be used: .* pass devices=\['cpu'\]"):
+        resolve_devices(["mps"])
+
+
+@pytest.mark.parametrize(
+    ("properties", "uuid"),
+    [({"uuid": "01-23"}, "GPU-01-23"), ({"uuid": "MIG-01"}, "MIG-01"), ({}, None)],
+)
+def test_the_identifier_of_a_device(
+    properties: dict[str, Any], uuid: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "get_device_properties", lambda device: SimpleNamespace(**properties))
+    assert device_uuid(CUDA_1) == device_uuid(XPU_1) == uuid

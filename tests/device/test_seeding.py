@@ -10,6 +10,7 @@ import torch
 
 from flowdp import OptionError, seed_everything
 from flowdp.device.seeding import generators_kept
+from tests.accelerators import pretend
 
 
 def draws() -> list[float]:
@@ -38,6 +39,21 @@ def test_kept_generators_go_on_as_if_nothing_had_been_drawn() -> None:
             seed_everything(6)
             draws()
         assert draws() == expected
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_generators_of_devices_are_kept(is_named: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = tuple(torch.Generator().manual_seed(seed) for seed in range(2))
+    module = pretend(monkeypatch, kind)
+    monkeypatch.setattr(module, "default_generators", generators)
+    monkeypatch.setattr(module, "is_initialized", lambda: True)
+    before = [generator.get_state() for generator in generators]
+    with generators_kept([torch.device(kind, 1)] if is_named else None):
+        for generator in generators:
+            torch.rand(3, generator=generator)
+    is_kept = [torch.equal(own.get_state(), was) for own, was in zip(generators, before, strict=True)]
+    assert is_kept == [not is_named, True]
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, None, "7"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import Any
 
@@ -10,15 +11,18 @@ import torch
 
 from flowdp.device import streams
 from flowdp.device.streams import CudaLane, HostLane, open_lanes
+from tests.accelerators import FakeXpu
 from tests.fakes import FakeCuda
 from tests.watched import Watched, both
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def cuda() -> FakeCuda:
-    return FakeCuda()
+@pytest.fixture(params=[FakeCuda, FakeXpu])
+def cuda(request: pytest.FixtureRequest) -> FakeCuda:
+    """The device module of a fake CUDA device, and one with the interface of XPU's."""
+    module: FakeCuda = request.param()
+    return module
 
 
 def test_a_lane_has_three_streams_and_averaging_goes_first(cuda: FakeCuda) -> None:
@@ -103,6 +107,36 @@ def test_ranks_of_one_device_have_streams_of_their_own_and_get_them_again(
     assert len(made) == 3
 
 
+@pytest.mark.parametrize(("kind", "is_asked"), [("cuda", True), ("xpu", False)])
+def test_a_lane_drives_its_device_by_torchs_module_for_it(
+    kind: str, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    module: Any = FakeCuda()
+    monkeypatch.setattr(module, "Event", lambda **choices: asked.append(choices))
+    monkeypatch.setattr(streams, "device_module", {torch.device(kind, 0): module}.__getitem__)
+    lane = CudaLane(torch.device(kind, 0))
+    assert lane.cuda is module
+    lane.event(timing=True)
+    assert asked == [{"enable_timing": True, **({"blocking": True} if is_asked else {})}]
+    # torch's own takes these, and does not take `blocking` where it is not asked for.
+    inspect.signature(torch.get_device_module(kind).Event).bind(**asked[0])
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_memory_of_the_host_is_pinned_for_every_accelerator(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, asked = CudaLane(torch.device(kind, 0), FakeCuda()), []
+
+    def empty(shape: Any, **choices: Any) -> None:
+        asked.append(choices["pin_memory"])
+
+    monkeypatch.setattr(torch, "empty", empty)
+    lane.pinned((2,), torch.float32)
+    assert asked == [True]
+
+
 def test_a_cpu_rank_has_the_same_names() -> None:
     (lane,) = open_lanes([CPU])
     assert isinstance(lane, HostLane)
@@ -132,9 +166,9 @@ def test_what_a_dataset_makes_on_the_default_stream_is_awaited(cuda: FakeCuda, a
     cuda.watch("the dataset's tensor", memory)
     with cuda.stream(cuda.default):
         memory.add_(1)
-    if awaits:
-        lane.await_default(lane.copy, CPU)
     with lane.on(lane.copy):
+        if awaits:
+            lane.await_default(lane.copy, CPU)
         memory.clone()
     assert bool(cuda.races) is not awaits
 

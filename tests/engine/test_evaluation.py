@@ -231,13 +231,15 @@ def test_the_order_of_the_training_is_not_touched(ranks: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_card_has_its_generator_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = [1]
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: list(state))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new, device: state.__setitem__(0, new[0]))
-    with own_generator(torch.device("cuda", 0)):
-        state[0] = 2
-    assert state == [1]
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_card_has_its_generator_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    monkeypatch.setattr(torch.get_device_module(kind), "default_generators", (generator,))
+    before = generator.get_state()
+    with own_generator(torch.device(kind, 0)):
+        torch.rand(3, generator=generator)
+        assert not torch.equal(generator.get_state(), before)
+    assert torch.equal(generator.get_state(), before)
 
 
 # ---------------------------------------------------------------- ended early
@@ -505,11 +507,9 @@ def test_a_dataset_alone_is_evaluated_after_every_epoch() -> None:
 class Far(Tensor):
     """A tensor on another card, as far as can be seen here."""
 
-    is_cuda = True
-
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda", 1)
+        return torch.device("xpu", 1)
 
     def record_stream(self, stream: Any) -> None:
         kept.append(stream.name)

@@ -393,3 +393,14 @@ def test_modules_that_the_loss_holds_are_put_back() -> None:
         graph.trial(list(tensors_of(batches(1)[0])), ONE, None)
     assert norm.running_mean is not None
     assert not norm.running_mean.any()
+
+
+@pytest.mark.parametrize(("kind", "hip", "name"), [("xpu", None, "XPU"), ("cuda", "6.4", "ROCm")])
+def test_other_platforms_have_no_graphs(
+    kind: str, hip: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    rank = Rank(model())
+    rank.lane.device = torch.device(kind, 0)
+    with pytest.raises(NotCaptured, match=f"captured by CUDA's graphs, and this one is of {name}"):
+        rank.record(batches(1)[0])

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import flowdp
-from flowdp.modules.copying import CopyError, copy_module
+from flowdp.device.streams import CudaLane
+from flowdp.modules.copying import CopyError, copy_module, make_replica
+from tests.accelerators import FakeXpu
 
 CPU = torch.device("cpu")
 X, Y = torch.rand(32, 6, dtype=torch.float64), torch.rand(32, dtype=torch.float64)
@@ -97,3 +99,18 @@ def test_why_a_module_cannot_be_copied() -> None:
         copy_module(model, CPU)
     with pytest.raises(RuntimeError):
         copy.deepcopy(model)
+
+
+def test_a_factory_leaves_the_generator_of_its_accelerator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    monkeypatch.setattr(torch.xpu, "default_generators", (generator,))
+    before = generator.get_state()
+    lane = CudaLane(torch.device("cpu"), FakeXpu())
+    lane.device = torch.device("xpu", 0)
+
+    def build(device: torch.device) -> nn.Module:
+        torch.rand(3, generator=generator)
+        return nn.Identity()
+
+    make_replica(nn.Identity(), build, lane)
+    assert torch.equal(generator.get_state(), before)

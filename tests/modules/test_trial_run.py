@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flowdp.modules import trial_run
 from flowdp.modules.trial_run import Trials
 from tests.loops import CPU, mlp, numbers
 
@@ -192,3 +193,12 @@ def test_a_scripted_module_comes_back() -> None:
     x = torch.randn(5, 4)
     assert torch.allclose(run(module, x)[:2], run(module, x[:2]))
     assert module.training
+
+
+@pytest.mark.parametrize("place", ["xpu:1", "xpu"])
+def test_the_generator_of_an_accelerator_is_put_back(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = torch.Generator(), torch.Generator()
+    monkeypatch.setattr(torch.xpu, "default_generators", generators)
+    monkeypatch.setattr(torch.xpu, "current_device", lambda: 1)
+    assert trial_run._default_generators(torch.device(place)) == [generators[1]]
+    assert trial_run._default_generators(torch.device("cpu")) == []

@@ -14,12 +14,12 @@ from flowdp.network.machines import find_machines
 from tests.torch_world import in_processes
 
 
-def checked(rank: int, uuids: list[list[str]]) -> str:
+def checked(rank: int, uuids: list[list[str | None]]) -> str:
     machines = find_machines(timeout_s=60.0)
     assert machines is not None
     own = dict(zip((torch.device("cuda", index) for index in range(2)), uuids[rank], strict=False))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "nvml_uuid", own.__getitem__)
+        patch.setattr(module, "device_uuid", own.__getitem__)
         try:
             check_devices(machines, [torch.device("cpu"), *own, *own])  # a device may have several ranks
         except OptionError as error:
@@ -47,3 +47,7 @@ def test_a_device_of_two_processes_is_an_error_on_all(tmp_path: Path) -> None:
 def test_nccls_own_variable_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert in_processes(checked, tmp_path, 2, [["a"], ["a"]]) == [""] * 2
+
+
+def test_devices_without_an_identifier_are_not_compared(tmp_path: Path) -> None:
+    assert in_processes(checked, tmp_path, 2, [[None], [None]]) == [""] * 2

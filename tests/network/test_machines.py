@@ -19,9 +19,10 @@ from torch.utils.data import TensorDataset
 
 from flowdp.errors import CollectiveError, MachineLostError, OptionError
 from flowdp.network import machines as module
-from flowdp.network.machines import Machines, find_machines
+from flowdp.network.machines import Machines, backend_here, find_machines
 from flowdp.team_options import find_team
 from flowdp.trainer import Trainer
+from tests.accelerators import pretend
 from tests.torch_world import in_processes
 
 HANG_S = 60.0
@@ -394,3 +395,20 @@ def waits_long(rank: int, folder: str) -> list[float]:
 def test_a_sum_may_take_longer_than_the_looks_for_a_lost_machine(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert in_processes(waits_long, tmp_path, 2, str(tmp_path)) == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("mps", "gloo"), (None, "gloo")],
+)
+def test_tensors_on_an_accelerator_have_a_backend_of_their_own(
+    kind: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind is None:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+    else:
+        module = pretend(monkeypatch, kind)
+    assert backend_here() == backend
+    if kind is not None:  # torch is built for it, and there is no device
+        monkeypatch.setattr(module, "is_available", lambda: False)
+        assert backend_here() == "gloo"

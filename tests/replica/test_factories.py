@@ -344,7 +344,8 @@ def test_an_optimizer_that_could_launch_less_is_named(make: Any, is_slow: bool) 
     assert said is None or "fused=True" in said
 
 
-def test_each_card_is_seeded_once_and_the_cpu_never(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_each_card_is_seeded_once_and_the_cpu_never(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[torch.device] = []
     seeded: list[tuple[torch.device, int]] = []
 
@@ -354,9 +355,10 @@ def test_each_card_is_seeded_once_and_the_cpu_never(monkeypatch: pytest.MonkeyPa
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeded.append((current[-1], seed)))
-    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    module = torch.get_device_module(kind)
+    monkeypatch.setattr(module, "device", device)
+    monkeypatch.setattr(module, "manual_seed", lambda seed: seeded.append((current[-1], seed)))
+    first, second = torch.device(kind, 0), torch.device(kind, 1)
     before = torch.get_rng_state()
     seed_devices([first, CPU, second, first], 7)
     assert torch.equal(torch.get_rng_state(), before)

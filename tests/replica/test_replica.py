@@ -385,3 +385,19 @@ def test_a_graph_is_kept_until_the_backward_is_over_where_ranks_take_turns(
     kept = limit is not None and not compiled
     assert asked == [{"retain_graph": True} if kept else {}]
     assert told == ["backward", "freed"]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_step_that_is_repeated_draws_the_same_on_an_accelerator(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator()
+    monkeypatch.setattr(torch.get_device_module(kind), "default_generators", (generator,))
+    lane = CudaLane(CPU, FakeCuda())
+    lane.device = torch.device(kind, 0)
+    own = adam(1, 1, lane)
+    assert own.has_state
+    own.mark()
+    first = torch.rand(3, generator=generator)
+    own.undo()
+    assert torch.equal(torch.rand(3, generator=generator), first)

@@ -1,0 +1,302 @@
+"""Batches of the user's loader: read by it, or gathered on the devices where its dataset's tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from flowdp.data.batches import Portion
+from flowdp.data.memory import OwnMemory
+from flowdp.data.processes import starting
+from flowdp.data.resident import ResidentTensors
+from flowdp.data.slots import keep_for_compute
+from flowdp.data.staging import Staging
+from flowdp.data.trees import batch_length, flatten, unflatten
+from flowdp.device.memory import empty_cache, read_memory
+from flowdp.device.streams import QUIET, Lane
+from flowdp.errors import DataError
+from flowdp.policy.budget import fits
+
+__all__ = [
+    "END",
+    "Batches",
+    "LoaderBatches",
+    "ResidentBatches",
+    "may_read_ahead",
+    "open_batches",
+    "samples_of",
+]
+
+END = object()
+"""Behind the last batch of a loader."""
+
+
+def may_read_ahead(loader: object) -> bool:
+    """Whether a thread may ask for batches while the user's thread does anything else.
+
+    Two threads that read one file through a dataset get wrong samples without an error, and the loop around
+    an epoch may read the same files, to evaluate, say. So a dataset's own code runs in the user's thread, as
+    it does without flowdp, or in worker processes.
+    """
+    if not isinstance(loader, DataLoader):
+        return isinstance(loader, (list, tuple))
+    return loader.num_workers > 0 or _is_of_tensors(loader)
+
+
+def samples_of(batch: Any) -> int:
+    """Samples of a batch.
+
+    Raises:
+        DataError: It has none.
+    """
+    samples = batch_length(batch)
+    if not samples:
+        raise DataError(f"the loader gave a batch without samples: {batch!r:.100}")
+    return samples
+
+
+class Batches(Protocol):
+    """Batches of a loader, in its order, and their way to the devices.
+
+    A batch is what `next` returns; only the other methods look into it.
+
+    Threads:
+        One at a time.
+    """
+
+    def next(self) -> Any:
+        """The next batch; `END` behind the last.
+
+        Raises:
+            BaseException: Raised by the loader.
+        """
+        ...
+
+    def own(self, batch: Any) -> Any:
+        """The batch in memory of its own, where further ones are read before it is used.
+
+        Raises:
+            DataError: The loader has written to one that it gave before.
+        """
+        ...
+
+    def samples(self, batch: Any) -> int:
+        """Samples of a batch, at least 1."""
+        ...
+
+    def parts(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """A batch cut into consecutive parts of so many samples, themselves batches."""
+        ...
+
+    def bring(self, batch: Any, rank: int) -> Any:
+        """The batch as the user's code gets it, on a rank's device.
+
+        Streams:
+            The rank's `copy` is current.
+        """
+        ...
+
+    def whole(self, batch: Any) -> Any:
+        """The batch as the loader gives it."""
+        ...
+
+
+class LoaderBatches:
+    """Batches that the loader makes; see `Batches`.
+
+    Args:
+        loader: Any iterable of batches. Its iterator is made here, by the calling thread, as worker processes
+            want it.
+        lanes: One per rank.
+    """
+
+    def __init__(self, loader: Iterable[Any], lanes: Sequence[Lane]) -> None:
+        has_processes = isinstance(loader, DataLoader) and loader.num_workers > 0
+        with starting() if has_processes else nullcontext():
+            self._batches = iter(loader)
+        self._memory = None if may_read_ahead(loader) else OwnMemory()
+        self._lanes = lanes
+        self._staging = {rank: Staging(lane) for rank, lane in enumerate(lanes) if lane.is_async}
+
+    def next(self) -> Any:
+        """Ask the loader; see `Batches.next`."""
+        return next(self._batches, END)
+
+    def own(self, batch: Any) -> Any:
+        """Copy it where the loader fills one buffer again and again; see `Batches.own`."""
+        return batch if self._memory is None else self._memory.own(batch, "a batch of the loader")
+
+    def samples(self, batch: Any) -> int:
+        """See `samples_of`."""
+        return samples_of(batch)
+
+    def parts(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Cut every leaf of the batch's length; see `Batches.parts`."""
+        portion = Portion.of(batch, sum(sizes))
+        return [portion.rows(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+
+    def bring(self, batch: Any, rank: int) -> Any:
+        """Copy it through pinned memory; see `Batches.bring`."""
+        if rank not in self._staging:
+            return batch
+        leaves, form = flatten(batch)
+        return unflatten(self._staging[rank].bring(leaves), form)
+
+    def whole(self, batch: Any) -> Any:
+        """The batch itself."""
+        return batch
+
+
+class ResidentBatches:
+    """Batches of a DataLoader over tensors, of which each device has a copy for one epoch; see `Batches`.
+
+    The loader's sampler draws the samples, and nothing else of it runs. An epoch trains the tensors as they
+    are when it begins, or when torch has counted a write to one since.
+
+    Args:
+        loader: See `fits_on`.
+        lanes: One per rank, all of them with streams.
+
+    Raises:
+        torch.OutOfMemoryError: A device has no room for the tensors.
+
+    Threads:
+        Made by the user's.
+    """
+
+    def __init__(self, loader: DataLoader[Any], lanes: Sequence[Lane]) -> None:
+        self._loader = loader
+        self._lanes = lanes
+        self._staging = [Staging(lane) for lane in lanes]
+        self._tensors: tuple[Tensor, ...] = loader.dataset.tensors  # type: ignore[attr-defined]
+        for lane in lanes:  # behind the work that has made them, on the user's stream
+            made = lane.event()
+            made.record(lane.current())
+            lane.copy.wait_event(made)
+        self._upload()
+        # With its iterator the loader draws what it always draws from torch's generator.
+        self._indices: Iterator[Any] = iter(loader)._sampler_iter
+
+    @staticmethod
+    def fits_on(loader: object, lanes: Sequence[Lane], usage: float) -> bool:
+        """Whether a loader's batches can be gathered on these devices, and the tensors fit there.
+
+        Args:
+            loader: Any iterable of batches.
+            lanes: One per rank.
+            usage: Part of a device that may be in use.
+        """
+        # One of another class may do more to its batches.
+        if type(loader) is not DataLoader or loader.num_workers or not _is_of_tensors(loader):
+            return False
+        tensors: Sequence[Tensor] = loader.dataset.tensors  # type: ignore[attr-defined]
+        return (
+            all(lane.is_async for lane in lanes)
+            and loader.batch_sampler is not None
+            and all(type(one) is Tensor and one.layout is torch.strided for one in tensors)
+            and not any(one.requires_grad or one.is_inference() for one in tensors)
+            and all(
+                _has_room(tensors, lane, usage) for lane in {lane.device: lane for lane in lanes}.values()
+            )
+        )
+
+    def next(self) -> Tensor | object:
+        """Rows of the next batch. Shape [samples]."""
+        drawn = next(self._indices, END)
+        if drawn is END:
+            return END
+        if self._versions != [tensor._version for tensor in self._tensors]:
+            for lane in self._lanes:
+                lane.await_default(lane.copy, lane.device)
+            self._upload()
+        index, length = torch.as_tensor(drawn, dtype=torch.int64, device="cpu"), len(self._tensors[0])
+        low, high = (int(bound) for bound in torch.aminmax(index)) if len(index) else (0, 0)
+        # On the device a wrong one would end the process's use of CUDA.
+        if low < -length or high >= length:
+            wrong = low if low < -length else high
+            raise IndexError(f"index {wrong} is out of range: the dataset has {length} samples")
+        return index.remainder(length)
+
+    def own(self, batch: Tensor) -> Tensor:
+        """The batch: drawn anew each time."""
+        return batch
+
+    def samples(self, batch: Tensor) -> int:
+        """Samples of a batch.
+
+        Raises:
+            DataError: It has none.
+        """
+        if not len(batch):
+            raise DataError("the sampler of the loader gave a batch without samples")
+        return len(batch)
+
+    def parts(self, batch: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Cut the rows; see `Batches.parts`."""
+        return list(batch.split(list(sizes)))
+
+    def bring(self, batch: Tensor, rank: int) -> list[Tensor]:
+        """Gather it; see `Batches.bring`."""
+        lane = self._lanes[rank]
+        data = self._there[lane.device]
+        [rows] = self._staging[rank].bring([batch])
+        lane.copy.wait_event(data.copied)
+        with QUIET:
+            made = [
+                torch.empty((len(batch), *one.shape[1:]), dtype=one.dtype, device=lane.device)
+                for one in data.tensors
+            ]
+        for one, out in zip(data.tensors, made, strict=True):
+            torch.index_select(one, 0, rows, out=out)
+        keep_for_compute(made, lane)
+        return made
+
+    def whole(self, batch: Tensor) -> list[Tensor]:
+        """The batch as the loader would have made it."""
+        return [tensor.index_select(0, batch.to(tensor.device)) for tensor in self._tensors]
+
+    def _upload(self) -> None:
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._there: dict[torch.device, ResidentTensors] = {}
+        for lane in self._lanes:
+            if lane.device not in self._there:
+                self._there[lane.device] = ResidentTensors(self._tensors, lane)
+
+
+def open_batches(loader: Iterable[Any], lanes: Sequence[Lane], usage: float) -> Batches:
+    """The batches of a loader: gathered on the devices where that is possible, else as the loader makes them.
+
+    Args:
+        loader: Any iterable of batches.
+        lanes: One per rank.
+        usage: Part of a device that may be in use.
+
+    Threads:
+        The user's.
+    """
+    if ResidentBatches.fits_on(loader, lanes, usage):
+        assert isinstance(loader, DataLoader)
+        try:
+            return ResidentBatches(loader, lanes)
+        except torch.OutOfMemoryError:
+            pass
+        # Here, where no traceback keeps the copies so far.
+        with QUIET:
+            empty_cache(lanes[0])
+    return LoaderBatches(loader, lanes)
+
+
+def _is_of_tensors(loader: DataLoader[Any]) -> bool:
+    return type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+
+
+def _has_room(tensors: Sequence[Tensor], lane: Lane, usage: float) -> bool:
+    memory = read_memory(lane)
+    needed = sum(tensor.nbytes for tensor in tensors if tensor.device != lane.device)
+    return memory is not None and fits(memory, needed, usage=usage)
