@@ -41,6 +41,7 @@ LEAVES_AT = 4
 
 FEATURES = 8
 STALL_CYCLES = 3_000_000  # 1.5 ms at 2 GHz, about twenty of these steps
+STALL_CHANCE = 0.5
 COUNT, BATCH_SIZE, EPOCHS = 519, 16, 3  # the last batch of an epoch has 7 samples
 
 
@@ -71,7 +72,7 @@ class Single(Dataset[Any]):
 
 
 class Staller:
-    """Delays the current stream at one place, every other time on average.
+    """Delays the current stream at one place, the first time and then as `STALL_CHANCE` says.
 
     Args:
         where: One of `STALLS`; None: nowhere.
@@ -88,7 +89,7 @@ class Staller:
         if where != self.where:
             return
         with self._lock:
-            is_late = self.stalls == 0 or self._draw.random() < 0.5
+            is_late = self.stalls == 0 or self._draw.random() < STALL_CHANCE
             self.stalls += is_late
         if is_late and torch.cuda.is_available():
             torch.cuda._sleep(STALL_CYCLES)

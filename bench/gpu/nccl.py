@@ -13,12 +13,15 @@ import torch
 
 from bench.gpu.averaging import against_copies, open_replicas
 from bench.gpu.checks import deviation, faults_of
-from bench.gpu.part import Figure, Finding, Note, Place, timed_ms
+from bench.gpu.part import Figure, Finding, Note, Place, Skipped, timed_ms
 from bench.harness import step_ms
 from flowdp.collective.nccl import NcclMean, load
 from flowdp.collective.nccl_setup import CommunicatorSetup, Side, abort_all, sum_replicas
 from flowdp.device.streams import QUIET
 from flowdp.options import RuntimeOptions
+
+SHARED_SINCE = 23000
+"""First version of NCCL that lets ranks share a card, as `get_version` has it."""
 
 
 def measure_one(place: Place) -> Iterator[Finding]:
@@ -34,10 +37,18 @@ def measure_one(place: Place) -> Iterator[Finding]:
     mean = partial(sum_replicas, nccl, comms, [side], (3,), drift=False)
     try:
         mean()
+        others = [torch.empty_like(memory) for memory in replica.memories]
+
+        def copy() -> None:
+            for memory, other in zip(replica.memories, others, strict=True):
+                other.copy_(memory)
+
         with lanes[0].on(lanes[0].comm):
             lanes[0].comm.synchronize()
             ms = timed_ms(place, mean, repeats=20)
             yield Figure("NCCL, 1 rank x 100 M, ms", ms)
+            # NCCL itself has nothing to do, so this is what a mean costs around it.
+            yield Figure("NCCL, 1 rank: mean / copy of the replica", ms / timed_ms(place, copy, repeats=20))
             yield Figure("NCCL, 1 rank, launch, host, us", 1e3 * step_ms(mean, steps=20))
         lanes[0].drain()
         after = replica.memories[0].double().sum().item()
@@ -54,13 +65,18 @@ def measure_one(place: Place) -> Iterator[Finding]:
 def measure_several(ranks: int, place: Place) -> Iterator[Finding]:
     """Several ranks on one card: error of means, training with delayed streams, a rank leaving, bandwidth."""
     place.needs_cuda("NCCL")
+    if (version := load([place.device]).get_version()) < SHARED_SINCE:
+        raise Skipped(f"several ranks on one card need NCCL 2.30 or later, this one is {version}")
     devices = [place.device] * ranks
     away = deviation(devices, NcclMean)
     yield Figure(f"NCCL, {ranks} ranks on one card: away from float64, millionths", away * 1e6)
     if not away < 1e-6:
         raise RuntimeError(f"the means of {ranks} ranks differ from float64 by {away}")
     for policy, stall in (("sync", None), ("cadence", "backward"), ("cadence", "averaging")):
-        if found := faults_of(devices, policy=policy, runtime=RuntimeOptions(backend="nccl"), stall=stall):
+        # Batches are copied, the last of an epoch is short, and so memory is allocated beside the launches.
+        if found := faults_of(
+            devices, policy=policy, runtime=RuntimeOptions(backend="nccl"), stall=stall, is_streamed=True
+        ):
             raise RuntimeError(f"{policy}, delays in {stall}: {'; '.join(found[:5])}")
         yield Note(f"NCCL, {ranks} ranks on one card: {policy}, delays in {stall or 'nothing'}: passed")
     away = deviation(devices, NcclMean, leaves=True)

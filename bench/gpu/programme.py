@@ -1,4 +1,4 @@
-"""The parts in order, and the command that runs one in its own process, which may hang or crash.
+"""The parts and calls of the programme, and the command that runs one part in a process of its own.
 
 python -m bench.gpu.programme NAME FINDINGS [--rehearse] [--limit SECONDS]
 """
@@ -9,8 +9,8 @@ import argparse
 import faulthandler
 import importlib
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,17 @@ import torch
 
 from bench.gpu.part import Findings, Measure, Note, Place, Skipped
 
-__all__ = ["PARTS", "TESTS", "Part", "run"]
+__all__ = [
+    "CALLS",
+    "CALL_LIMIT_S",
+    "PARTS",
+    "SHARED_CARD",
+    "TESTS",
+    "TESTS_LIMIT_S",
+    "Part",
+    "limit_s",
+    "run",
+]
 
 
 @dataclass(frozen=True)
@@ -26,14 +36,16 @@ class Part:
     """A process of the programme.
 
     Attributes:
-        limit_s: Seconds after which it is ended.
+        limit_s: Seconds after which it is ended, about twice what it is expected to take.
         load: Imports and returns its functions; late, so that one broken part does not affect the others.
         is_experiment: Its failure does not count in the exit code.
+        environment: Variables of its process, where they are not set.
     """
 
     limit_s: float
     load: Callable[[], Measure]
     is_experiment: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def _measure(module: str, name: str = "measure") -> Measure:
@@ -45,22 +57,64 @@ def _several(ranks: int) -> Measure:
     return partial(importlib.import_module("bench.gpu.nccl").measure_several, ranks)
 
 
+SHARED_CARD = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "4",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
+"""Environment of several NCCL ranks on one card: their kernels wait for each other, so all must fit on it at
+once, and no two streams may share one of its queues."""
+
 TESTS = "tests"
-TESTS_LIMIT_S = 150.0
+TESTS_LIMIT_S = 500.0
 
 PARTS = {
     "facts": Part(40, partial(_measure, "facts")),
-    "one_device": Part(75, partial(_measure, "one_device")),
-    "loader": Part(50, partial(_measure, "one_device", "measure_loader")),
-    "prefetch": Part(30, partial(_measure, "prefetch")),
-    "averaging": Part(35, partial(_measure, "averaging")),
-    "host": Part(25, partial(_measure, "host")),
+    "nccl1": Part(40, partial(_measure, "nccl", "measure_one")),
+    "policies": Part(90, partial(_measure, "policies")),
+    "launches": Part(260, partial(_measure, "launches")),
+    "compiled": Part(130, partial(_measure, "launches", "measure_compiled"), is_experiment=True),
     "capture": Part(60, partial(_measure, "capture"), is_experiment=True),
-    "nccl1": Part(25, partial(_measure, "nccl", "measure_one")),
-    "nccl2": Part(25, partial(_several, 2), is_experiment=True),
-    "nccl4": Part(25, partial(_several, 4), is_experiment=True),
+    "drain": Part(60, partial(_measure, "drain")),
+    "nccl2": Part(60, partial(_several, 2), is_experiment=True, environment=SHARED_CARD),
+    "nccl4": Part(60, partial(_several, 4), is_experiment=True, environment=SHARED_CARD),
+    "machines": Part(130, partial(_measure, "machines"), is_experiment=True, environment=SHARED_CARD),
+    "sanitizer": Part(240, partial(_measure, "sanitizer"), is_experiment=True),
+    "one_device": Part(75, partial(_measure, "one_device")),
+    "loader": Part(60, partial(_measure, "one_device", "measure_loader")),
+    "prefetch": Part(40, partial(_measure, "prefetch")),
+    "averaging": Part(40, partial(_measure, "averaging")),
+    "host": Part(30, partial(_measure, "host")),
+    "evaluation": Part(50, partial(_measure, "evaluation")),
+    "plans": Part(50, partial(_measure, "plans")),
+    "reading": Part(45, partial(_measure, "reading")),
+    "memory": Part(50, partial(_measure, "memory")),
+    "checkpoint": Part(90, partial(_measure, "checkpoint")),
+    "model": Part(180, partial(_measure, "fashion")),
+    "notebook": Part(60, partial(_measure, "notebook")),
 }
-"""Parts in order; `tests` come after the facts. The limits add up to 9 minutes."""
+"""Parts in order; the tests come behind the first call's."""
+
+CALL_LIMIT_S = 540.0
+"""Sum of the limits of a call, at most: it is over within ten minutes even where every part hangs."""
+
+CALLS: Mapping[str, tuple[str, ...]] = {
+    "first": ("facts", "nccl1", "policies"),
+    "tests": (TESTS,),
+    "launches": ("launches", "drain", "capture", "compiled"),
+    "shared": ("nccl2", "nccl4", "machines", "sanitizer"),
+    "benches": (
+        *("one_device", "loader", "prefetch", "averaging", "host", "evaluation", "plans"),
+        *("reading", "memory", "checkpoint"),
+    ),
+    "model": ("model", "notebook"),
+}
+"""Parts of each call, the most telling ones first."""
+
+
+def limit_s(name: str) -> float:
+    """Limit of a part, or of the tests, in seconds."""
+    return TESTS_LIMIT_S if name == TESTS else PARTS[name].limit_s
 
 
 def run(name: str, place: Place, findings: Path) -> None:
@@ -80,10 +134,10 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="on a CPU device, with tiny sizes")
     parser.add_argument("--limit", type=float, help="seconds; default: the part's own limit")
     arguments = parser.parse_args()
-    limit_s = arguments.limit or PARTS[arguments.name].limit_s
+    limit = arguments.limit or PARTS[arguments.name].limit_s
     # A timer in C: it works even if every Python thread hangs.
     faulthandler.enable()
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.stderr)
+    faulthandler.dump_traceback_later(limit, exit=True, file=sys.stderr)
     device = torch.device("cpu") if arguments.rehearse else torch.device("cuda", 0)
     if arguments.rehearse:
         torch.set_num_threads(1)  # a pool spins when other programs hold the cores

@@ -15,6 +15,12 @@ from flowdp.replica import build
 Ranks = Callable[[int], Sequence[torch.device]]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "long: comes last where the time on a GPU is limited (bench.gpu.suite)"
+    )
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """One OpenMP thread per worker: a pool spins when the machine is busy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
+from bench.gpu.checkpoint import pinned_bytes
 from bench.gpu.checks import BATCH_SIZE, Single, model, samples
+from flowdp.checkpoint import host_copies
 from flowdp.data.prefetch import PrefetchFeed
 from flowdp.data.resident import ResidentFeed
 from flowdp.device import streams
 from flowdp.device.memory import read_memory
+from flowdp.engine import barrier_tasks
+from flowdp.policy.budget import DEPTH_LIMIT
 
 MIB = 1 << 20
 
@@ -103,7 +108,7 @@ class Wide:
         return torch.tensor(indices, dtype=torch.float32).unsqueeze(1).expand(-1, self._width).clone()
 
 
-def train_wide(device: torch.device, dataset: Any) -> tuple[list[int], Any]:
+def train_wide(device: torch.device, dataset: Any, **options: Any) -> tuple[list[int], Any]:
     """Train an epoch; returns the samples seen, and the feed."""
     seen: list[Tensor] = []
 
@@ -123,6 +128,7 @@ def train_wide(device: torch.device, dataset: Any) -> tuple[list[int], Any]:
         epochs=1,
         devices=[device],
         progress=False,
+        **options,
     ).start()
     [feed] = run._engine._feeds
     run.join()
@@ -153,7 +159,7 @@ def test_a_ring_takes_what_there_is(device, limited):
     seen, feed = train_wide(device, Wide(16 * 40, row_bytes))
     assert seen == list(range(16 * 40))
     if is_cuda:
-        assert 1 <= feed.depth < 5
+        assert feed.depth < 5
 
 
 def test_a_dataset_that_does_not_fit_after_all_is_streamed(device, limited):
@@ -168,18 +174,166 @@ def test_a_dataset_that_does_not_fit_after_all_is_streamed(device, limited):
 
 
 @pytest.mark.gpu(1)
-def test_on_a_full_card_one_batch_is_ahead_and_no_dataset_is_brought():
-    free, _ = torch.cuda.mem_get_info(0)
-    filler = torch.empty(free - 3000 * MIB, dtype=torch.uint8, device="cuda:0")
+@pytest.mark.parametrize(("part", "depth"), [(0.5, DEPTH_LIMIT), (0.97, 0)], ids=["half full", "nearly full"])
+def test_batches_ahead_leave_the_memory_of_others_alone(part, depth):
+    """On a nearly full card no batch is ahead, and no dataset is brought there."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(0)
+    filler = torch.empty(free - int((1 - part) * total), dtype=torch.uint8, device="cuda:0")
     try:
         rows = torch.arange(640, dtype=torch.float32).unsqueeze(1).expand(-1, 1024).contiguous()
         for dataset in ((rows,), Wide(640, 4096)):
             seen, feed = train_wide(torch.device("cuda", 0), dataset)
             assert seen == list(range(640))
-            assert (type(feed), feed.depth) == (PrefetchFeed, 1)
+            if isinstance(dataset, Wide) or not depth:
+                assert (type(feed), feed.depth) == (PrefetchFeed, depth)
     finally:
         del filler
         torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu(1)
+def test_as_many_batches_are_ahead_as_have_room():
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(0)
+    room = 512 * MIB
+    runtime = flowdp.RuntimeOptions(memory_fraction=(total - free + room) / total)
+    seen, feed = train_wide(torch.device("cuda", 0), Wide(16 * 40, 4 * MIB), runtime=runtime)
+    assert seen == list(range(16 * 40))
+    assert 4 <= feed.depth <= 8  # training takes some of it, and cuBLAS its workspace
+
+
+OTHER_PROGRAM = """
+import sys, torch
+free, total = torch.cuda.mem_get_info(0)
+taken = torch.empty(free - int(0.05 * total), dtype=torch.uint8, device="cuda:0")
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.long
+def test_batches_ahead_make_room_for_another_program_and_come_back():
+    """The device's memory is read once in a second."""
+    feeds: list[PrefetchFeed] = []
+    wanted = {"ahead": lambda depth: depth > 0, "gone": lambda depth: depth == 0}
+    waits_for, reached = ["ahead"], threading.Event()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        torch.cuda._sleep(20_000_000)
+        if feeds and wanted[waits_for[0]](feeds[0].depth):
+            reached.set()
+        return model(batch[:, :8]).square().mean()
+
+    def await_(state: str) -> bool:
+        waits_for[0] = state
+        reached.clear()
+        return reached.wait(60)
+
+    run = flowdp.Trainer(
+        nn.Linear(8, 1),
+        lambda params: torch.optim.SGD(params, lr=1e-9),
+        loss,
+        dataset=Wide(16 * 40, MIB),
+        batch_size=16,
+        epochs=10**6,
+        devices=["cuda:0"],
+        progress=False,
+    ).start()
+    feeds += run._engine._feeds
+    try:
+        assert await_("ahead")
+        with subprocess.Popen(
+            [sys.executable, "-c", OTHER_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other:
+            try:
+                assert other.stdout is not None
+                assert other.stdout.readline() == "taken\n"
+                assert await_("gone")
+            finally:
+                other.kill()
+        assert await_("ahead")
+    finally:
+        run.stop()
+        run.join(60)
+
+
+def test_a_step_without_room_gets_that_of_the_batches_ahead(device, has_streams, limited):
+    """Real on a card: the ring has a third of the allocator's memory, and a late step needs two thirds."""
+    is_cuda = device.type == "cuda"
+    unit = 32 * MIB  # of a batch
+    # 24 - 16 and one in use: without the ring's memory there is no room. One of them may be on its way.
+    least = 8 if is_cuda else 2 if has_streams else 0
+    seen: list[Tensor] = []
+    feeds: list[Any] = []
+    ahead: list[int] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        if feeds and len(seen) >= 20 and not ahead:
+            while getattr(feeds[0], "ahead", 0) < least:  # the gauge has been read: more come by themselves
+                assert not pause.wait(0.01)
+            ahead.append(getattr(feeds[0], "ahead", 0))
+            if not is_cuda:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        if is_cuda and ahead:
+            torch.empty(16 * unit, dtype=torch.uint8, device=device)
+        seen.append(batch[:, -1].clone())
+        return model(batch[:, :8]).square().mean()
+
+    pause = threading.Event()
+    if is_cuda:
+        limited(24 * unit)
+    run = flowdp.Trainer(
+        nn.Linear(8, 1),
+        lambda params: torch.optim.SGD(params, lr=1e-9),
+        loss,
+        dataset=Wide(16 * 40, unit // 16 if is_cuda else 1024),
+        batch_size=16,
+        epochs=3,
+        devices=[device],
+        policy="sync",
+        runtime=flowdp.RuntimeOptions(prefetch_depth=12),
+        progress=False,
+    ).start()
+    feeds += run._engine._feeds
+    try:
+        run.join(60)
+    finally:
+        pause.set()  # ends a step that still waits for batches
+    assert sorted(int(i) for rows in seen for i in rows.tolist()) == sorted([*range(640)] * 3)
+    assert run.status().pieces == ((1,) if has_streams else (2,))
+    assert ahead
+
+
+# ---------------------------------------------------------------- memory of the host
+PIECES, PIECE_BYTES = 4, 4 * MIB
+
+
+def test_a_checkpoint_pins_a_few_pieces(device, monkeypatch, tmp_path):
+    """Its state is several times as large as all of them together."""
+    monkeypatch.setattr(
+        barrier_tasks, "PinnedPieces", lambda lane: host_copies.PinnedPieces(lane, PIECE_BYTES, PIECES)
+    )
+    is_cuda = device.type == "cuda"
+    before = pinned_bytes() if is_cuda else 0
+    state = flowdp.Trainer(
+        nn.Sequential(nn.Linear(8, 2**20), nn.Linear(2**20, 1)),
+        lambda params: torch.optim.Adam(params, lr=1e-3),
+        lambda model, batch: F.mse_loss(model(batch[0][:, 2:]), batch[1]),
+        dataset=samples(64),
+        batch_size=BATCH_SIZE,
+        epochs=1,
+        devices=[device],
+        checkpoint=flowdp.CheckpointOptions(tmp_path),
+        progress=False,
+    ).fit()
+    if is_cuda:
+        assert pinned_bytes() - before <= PIECES * PIECE_BYTES + 2 * MIB
+    (path,) = tmp_path.glob("*.pt")
+    saved = flowdp.load_checkpoint(path)
+    for name, tensor in state.state_dict.items():
+        assert torch.equal(saved.state_dict[name], tensor), name
 
 
 # ---------------------------------------------------------------- leftovers
@@ -213,6 +367,7 @@ def start_and_stop(device: torch.device, number: int) -> None:
     assert state.interrupted == (number % 3 == 0)
 
 
+@pytest.mark.long
 def test_starts_and_stops_leave_nothing(device):
     for number in range(12):
         start_and_stop(device, number)

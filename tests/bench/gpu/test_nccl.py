@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu import averaging, checks, nccl
-from bench.gpu.part import Figure, Place
+from bench.gpu.part import Figure, Place, Skipped
 from flowdp.collective import nccl as collective
 from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveError
@@ -24,6 +24,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     cuda = FakeCuda()
     lanes = [StreamLane(CPU, cuda) for _ in range(4)]
     made = FakeNccl(cuda, lanes)
+    monkeypatch.setattr(made, "get_version", lambda: nccl.SHARED_SINCE)
     for module in (nccl, collective):
         monkeypatch.setattr(module, "load", lambda _: made)
     for module in (averaging, checks):
@@ -43,7 +44,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_one_rank(fake: FakeNccl) -> None:
     found = list(nccl.measure_one(Place(CPU)))
-    assert len(found) == 4
+    assert len(found) == 5
     assert (fake.destroyed, fake.aborted) == ([0], [0])
 
 
@@ -64,6 +65,12 @@ def test_several_ranks(fake: FakeNccl, trainings: list[dict[str, Any]], ranks: i
     others = range(ranks - 1) if ranks > 2 else ()
     assert sorted(fake.destroyed) == sorted([*range(ranks), *others, *range(ranks)])
     assert fake.abused == []
+
+
+def test_an_old_nccl_lets_no_ranks_share_a_card(fake: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "get_version", lambda: 22809)
+    with pytest.raises(Skipped, match=r"need NCCL 2\.30 or later, this one is 22809"):
+        list(nccl.measure_several(2, Place(CPU)))
 
 
 def test_wrong_sums_end_the_part(fake: FakeNccl, trainings: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,14 @@ import torch
 
 from bench.gpu import one_device, programme
 from bench.gpu.part import Figure, Finding, Findings, Place
-from bench.gpu.programme import PARTS, TESTS_LIMIT_S, Part, run
+from bench.gpu.programme import CALL_LIMIT_S, CALLS, PARTS, SHARED_CARD, TESTS, Part, limit_s, run
 from bench.harness import Comparison
+from bench.machines import one_card
 
 CPU = Place(torch.device("cpu"))
 
-# Findings of each part in a rehearsal; `loader` starts processes and is left to `--rehearse`.
+# Findings of each part in a rehearsal. Those that start processes are left to `--rehearse`.
+PROCESSES = {"loader", "launches", "machines"}
 WANTED = {
     "facts": "copy on the device, read + written, GB/s",
     "one_device": "ResNet-18, 8, data there",
@@ -28,7 +31,22 @@ WANTED = {
     "nccl1": "nccl1: skipped, NCCL needs a CUDA device",
     "nccl2": "nccl2: skipped, NCCL needs a CUDA device",
     "nccl4": "nccl4: skipped, NCCL needs a CUDA device",
+    "policies": "async, 2 replicas, 20 steps: loss away from the CPU's, per mille",
+    "compiled": "compiled: skipped, torch.compile against launches needs a CUDA device",
+    "drain": "drain, 2 replicas, steps of 5 ms, exact",
+    "sanitizer": "sanitizer: skipped, compute-sanitizer needs a CUDA device",
+    "evaluation": "evaluation, data on the host",
+    "plans": "plans, benchmark: first step of the next run, ms",
+    "reading": "reading by a thread",
+    "memory": "memory, 97% of the card in use: batches of 64 MiB ahead",
+    "checkpoint": "checkpoint, second: standstill, ms",
+    "model": "model, flowdp, exact, 2 replicas: samples/s in the last",
+    "notebook": "notebook: test accuracy, %",
 }
+
+
+SIGNED = re.compile("rest of|first step|a mean under")
+"""Figures that are differences."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +58,21 @@ def one_thread() -> Iterator[None]:
 
 
 def test_every_part_is_rehearsed() -> None:
-    assert WANTED.keys() | {"loader"} == PARTS.keys()
+    assert WANTED.keys() | PROCESSES == PARTS.keys()
 
 
-def test_the_limits_add_up_to_nine_minutes() -> None:
-    assert sum(part.limit_s for part in PARTS.values()) + TESTS_LIMIT_S <= 540
+@pytest.mark.parametrize("call", CALLS)
+def test_the_limits_of_a_call_add_up_to_nine_minutes(call: str) -> None:
+    assert sum(map(limit_s, CALLS[call])) <= CALL_LIMIT_S == 540
+
+
+def test_each_part_belongs_to_one_call() -> None:
+    assert sorted(name for call in CALLS.values() for name in call) == sorted([*PARTS, TESTS])
+
+
+def test_ranks_that_share_a_card_have_the_same_environment_everywhere() -> None:
+    assert SHARED_CARD == one_card.SHARED_CARD
+    assert {name for name, part in PARTS.items() if part.environment} == {"nccl2", "nccl4", "machines"}
 
 
 @pytest.mark.parametrize("name", WANTED)
@@ -55,7 +83,7 @@ def test_a_part_runs(tmp_path: Path, name: str) -> None:
         found.add_line(line)
     labels = [comparison.label for comparison in found.comparisons]
     assert WANTED[name] in [*found.figures, *labels, *found.notes]
-    assert all(value >= 0 for name, value in found.figures.items() if "rest of" not in name)
+    assert all(value >= 0 for name, value in found.figures.items() if not SIGNED.search(name))
     assert all(comparison.ratio > 0 for comparison in found.comparisons)
 
 

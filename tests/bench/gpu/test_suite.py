@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench.gpu.suite import JOURNAL, Outcome, Suite, complete_lines, run_suite
+from bench.gpu import suite as suite_module
+from bench.gpu.suite import CUT, JOURNAL, SPOILT, Outcome, Suite, complete_lines, read, run_suite
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -87,13 +89,97 @@ def test_nothing_that_can_be_run_is_not_right(tmp_path: Path, text: str) -> None
     assert len(calls) == 1
 
 
-def test_a_suite_that_always_crashes_comes_to_an_end(tmp_path: Path) -> None:
+def test_a_suite_that_always_crashes_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "import os\n" + "".join(f"def test_{n}(): os.abort()\n" for n in range(9))
+    monkeypatch.setattr(suite_module, "RESTARTS", 2)
     calls: list[int] = []
     suite = run_suite(tmp_path / "journal", caller(tmp_path, text, calls))
-    assert len(calls) == 4
+    assert len(calls) == 3
     assert not suite.is_complete
-    assert str(suite).startswith("4 lost; not all were reached")
+    assert str(suite).startswith("3 lost; not all were reached")
+
+
+HANGS = """
+import threading
+def test_first(): pass
+def test_hangs(): threading.Event().wait()
+def test_last(): pass
+"""
+
+
+def test_a_test_that_hangs_costs_one_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faulthandler ends its process with the exit code of a run with failed tests."""
+    monkeypatch.setattr(suite_module, "TEST_LIMIT_S", 1)
+    calls: list[int] = []
+    suite = run_suite(tmp_path / "journal", caller(tmp_path, HANGS, calls))
+    assert [outcome.outcome for outcome in suite.outcomes] == ["passed", "lost", "passed"]
+    assert calls == [1, 0]
+    assert suite.is_complete
+    assert not suite.is_right
+
+
+SPOILS = """
+import pytest
+from bench.gpu import suite
+def test_spoils():
+    suite.device_answers = lambda: False
+    assert 1 == 2
+def test_last(): assert suite.device_answers()
+"""
+
+
+def test_after_a_test_that_spoils_the_device_the_others_have_a_new_process(tmp_path: Path) -> None:
+    calls: list[int] = []
+    suite = run_suite(tmp_path / "journal", caller(tmp_path, SPOILS, calls))
+    assert [(outcome.outcome, outcome.why) for outcome in suite.outcomes] == [
+        ("failed", "assert 1 == 2"),
+        ("passed", ""),
+    ]
+    assert calls == [SPOILT, 0]
+    assert suite.is_complete
+
+
+LONG = """
+import pytest
+@pytest.mark.long
+def test_first(): pass
+def test_second(): pass
+"""
+
+
+def test_long_tests_come_last(tmp_path: Path) -> None:
+    suite = run_suite(tmp_path / "journal", caller(tmp_path, LONG, []), ("-W", "ignore"))
+    assert [outcome.test for outcome in suite.outcomes] == [
+        "test_it.py::test_second",
+        "test_it.py::test_first",
+    ]
+
+
+def test_what_was_cut_has_not_failed(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+
+    def call(_arguments: list[str], _environment: dict[str, str]) -> int:
+        lines = [{"planned": 5}, vars(Outcome("t::one", "passed")), vars(Outcome("t::two", "lost"))]
+        journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return CUT
+
+    suite = run_suite(journal, call)
+    assert [outcome.outcome for outcome in suite.outcomes] == ["passed", "cut"]
+    assert (suite.is_cut, suite.is_sound, suite.is_right) == (True, True, False)
+    assert str(suite).startswith("1 passed, 1 cut; the time was over, and 3 were not reached")
+
+
+def test_the_first_failure_of_a_test_is_kept(tmp_path: Path) -> None:
+    """A teardown fails behind a test that has spoilt the device."""
+    lines = [vars(Outcome("t::one", "failed", why=why)) for why in ("the reason", "an effect of it")]
+    (tmp_path / "journal").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [outcome.why for outcome in read(tmp_path / "journal")] == ["the reason"]
+
+
+def test_half_a_line_costs_its_entry_alone(tmp_path: Path) -> None:
+    whole = json.dumps(vars(Outcome("t::one", "passed")))
+    (tmp_path / "journal").write_text(f"{whole}\n{whole[:9]}{whole}\n{whole}\n")
+    assert [outcome.test for outcome in read(tmp_path / "journal")] == ["t::one"]
 
 
 def test_skips_are_right_and_shown_with_their_reason() -> None:
