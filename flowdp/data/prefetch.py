@@ -167,7 +167,9 @@ class PrefetchFeed(Feed):
             if len(self._fetched) > self._most_ahead:
                 self._give_back(self._most_ahead)
             self._changed.notify()
-            return self._ring.made + self._loose.made < made
+            pools = self._ring, self._loose
+            # One that is being filled now goes when it is.
+            return sum(pool.made for pool in pools) < made or any(pool.made > pool.limit for pool in pools)
 
     # ------------------------------------------------------------ the worker
     def start(self, notify: Callable[[int, int], None]) -> None:
@@ -232,7 +234,12 @@ class PrefetchFeed(Feed):
 
     def shrink(self) -> bool:
         """Give all memory ahead back, as its neighbours do; see `Feed.shrink`."""
-        return self._gauge.give_all()
+        has_given = self._gauge.give_all()
+        with self._changed:  # for the slot that is being filled
+            self._changed.wait_for(
+                lambda: self._closing or self._error or self._ring.made <= self._ring.limit, _GRACE_S
+            )
+        return has_given
 
     def close(self) -> bool:
         """End the prefetch thread; see `Feed.close`."""
@@ -344,6 +351,7 @@ class PrefetchFeed(Feed):
         with self._changed:
             if fetched.is_dropped:
                 pool.give_back(slot)
+                self._changed.notify_all()
                 return
             fetched.slot = slot
             is_wanted = self._wanted == key

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowdp.data.batches import Portion
 from flowdp.data.feed import Feed
-from flowdp.data.slots import keep_for_compute
+from flowdp.data.slots import keep_for
 from flowdp.data.source import Batch
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import QUIET, Event, Lane
@@ -101,7 +101,7 @@ class ResidentFeed(Feed):
         self._orders: list[_OrderOnDevice | None] = [None] * ORDERS_KEPT
         lane.await_caller()  # tensors that the user made there
         lane.compute.wait_event(data.copied)
-        keep_for_compute(data.tensors, lane)
+        keep_for(lane.compute, data.tensors)
 
     def start(self, notify: Callable[[int, int], None]) -> None:
         """Every batch is there; see `Feed.start`."""

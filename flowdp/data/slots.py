@@ -28,7 +28,7 @@ __all__ = [
     "await_dataset",
     "first_rows",
     "is_plain",
-    "keep_for_compute",
+    "keep_for",
     "own_memory",
 ]
 
@@ -52,11 +52,11 @@ def first_rows(rows: int, memory: Tensor) -> Tensor:
     return memory[:rows] if memory.dim() else memory
 
 
-def keep_for_compute(tensors: Iterable[Tensor | None], lane: Lane) -> None:
-    """Tell the allocator that memory of the copy stream is read by `compute`, for when it is freed."""
+def keep_for(stream: Stream, tensors: Iterable[Tensor | None]) -> None:
+    """Tell the allocator that a stream reads memory which belongs to another one, for when it is freed."""
     for leaf in tensors:
         if leaf is not None and is_accelerator(leaf.device) and leaf.layout is torch.strided:
-            leaf.record_stream(lane.compute)  # type: ignore[arg-type]
+            leaf.record_stream(stream)  # type: ignore[arg-type]
 
 
 def await_dataset(leaf: Any, lane: Lane, stream: Stream) -> None:
@@ -87,7 +87,7 @@ def own_memory(leaf: Any, lane: Lane) -> Any:
             moved = own.to(lane.device)
     else:
         return leaf
-    keep_for_compute(tensors_of(moved), lane)
+    keep_for(lane.compute, tensors_of(moved))
     return moved
 
 
@@ -158,7 +158,7 @@ class Layout:
         """
         with QUIET:
             memory = self._new(lambda shape, dtype: torch.empty(shape, dtype=dtype, device=lane.device))
-        keep_for_compute(memory, lane)
+        keep_for(lane.compute, memory)
         return memory
 
     def on_host(self, lane: Lane) -> list[Tensor | None]:

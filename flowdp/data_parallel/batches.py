@@ -15,7 +15,7 @@ from flowdp.data.batches import Portion
 from flowdp.data.memory import OwnMemory
 from flowdp.data.processes import starting
 from flowdp.data.resident import ResidentTensors
-from flowdp.data.slots import keep_for_compute
+from flowdp.data.slots import keep_for
 from flowdp.data.staging import Staging
 from flowdp.data.trees import batch_length, flatten, unflatten
 from flowdp.device.memory import empty_cache, read_memory
@@ -254,7 +254,8 @@ class ResidentBatches:
             ]
         for one, out in zip(data.tensors, made, strict=True):
             torch.index_select(one, 0, rows, out=out)
-        keep_for_compute(made, lane)
+        # The copies may be another rank's, and the tensors the user's, who may let go of them.
+        keep_for(lane.copy, data.tensors)
         return made
 
     def whole(self, batch: Tensor) -> list[Tensor]:

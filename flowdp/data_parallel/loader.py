@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from flowdp.data.ring_gauge import RingGauge
+from flowdp.data.slots import keep_for
 from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.batches import END, Batches, may_read_ahead, open_batches, samples_of
 from flowdp.data_parallel.windows import Piece, Window
-from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import Lane
 from flowdp.policy.budget import FIRST_DEPTH, USAGE
 from flowdp.threads.inbox import LISTEN_S
@@ -164,9 +164,7 @@ class Windows:
         def arrive() -> None:
             stream = lane.current()
             stream.wait_event(copied)
-            for leaf in tensors_of(there):
-                if is_accelerator(leaf.device):
-                    leaf.record_stream(stream)  # type: ignore[arg-type]
+            keep_for(stream, tensors_of(there))
 
         return Piece(rank, there, samples, arrive)
 

@@ -24,7 +24,7 @@ from torch.utils.weak import TensorWeakRef
 from flowdp.collective.batch_norm import SharedStatistics, taking_part
 from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
-from flowdp.data.slots import keep_for_compute
+from flowdp.data.slots import keep_for
 from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.lost_gradients import check_transforms
 from flowdp.data_parallel.module_tensors import ModuleTensors
@@ -509,7 +509,7 @@ class Replicas:
         """
         lane = self._lanes[rank]
         if rank and lane.is_async and lane.device == self.devices[0]:
-            keep_for_compute(list(tensors_of(tree)), lane)
+            keep_for(lane.compute, list(tensors_of(tree)))
 
     def close(self) -> None:
         """End the threads, and give NCCL back."""

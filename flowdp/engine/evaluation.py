@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.data.limit import check_limit
-from flowdp.data.slots import await_dataset, keep_for_compute
+from flowdp.data.slots import await_dataset, keep_for
 from flowdp.data.source import Batch, Source
 from flowdp.data.trees import moves_itself, tensors_of, tree_map
 from flowdp.device.accelerator import device_generator, is_accelerator
@@ -532,7 +532,7 @@ def to_lane(leaf: Any, lane: Lane) -> Any:
     else:
         return leaf
     # One that lies there already belongs to another stream, which gets its memory when we let go of it.
-    keep_for_compute(tensors_of(moved), lane)
+    keep_for(lane.compute, tensors_of(moved))
     return moved
 
 

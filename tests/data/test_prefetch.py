@@ -966,6 +966,47 @@ def test_a_step_without_room_gets_all_memory_ahead(close, source_of):
     assert lane.card.races == []
 
 
+def test_memory_of_a_batch_on_its_way_is_given_too(close):
+    """The step is tried again when it is there, not before."""
+    filling, may_end, resized = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(PrefetchFeed):
+        filled = 0
+
+        def _copy(self, *given: Any) -> Any:
+            self.filled += 1
+            if self.filled == 2:
+                filling.set()
+                assert may_end.wait(60)
+            return super()._copy(*given)
+
+        def resize(self, depth: int) -> bool:
+            given = super().resize(depth)
+            resized.set()
+            return given
+
+    source, lane = close(read()), CardLane()
+    rank = close(Rank(source, lane, feed=Slow))
+    begin(source, [rank])
+    keys = everything(1)
+    rank.follow(keys)
+    check(source, keys[0], rank.take(keys[0]))
+    assert filling.wait(60)
+    answers: queue.SimpleQueue[tuple[bool, int]] = queue.SimpleQueue()
+    worker = threading.Thread(target=lambda: answers.put((rank.feed.shrink(), rank.feed._ring.made)))
+    worker.start()
+    assert resized.wait(60)
+    may_end.set()
+    assert answers.get(timeout=60) == (True, 1)
+    worker.join()
+    assert not rank.feed.shrink()
+    with lane.on(lane.compute):
+        rank.feed.release()
+    for key in keys[1:]:
+        check(source, key, rank.train(key))
+    assert lane.card.races == []
+
+
 def parts_of(samples: int, turn: int) -> tuple[SampleRange, SampleRange]:
     """A different split in every window; at times one rank has nothing, or almost nothing."""
     at = (0, 1, 2, samples, samples // 2)[turn % 5]

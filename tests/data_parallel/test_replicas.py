@@ -555,8 +555,8 @@ def test_a_card_and_the_cpu_together(first: str) -> None:
 def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
     monkeypatch.setattr(
-        "flowdp.data_parallel.replicas.keep_for_compute",
-        lambda tensors, lane: held.append((list(tensors), lane)),
+        "flowdp.data_parallel.replicas.keep_for",
+        lambda stream, tensors: held.append((list(tensors), stream)),
     )
     cuda = FakeCuda()
     x = numbers(2)
@@ -565,7 +565,7 @@ def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest
         with replicas_of(mlp(), lanes=lanes) as replicas:
             for rank in range(2):
                 replicas.hold(rank, {"x": [x]})
-        assert held == ([([x], lanes[1])] if first == CPU else [])
+        assert held == ([([x], lanes[1].compute)] if first == CPU else [])
         held.clear()
 
 

@@ -17,6 +17,9 @@ PACKAGE = Path(flowdp.__file__).parent  # as frames have it
 METHODS = {"wait_event", "await_default", "await_caller", "synchronize", "record_stream", "record"}
 """Methods by which something waits, or lets something be waited for."""
 
+FUNCTIONS = {"keep_for"}
+"""Functions that call `record_stream` for their caller."""
+
 NO_EVENTS = {"worker", "self.epochs", "self._recorder"}
 """Objects whose `record` has to do with numbers or graphs."""
 
@@ -34,6 +37,8 @@ def _calls(file: Path) -> Iterator[tuple[str, int]]:
                 case ast.Call(func=ast.Attribute(value, name)) if name in METHODS:
                     if name != "record" or ast.unparse(value) not in NO_EVENTS:
                         yield f"{path} {place}: {ast.unparse(child)}", child.lineno
+                case ast.Call(func=ast.Name(name)) if name in FUNCTIONS:
+                    yield f"{path} {place}: {ast.unparse(child)}", child.lineno
             yield from walk(child, inner)
 
     yield from walk(ast.parse(file.read_text(encoding="utf-8")), "")

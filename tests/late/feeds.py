@@ -6,7 +6,9 @@ report for the steps of an epoch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from time import perf_counter
 
 import torch
@@ -15,10 +17,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flowdp.data.copy_spans import CopySpans
 from flowdp.data.epoch_order import EpochOrder
+from flowdp.data.prefetch import PrefetchFeed
 from flowdp.data.resident import ResidentData, ResidentFeed
+from flowdp.data.ring_gauge import RingGauge
+from flowdp.data.slots import Pool, Slot
 from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource
-from flowdp.data_parallel.batches import ResidentBatches
+from flowdp.data_parallel.balancer import SingleDevice
+from flowdp.data_parallel.batches import LoaderBatches, ResidentBatches
+from flowdp.data_parallel.loader import Windows
 from flowdp.device.streams import StreamLane
 from flowdp.modules.copying import make_replica
 from flowdp.policy.efficiency import Activity
@@ -27,7 +34,7 @@ from flowdp.timeline.spans import RankSpans
 from tests.late.device import LateCuda
 from tests.late.doors import Door, differences, late, perceptron
 
-__all__ = ["FEEDS", "FREED"]
+__all__ = ["FEEDS"]
 
 LENGTH, BATCH = 23, 5
 
@@ -50,6 +57,61 @@ def resident(_cuda: LateCuda) -> list[str]:
     wrong = [rows for rows, index in batches if rows.cpu().tolist() != index.tolist()]
     feed.close()
     return [f"{len(wrong)} of {len(batches)} batches are wrong"] if wrong else []
+
+
+def closed(_cuda: LateCuda) -> list[str]:
+    """A dataset on the device that is let go of when its last batch has been asked for, not made."""
+    lane = StreamLane(torch.device("cuda:0"))
+    order = EpochOrder(LENGTH, BATCH, 7, shuffle=True, drop_last=False)
+    source = TensorSource((torch.arange(LENGTH, dtype=torch.float64),), tuple, order)
+    feed = ResidentFeed(ResidentData(source, lane), lane)
+    with lane.on(lane.compute):
+        (rows,) = feed.take(0, 0)
+    feed.close()
+    return read_after(lane, rows, source.index(0, 0), LENGTH)
+
+
+class Told(PrefetchFeed):
+    """A feed that tells when it has made a slot."""
+
+    def __init__(self, source: TensorSource, lane: StreamLane) -> None:
+        super().__init__(source, 0, lane, gauge=RingGauge(lane))
+        self.slots = threading.Semaphore(0)
+
+    def _new_slot(self, pool: Pool) -> Slot:
+        slot = super()._new_slot(pool)
+        self.slots.release()
+        return slot
+
+
+def shrunk(_cuda: LateCuda) -> list[str]:
+    """A ring that gives the slot of a step's batch up, when the step has been called for, not done."""
+    lane, notes = StreamLane(torch.device("cuda:0")), SimpleQueue[object]()
+    order = EpochOrder(LENGTH, BATCH, 7, shuffle=True, drop_last=False)
+    source = TensorSource((torch.arange(LENGTH, dtype=torch.float64),), tuple, order)
+    feed = Told(source, lane)
+    feed.start(lambda *key: notes.put(key))
+    try:
+        feed.follow([(0, batch, None) for batch in range(source.batches)])
+        with lane.on(lane.compute):
+            while (batch := feed.take(0, 0)) is None:
+                notes.get(timeout=60)
+            rows = batch[0].clone()
+            del batch
+            assert all(feed.slots.acquire(timeout=60) for _ in range(2))
+            feed.release()
+        feed.resize(0)
+        return read_after(lane, rows, source.index(0, 0), BATCH)
+    finally:
+        feed.close()
+
+
+def read_after(lane: StreamLane, rows: Tensor, expected: Tensor, size: int) -> list[str]:
+    """Compare a batch when memory of the copy stream has been allocated again."""
+    with lane.on(lane.copy):
+        torch.full((size,), -1.0, dtype=torch.float64, device="cuda:0")
+    lane.drain()
+    return [] if rows.tolist() == expected.tolist() else ["a batch is wrong"]
 
 
 def staged(_cuda: LateCuda) -> list[str]:
@@ -113,6 +175,18 @@ def let_go(_cuda: LateCuda) -> list[str]:
     return [] if rows.tolist() == index.tolist() else ["a batch is wrong"]
 
 
+def window(_cuda: LateCuda) -> list[str]:
+    """A batch of a loop that its caller reads, on a stream of the caller's own, and lets go of."""
+    lane, numbers = StreamLane(torch.device("cuda:0")), torch.arange(BATCH, dtype=torch.float64)
+    read = Windows(LoaderBatches([numbers], [lane]), [lane], SingleDevice()).read()
+    assert read is not None
+    (piece,) = read.pieces
+    piece.arrive()
+    rows = piece.batch.clone()
+    del read, piece
+    return read_after(lane, rows, numbers, BATCH)
+
+
 class Spans(RankSpans):
     """Spans, kept."""
 
@@ -166,17 +240,17 @@ def copies(module: nn.Module, lanes: Sequence[StreamLane]) -> Sequence[nn.Module
 
 FEEDS = [
     Door("resident by hand", resident),
+    Door("resident, closed", closed),
+    Door("a ring that gives a slot up", shrunk),
     Door("staged", staged),
     Door("a loader's tensors", loaded(has_late=False)),
     Door("a loader's tensors, made late", loaded(has_late=True)),
     Door("a loader's tensors, written", loaded(has_late=True, is_written=True)),
+    # Tensors are freed that a copy stream still reads.
+    Door("a loader's tensors, written on the host", loaded(has_late=False, is_written=True)),
+    Door("a loader's tensors, let go", let_go),
+    Door("a window that is let go of", window),
     Door("spans of copies", spans),
     models(build_models),
     models(copies),
 ]
-
-FREED = [
-    Door("a loader's tensors, written on the host", loaded(has_late=False, is_written=True)),
-    Door("a loader's tensors, let go", let_go),
-]
-"""Scenarios in which tensors of a loader are freed that a copy stream still reads."""

@@ -111,7 +111,10 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/resident.py ResidentFeed.__init__: lane.compute.wait_event(data.copied)": late("steered"),
     "data/resident.py ResidentFeed._upload: old.copied.synchronize()": late("resident by hand"),
     "data/resident.py ResidentFeed._upload: old.copied.record(self._lane.compute)": late("resident by hand"),
-    "data/slots.py keep_for_compute: leaf.record_stream(lane.compute)": MADE_BATCHES,
+    "data/resident.py ResidentFeed.__init__: keep_for(lane.compute, data.tensors)": late("resident, closed"),
+    "data/slots.py keep_for: leaf.record_stream(stream)": MADE_BATCHES,
+    "data/slots.py own_memory: keep_for(lane.compute, tensors_of(moved))": [(MADE, LATE)] * 4,
+    "data/slots.py Layout.on_device: keep_for(lane.compute, memory)": late("a ring that gives a slot up"),
     "data/slots.py await_dataset: lane.await_default(stream, device)": MADE_BATCHES,
     "data/slots.py HostSlots.next: slot.copied.synchronize()": [(EXACT, LATE)] * 4,
     "data/staging.py Staging.bring: buffer.copied.record(self._lane.copy)": late("staged"),
@@ -130,7 +133,12 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     ),
     "data_parallel/loader.py Windows._piece: copied.record(lane.copy)": late("windows"),
     "data_parallel/loader.py Windows._piece.arrive: stream.wait_event(copied)": late("windows"),
-    "data_parallel/loader.py Windows._piece.arrive: leaf.record_stream(stream)": late("windows"),
+    "data_parallel/batches.py ResidentBatches.bring: keep_for(lane.copy, data.tensors)": late(
+        "a loader's tensors, let go"
+    ),
+    "data_parallel/loader.py Windows._piece.arrive: keep_for(stream, tensors_of(there))": late(
+        "a window that is let go of"
+    ),
     "data_parallel/replicas.py Replicas.each: asked.record(stream)": WATCHED,
     "data_parallel/replicas.py Replicas.each: lane.compute.wait_event(self._asked[rank])": WATCHED,
     "data_parallel/replicas.py Replicas.each: home.aside(rank).wait_event(self._asked[0])": WATCHED,
@@ -149,6 +157,7 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "device/streams.py Lane.drain: mark.synchronize()": late("resident by hand"),
     "device/streams.py StreamLane._await: mark.record(other)": late("resident by hand"),
     "device/streams.py StreamLane._await: stream.wait_event(mark)": late("resident by hand"),
+    "engine/evaluation.py to_lane: keep_for(lane.compute, tensors_of(moved))": [(EVALUATED, LATE)] * 4,
     "engine/device_meter.py DeviceMeter.wait_for: event.synchronize()": late("steered"),
     "engine/device_meter.py DeviceMeter._mark: event.record(self._lane.compute)": late("steered"),
     "engine/nan_guard.py NanGuard.judge: self._passed.record(self._lane.compute)": late("not finite") * 6,
@@ -209,6 +218,8 @@ CAPTURED = "captured steps, which tests/fake_graphs.py has"
 ELSEWHERE = {
     "collective/host.py HostMean.settle: "
     "lane.compute.wait_event(self._copies[rank][0].up[1])": "several machines",
+    "data_parallel/replicas.py Replicas.hold: "
+    "keep_for(lane.compute, list(tensors_of(tree)))": "a race of two threads: tests/data_parallel has it",
     "device/cuda_graphs.py GraphPool.capture: self._before.record(here)": CAPTURED,
     "device/cuda_graphs.py GraphPool.capture: lane.capturing.wait_event(self._before)": CAPTURED,
     "device/cuda_graphs.py GraphPool.capture: self._behind.record(lane.capturing)": CAPTURED,
