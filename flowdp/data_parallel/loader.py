@@ -157,7 +157,7 @@ class Windows:
         if not lane.is_async:
             return Piece(rank, self._batches.bring(batch, rank), samples)
         copied = lane.event()
-        with torch.no_grad(), lane.on(lane.copy):
+        with lane.on(lane.copy):
             there = self._batches.bring(batch, rank)
             copied.record(lane.copy)
 

@@ -351,6 +351,17 @@ def test_a_batch_is_used_after_its_copy(is_deaf: bool) -> None:
     assert bool(card.races) == is_deaf
 
 
+def test_a_batch_that_is_computed_keeps_its_graph_on_its_way_to_a_card() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    lanes = [StreamLane(torch.device("cpu", 0), Card()) for _ in range(2)]
+    (window,) = epoch([(2 * weight, torch.arange(4))], lanes=lanes)
+    for piece in window.pieces:
+        piece.arrive()
+    torch.cat([piece.batch[0] for piece in window.pieces]).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 4
+
+
 @pytest.mark.posix
 def test_worker_processes_leave_garbage_of_this_process_alone() -> None:
     collected = torch.tensor([0, 0, os.getpid()]).share_memory_()
