@@ -483,9 +483,8 @@ def _cut(tensors: Sequence[Tensor], start: int, stop: int) -> list[tuple[Tensor,
 
 
 def _square(tensor: Tensor) -> Tensor:
-    if is_accelerator(
-        tensor.device
-    ):  # a dot product there is a call of cuBLAS, which allocates at its first use
+    # A dot product on CUDA is a call of cuBLAS, which allocates at its first use.
+    if is_accelerator(tensor.device):
         norm: Tensor = torch.linalg.vector_norm(tensor)
         return norm.square_()
     return torch.dot(tensor, tensor)
