@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from flowdp.data.slots import HOST_SLOTS
 from flowdp.data.staging import Staging
-from flowdp.device.streams import StreamLane
 from tests.data.cards import CardLane
 
 
@@ -92,9 +90,6 @@ def test_buffers_grow_and_are_used_again():
 
 
 def test_what_the_loader_has_pinned_is_copied_from_there_and_kept_until_it_is():
-    class Pinned(Tensor):
-        pass
-
     lane = CardLane()
     staging = Staging(lane)
     leaf = torch.arange(4.0)
@@ -112,18 +107,3 @@ def test_a_leaf_with_a_graph_keeps_it():
         [moved] = Staging(lane).bring([leaf])
     moved.sum().backward()
     assert torch.equal(leaf.grad, torch.ones(3))
-
-
-@pytest.mark.gpu(1)
-def test_on_a_card():
-    lane = StreamLane(torch.device("cuda", 0))
-    staging = Staging(lane)
-    seen: list[list[Any]] = []
-    with lane.on(lane.copy):
-        for number in range(12):
-            torch.cuda._sleep(1_000_000)
-            seen.append(staging.bring(leaves(number)))
-    lane.drain()
-    for number, batch in enumerate(seen):
-        same([leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in batch], leaves(number))
-    assert threading.active_count() >= 1

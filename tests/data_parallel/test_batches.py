@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import flowdp
@@ -242,14 +241,3 @@ def test_arguments_of_an_epoch(options: dict[str, Any], said: str) -> None:
         pytest.raises(OptionError, match=said),
     ):
         dp.epoch([], **options)
-
-
-@pytest.mark.gpu(1)
-def test_a_loop_on_a_card_gathers_there() -> None:
-    data = dataset()
-    with flowdp.setup(torch.nn.Linear(3, 1), devices=["cuda:0"] * 2, progress=False) as dp:
-        seen: list[Tensor] = []
-        for window in dp.epoch(DataLoader(data, batch_size=4, shuffle=True)):
-            assert window[0].is_cuda
-            seen.append(window[1])
-    assert sorted(torch.cat(seen).tolist()) == list(range(SAMPLES))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flowdp
 from tests.gpu.conftest import Ranks
@@ -139,3 +140,45 @@ def test_replicas_averaged_by_hand_are_those_of_one_device(ranks: Ranks) -> None
                 torch.testing.assert_close(
                     mine.cpu(), theirs.cpu(), rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
                 )
+
+
+class Lengths(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Rows of many lengths, filled with their index."""
+
+    def __len__(self) -> int:
+        return 90
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((index % 7 + 1,), float(index)), torch.tensor(index)
+
+
+def padded(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    rows, indices = zip(*samples, strict=True)
+    return [nn.utils.rnn.pad_sequence(list(rows), batch_first=True), torch.stack(indices)]
+
+
+def loader(kind: str) -> DataLoader[tuple[torch.Tensor, ...]]:
+    if kind == "lengths":
+        return DataLoader(Lengths(), batch_size=8, shuffle=True, collate_fn=padded, num_workers=1)
+    index = torch.arange(90)
+    return DataLoader(TensorDataset(index[:, None].expand(-1, 5).float(), index), batch_size=8, shuffle=True)
+
+
+@pytest.mark.parametrize("cadence", [False, True])
+@pytest.mark.parametrize("kind", ["tensors", "lengths"])
+def test_windows_of_a_loader_hold_each_sample_once(ranks: Ranks, kind: str, cadence: bool) -> None:
+    """Tensors are gathered on a card; batches of many lengths go through pinned memory."""
+    devices, given = ranks(2), loader(kind)
+    with flowdp.setup(nn.Linear(5, 1), devices=devices, cadence=cadence) as dp:
+        for _ in range(3):
+            seen: list[torch.Tensor] = []
+            for window in dp.epoch(given):
+                for piece in window.pieces:
+                    piece.arrive()
+                    rows, index = piece.batch
+                    if rows.is_cuda:
+                        torch.cuda._sleep(1_000_000)
+                    seen.append(torch.stack([rows[:, 0], index.to(rows.dtype)], 1))
+            found = torch.cat([part.cpu() for part in seen])
+            assert torch.equal(found[:, 0], found[:, 1])
+            assert sorted(found[:, 0].tolist()) == list(range(90))
