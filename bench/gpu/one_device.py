@@ -1,8 +1,9 @@
 """One device of flowdp against hand-written loops: on data resident on the device, and on loaded data.
 
 `measure`: both gather shuffled batches from the same tensors on the device. `measure_loader`: both read the
-same `DataLoader` with worker processes; the hand loop with pin_memory and non_blocking copies. The hand loops
-read nothing back; all optimizers are fused.
+same `DataLoader` with worker processes; the hand loop with pin_memory and non_blocking copies.
+`measure_loop`: a loop over `dp.epoch` against such a hand loop, where the dataset is tensors, which flowdp
+keeps on the device, and through worker processes. The hand loops read nothing back; all optimizers are fused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
 from bench.gpu.checks import Single
@@ -106,6 +107,34 @@ def flowdp_ms(place: Place, case: Case, dataset: Any, **options: Any) -> float:
     return clock.ms
 
 
+def loop_ms(place: Place, case: Case, loader: Any) -> float:
+    """Milliseconds per step of a loop over the windows of `setup` on one device."""
+    model = case.make()
+    optimizer = adam(model.parameters())
+    clock = Clock(place, case.steps)
+    with flowdp.setup(
+        model, optimizer, devices=[place.device], tune_process=place.is_cuda, progress=False
+    ) as dp:
+        while not clock.is_over:
+            for window in dp.epoch(loader):
+                clock.tick()
+                case.loss(dp, tuple(window[field] for field in range(len(case.data)))).backward()
+                dp.step()
+                if clock.is_over:
+                    break
+    return clock.ms
+
+
+def copied_ms(place: Place, case: Case, loader: Any) -> float:
+    """Milliseconds per step of a hand loop that copies the batches of a loader."""
+
+    def epoch() -> Iterator[Any]:
+        for batch in loader:
+            yield tuple(part.to(place.device, non_blocking=True) for part in batch)
+
+    return hand_ms(place, case, epoch)
+
+
 def gathered(data: tuple[Tensor, ...], batch_size: int) -> Iterator[tuple[Tensor, ...]]:
     """The shuffled batches of an epoch, from tensors on the device."""
     order = torch.randperm(len(data[0]), device=data[0].device)
@@ -142,15 +171,30 @@ def measure_loader(place: Place) -> Iterator[Finding]:
         )
 
         def hand(case: Case = case, loader: Any = loader) -> float:
-            batches = loader()
-
-            def epoch() -> Iterator[Any]:
-                for batch in batches:
-                    yield tuple(part.to(place.device, non_blocking=True) for part in batch)
-
-            return hand_ms(place, case, epoch)
+            return copied_ms(place, case, loader())
 
         def ours(case: Case = case, loader: Any = loader) -> float:
             return flowdp_ms(place, case, loader())
 
         yield compare(f"{case.name}, DataLoader", {"flowdp": ours, "hand": hand}, pairs=place.pick(3, 1))
+
+
+def measure_loop(place: Place) -> Iterator[Finding]:
+    case = cases(place)[0]
+    processes = worker_processes(place, case)
+    datasets: dict[str, tuple[Any, dict[str, Any]]] = {
+        "a TensorDataset": (TensorDataset(*case.data), {}),
+        f"{processes} processes": (
+            Single(case.data),
+            {"num_workers": processes, "persistent_workers": processes > 0},
+        ),
+    }
+    for name, (dataset, options) in datasets.items():
+        loader: Any = partial(
+            DataLoader, dataset, case.batch_size, shuffle=True, pin_memory=place.is_cuda, **options
+        )
+        sides = {
+            "setup": lambda loader=loader: loop_ms(place, case, loader()),
+            "hand": lambda loader=loader: copied_ms(place, case, loader()),
+        }
+        yield compare(f"a loop over setup, {case.name}, {name}", sides, pairs=place.pick(3, 1))

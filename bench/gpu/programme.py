@@ -82,6 +82,7 @@ PARTS = {
     "sanitizer": Part(240, partial(_measure, "sanitizer"), is_experiment=True),
     "one_device": Part(75, partial(_measure, "one_device")),
     "loader": Part(60, partial(_measure, "one_device", "measure_loader")),
+    "loop": Part(90, partial(_measure, "one_device", "measure_loop")),
     "prefetch": Part(40, partial(_measure, "prefetch")),
     "averaging": Part(40, partial(_measure, "averaging")),
     "host": Part(30, partial(_measure, "host")),
@@ -107,7 +108,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
         *("one_device", "loader", "prefetch", "averaging", "host", "evaluation", "plans"),
         *("reading", "memory", "checkpoint"),
     ),
-    "model": ("model", "notebook"),
+    "model": ("model", "notebook", "loop"),
 }
 """Parts of each call, the most telling ones first."""
 

@@ -24,6 +24,7 @@ PROCESSES = {"loader", "launches", "machines"}
 WANTED = {
     "facts": "copy on the device, read + written, GB/s",
     "one_device": "ResNet-18, 8, data there",
+    "loop": "a loop over setup, ResNet-18, 8, a TensorDataset",
     "prefetch": "step with prefetch / compute alone",
     "averaging": "local, 4 x 0.12 M with drift: fraction of copy bandwidth",
     "host": "own code of a step, us",
