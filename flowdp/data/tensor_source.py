@@ -12,6 +12,7 @@ from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import BatchOrder
 from flowdp.data.identity import Identity
 from flowdp.data.source import Batch, Source
+from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
 
@@ -55,6 +56,18 @@ class TensorSource(Source):
         there = TensorSource([tensor.cpu() for tensor in self.tensors], self.pack, self._order, self._rows)
         there.stride = self.stride
         return there
+
+    def for_all_streams(self) -> TensorSource:
+        """The same source for threads whose streams do not wait for the caller's: on one device, or the host.
+
+        Threads:
+            The one that made the tensors: its enqueued work is waited for.
+        """
+        device, *others = {tensor.device for tensor in self.tensors}
+        if others or not is_accelerator(device):
+            return self.on_host()
+        device_module(device).current_stream(device).synchronize()
+        return self
 
     def start(
         self,
@@ -101,7 +114,7 @@ class TensorSource(Source):
             index = index[part.start : part.stop]
         try:
             if out is None:
-                return [tensor.index_select(0, index) for tensor in self.tensors]
+                return [_rows(tensor, index) for tensor in self.tensors]
             return [torch.index_select(t, 0, index, out=to) for t, to in zip(self.tensors, out, strict=True)]
         except (IndexError, RuntimeError) as error:
             raise DataError(
@@ -122,3 +135,15 @@ class TensorSource(Source):
     def close(self) -> bool:
         """Nothing to end; see `Source.close`."""
         return True
+
+
+def _rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """Rows of a tensor, on its device; the index lies on the host."""
+    if not is_accelerator(tensor.device):
+        return tensor.index_select(0, index)
+    low, high = (int(bound) for bound in torch.aminmax(index))
+    if low < 0 or high >= len(tensor):  # there it would end the process's use of the device
+        raise IndexError(f"index {low if low < 0 else high} is out of range")
+    if bool((index.diff() == 1).all()):  # as in an evaluation: without a copy of the index, and a wait for it
+        return tensor[low : high + 1].clone()
+    return tensor.index_select(0, index.to(tensor.device))

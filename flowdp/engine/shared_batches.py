@@ -29,8 +29,8 @@ class SharedBatches:
     """
 
     def __init__(self, source: Source) -> None:
-        # A rank gathers for itself, and the tensors may lie on another one's device.
-        self.source = source.on_host() if isinstance(source, TensorSource) else source
+        # A rank gathers for itself, on a stream of its own.
+        self.source = source.for_all_streams() if isinstance(source, TensorSource) else source
         self._wake: Callable[[int, int, int], None]
 
         # Serialises everything below.

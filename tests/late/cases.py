@@ -55,6 +55,8 @@ def case_of(row: Row) -> tuple[Case, Order]:
 EXTRA = [
     *(Case(policy, "local", (0, 1), evaluated="streamed") for policy in POLICIES),
     Case("sync", "local", (0, 0), evaluated="made"),
+    Case("sync", "local", (0, 1), evaluated="there"),
+    Case("cadence", "local", (0, 0), evaluated="there"),
     Case("cadence", "nccl", (0, 1), "made", evaluated="made"),
     Case("exact", "local", (0,), "streamed"),
     Case("sync", "local", (0,), "there"),

@@ -27,6 +27,7 @@ from flowdp.data_parallel.balancer import SingleDevice
 from flowdp.data_parallel.batches import LoaderBatches, ResidentBatches
 from flowdp.data_parallel.loader import Windows
 from flowdp.device.streams import StreamLane
+from flowdp.engine.shared_batches import SharedBatches
 from flowdp.modules.copying import make_replica
 from flowdp.policy.efficiency import Activity
 from flowdp.replica.factories import build_models
@@ -69,6 +70,23 @@ def closed(_cuda: LateCuda) -> list[str]:
         (rows,) = feed.take(0, 0)
     feed.close()
     return read_after(lane, rows, source.index(0, 0), LENGTH)
+
+
+def shared(_cuda: LateCuda) -> list[str]:
+    """Tensors of an evaluation on the device, which the caller's work makes, gathered on another stream."""
+    lane, faults = StreamLane(torch.device("cuda:0")), []
+    for shuffle in (False, True):
+        (numbers,) = late([torch.arange(LENGTH, dtype=torch.float64)])
+        order = EpochOrder(LENGTH, BATCH, 7, shuffle=shuffle, drop_last=False)
+        source = SharedBatches(TensorSource((numbers,), tuple, order)).source
+        assert isinstance(source, TensorSource)
+        with lane.on(lane.compute):
+            rows = [source.gather(0, batch)[0] for batch in range(order.batches)]
+        lane.drain()
+        expected = [index for batch in range(order.batches) for index in source.indices(0, batch)]
+        if torch.cat(rows).tolist() != expected or rows[0].device != numbers.device:
+            faults.append(f"a batch is wrong, shuffle={shuffle}")
+    return faults
 
 
 class Told(PrefetchFeed):
@@ -241,6 +259,7 @@ def copies(module: nn.Module, lanes: Sequence[StreamLane]) -> Sequence[nn.Module
 FEEDS = [
     Door("resident by hand", resident),
     Door("resident, closed", closed),
+    Door("shared batches, made late", shared),
     Door("a ring that gives a slot up", shrunk),
     Door("staged", staged),
     Door("a loader's tensors", loaded(has_late=False)),

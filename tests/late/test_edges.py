@@ -119,6 +119,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/slots.py HostSlots.next: slot.copied.synchronize()": [(EXACT, LATE)] * 4,
     "data/staging.py Staging.bring: buffer.copied.record(self._lane.copy)": late("staged"),
     "data/staging.py Staging._next: buffer.copied.synchronize()": late("staged"),
+    "data/tensor_source.py TensorSource.for_all_streams: "
+    "device_module(device).current_stream(device).synchronize()": late("shared batches, made late"),
     "data_parallel/batches.py ResidentBatches.__init__: made.record(lane.current())": late(
         "a loader's tensors, made late"
     ),
