@@ -62,13 +62,13 @@ class Single(Dataset[Any]):
     """Samples one by one: a dataset that cannot be resident on the device, so its batches are copied."""
 
     def __init__(self, data: tuple[Tensor, ...]) -> None:
-        self._data = data
+        self.data = data
 
     def __len__(self) -> int:
-        return len(self._data[0])
+        return len(self.data[0])
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(tensor[index] for tensor in self._data)
+        return tuple(tensor[index] for tensor in self.data)
 
 
 class Staller:

@@ -157,7 +157,7 @@ class ResidentBatches:
     """Batches of a DataLoader over tensors, of which each device has a copy for one epoch; see `Batches`.
 
     The loader's sampler draws the samples, and nothing else of it runs. An epoch trains the tensors as they
-    are when it begins, or when torch has counted a write to one since.
+    are when it begins. When torch counts a write to one, later batches are gathered from where they lie.
 
     Args:
         loader: See `fits_on`.
@@ -171,7 +171,6 @@ class ResidentBatches:
     """
 
     def __init__(self, loader: DataLoader[Any], lanes: Sequence[Lane]) -> None:
-        self._loader = loader
         self._lanes = lanes
         self._staging = [Staging(lane) for lane in lanes]
         self._tensors: tuple[Tensor, ...] = loader.dataset.tensors  # type: ignore[attr-defined]
@@ -179,7 +178,10 @@ class ResidentBatches:
             made = lane.event()
             made.record(lane.current())
             lane.copy.wait_event(made)
-        self._upload()
+        self._versions = self._count_writes()
+        self._is_written = False
+        places = {lane.device: lane for lane in reversed(lanes)}  # the first rank of each
+        self._there = {device: ResidentTensors(self._tensors, lane) for device, lane in places.items()}
         # With its iterator the loader draws what it always draws from torch's generator.
         self._indices: Iterator[Any] = iter(loader)._sampler_iter
 
@@ -211,10 +213,7 @@ class ResidentBatches:
         drawn = next(self._indices, END)
         if drawn is END:
             return END
-        if self._versions != [tensor._version for tensor in self._tensors]:
-            for lane in self._lanes:
-                lane.await_default(lane.copy, lane.device)
-            self._upload()
+        self._is_written = self._is_written or self._count_writes() != self._versions
         index, length = torch.as_tensor(drawn, dtype=torch.int64, device="cpu"), len(self._tensors[0])
         low, high = (int(bound) for bound in torch.aminmax(index)) if len(index) else (0, 0)
         # On the device a wrong one would end the process's use of CUDA.
@@ -244,6 +243,9 @@ class ResidentBatches:
     def bring(self, batch: Tensor, rank: int) -> list[Tensor]:
         """Gather it; see `Batches.bring`."""
         lane = self._lanes[rank]
+        if self._is_written:
+            lane.await_default(lane.copy, lane.device)
+            return self._staging[rank].bring(self.whole(batch))
         data = self._there[lane.device]
         [rows] = self._staging[rank].bring([batch])
         lane.copy.wait_event(data.copied)
@@ -262,12 +264,9 @@ class ResidentBatches:
         """The batch as the loader would have made it."""
         return [tensor.index_select(0, batch.to(tensor.device)) for tensor in self._tensors]
 
-    def _upload(self) -> None:
-        self._versions = [tensor._version for tensor in self._tensors]
-        self._there: dict[torch.device, ResidentTensors] = {}
-        for lane in self._lanes:
-            if lane.device not in self._there:
-                self._there[lane.device] = ResidentTensors(self._tensors, lane)
+    def _count_writes(self) -> list[int]:
+        """Writes to the tensors that torch has counted."""
+        return [tensor._version for tensor in self._tensors]
 
 
 def open_batches(loader: Iterable[Any], lanes: Sequence[Lane], usage: float) -> Batches:

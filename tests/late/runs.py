@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 import flowdp
 from bench.cadences import cadence_for
+from bench.gpu.checks import Single
 from flowdp.result import TrainedState
 from tests.late.device import LateCuda, Site
 from tests.late.install import installed
@@ -46,19 +46,6 @@ def model(dtype: torch.dtype = torch.float64, *, has_buffers: bool = True) -> nn
     """A perceptron, with float and integer buffers."""
     norm = nn.BatchNorm1d(6) if has_buffers else nn.LayerNorm(6)
     return nn.Sequential(nn.Linear(FEATURES, 6), norm, nn.Tanh(), nn.Linear(6, 1)).to(dtype)
-
-
-class Single(Dataset[Any]):
-    """Samples one by one, whose batches are copied to the device."""
-
-    def __init__(self, data: tuple[Tensor, ...]) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(tensor[index] for tensor in self.data)
 
 
 class Made(Single):

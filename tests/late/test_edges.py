@@ -127,7 +127,7 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data_parallel/batches.py ResidentBatches.__init__: lane.copy.wait_event(made)": late(
         "a loader's tensors, made late"
     ),
-    "data_parallel/batches.py ResidentBatches.next: lane.await_default(lane.copy, lane.device)": late(
+    "data_parallel/batches.py ResidentBatches.bring: lane.await_default(lane.copy, lane.device)": late(
         "a loader's tensors, written"
     ),
     "data_parallel/batches.py ResidentBatches.bring: lane.copy.wait_event(data.copied)": late(
