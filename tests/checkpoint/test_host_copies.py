@@ -16,6 +16,22 @@ from tests.fakes import FakeCuda
 CPU = torch.device("cpu")
 
 
+class Held(threading.Event):
+    """The device's arrival at an event.
+
+    Attributes:
+        is_awaited: Set once a host waits for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_awaited.set()
+        return super().wait(timeout)
+
+
 class Lent(StreamLane):
     """A card on the CPU with watched pinned memory.
 
@@ -27,7 +43,7 @@ class Lent(StreamLane):
     def __init__(self) -> None:
         super().__init__(CPU, FakeCuda())
         self.sizes: list[int] = []
-        self.held = threading.Event()
+        self.held = Held()
         self.held.set()
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
@@ -101,11 +117,11 @@ def test_a_small_state_pins_no_whole_piece() -> None:
 def test_the_host_goes_on_until_the_limit_is_reached() -> None:
     lane, given = Lent(), [torch.arange(64.0) for _ in range(4)]
     lane.held.clear()
-    copy(lane, PinnedPieces(lane, 256, 4), given)  # would hang if it waited
+    copy(lane, PinnedPieces(lane, 256, 4), given)
+    assert not lane.held.is_awaited.is_set()
     late = threading.Thread(target=copy, args=(lane, PinnedPieces(lane, 256, 3), given))
     late.start()
-    late.join(0.2)
-    assert late.is_alive()
+    assert lane.held.is_awaited.wait(60)
     lane.held.set()
     late.join(60)
     assert not late.is_alive()
