@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-import flowdp
 from tests.late.device import Site
 from tests.late.doors import DOORS
 from tests.late.edges import edges
@@ -240,10 +239,14 @@ def quiet() -> Iterator[None]:
 
 
 def is_wrong(trial: Trial, removed: frozenset[Site]) -> bool:
-    """Whether a scenario goes wrong without these edges."""
+    """Whether a scenario goes wrong without these edges.
+
+    Numbers that are read too early are any numbers: what flowdp or the scenario makes of them may raise any
+    error, the root of a negative square for one. With all edges a scenario raises none, see below.
+    """
     try:
         return bool(faults_in(*trial, removed))
-    except (flowdp.FlowdpError, RuntimeError):
+    except Exception:
         return True
 
 

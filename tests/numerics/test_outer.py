@@ -153,7 +153,8 @@ def expected(
     """The outer steps of the rounds of a run with a linear loss.
 
     A mean is the last one less, for each rank, its part of the samples times the sum of its steps. A rank has
-    no part in the round of its `bad` step.
+    no part in the round of its `bad` step, and a round without samples changes nothing: in async the last
+    meeting is one, if no rank has stepped since its snapshot.
     """
     made = Outer(options, {"weight": line().weight.detach()})
     data = run._engine._source.tensors[1]  # type: ignore[attr-defined]
@@ -165,6 +166,8 @@ def expected(
             0 if any((rank, number) == bad for number, _ in theirs) else record.samples[rank]
             for rank, theirs in enumerate(taken)
         ]
+        if not any(samples):
+            continue
         mean = made.last["weight"][0].clone()
         for theirs, count in zip(taken, samples, strict=True):
             for _, step in theirs:
