@@ -111,9 +111,12 @@ class ElasticJob(Job):
         kind: Work of each machine, of `WORKERS`.
         machines: How many begin.
         policy: Averaging policy.
+        waits: As `Job`.
     """
 
-    def __init__(self, kind: str = "train", machines: int = 3, policy: str = "exact") -> None:
+    def __init__(
+        self, kind: str = "train", machines: int = 3, policy: str = "exact", *, waits: bool = False
+    ) -> None:
         from torchft.coordination import LighthouseServer
 
         self._lighthouse = LighthouseServer(
@@ -129,6 +132,7 @@ class ElasticJob(Job):
             *("--worker", kind, "--machines", machines, "--policy", policy),
             processes=machines,
             by_hand=True,
+            waits=waits,
             environment={"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"},
         )
 
@@ -171,12 +175,13 @@ def killed(leads: bool, draw: random.Random, policy: str = "exact") -> tuple[flo
     Returns:
         Seconds until both had started again, and until they had trained ten steps.
     """
-    with ElasticJob(policy=policy) as job:
+    with ElasticJob(policy=policy, waits=True) as job:
         begun = job.started(3, 0)
         step = 100 + draw.randrange(300)
         job.wait_for("step", 3, lambda one: one["step"] >= step)
         victim = next(one for one in begun.values() if (one["rank"] == 0) is leads)
         at = job.kill(victim)
+        job.release()
         again = job.started(2, 1)
         assert {one["pid"] for one in again.values()} == {
             one["pid"] for one in begun.values() if one is not victim

@@ -29,11 +29,14 @@ from torch import Tensor, nn
 
 import flowdp
 from tests.machines.agents import Agents
-from tests.machines.launch import Job, Record, report
+from tests.machines.launch import Job, Record, await_release, report
 
 SAMPLES, BATCH, EPOCHS, DEVICES = 601, 4, 4, 2
 EVERY = 25
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
+LATE = STEPS - 40
+"""Step from which on a job waits until its test has killed all that it wants to kill."""
+
 FROZEN_TIMEOUT_S = 3.0
 
 POLICIES = ("exact", "sync", "cadence")
@@ -64,7 +67,10 @@ class Counting(nn.Module):
 
 def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     numbers, x = batch
-    if _holds_at is not None and flowdp.current_worker().global_step >= _holds_at:
+    worker = flowdp.current_worker()
+    if worker is not None and worker.global_step >= LATE:
+        await_release()
+    if _holds_at is not None and worker.global_step >= _holds_at:
         threading.Event().wait()
     return nn.functional.mse_loss(model(numbers, x), x.sum(1, keepdim=True))
 
@@ -164,7 +170,7 @@ def _report_failure(error: flowdp.FlowdpError) -> None:
 # ---------------------------------------------------------------- the jobs
 def killed(policy: str, kills: int, draw: random.Random) -> None:
     """Kill processes of a job, one after another, and check what its last life has trained."""
-    with Job("tests.machines.kills", "--worker", policy, restarts=kills) as job:
+    with Job("tests.machines.kills", "--worker", policy, restarts=kills, waits=True) as job:
         begun = job.wait_for("started", 2)
         for life in range(kills):
             # Each life gets further than the one before, and dies before the run is over.
@@ -181,6 +187,7 @@ def killed(policy: str, kills: int, draw: random.Random) -> None:
             )
             assert len(resumed) == 1
             assert resumed.pop() > 0, "nothing was resumed"
+        job.release()
         job.ended()
         check_end(job.wait_for("trained", 2))
 
@@ -230,7 +237,8 @@ def lost(number: signal.Signals, victim: int, step: int, worker: str = "sync") -
         Seconds until the other one had the error, and until it had ended.
     """
     timeout_s = FROZEN_TIMEOUT_S if number == signal.SIGSTOP else 30.0
-    with Job("tests.machines.kills", "--worker", worker, "--timeout", timeout_s, by_hand=True) as job:
+    arguments = ("--worker", worker, "--timeout", timeout_s)
+    with Job("tests.machines.kills", *arguments, by_hand=True, waits=True) as job:
         begun = job.wait_for("started", 2)
         job.wait_for("step", 1, lambda one: one["step"] >= step)
         os.kill(next(one["pid"] for one in begun if one["machine"] == victim), number)

@@ -23,6 +23,9 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPE = "FLOWDP_TEST_PIPE"
+RELEASE = "release"
+"""Name of the pipe in a job's folder at which its processes wait."""
+
 WAIT_S = 150.0
 """Seconds that end only a job that hangs."""
 
@@ -51,6 +54,13 @@ def report(what: str, **values: Any) -> None:
         os.close(pipe)
 
 
+def await_release() -> None:
+    """Wait until the test of this process lets it go on, if it is to wait."""
+    gate = Path(os.environ["FLOWDP_TEST_FOLDER"], RELEASE)
+    if gate.exists():
+        gate.open().close()
+
+
 class Job:
     """Processes of one script.
 
@@ -63,6 +73,8 @@ class Job:
             of another one, as on machines of their own.
         program: A file in place of a module.
         environment: Further variables.
+        waits: Its processes wait in `await_release` until `release`: a test that does something to a job that
+            trains may come late, on a busy machine.
 
     Attributes:
         records: All records so far, in the order in which they came.
@@ -79,7 +91,9 @@ class Job:
         by_hand: bool = False,
         program: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        waits: bool = False,
     ) -> None:
+        self._waits, self._released = waits, -1
         self._target = [str(program)] if program is not None else ["-m", module]
         self._arguments = [str(argument) for argument in arguments]
         self.count, self._restarts, self._by_hand = processes, restarts, by_hand
@@ -92,6 +106,8 @@ class Job:
         self._scratch = tempfile.TemporaryDirectory(prefix="flowdp-job-", ignore_cleanup_errors=True)
         self.folder = Path(self._scratch.name)
         os.mkfifo(self.folder / "records")
+        if self._waits:
+            os.mkfifo(self.folder / RELEASE)
         # Open for writing, too, so that the last writer's end is no end of the file.
         self._pipe = os.open(self.folder / "records", os.O_RDWR | os.O_NONBLOCK)
         self._output = (self.folder / "output").open("wb")
@@ -221,6 +237,12 @@ class Job:
         return (self.folder / "output").read_text(errors="replace")
 
     # ------------------------------------------------------------------ ending
+    def release(self) -> None:
+        """Let all processes pass `await_release`, now and later."""
+        if self._released < 0:
+            # Without waiting for a reader, and none waits for a writer while it is open.
+            self._released = os.open(self.folder / RELEASE, os.O_RDWR)
+
     def _end(self) -> None:
         with suppress(OSError):
             self._read()
@@ -233,6 +255,8 @@ class Job:
         for process in self._processes:
             process.wait()
         os.close(self._pipe)
+        if self._released >= 0:
+            os.close(self._released)
         self._output.close()
         self._scratch.cleanup()
 

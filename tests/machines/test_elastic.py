@@ -23,11 +23,12 @@ def test_the_others_train_on_when_a_machine_is_killed(policy: str, leads: bool) 
 
 
 def test_a_machine_that_was_frozen_comes_back() -> None:
-    with ElasticJob("frozen") as job:
+    with ElasticJob("frozen", waits=True) as job:
         begun = job.started(3, 0)
         job.wait_for("step", 3, lambda one: one["step"] >= 100)
         victim = next(one for one in begun.values() if one["rank"] == 1)
         os.kill(victim["pid"], signal.SIGSTOP)
+        job.release()
         job.started(2, 1)
         os.kill(victim["pid"], signal.SIGCONT)
         # It takes part again, or where it is too late for that, finds that nothing is left to train.
@@ -36,13 +37,14 @@ def test_a_machine_that_was_frozen_comes_back() -> None:
 
 
 def test_the_last_of_three_trains_alone_to_the_end() -> None:
-    with ElasticJob() as job:
+    with ElasticJob(waits=True) as job:
         begun = job.started(3, 0)
         job.wait_for("step", 3, lambda one: one["step"] >= 100)
         job.kill(begun.pop(2))
         job.started(2, 1)
         job.wait_for("step", 2, lambda one: one["life"] == 1)
         job.kill(begun.pop(1))
+        job.release()
         job.started(1, 2)
         (trained,) = job.wait_for("trained")
         assert trained["pid"] == begun[0]["pid"]
