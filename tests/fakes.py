@@ -80,6 +80,11 @@ class FakeStream:
         with self.cuda.lock:
             _merge(self.cuda.host, {**self.clock, self.number: self.time})
 
+    def query(self) -> bool:
+        if self.cuda.failure is not None:
+            raise self.cuda.failure
+        return True
+
     def __repr__(self) -> str:
         return self.name
 
@@ -144,6 +149,7 @@ class FakeCuda:
     Attributes:
         log: Records and waits of streams, in order, as (stream, verb, event).
         races: Descriptions of unordered accesses.
+        failure: Raised by each stream that is asked whether it is done, once a test has set it.
         captures: Streams under capture, and calls forbidden then.
         memory: Stands for `torch.cuda.memory`.
     """
@@ -159,6 +165,7 @@ class FakeCuda:
         self.captures = self.memory = Captures()
         self.default = FakeStream(self, None, 0)
         self.default.name = "the default stream"
+        self.failure: RuntimeError | None = None
 
     # ------------------------------------------------------------ interface of torch.cuda
     def Stream(self, device: Any = None, priority: int = 0) -> FakeStream:

@@ -152,6 +152,7 @@ class Session:
         if found.exists():
             for line in complete_lines(found):
                 self.findings.add_line(line)
+            found.unlink()  # the record has them, and a machine may hand few files back
         if code != 0:
             # The process ends itself at its limit, with exit code 1.
             is_over = code == CUT or monotonic() - began_s >= limit_s

@@ -101,7 +101,7 @@ def null_step_us(place: Place, steps: int) -> float:
 
 
 def measure(place: Place) -> Iterator[Finding]:
-    steps = place.pick(40_000, 6_000)
+    steps = place.pick(20_000, 6_000)
     yield Figure("own code of a step, us", min(null_step_us(place, steps) for _ in range(place.pick(3, 2))))
 
     # The gather of a batch is also done by a hand loop.

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median
 
-import torch
-
 from bench.gpu.part import Figure, Finding, Note, Place
 from bench.micro import launch
 from bench.micro.launch import PROCESSES, VARIANTS, Task, words
@@ -69,11 +67,3 @@ def rates(place: Place, part: str, cases: Cases, *, layers: int) -> Iterator[Fin
                 yield Figure(f"{part}: {name}, {words(count)}, times processes", rate / found[PROCESSES])
     if not is_measured:
         raise RuntimeError("no variant could be measured")
-    if place.is_cuda:
-        yield Figure(f"{part}: memory in use at the end, MiB", used_mib())
-
-
-def used_mib() -> float:
-    """Memory of the card in use by all processes."""
-    free, total = torch.cuda.mem_get_info(0)
-    return (total - free) / 2**20

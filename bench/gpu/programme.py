@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
+from bench.environments import SHARED_CARD
 from bench.gpu.part import Findings, Measure, Note, Place, Skipped
 
 __all__ = [
     "CALLS",
     "CALL_LIMIT_S",
     "PARTS",
-    "SHARED_CARD",
     "TESTS",
     "TESTS_LIMIT_S",
     "Part",
@@ -57,14 +57,6 @@ def _several(ranks: int) -> Measure:
     return partial(importlib.import_module("bench.gpu.nccl").measure_several, ranks)
 
 
-SHARED_CARD = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_MAX_CTAS": "4",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-}
-"""Environment of several NCCL ranks on one card: their kernels wait for each other, so all must fit on it at
-once, and no two streams may share one of its queues."""
-
 TESTS = "tests"
 TESTS_LIMIT_S = 500.0
 
@@ -72,7 +64,7 @@ PARTS = {
     "facts": Part(40, partial(_measure, "facts")),
     "nccl1": Part(40, partial(_measure, "nccl", "measure_one")),
     "policies": Part(90, partial(_measure, "policies")),
-    "launches": Part(260, partial(_measure, "launches")),
+    "launches": Part(290, partial(_measure, "launches")),
     "compiled": Part(130, partial(_measure, "launches", "measure_compiled"), is_experiment=True),
     "capture": Part(60, partial(_measure, "capture"), is_experiment=True),
     "drain": Part(60, partial(_measure, "drain")),

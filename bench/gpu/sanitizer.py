@@ -31,6 +31,7 @@ ERRORS = 86
 
 ALLOCATOR = "backend:cudaMallocAsync"
 ENVIRONMENT = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     "PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR,
     "PYTORCH_ALLOC_CONF": ALLOCATOR,  # its name from torch 2.9 on
 }

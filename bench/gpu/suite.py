@@ -113,7 +113,8 @@ def run_suite(
         "-m", "pytest", "tests/gpu", "-p", "bench.gpu.suite", *options,
         "-o", f"faulthandler_timeout={TEST_LIMIT_S}", "-o", "faulthandler_exit_on_timeout=true",
     ]  # fmt: skip
-    environment = {**os.environ, JOURNAL: str(journal)}
+    # Plugins of the interpreter's other packages are not the suite's; a warning of theirs would fail a test.
+    environment = {**os.environ, JOURNAL: str(journal), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     for _ in range(1 + RESTARTS):
         before = len(read(journal))
         code = call(arguments, environment)

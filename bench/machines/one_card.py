@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
+from bench.environments import SHARED_CARD
 from bench.harness import ROOT, commit, machine
 from bench.machines.sides import optimizer
 
@@ -40,13 +41,6 @@ __all__ = ["CASES", "main", "measure"]
 LIMIT_S = 60.0
 INPUTS, CLASSES, BATCH = 128, 10, 256
 STEPS = {"cuda": 200, "cpu": 24}
-
-SHARED_CARD = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_MAX_CTAS": "4",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-}
-"""Environment in which kernels of NCCL that wait for each other fit on one card."""
 
 WAITING = {"overlap": False}
 CADENCE = flowdp.CadenceOptions(anchor=4, max_anchor=4)

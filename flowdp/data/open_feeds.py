@@ -18,7 +18,7 @@ from flowdp.device.streams import QUIET, Lane
 from flowdp.policy.budget import USAGE, fits
 from flowdp.timeline.spans import RankSpans
 
-__all__ = ["DirectFeed", "Feed", "open_feeds"]
+__all__ = ["open_feeds"]
 
 
 def open_feeds(

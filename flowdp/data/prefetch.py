@@ -41,6 +41,7 @@ from flowdp.data.slots import (
 from flowdp.data.source import Batch, Source
 from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource
+from flowdp.device.failed_device import keep_memory
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.errors import ProtocolError
@@ -296,6 +297,7 @@ class PrefetchFeed(Feed):
                 if self._copies is not None:
                     self._copies.close()
         except BaseException as error:  # the waiting worker must hear of it
+            keep_memory([self._lane])
             self._fail(error)
 
     def _fetch(self) -> _Fetched | None:

@@ -58,17 +58,16 @@ class Staging:
             `copy` is current: it allocates there, and copies. The host waits for the copies of the third
             last batch.
         """
-        staged = [is_plain(leaf) and not leaf.requires_grad and leaf.numel() > 0 for leaf in leaves]
-        if not any(staged):
+        plain = [leaf for leaf in leaves if is_plain(leaf) and not leaf.requires_grad and leaf.numel() > 0]
+        if not plain:
             return [own_memory(leaf, self._lane) for leaf in leaves]
-        buffer = self._next(
-            sum(aligned(leaf.nbytes) for leaf, one in zip(leaves, staged, strict=True) if one)
-        )
+        pinned = [leaf for leaf in plain if leaf.is_pinned()]
+        staged = {id(leaf) for leaf in plain} - {id(leaf) for leaf in pinned}
+        buffer = self._next(sum(aligned(leaf.nbytes) for leaf in plain if id(leaf) in staged))
+        buffer.kept = pinned
         moved, used = [], 0
-        for leaf, is_staged in zip(leaves, staged, strict=True):
-            if is_staged and leaf.is_pinned():
-                buffer.kept.append(leaf)
-            elif is_staged:
+        for leaf in leaves:
+            if id(leaf) in staged:
                 strides = dense_strides(leaf)
                 part = (
                     buffer.memory[used : used + leaf.nbytes].view(leaf.dtype).as_strided(leaf.shape, strides)
@@ -90,12 +89,14 @@ class Staging:
         else:
             buffer = self._buffers.popleft()
             buffer.copied.synchronize()
-            buffer.kept.clear()
             if len(buffer.memory) < nbytes:
                 buffer.memory = self._pinned(nbytes)
         self._buffers.append(buffer)
         return buffer
 
     def _pinned(self, nbytes: int) -> Tensor:
-        with QUIET:  # torch would round it up to a power of two, too
+        with QUIET:
+            if not nbytes:
+                return torch.empty(0, dtype=torch.uint8, device="cpu")
+            # Torch would round it up to a power of two, too.
             return self._lane.pinned((1 << (nbytes - 1).bit_length(),), torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -26,12 +27,16 @@ from flowdp.policy.budget import fits
 __all__ = [
     "END",
     "Batches",
+    "Copied",
     "LoaderBatches",
     "ResidentBatches",
     "may_read_ahead",
     "open_batches",
     "samples_of",
 ]
+
+Copied = dict[torch.device, int]
+"""Bytes of the largest copies of datasets for an epoch so far, by device."""
 
 END = object()
 """Behind the last batch of a loader."""
@@ -163,6 +168,9 @@ class ResidentBatches:
         loader: See `fits_on`.
         lanes: One per rank, all of them with streams.
 
+    Attributes:
+        there: The copies, by device.
+
     Raises:
         torch.OutOfMemoryError: A device has no room for the tensors.
 
@@ -181,18 +189,19 @@ class ResidentBatches:
         self._versions = self._count_writes()
         self._is_written = False
         places = {lane.device: lane for lane in reversed(lanes)}  # the first rank of each
-        self._there = {device: ResidentTensors(self._tensors, lane) for device, lane in places.items()}
+        self.there = {device: ResidentTensors(self._tensors, lane) for device, lane in places.items()}
         # With its iterator the loader draws what it always draws from torch's generator.
         self._indices: Iterator[Any] = iter(loader)._sampler_iter
 
     @staticmethod
-    def fits_on(loader: object, lanes: Sequence[Lane], usage: float) -> bool:
+    def fits_on(loader: object, lanes: Sequence[Lane], usage: float, copied: Copied) -> bool:
         """Whether a loader's batches can be gathered on these devices, and the tensors fit there.
 
         Args:
             loader: Any iterable of batches.
             lanes: One per rank.
             usage: Part of a device that may be in use.
+            copied: Copies of earlier epochs, which are gone.
         """
         # One of another class may do more to its batches.
         if type(loader) is not DataLoader or loader.num_workers or not _is_of_tensors(loader):
@@ -204,7 +213,8 @@ class ResidentBatches:
             and all(type(one) is Tensor and one.layout is torch.strided for one in tensors)
             and not any(one.requires_grad or one.is_inference() for one in tensors)
             and all(
-                _has_room(tensors, lane, usage) for lane in {lane.device: lane for lane in lanes}.values()
+                _has_room(tensors, lane, usage, copied.get(lane.device, 0))
+                for lane in {lane.device: lane for lane in lanes}.values()
             )
         )
 
@@ -245,8 +255,10 @@ class ResidentBatches:
         lane = self._lanes[rank]
         if self._is_written:
             lane.await_default(lane.copy, lane.device)
-            return self._staging[rank].bring(self.whole(batch))
-        data = self._there[lane.device]
+            with QUIET:
+                written = self.whole(batch)
+            return self._staging[rank].bring(written)
+        data = self.there[lane.device]
         [rows] = self._staging[rank].bring([batch])
         lane.copy.wait_event(data.copied)
         with QUIET:
@@ -254,8 +266,8 @@ class ResidentBatches:
                 torch.empty((len(batch), *one.shape[1:]), dtype=one.dtype, device=lane.device)
                 for one in data.tensors
             ]
-        for one, out in zip(data.tensors, made, strict=True):
-            torch.index_select(one, 0, rows, out=out)
+            for one, out in zip(data.tensors, made, strict=True):
+                torch.index_select(one, 0, rows, out=out)  # the first one loads its kernel
         # The copies may be another rank's, and the tensors the user's, who may let go of them.
         keep_for(lane.copy, data.tensors)
         return made
@@ -269,23 +281,28 @@ class ResidentBatches:
         return [tensor._version for tensor in self._tensors]
 
 
-def open_batches(loader: Iterable[Any], lanes: Sequence[Lane], usage: float) -> Batches:
+def open_batches(loader: Iterable[Any], lanes: Sequence[Lane], usage: float, copied: Copied) -> Batches:
     """The batches of a loader: gathered on the devices where that is possible, else as the loader makes them.
 
     Args:
         loader: Any iterable of batches.
         lanes: One per rank.
         usage: Part of a device that may be in use.
+        copied: Copies of earlier epochs, which are gone; those of this one are added.
 
     Threads:
         The user's.
     """
-    if ResidentBatches.fits_on(loader, lanes, usage):
+    if ResidentBatches.fits_on(loader, lanes, usage, copied):
         assert isinstance(loader, DataLoader)
         try:
-            return ResidentBatches(loader, lanes)
+            batches = ResidentBatches(loader, lanes)
         except torch.OutOfMemoryError:
             pass
+        else:
+            for device, data in batches.there.items():
+                copied[device] = max(copied.get(device, 0), data.nbytes)
+            return batches
         # Here, where no traceback keeps the copies so far.
         with QUIET:
             empty_cache(lanes[0])
@@ -296,7 +313,10 @@ def _is_of_tensors(loader: DataLoader[Any]) -> bool:
     return type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
 
 
-def _has_room(tensors: Sequence[Tensor], lane: Lane, usage: float) -> bool:
+def _has_room(tensors: Sequence[Tensor], lane: Lane, usage: float, copied: int) -> bool:
     memory = read_memory(lane)
+    if memory is None:
+        return False
     needed = sum(tensor.nbytes for tensor in tensors if tensor.device != lane.device)
-    return memory is not None and fits(memory, needed, usage=usage)
+    # The copies of earlier epochs were a part of the peak, which is the user's to reset.
+    return fits(replace(memory, peak=memory.peak - copied), needed, usage=usage)

@@ -14,8 +14,9 @@ from flowdp.data.ring_gauge import RingGauge
 from flowdp.data.slots import keep_for
 from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
-from flowdp.data_parallel.batches import END, Batches, may_read_ahead, open_batches, samples_of
+from flowdp.data_parallel.batches import END, Batches, Copied, may_read_ahead, open_batches, samples_of
 from flowdp.data_parallel.windows import Piece, Window
+from flowdp.device.failed_device import keep_memory
 from flowdp.device.streams import Lane
 from flowdp.policy.budget import FIRST_DEPTH, USAGE
 from flowdp.threads.inbox import LISTEN_S
@@ -53,6 +54,7 @@ class Epoch:
         around: Passes the windows on, and does what is to be done behind the last; None: nothing is.
         usage: Part of a device that may be in use.
         depth: Windows that are read ahead, at most; None: by the devices' memory.
+        copied: Copies of datasets that earlier epochs had on the devices.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class Epoch:
         *,
         usage: float = USAGE,
         depth: int | None = None,
+        copied: Copied | None = None,
     ) -> None:
+        self._copied = {} if copied is None else copied
         self._loader = loader
         self._lanes = lanes
         self._balancer = balancer
@@ -89,16 +93,17 @@ class Epoch:
             for batch in self._loader:
                 yield Window([Piece(0, batch, samples_of(batch))], self._lanes[0].device)
             return
-        windows = Windows(open_batches(self._loader, self._lanes, self._usage), self._lanes, self._balancer)
-        if not may_read_ahead(self._loader):
-            while (window := windows.read()) is not None:
-                yield window
-            return
-        reader = WindowLoader(windows, self._lanes, usage=self._usage, depth=self._depth)
+        batches = open_batches(self._loader, self._lanes, self._usage, self._copied)
+        windows = Windows(batches, self._lanes, self._balancer)
+        reader = None
         try:
-            yield from reader
+            if may_read_ahead(self._loader):
+                reader = WindowLoader(windows, self._lanes, usage=self._usage, depth=self._depth)
+            yield from windows if reader is None else reader
         finally:
-            reader.close()
+            keep_memory(self._lanes)
+            if reader is not None:
+                reader.close()
 
 
 class Windows:
@@ -118,6 +123,11 @@ class Windows:
         self._lanes = lanes
         self._balancer = balancer
         self.is_left = False
+
+    def __iter__(self) -> Iterator[Window]:
+        """The windows, each read in the calling thread. Errors as of `read`."""
+        while (window := self.read()) is not None:
+            yield window
 
     def read(self) -> Window | None:
         """The next window; None at the end.
@@ -187,6 +197,7 @@ class WindowLoader:
         self, windows: Windows, lanes: Sequence[Lane], *, usage: float = USAGE, depth: int | None = None
     ) -> None:
         self._windows = windows
+        self._lanes = lanes
         limit = WINDOWS_AHEAD if depth is None else depth
         first = min(limit, FIRST_DEPTH)
         places: dict[torch.device, list[int]] = {}
@@ -251,6 +262,7 @@ class WindowLoader:
                     self._ready.append(window)
                     self._changed.notify_all()
         except BaseException as error:
+            keep_memory(self._lanes)
             self._end = error
         with self._changed:
             self._is_over = True

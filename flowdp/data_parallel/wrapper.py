@@ -28,6 +28,7 @@ from flowdp.data_parallel.arguments import (
     set_epoch,
 )
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
+from flowdp.data_parallel.batches import Copied
 from flowdp.data_parallel.call_check import Call, check_call
 from flowdp.data_parallel.check_schedule import Schedule, Schedules
 from flowdp.data_parallel.gather import Joining
@@ -276,6 +277,7 @@ class DataParallel(StandInModule):
         self._is_syncing = True
         self._has_warned = False  # of a call that the first device does alone
         self._epochs = 0
+        self._copied: Copied = {}
         self._sums = sums  # over machines; None: there is one
         self._lanes = open_lanes(devices)
         self._replicas: Replicas | None = None
@@ -544,6 +546,7 @@ class DataParallel(StandInModule):
             None if self._sums is None else self._sums.epoch,
             usage=memory_fraction,
             depth=prefetch_depth,
+            copied=self._copied,
         )
 
     def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:

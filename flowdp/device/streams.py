@@ -69,6 +69,14 @@ class Stream(Protocol):
         """Wait, on the host and without the interpreter lock, until everything on it is done."""
         ...
 
+    def query(self) -> bool:
+        """Whether everything on it is done; does not wait.
+
+        Raises:
+            RuntimeError: The device has failed.
+        """
+        ...
+
 
 class Lane(ABC):
     """One rank's place on its device.
@@ -114,6 +122,10 @@ class Lane(ABC):
     @abstractmethod
     def await_caller(self) -> None:
         """Let `compute` wait for the calling thread's work so far: the user's tensors."""
+
+    @abstractmethod
+    def has_failed(self) -> bool:
+        """Whether the device has failed for good: each call that uses it raises."""
 
     @abstractmethod
     def await_default(self, stream: Stream, device: torch.device) -> None:
@@ -199,6 +211,14 @@ class StreamLane(Lane):
         """See `Lane.await_caller`."""
         self._await(self.compute, self.current(), "caller")
 
+    def has_failed(self) -> bool:
+        """See `Lane.has_failed`."""
+        try:
+            self.compute.query()
+        except RuntimeError:
+            return True
+        return False
+
     def await_default(self, stream: Stream, device: torch.device) -> None:
         """See `Lane.await_default`."""
         with self._asking:
@@ -248,6 +268,10 @@ class HostLane(Lane):
     def await_caller(self) -> None:
         """See `Lane.await_caller`."""
 
+    def has_failed(self) -> bool:
+        """See `Lane.has_failed`: the CPU does not."""
+        return False
+
     def await_default(self, stream: Stream, device: torch.device) -> None:
         """See `Lane.await_default`."""
 
@@ -280,6 +304,9 @@ class _NoStream:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
 
 
 class _HostEvent:

@@ -21,6 +21,7 @@ from flowdp.device.compiled import make_room
 from flowdp.device.cores import open_pools
 from flowdp.device.discovery import device_names
 from flowdp.device.dispatch import prepared_torch
+from flowdp.device.failed_device import keep_memory
 from flowdp.device.process_tuning import as_tuning, tuned_process
 from flowdp.device.streams import Lane
 from flowdp.engine import active_runs
@@ -139,6 +140,7 @@ class Engine:
         for lane, feed in zip(lanes, self._feeds, strict=True):
             self._settings.callback(lane.drain)
             self._settings.callback(feed.close)
+        self._settings.callback(keep_memory, lanes)
         # Where the bits do not depend on measured speed, they shall not depend on the size of a pool either.
         adapts = ROUNDS[config.policy].shares == "steps"
         pools = open_pools([lane.device for lane in lanes], self._tuning, adapts=adapts)
@@ -425,6 +427,7 @@ class Engine:
             if not self.workers:
                 return
             self._progress, self._times = self.progress(), self.times()
+            keep_memory(replica.lane for replica in self.replicas)
             has_cards = any(replica.lane.is_async for replica in self.replicas)
             self.workers, self.replicas, self._feeds = [], (), []
             # These call us back, or know the workers; another thread may be asking them just now.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from flowdp.data.batches import joined
-from flowdp.data.open_feeds import Feed
+from flowdp.data.feed import Feed
 from flowdp.data.source import Batch, Source
 from flowdp.machine.worker import Step
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flowdp.data.open_feeds import Feed
+from flowdp.data.feed import Feed
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter

@@ -14,6 +14,7 @@ from flowdp.device import worker_context
 from flowdp.device.compiled import make_room
 from flowdp.device.cores import open_pools
 from flowdp.device.dispatch import prepared_torch
+from flowdp.device.failed_device import keep_memory
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import Lane
@@ -72,6 +73,7 @@ def on_all_ranks(
             batches.cut()
             raise
         except BaseException as error:
+            keep_memory([replica.lane])
             batches.cut()
             raise _explained(error, rank, replica.device, doing) from error
 

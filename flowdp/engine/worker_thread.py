@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import Averaging, Reading
-from flowdp.data.open_feeds import Feed
+from flowdp.data.feed import Feed
 from flowdp.device import worker_context
 from flowdp.device.compiled import FirstCalls
+from flowdp.device.failed_device import keep_memory
 from flowdp.device.openmp import set_own_threads
 from flowdp.engine import meter
 from flowdp.engine.barrier_tasks import BarrierTasks
@@ -212,6 +213,7 @@ class Worker:
                 self._post(WorkerReady(self.rank))
                 self._loop()
         except BaseException as cause:
+            keep_memory([self._lane])
             explained = self._place.explain(cause, self.task)
             is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
             if is_alone:

@@ -174,9 +174,14 @@ class RingBudget:
         return self.limits[rank]
 
     def step_ran_short(self, ahead: list[int]) -> None:
-        """Close the budget, as a step has run out of memory beside these batches ahead. Shape (ranks,)."""
+        """Close the budget, as a step has run out of memory beside these batches ahead. Shape (ranks,).
+
+        One batch ahead is left to a rank that has not come down to it before: a first step that is too large
+        by itself is halved, and says nothing of the ring.
+        """
         for rank, count in enumerate(ahead):
-            self.ran_short(rank, count)
+            least = min(1, self.limits[rank] // 2)
+            self.limits[rank] = min(self.limits[rank], max(least, count // 2))
         self._next_ms, self._waits = 0.0, set(range(len(ahead)))
 
 

@@ -69,14 +69,15 @@ def test_a_buffer_is_not_written_before_the_copies_out_of_it():
     assert any("pinned memory" in race for race in lane.card.races)
 
 
+class Counting(CardLane):
+    pins = 0
+
+    def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        self.pins += 1
+        return super().pinned(shape, dtype)
+
+
 def test_buffers_grow_and_are_used_again():
-    class Counting(CardLane):
-        pins = 0
-
-        def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
-            self.pins += 1
-            return super().pinned(shape, dtype)
-
     lane = Counting()
     staging = Staging(lane)
     with lane.on(lane.copy):
@@ -90,7 +91,7 @@ def test_buffers_grow_and_are_used_again():
 
 
 def test_what_the_loader_has_pinned_is_copied_from_there_and_kept_until_it_is():
-    lane = CardLane()
+    lane = Counting()
     staging = Staging(lane)
     leaf = torch.arange(4.0)
     leaf.is_pinned = lambda *_: True  # type: ignore[method-assign]
@@ -98,6 +99,7 @@ def test_what_the_loader_has_pinned_is_copied_from_there_and_kept_until_it_is():
         [moved] = staging.bring([leaf])
     assert torch.equal(moved, leaf)
     assert staging._buffers[-1].kept == [leaf]
+    assert lane.pins == 0
 
 
 def test_a_leaf_with_a_graph_keeps_it():

@@ -83,7 +83,7 @@ def test_batches_on_devices_are_those_of_the_loader(
     for places_ in ([HostLane(CPU)], places):
         torch.manual_seed(1)
         loader = loader_of(dataset())
-        is_resident = isinstance(open_batches(loader, places_, 0.9), ResidentBatches)
+        is_resident = isinstance(open_batches(loader, places_, 0.9, {}), ResidentBatches)
         assert is_resident is (places_ is places)
         loader = loader_of(dataset())
         torch.manual_seed(2)
@@ -133,18 +133,38 @@ def test_what_stays_with_the_loader() -> None:
         DataLoader(graph, batch_size=2),
         [[torch.zeros(2)]],
     ):
-        assert not ResidentBatches.fits_on(loader, there, 0.9)
+        assert not ResidentBatches.fits_on(loader, there, 0.9, {})
     loader = DataLoader(data, batch_size=4)
-    assert ResidentBatches.fits_on(loader, there, 0.9)
-    assert not ResidentBatches.fits_on(loader, [*there, HostLane(CPU)], 0.9)
+    assert ResidentBatches.fits_on(loader, there, 0.9, {})
+    assert not ResidentBatches.fits_on(loader, [*there, HostLane(CPU)], 0.9, {})
     near = [StreamLane(torch.device("cpu"), Card(total=100)), StreamLane(FAR, Card(total=100))]
-    assert not ResidentBatches.fits_on(loader, near, 0.9), "they would have to be copied, and do not fit"
+    assert not ResidentBatches.fits_on(loader, near, 0.9, {}), "they would have to be copied, and do not fit"
+
+
+class Freed(Card):
+    """A card whose tensors are gone by the time it is asked."""
+
+    def memory_stats(self, device: Any) -> dict[str, int]:
+        return {**super().memory_stats(device), "active_bytes.all.current": 0}
+
+
+def test_the_copies_of_earlier_epochs_take_no_room_from_those_of_the_next() -> None:
+    data = dataset()
+    size = sum(tensor.nbytes for tensor in data.tensors)
+    card, copied = Freed(total=round(2.5 * size / 0.9)), {}
+    there = [StreamLane(FAR, card)]
+    loader = DataLoader(data, batch_size=4)
+    for _ in range(2):
+        assert isinstance(open_batches(loader, there, 0.9, copied), ResidentBatches)
+        assert copied == {FAR: size}
+        card.allocated = size  # the peak
+    assert isinstance(open_batches(loader, there, 0.9, {}), LoaderBatches), "the peak is training's"
 
 
 def test_a_device_without_the_promised_room_gets_the_loaders_batches() -> None:
     card = Card(room=16)
     there = [StreamLane(FAR, card)]
-    batches = open_batches(DataLoader(dataset(), batch_size=4), there, 0.9)
+    batches = open_batches(DataLoader(dataset(), batch_size=4), there, 0.9, {})
     assert isinstance(batches, LoaderBatches)
     assert card.emptied == 1
 
@@ -154,7 +174,7 @@ def test_tensors_that_are_written_during_an_epoch(counted: bool) -> None:
     card, data = Card(), TensorDataset(torch.zeros(8))
     # By another name than that of the device: they are copied there.
     there = [StreamLane(FAR, card)]
-    batches = open_batches(DataLoader(data, batch_size=2), there, 0.9)
+    batches = open_batches(DataLoader(data, batch_size=2), there, 0.9, {})
     seen = []
     for number in range(4):
         if counted:

@@ -38,7 +38,7 @@ def test_nccl_with_one_rank():
         if "cannot be imported" not in str(error):
             raise
         pytest.skip(str(error))
-    assert len(found) == 4
+    assert len(found) == 5
 
 
 def test_a_part_for_cuda_says_so():

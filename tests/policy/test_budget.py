@@ -8,6 +8,7 @@ import pytest
 
 from flowdp.policy.budget import (
     DEPTH_LIMIT,
+    FIRST_DEPTH,
     LOOK_MS,
     Memory,
     RingBudget,
@@ -174,6 +175,16 @@ def test_a_step_that_ran_out_of_memory_closes_it_until_one_is_done():
     budget.trained(1)
     assert budget.is_due(0, 0.0)
     assert budget.depths(device(peak=14 * GB), [BATCH] * 2, 0, 0, 0.0) == [2, 1]
+
+
+def test_a_first_step_that_is_too_large_leaves_the_ring_one_batch_and_a_second_one_none():
+    budget = open_budget(2)
+    budget.step_ran_short([FIRST_DEPTH, FIRST_DEPTH])
+    for rank in (0, 1):
+        budget.trained(rank)
+    assert budget.depths(device(peak=GB), [BATCH] * 2, 0, 0, 0.0) == [1, 1]
+    budget.step_ran_short([1, 1])
+    assert budget.depths(device(peak=GB), [BATCH] * 2, 0, 0, 0.0) == [0, 0]
 
 
 def test_what_ran_short_may_double_with_each_epoch():

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.environments import SHARED_CARD
 from bench.gpu import __main__ as command
 from bench.gpu.__main__ import Session
 from bench.gpu.part import Figure, Findings
-from bench.gpu.programme import CALLS, PARTS, SHARED_CARD, Part
+from bench.gpu.programme import CALLS, PARTS, Part
 from bench.gpu.suite import CUT, Outcome, Suite
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,7 +42,7 @@ def test_a_rehearsal_of_one_part(tmp_path: Path) -> None:
     assert "nccl2: skipped, NCCL needs a CUDA device" in done.stdout
     assert done.stdout.rstrip().endswith("s in all; passed")
     # A rehearsal leaves no record.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.jsonl", "gpu.log", "nccl2.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.log"]
 
 
 def test_without_cuda_it_says_what_there_is(

@@ -13,9 +13,8 @@ import torch
 
 from bench.gpu import one_device, programme
 from bench.gpu.part import Figure, Finding, Findings, Place
-from bench.gpu.programme import CALL_LIMIT_S, CALLS, PARTS, SHARED_CARD, TESTS, Part, limit_s, run
+from bench.gpu.programme import CALL_LIMIT_S, CALLS, PARTS, TESTS, Part, limit_s, run
 from bench.harness import Comparison
-from bench.machines import one_card
 
 CPU = Place(torch.device("cpu"))
 
@@ -71,8 +70,7 @@ def test_each_part_belongs_to_one_call() -> None:
     assert sorted(name for call in CALLS.values() for name in call) == sorted([*PARTS, TESTS])
 
 
-def test_ranks_that_share_a_card_have_the_same_environment_everywhere() -> None:
-    assert SHARED_CARD == one_card.SHARED_CARD
+def test_parts_whose_ranks_share_a_card_have_an_environment_for_it() -> None:
     assert {name for name, part in PARTS.items() if part.environment} == {"nccl2", "nccl4", "machines"}
 
 
