@@ -249,7 +249,9 @@ def test_what_was_enqueued_inside_the_block_comes_before_the_next_step(
     run = trainer(steps, devices=3, **ENDLESS).start()
     with run.paused():
         monkeypatch.setattr(
-            HostLane, "await_caller", lambda lane: awaited.append(run.status().phase == "paused")
+            HostLane,
+            "await_caller",
+            lambda *_: awaited.append(run.status().phase == "paused"),
         )
     assert awaited == [True] * 3
     run.stop()

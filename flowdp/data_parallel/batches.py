@@ -128,6 +128,9 @@ class LoaderBatches:
         self._memory = None if may_read_ahead(loader) else OwnMemory()
         self._lanes = lanes
         self._staging = {rank: Staging(lane) for rank, lane in enumerate(lanes) if lane.is_async}
+        if isinstance(loader, (list, tuple)):  # the caller may have made its batches on a device
+            for lane in lanes:
+                lane.await_caller(lane.copy)
 
     def next(self) -> Any:
         """Ask the loader; see `Batches.next`."""
@@ -182,10 +185,8 @@ class ResidentBatches:
         self._lanes = lanes
         self._staging = [Staging(lane) for lane in lanes]
         self._tensors: tuple[Tensor, ...] = loader.dataset.tensors  # type: ignore[attr-defined]
-        for lane in lanes:  # behind the work that has made them, on the user's stream
-            made = lane.event()
-            made.record(lane.current())
-            lane.copy.wait_event(made)
+        for lane in lanes:
+            lane.await_caller(lane.copy)  # which may have made them, on any stream
         self._versions = self._count_writes()
         self._is_written = False
         places = {lane.device: lane for lane in reversed(lanes)}  # the first rank of each

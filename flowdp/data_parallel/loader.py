@@ -167,6 +167,8 @@ class Windows:
         if not lane.is_async:
             return Piece(rank, self._batches.bring(batch, rank), samples)
         copied = lane.event()
+        if any(tensor.device == lane.device for tensor in tensors_of(batch)):
+            lane.await_caller(lane.copy)  # the loader has made them, in this thread
         with lane.on(lane.copy):
             there = self._batches.bring(batch, rank)
             copied.record(lane.copy)

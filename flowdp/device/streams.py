@@ -120,8 +120,8 @@ class Lane(ABC):
         """The calling thread's current stream on the device."""
 
     @abstractmethod
-    def await_caller(self) -> None:
-        """Let `compute` wait for the calling thread's work so far: the user's tensors."""
+    def await_caller(self, stream: Stream | None = None) -> None:
+        """Let a stream (None: `compute`) wait for the calling thread's work so far: the user's tensors."""
 
     @abstractmethod
     def has_failed(self) -> bool:
@@ -207,9 +207,9 @@ class StreamLane(Lane):
         stream: Stream = self.device_module.current_stream(self.device)
         return stream
 
-    def await_caller(self) -> None:
+    def await_caller(self, stream: Stream | None = None) -> None:
         """See `Lane.await_caller`."""
-        self._await(self.compute, self.current(), "caller")
+        self._await(stream or self.compute, self.current(), "caller")
 
     def has_failed(self) -> bool:
         """See `Lane.has_failed`."""
@@ -265,7 +265,7 @@ class HostLane(Lane):
         """See `Lane.current`."""
         return self.compute
 
-    def await_caller(self) -> None:
+    def await_caller(self, stream: Stream | None = None) -> None:
         """See `Lane.await_caller`."""
 
     def has_failed(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from time import perf_counter
 
@@ -205,6 +206,46 @@ def window(_cuda: LateCuda) -> list[str]:
     return read_after(lane, rows, numbers, BATCH)
 
 
+def made(*, ahead: bool) -> Callable[[LateCuda], list[str]]:
+    """Batches that the caller makes on the device, on a stream of its own; the second rank trains them.
+
+    Args:
+        ahead: They are a list, made before and read by another thread. Else each is made when it is read.
+    """
+
+    def work(_cuda: LateCuda) -> list[str]:
+        lanes = [StreamLane(torch.device("cuda:0")) for _ in range(2)]
+        values = [torch.full((BATCH,), float(number), dtype=torch.float64) for number in range(2)]
+        own = torch.cuda.Stream(device="cuda:0")
+        with torch.cuda.stream(own):
+            loader = list(late(values)) if ahead else late(values)
+            windows = Windows(LoaderBatches(loader, lanes), lanes, _OneEach())
+            if ahead:
+                with ThreadPoolExecutor(1) as reader:
+                    read = reader.submit(windows.read).result()
+            else:
+                read = windows.read()
+        assert read is not None
+        found = []
+        for piece in read.pieces:
+            with lanes[piece.rank].on(lanes[piece.rank].compute):
+                piece.arrive()
+                found.append(piece.batch.clone())
+        for lane in reversed(lanes):
+            lane.compute.synchronize()
+        rows = [rows.tolist() for rows in found]
+        return [] if rows == [value.tolist() for value in values] else ["a batch is wrong"]
+
+    return work
+
+
+class _OneEach(SingleDevice):
+    """A batch for each of two ranks."""
+
+    def quotas(self) -> tuple[int, ...]:
+        return 1, 1
+
+
 class Spans(RankSpans):
     """Spans, kept."""
 
@@ -269,6 +310,8 @@ FEEDS = [
     Door("a loader's tensors, written on the host", loaded(has_late=False, is_written=True)),
     Door("a loader's tensors, let go", let_go),
     Door("a window that is let go of", window),
+    Door("batches of a list, made late", made(ahead=True)),
+    Door("batches of a loader, made late", made(ahead=False)),
     Door("spans of copies", spans),
     models(build_models),
     models(copies),

@@ -128,9 +128,9 @@ def _patch_lanes(patch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
         cuda.name(stream, "aside")  # type: ignore[arg-type]
         return stream
 
-    def await_caller(lane: StreamLane) -> None:
+    def await_caller(lane: StreamLane, stream: Any = None) -> None:
         if not cuda.is_removed(sys._getframe(1)):
-            true_caller(lane)
+            true_caller(lane, stream)
 
     def await_default(lane: StreamLane, stream: Any, device: torch.device) -> None:
         if not cuda.is_removed(sys._getframe(1)):

@@ -120,11 +120,14 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/staging.py Staging._next: buffer.copied.synchronize()": late("staged"),
     "data/tensor_source.py TensorSource.for_all_streams: "
     "device_module(device).current_stream(device).synchronize()": late("shared batches, made late"),
-    "data_parallel/batches.py ResidentBatches.__init__: made.record(lane.current())": late(
+    "data_parallel/batches.py ResidentBatches.__init__: lane.await_caller(lane.copy)": late(
         "a loader's tensors, made late"
     ),
-    "data_parallel/batches.py ResidentBatches.__init__: lane.copy.wait_event(made)": late(
-        "a loader's tensors, made late"
+    "data_parallel/batches.py LoaderBatches.__init__: lane.await_caller(lane.copy)": late(
+        "batches of a list, made late"
+    ),
+    "data_parallel/loader.py Windows._piece: lane.await_caller(lane.copy)": late(
+        "batches of a loader, made late"
     ),
     "data_parallel/batches.py ResidentBatches.bring: lane.await_default(lane.copy, lane.device)": late(
         "a loader's tensors, written"
