@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import queue
 import signal
 import threading
@@ -35,15 +36,47 @@ def starting() -> Iterator[None]:
     A forked process inherits it, and some must not be collected there: the process groups that an earlier run
     has closed, whose threads are in this process alone, end it by a segmentation fault (torch 2.13).
     """
-    is_frozen = gc.get_freeze_count() > 0  # by the user, or by a start in another thread: to stay so
-    if is_frozen:
-        gc.collect()
-    gc.freeze()
+    _fork.is_start = True
     try:
         yield
     finally:
-        if not is_frozen:
-            gc.unfreeze()
+        _fork.is_start = False
+
+
+class _Fork(threading.local):
+    """The forks of a thread.
+
+    Attributes:
+        is_start: Whether they start worker processes.
+        collects: Whether garbage was collected before the one under way.
+    """
+
+    is_start = False
+    collects = False
+
+    def begin(self) -> None:
+        """Keep the new process from collecting before `freeze`."""
+        if self.is_start:
+            self.collects = gc.isenabled()
+            gc.disable()
+
+    def end(self) -> None:
+        """Go on as before, in the old process."""
+        if self.is_start and self.collects:
+            gc.enable()
+
+    def freeze(self) -> None:
+        """Leave all objects that were there alone, in the new process."""
+        if self.is_start:
+            self.is_start = False
+            gc.freeze()
+            if self.collects:
+                gc.enable()
+
+
+_fork = _Fork()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_fork.begin, after_in_parent=_fork.end, after_in_child=_fork.freeze)
 
 
 class Processes:

@@ -84,6 +84,8 @@ def test_fifty_starts_and_stops_leave_nothing(tmp_path: Path) -> None:
         run = trainer(
             runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl"),
             policy=("sync", "cadence", "async")[number % 3],
+            epochs=None,
+            max_steps=10**9,
         ).start()
         assert sys.getswitchinterval() < before[1]
         run.stop()

@@ -34,6 +34,7 @@ __all__ = ["DOORS", "Door"]
 
 STEPS = 6
 RATE = 0.05
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -345,14 +346,18 @@ def resumed(policy: Any) -> Any:
 def steered(_cuda: LateCuda) -> list[str]:
     """A run whose parameters the user writes while it is paused, and which never changes them itself."""
     seen: list[tuple[bool, Tensor]] = []
-    is_written = threading.Event()
+    is_written, is_seen = threading.Event(), threading.Event()
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
         (parameter, *_) = module.parameters()
         seen.append((is_written.is_set(), parameter.detach().clone()))
+        if sum(is_late for is_late, _ in seen) == 8:
+            is_seen.set()
         return loss_of(module, *batch)
 
-    run = trainer_of(epochs=4, loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.0)).start()
+    run = trainer_of(
+        epochs=10**6, loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.0)
+    ).start()
     with run.paused():
         for replica in run._engine.replicas:
             for parameter in replica.module.parameters():
@@ -360,6 +365,8 @@ def steered(_cuda: LateCuda) -> list[str]:
                 (value,) = late([host], str(replica.device))
                 parameter.data.copy_(value)
         is_written.set()
+    is_seen.wait(WAIT_S)
+    run.stop()
     run.join()
     steps = [value.cpu() for is_late, value in seen if is_late]
     wrong = sum(not torch.equal(value, torch.full_like(value, 0.25)) for value in steps)
@@ -413,7 +420,7 @@ def healed(_cuda: LateCuda) -> list[str]:
 
 def copied_replicas(_cuda: LateCuda) -> list[str]:
     """A replica that copies another one while both have work to do; the run is paused for it."""
-    run = trainer_of((0, 0), epochs=4).start()
+    run = trainer_of((0, 0), epochs=10**6).start()
     with run.paused():
         donor, other = run._engine.replicas
         row = donor.flat.memories[0]

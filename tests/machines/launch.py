@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import selectors
 import signal
 import socket
@@ -262,11 +263,15 @@ class Job:
 
 
 def free_port() -> int:
-    """Port of this host that nothing listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+    """Port of this host that nothing listens at.
+
+    It is below those that the system gives to connections: none takes it before the job listens there.
+    """
+    for port in random.sample(range(15_000, 32_000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 def below(pid: int) -> list[int]:

@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import flowdp
-from tests.machines.launch import ROOT, WAIT_S, below
+from tests.machines.launch import ROOT, WAIT_S, below, free_port
 
 pytestmark = pytest.mark.posix
 
@@ -55,12 +54,6 @@ def said(running: Sequence[subprocess.Popen[str]]) -> list[str]:
     outputs = [process.communicate(timeout=WAIT_S)[0] for process in running]
     assert [process.returncode for process in running] == [0] * len(running), "\n".join(outputs)
     return outputs
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_the_command_of_the_example_starts_two_nodes(tmp_path: Path) -> None:

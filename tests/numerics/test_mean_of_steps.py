@@ -143,7 +143,8 @@ def test_cadence_is_the_mean_after_every_round(recorder, ratios, quotas, momentu
         runtime=flowdp.RuntimeOptions(partition_ratios=ratios),
         cadence=cadence,
     )
-    records = list(run.metrics("round"))
+    # A late round may be over before any rank has begun a step of it, and changes nothing.
+    records = [record for record in run.metrics("round") if any(record.steps)]
     trained = rounds_of(recorder, len(ratios))
     assert [record.steps for record in records] == [tuple(map(len, ranks)) for ranks in trained]
     assert records[0].steps == quotas

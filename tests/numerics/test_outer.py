@@ -98,7 +98,8 @@ def test_a_real_model_with_equal_and_unequal_steps(
         cadence=flowdp.CadenceOptions(anchor=2, max_anchor=2),
         outer=options,
     )
-    records = list(run.metrics("round"))
+    # A late round may be over before any rank has begun a step of it, and changes nothing.
+    records = [record for record in run.metrics("round") if any(record.steps)]
     trained = rounds_of(recorder, len(ratios))
     assert [record.steps for record in records] == [tuple(map(len, ranks)) for ranks in trained]
     assert len(records) >= 3

