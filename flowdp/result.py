@@ -48,11 +48,12 @@ class TrainedState:
         optimizer_state: `state_dict()` of rank 0's optimizer, on the CPU; of several a list or a mapping, as
             they were given.
         history: One record per epoch; where `max_steps` ended the run inside an epoch, the last one is of a
-            part of it, and has `is_complete=False`.
+            part of it, and has `is_complete=False`; where a stop came before the end of its evaluation, it
+            has `owes_evaluation=True`.
         global_step: Steps of all ranks.
         epochs_done: Complete epochs, without one that `max_steps` cut short; `resume` continues in that.
-        interrupted: The run was stopped before its last step.
-        stopped_at: Position inside an epoch, for `resume`; None where reading cannot begin there.
+        interrupted: The run was stopped before its last step or evaluation.
+        stopped_at: Position of the run, for `resume`; None inside an epoch where reading cannot begin there.
         ema: `state_dict` with the moving average of `flowdp.EMA` in place of the trained parameters; None
             without it.
         outer_momentum: Momentum of the means' outer step by the parameters' names, for `resume`; None without

@@ -159,7 +159,7 @@ class Run:
         """Records of the epochs so far, with those from before a resume.
 
         Where `max_steps` ended the run inside an epoch, the last record is of a part of it: `is_complete` is
-        False.
+        False. A resumed run has the record of an epoch that `owes_evaluation` when it has evaluated it.
         """
         return tuple(self._engine.records.epochs)
 

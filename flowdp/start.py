@@ -129,7 +129,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
     callbacks = own_callbacks if bar is None else (bar, *own_callbacks)
     if isinstance(config.timeline, Path) and team.leads:
         callbacks = (*callbacks, TimelineFile(config.timeline))
-    records = Records(() if resumed is None else resumed.history)
+    records = Records(() if resumed is None else resumed.reported)
     failures = Failures()
     requests = Requests(records, failures)
     has_listeners = config.has_checkpoint_listeners and team.leads

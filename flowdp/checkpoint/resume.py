@@ -240,6 +240,12 @@ class Resumed:
                     "from a checkpoint at an epoch's end"
                 )
 
+    @property
+    def reported(self) -> Sequence[EpochMetrics]:
+        """The history without an epoch that is reported once more, with the evaluation that it lacks."""
+        owed = self.position.owed_epoch
+        return self.history if owed is None else self.history[: owed.epoch]
+
     def _refused(self, why: str) -> CheckpointError:
         path = None if self.path is None else str(self.path)
         return CheckpointError(

@@ -158,6 +158,7 @@ class Engine:
                 pool=pools[index],
                 failures=failures,
                 global_step=config.start.global_step if config.start is not None else 0,
+                epoch=config.start.last_epoch if config.start is not None else 0,
             )
             for index, rank in enumerate(ranks)
         ]
@@ -414,8 +415,9 @@ class Engine:
     def stopped_at(
         self, position: Position, learning_rate: Mapping[str, Any], orders: Mapping[int, int] | None
     ) -> StopPosition | None:
-        """Make the record from which a run resumes inside an epoch; None where that is not possible."""
-        return StopPosition(position, self._fingerprint, learning_rate, orders) if self._is_numbered else None
+        """Make the record from which a run resumes; None where it would have to read on inside an epoch."""
+        is_readable = self._is_numbered or not position.open
+        return StopPosition(position, self._fingerprint, learning_rate, orders) if is_readable else None
 
     def let_go(self) -> None:
         """Drop replicas, optimizers and all else that holds memory of a device, of a run that is over.

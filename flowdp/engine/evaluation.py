@@ -90,7 +90,8 @@ class EvaluationOptions:
         unit: "epoch" or "step". A step is one of all devices; the evaluation comes behind the first round
             that ends there, and belongs to no epoch: its numbers are in an `EvaluationEnded`, for
             `on_evaluation` and `run.metrics("evaluation")`. EarlyStopping and `keep_best`, which judge
-            epochs, are refused.
+            epochs, are refused. One that a stop leaves out is made by the run that resumes there, of either
+            unit.
         limit_batches: How many batches are evaluated at most (int), or which fraction of them (float). None:
             all.
         sanity_check: Batches that are evaluated before the first epoch, while `start()` is called, so that an

@@ -99,6 +99,7 @@ class Worker:
         index: Place of this rank among those of its machine; None: its rank.
         failures: Whether the others continue where this rank fails by itself, and whether NaNs are errors.
         global_step: Steps of all ranks before the run begins.
+        epoch: Epoch of the last of these.
 
     Attributes:
         moves: Counts up with all that is no step: meetings, batches evaluated, barrier tasks done.
@@ -122,6 +123,7 @@ class Worker:
         index: int | None = None,
         failures: FailureOptions | None = None,
         global_step: int = 0,
+        epoch: int = 0,
     ) -> None:
         options = FailureOptions() if failures is None else failures
         self._index = index = rank if index is None else index
@@ -155,8 +157,15 @@ class Worker:
         self._meter.spans = None if services.timeline is None else services.timeline.ranks[index]
         if replica.turn is not None:
             replica.turn.ahead_s = self._meter.ahead_s
-        self.current = worker_context.CurrentWorker(
-            rank, replica.device, replica.module, sink=self._meter.scalar, steps=replica.steps
+        self.current = worker_context.CurrentWorker(  # a resumed run may evaluate before its first step
+            rank,
+            replica.device,
+            replica.module,
+            epoch=epoch,
+            global_step=global_step,
+            lr=replica.learning_rate.value,
+            sink=self._meter.scalar,
+            steps=replica.steps,
         )
         self._calls = FirstCalls(replica.module, replica.function)
         self._add = self._add_compiled if self._calls.are_compiled else replica.add

@@ -216,6 +216,8 @@ class Barrier:
         versions: Checkpoints so far, those of the run that this one continues included.
         saves: Checkpoints that are due by steps or minutes.
         evaluations: Evaluations that are due by steps.
+        owed_epoch: Record of the epoch whose evaluation a stop has left out or cut short.
+        owed_step: The same has happened to an evaluation by steps.
     """
 
     def __init__(
@@ -230,7 +232,7 @@ class Barrier:
         self._tasks = tasks
         self._best = Best() if position is None else position.best
         self._best_before: dict[int, Best] = {}  # each epoch that was reported
-        self._ended: list[EpochMetrics] = []  # complete, and not reported yet
+        self._ended: list[EpochMetrics] = []  # complete, and not reported yet, or not with its evaluation
         self._to_heal: tuple[int, ...] = ()
         self._machine_of = machine_of
         self._overlaps = overlaps
@@ -242,10 +244,17 @@ class Barrier:
         self._budget = None if tasks.save is None or tasks.save.unit == "epoch" else SaveBudget()
         self._begin_ms = 0.0  # of the capture
         self._is_told = False  # that checkpoints are put off
-        saved_step = -1 if position is None or not tasks.is_saved else position.global_step
+        self.owed_epoch: EpochMetrics | None = None
+        self.owed_step = self._wants_evaluation = False  # due by steps
+        saved_step = -1
+        if position is not None and position.owed_epoch is not None:
+            self._ended.append(position.owed_epoch)
+        elif position is not None and position.owed_step:
+            self._wants_evaluation = tasks.evaluation is not None
+        elif position is not None and tasks.is_saved:  # behind an owed one, the same step is saved once more
+            saved_step = position.global_step
         self.saves = Schedule(tasks.save, saved_step)
         self.evaluations = Schedule(tasks.evaluation)
-        self._wants_evaluation = False  # due by steps
 
     def best(self, epochs: int) -> Best:
         """Best monitored number after so many epochs, no fewer than this run began with."""
@@ -268,6 +277,11 @@ class Barrier:
         wants_capture = self._wants_save or self._is_best or self._answered < self._wishes
         is_begun = self._wants_settling or bool(self._asked or self._to_heal or self._ended)
         return is_begun or self._wants_evaluation or wants_capture
+
+    @property
+    def owes(self) -> bool:
+        """Whether an evaluation is left to the run that goes on from here."""
+        return self.owed_epoch is not None or self.owed_step
 
     @property
     def is_asked(self) -> bool:
@@ -371,7 +385,7 @@ class Barrier:
             now_ms: The time.
             present: The ranks that are there, at least one of them sound.
             stand: Says where the run stands.
-            leaves: The run shall end: no evaluation, and one under way is cut short.
+            leaves: The run shall end: no evaluation, and one under way is cut short. It is owed then.
         """
         commands: list[Command] = []
         while self.is_wanted and not any(isinstance(command, Fail) for command in commands):
@@ -399,14 +413,17 @@ class Barrier:
             return self._heal(present)
         if self._ended:
             metrics = self._ended[0]
-            if self._tasks.evaluates(metrics.epoch) and not leaves:
+            is_due = self._tasks.evaluates(metrics.epoch)
+            if is_due and not leaves:
                 self._evaluations += 1
                 return self._ask(Evaluate(metrics.epoch, self._evaluations - 1), present)
-            return self._report(self._ended.pop(0))
+            del self._ended[0]
+            return self._report(replace(metrics, owes_evaluation=is_due))
         if self._wants_evaluation:  # before a checkpoint of the step: a run that resumes there is behind it
             self._wants_evaluation, position = False, stand()
             self.evaluations.saved(now_ms, position.global_step)
             if leaves:
+                self.owed_step = True
                 return []
             self._evaluations += 1
             return self._ask(Evaluate(position.done, self._evaluations - 1, position.global_step), present)
@@ -443,10 +460,11 @@ class Barrier:
                 )
                 return [Send(min(asked.holders), self._asked.task)]
             case Evaluate(epoch, _, int(global_step)):
+                self.owed_step = asked.is_cut
                 means = evaluation_means(asked.results)
                 return [] if asked.is_cut else [EvaluationEnded(global_step, epoch, means, asked.arrays)]
             case Evaluate():
-                metrics = self._ended.pop(0)
+                metrics = replace(self._ended.pop(0), owes_evaluation=asked.is_cut)
                 if not asked.is_cut:
                     means = evaluation_means(asked.results)
                     metrics = replace(metrics, eval=means, eval_arrays=asked.arrays)
@@ -459,6 +477,7 @@ class Barrier:
     def _report(self, metrics: EpochMetrics) -> list[Command]:
         """Report an epoch, and judge it."""
         commands: list[Command] = [EpochEnded(metrics)]
+        self.owed_epoch = metrics if metrics.owes_evaluation else None
         self._best_before[metrics.epoch] = self._best
         monitor = self._tasks.monitor
         if monitor is not None:

@@ -243,7 +243,7 @@ class Coordinator:
             commands.append(AbortGate(self.error))
             commands += [Send(rank, Abort(self.error)) for rank in self._present()]
         if self.phase in (Phase.LEAVING, Phase.FAILING) and len(self._gone) == self.config.world_size:
-            stopped = not self.epochs.is_complete
+            stopped = self.barrier.owes or not self.epochs.is_complete
             self.phase = Phase.DONE
             stands = self._position(now_ms) if self.error is None else None
             commands.append(Finish(self.error, stopped, self.global_step, self.epochs.complete, stands))
@@ -341,7 +341,9 @@ class Coordinator:
 
     def _position(self, now_ms: float) -> Position:
         done, planned, open_ = self.epochs.position(now_ms)
-        cadence = self.rounds.cadence
+        cadence, owed = self.rounds.cadence, self.barrier.owed_epoch
+        if owed is not None and owed.epoch >= done:  # `max_steps` cut it short: it is reported again anyway
+            owed = None
         return Position(
             world_size=self.config.world_size,
             done=done,
@@ -355,6 +357,8 @@ class Coordinator:
             pace_ms=self.rounds.pace_ms,
             best=self.barrier.best(done),
             drifts=() if cadence is None else cadence.guard.history,
+            owed_epoch=owed,
+            owed_step=self.barrier.owed_step,
         )
 
     def _direct(self) -> list[Command]:

@@ -111,7 +111,12 @@ class Callback:
         """An evaluation by steps has ended (`EvaluationOptions(unit="step")`)."""
 
     def on_epoch_end(self, metrics: EpochMetrics) -> None:
-        """An epoch is complete, and evaluated where it was to be."""
+        """An epoch is complete, and evaluated where it was to be.
+
+        Args:
+            metrics: Its record. Where a stop came before the end of its evaluation, that has
+                `owes_evaluation`, and a run that resumes there reports the epoch once more.
+        """
 
     def on_checkpoint(self, checkpoint: Any) -> None:
         """A checkpoint has been taken.

@@ -153,6 +153,8 @@ class EpochMetrics:
         group_lrs: Learning rates of all groups of all optimizers, at the same step as `lr`, by name: of what
             tells them apart, key or index of the optimizer and "name" or index of the group, such as
             "critic/1". Empty where there is one group.
+        owes_evaluation: A stop came before the end of its evaluation. A run that resumes there makes it up,
+            and reports the epoch once more.
     """
 
     epoch: int
@@ -176,6 +178,7 @@ class EpochMetrics:
     is_complete: bool = True
     eval_arrays: Mapping[str, MetricArray] = field(default_factory=dict)
     group_lrs: Mapping[str, float] = field(default_factory=dict)
+    owes_evaluation: bool = False
 
     @property
     def is_evaluated(self) -> bool:
@@ -188,6 +191,8 @@ class EpochMetrics:
             number = f"{number}/{self.epochs}".ljust(len(f"epoch {self.epochs}/{self.epochs}"))
         if not self.is_complete:
             number = f"{number.rstrip()}, a part"
+        if self.owes_evaluation:
+            number = f"{number.rstrip()}, not evaluated"
         metrics = {} if self.loss is None else {"loss": self.loss}
         metrics |= {**self.scalars, **{f"eval {name}": value for name, value in self.eval.items()}}
         return " | ".join(

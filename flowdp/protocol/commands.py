@@ -275,7 +275,7 @@ class Finish:
 
     Attributes:
         error: The first failure in words, or None.
-        stopped: Whether it ended before its last step.
+        stopped: Whether it ended before its last step or evaluation.
         position: Where it stands, for a run that goes on from there; None of one that has failed.
     """
 

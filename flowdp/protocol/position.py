@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from flowdp.policy.monitor import Best
-from flowdp.policy.tally import RankSums
+from flowdp.policy.tally import EpochMetrics, RankSums
 
 __all__ = ["Best", "OpenEpoch", "Position", "check_types"]
 
@@ -65,6 +65,8 @@ class Position:
         pace_ms: Time of one step per rank; 0 where not measured. Shape (world_size,).
         best: Best value of early stopping's metric.
         drifts: The last largest drifts that the divergence guard has seen, oldest first.
+        owed_epoch: Record of the last complete epoch, where a stop came before the end of its evaluation.
+        owed_step: An evaluation by steps is due here, and a stop came before its end.
     """
 
     world_size: int
@@ -79,6 +81,14 @@ class Position:
     pace_ms: tuple[float, ...] = ()
     best: Best = field(default_factory=Best)
     drifts: tuple[float, ...] = ()
+    owed_epoch: EpochMetrics | None = None
+    owed_step: bool = False
+
+    @property
+    def last_epoch(self) -> int:
+        """Epoch of the last step, 0 before the first one."""
+        begun = [one.epoch for one in self.open if len(one.missing) < one.position]
+        return max((0, self.done - 1, *begun))
 
     def remaining(self, epoch: int) -> tuple[int, tuple[int, ...]] | None:
         """Untrained batches of an epoch: all from the first number on, and these before it.
@@ -105,6 +115,10 @@ class Position:
         _demand(self.anchor is None or self.anchor >= 0, "anchor is negative")
         _demand(len(self.pace_ms) in (0, self.world_size), "pace_ms has not one time per rank")
         _demand(all(0 <= ms < math.inf for ms in self.pace_ms), "pace_ms holds a value that is no time")
+        if self.owed_epoch is not None:
+            is_last = self.owed_epoch.epoch == self.done - 1
+            _demand(is_last and self.owed_epoch.owes_evaluation, "owed_epoch is not the last complete epoch")
+            _demand(not self.owed_step, "an evaluation of an epoch and one by steps are owed")
         epochs = [one.epoch for one in self.open]
         _demand(epochs == list(range(self.done, self.done + len(epochs))), f"open epochs are {epochs}")
         for one in self.open:

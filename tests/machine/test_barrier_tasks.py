@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,7 +161,7 @@ def test_epochs_keep_their_order() -> None:
 def test_who_leaves_evaluates_nothing() -> None:
     still = Still(EVALUATES)
     still.ends(1)
-    assert still.decide(leaves=True) == [EpochEnded(metrics(1))]
+    assert still.decide(leaves=True) == [EpochEnded(owed(1))]
 
 
 def test_an_evaluation_is_cut_short_once_and_has_no_result() -> None:
@@ -169,7 +170,81 @@ def test_an_evaluation_is_cut_short_once_and_has_no_result() -> None:
     still.decide()
     assert still.decide(leaves=True) == [CutEvaluation()]
     commands = still.answers(Evaluated, ((0, 6, (("score", 2.0),)),), leaves=True)
-    assert commands == [EpochEnded(metrics(1))]
+    assert commands == [EpochEnded(owed(1))]
+    assert (still.barrier.owed_epoch, still.barrier.owes) == (owed(1), True)
+
+
+# ---------------------------------------------------------------- owed evaluations
+def owed(epoch: int) -> EpochMetrics:
+    return replace(metrics(epoch), owes_evaluation=True)
+
+
+EACH = BarrierPlan(SavePlan(5, "epoch"), eval_every=1, is_saved=True)
+
+
+def test_an_owed_evaluation_comes_first_and_its_epoch_is_reported_once_more() -> None:
+    still = Still(EACH, Position(2, 2, owed_epoch=owed(1)))
+    assert still.barrier.is_wanted
+    assert still.decide() == [Send(rank, Evaluate(1, 0)) for rank in (0, 1)]
+    still.barrier.take(Evaluated(1, ()))
+    still.barrier.take(Evaluated(0, ((0, 6, (("score", 2.0),)),)))
+    assert still.decide() == [EpochEnded(replace(metrics(1), eval={"score": 2.0}))]
+    assert not still.barrier.owes
+    assert not still.barrier.is_wanted
+    # The checkpoint of this step lacks the evaluation, so the last one of the run is written anew.
+    assert still.barrier.end(0)
+
+
+def test_an_owed_evaluation_stays_owed_where_the_next_run_is_stopped_too() -> None:
+    still = Still(EACH, Position(2, 2, owed_epoch=owed(1)))
+    assert still.decide(leaves=True) == [EpochEnded(owed(1))]
+    assert still.barrier.owed_epoch == owed(1)
+
+
+def test_a_run_without_evaluations_owes_none() -> None:
+    for tasks in (BarrierPlan(), EVALUATES):
+        still = Still(tasks, Position(2, 1, owed_epoch=owed(0)))
+        assert still.decide(leaves=tasks == EVALUATES) == [EpochEnded(metrics(0))]
+        assert not still.barrier.owes
+        still = Still(tasks, Position(2, 1, owed_step=True))
+        assert not still.barrier.is_wanted
+
+
+def test_an_owed_evaluation_is_judged_as_any_other() -> None:
+    watches = BarrierPlan(eval_every=1, monitor=Monitor("score", "max", patience=1), keeps_best=True)
+    still = Still(watches, Position(2, 2, best=Best(1.0, 0, 0), owed_epoch=owed(1)))
+    still.done = 2
+    still.decide()
+    reported, *rest = still.answers(Evaluated, ((0, 6, (("score", 2.0),)),))
+    assert isinstance(reported, EpochEnded)
+    save = still.captures(rest)
+    assert (save.is_best, save.position.best) == (True, Best(2.0, 1, 0))
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_an_evaluation_by_steps_that_a_stop_has_taken_is_owed(is_begun: bool) -> None:
+    by_steps = BarrierPlan(eval_every=10, eval_unit="step")
+    still = Still(by_steps)
+    still.barrier.begin(0.0, 0)
+    still.global_step = 10
+    still.barrier.look(0.0, 10)
+    if is_begun:
+        still.decide()
+        assert still.decide(leaves=True) == [CutEvaluation()]
+        assert still.answers(Evaluated, (), leaves=True) == []
+    else:
+        assert still.decide(leaves=True) == []
+    assert (still.barrier.owed_step, still.barrier.owes) == (True, True)
+    again = Still(by_steps, Position(2, 1, global_step=10, owed_step=True))
+    again.done, again.global_step = 1, 10
+    again.barrier.begin(0.0, 10)
+    again.barrier.look(0.0, 10)
+    assert again.decide() == [Send(rank, Evaluate(1, 0, 10)) for rank in (0, 1)]
+    assert again.answers(Evaluated, ()) == [EvaluationEnded(10, 1, {})]
+    assert not again.barrier.owes
+    again.barrier.look(0.0, 10)
+    assert not again.barrier.is_wanted
+    assert again.barrier.evaluations.limit == 20
 
 
 # ---------------------------------------------------------------- checkpoints

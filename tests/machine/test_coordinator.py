@@ -21,6 +21,7 @@ from flowdp.policy.tally import Tally
 from flowdp.protocol.commands import (
     AbortGate,
     Command,
+    CutEvaluation,
     Direct,
     EpochEnded,
     Fail,
@@ -471,6 +472,62 @@ def test_a_run_that_is_stopped_is_saved_where_it_stops() -> None:
     save, rest = saved(machine, meet(machine, orders(out), steps=(1, 1), hurried=True, stop=True))
     assert save.position.global_step == 2
     assert rest == [Send(0, Shutdown()), Send(1, Shutdown())]
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_evaluation_that_a_stop_has_taken_is_made_by_the_next_run(is_begun: bool, epochs: int) -> None:
+    tasks = BarrierPlan(SavePlan(1, "epoch"), eval_every=1)
+    given: dict[str, Any] = {"batches": 6, "epochs": epochs, "tasks": tasks, "wait_for_metric": True}
+    first, out = started(**given)
+    if is_begun:
+        meet(first, orders(out))
+        assert CutEvaluation() in first.handle(Requested("stop"), 101.0)
+        first.handle(Evaluated(0, ((0, 2, (("loss", 0.5),)),)), 102.0)
+        commands = first.handle(Evaluated(1, ()), 103.0)
+    else:
+        first.handle(Requested("stop"), 1.0)
+        commands = meet(first, orders(out), stop=True)
+    save, _ = saved(first, commands)
+    assert save.position.owed_epoch is not None
+    assert (save.position.owed_epoch.epoch, save.position.owed_epoch.loss) == (0, None)
+    assert save.position.metric is None
+    for rank in (0, 1):
+        over = first.handle(Exiting(rank), 300.0)
+    assert end(over) == (True, 6, 1)
+
+    second, out = started(**given, start=save.position)
+    assert [c.order for c in out if isinstance(c, Send)] == [Evaluate(0, 0)] * 2
+    second.handle(Evaluated(0, ((0, 2, (("loss", 0.5),)),)), 101.0)
+    reported, *rest = second.handle(Evaluated(1, ()), 102.0)
+    assert isinstance(reported, EpochEnded)
+    assert (reported.metrics.epoch, reported.metrics.eval) == (0, {"loss": 0.5})
+    save, rest = saved(second, rest)
+    assert (save.position.owed_epoch, save.position.metric) == (None, 0.5)
+    if epochs == 2:
+        assert orders(rest)[0].metrics == (0.5,)
+        return
+    assert rest == [Send(0, Shutdown()), Send(1, Shutdown())]
+    second.handle(Exiting(0), 300.0)
+    assert end(second.handle(Exiting(1), 300.0)) == (False, 6, 1)
+
+
+def test_an_epoch_that_max_steps_has_cut_is_reported_anew_and_not_owed() -> None:
+    given: dict[str, Any] = {"batches": 12, "max_steps": 6, "tasks": BarrierPlan(eval_every=1)}
+    first, out = started(**given)
+    meet(first, orders(out))
+    first.handle(Requested("stop"), 101.0)
+    first.handle(Evaluated(0, ()), 102.0)
+    first.handle(Evaluated(1, ()), 103.0)
+    first.handle(Exiting(0), 300.0)
+    commands = first.handle(Exiting(1), 300.0)
+    assert end(commands) == (True, 6, 0)
+    [finish] = commands
+    assert isinstance(finish, Finish)
+    assert finish.position is not None
+    assert finish.position.owed_epoch is None
+    _, out = started(**given, start=finish.position)
+    assert [c.order for c in out if isinstance(c, Send)] == [Evaluate(0, 0)] * 2
 
 
 def test_a_run_can_be_saved_while_it_is_paused() -> None:

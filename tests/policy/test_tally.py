@@ -58,6 +58,9 @@ def test_it_prints_as_one_line(metrics):
         "epoch 3/10  | loss 0.5500 | accuracy 0.7250 |    500 samples/s | share 70 % 30 % | 2.0s"
     )
     assert str(replace(metrics, is_complete=False)).startswith("epoch 3/10, a part | loss 0.5500 | ")
+    assert str(replace(metrics, owes_evaluation=True)).startswith(
+        "epoch 3/10, not evaluated | loss 0.5500 | "
+    )
     evaluated = replace(metrics, eval={"accuracy": 0.75}, epoch=9, throughput=(12_000.4, 339.6))
     assert str(evaluated) == (
         "epoch 10/10 | loss 0.5500 | accuracy 0.7250 | eval accuracy 0.7500 | 12,340 samples/s "

@@ -19,13 +19,35 @@ POSITION = Position(
     2, 2, (OPEN, OpenEpoch(3, 0, ((), ()), (RankSums(), RankSums()))), 40, 7, 30, 0.4, 3, 10, (5.0, 0.0)
 )
 
+OWED = EpochMetrics(
+    1, 4, 0.5, {"top1": 0.5}, (), 1.0, (), (), 0.1, 1, 0.0, 1, None, 1.0, 40, owes_evaluation=True
+)
+
 
 def test_a_position_survives_a_file() -> None:
-    for position in (POSITION, Position(1), replace(POSITION, best=Best(0.3, 1, 2), metric=math.nan)):
+    for position in (
+        POSITION,
+        Position(1),
+        replace(POSITION, best=Best(0.3, 1, 2), metric=math.nan),
+        replace(POSITION, owed_epoch=OWED),
+        replace(POSITION, owed_step=True),
+    ):
         position.check()
         again = decode(json.loads(json.dumps(encode(position), allow_nan=False)))
         again.check()
         assert repr(again) == repr(position)  # a NaN is not equal to itself
+
+
+def test_a_position_of_a_file_from_before_owes_nothing() -> None:
+    told = encode(POSITION)
+    del told["Position"]["owed_epoch"], told["Position"]["owed_step"]
+    assert decode(told) == POSITION
+
+
+def test_the_epoch_of_the_last_step() -> None:
+    assert POSITION.last_epoch == 2  # the next one was opened, and nothing of it was trained
+    assert replace(POSITION, open=()).last_epoch == 1
+    assert Position(1).last_epoch == 0
 
 
 def test_what_remains_of_an_epoch() -> None:
@@ -55,6 +77,11 @@ def test_what_remains_of_an_epoch() -> None:
         ({"pace_ms": (1.0, math.nan)}, "pace_ms"),
         ({"best": Best(0.3, -2, 0)}, "best"),
         ({"best": None}, "best"),
+        ({"owed_epoch": OWED, "done": 1, "open": ()}, "last complete epoch"),
+        ({"owed_epoch": replace(OWED, owes_evaluation=False)}, "last complete epoch"),
+        ({"owed_epoch": OWED, "owed_step": True}, "are owed"),
+        ({"owed_epoch": replace(OWED, loss="0.5")}, "loss is '0.5'"),
+        ({"owed_step": 1}, "owed_step is 1"),
     ],
 )
 def test_what_no_run_can_stand_at(change: dict[str, Any], said: str) -> None:

@@ -257,8 +257,11 @@ def test_stop_cuts_an_evaluation(tmp_path: Path, recorder: StepRecorder, policy:
     assert len(batches) <= 2 * devices
     assert state.interrupted
     assert (state.epochs_done, dict(state.history[0].eval)) == (1, {})
-    resumed = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True, epochs=2).fit()
+    scored = flowdp.EvaluationOptions((torch.arange(8),), step=lambda model, batch: {"score": 2.0})
+    options: dict[str, Any] = {"checkpoint": tmp_path, "resume": True, "evaluation": scored}
+    resumed = trainer(recorder, policy, devices, epochs=2, **options).fit()
     assert resumed.epochs_done == 2
+    assert [record.eval for record in resumed.history] == [{"score": 2.0}] * 2
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from flowdp.machine.worker import Step
 from flowdp.policy.monitor import Best
+from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.position import Position
 from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
@@ -30,6 +31,8 @@ class Memory:
         round: Number of the next.
         versions: Checkpoints.
         best: Of what early stopping watches.
+        owed_epoch: The record of the last epoch, where a stop has taken its evaluation.
+        owed_step: A stop has taken an evaluation by steps.
     """
 
     trained: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -39,6 +42,8 @@ class Memory:
     round: int = 0
     versions: int = 0
     best: Best = field(default_factory=Best)
+    owed_epoch: EpochMetrics | None = None
+    owed_step: bool = False
 
 
 class Effect:

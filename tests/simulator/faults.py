@@ -239,6 +239,8 @@ def _draw_lives(rng: random.Random, scenario: Scenario, span_ms: float) -> Scena
     lives = [first]
     for _ in range(rng.choice((0, 1, 1, 2))):
         lives.append(_draw_faults(rng, _draw_next(rng, lives[-1]), span_ms))
+    if scenario.seed // 15 % 4 == 3 and first.config.tasks.eval_every is not None:  # by the seed, as above
+        lives = [_with_stop(life, span_ms) for life in lives]
     later = None
     for life in reversed(lives):
         later = replace(life, later=later)
@@ -272,6 +274,20 @@ def _draw_tasks(rng: random.Random, scenario: Scenario, span_ms: float) -> Scena
         eval_ms=rng.choice((0.1, 1.0)) * step_ms,
         capture_ms=rng.choice((0.0, 0.5, 5.0)) * step_ms,
         write_ms=(0.0, 0.3, 30.0)[scenario.seed // 15 % 3] * step_ms,  # by the seed, as above
+    )
+
+
+def _with_stop(scenario: Scenario, span_ms: float) -> Scenario:
+    """The same with a stop, probably in an evaluation, after which the next life begins where it stood."""
+    rng, tasks = random.Random(scenario.seed), scenario.config.tasks
+    stop = Wish(rng.uniform(0.0, 2.0) * span_ms, Requested("stop"))
+    tasks = replace(tasks, save=tasks.save or SavePlan(2, "epoch"))
+    return replace(
+        scenario,
+        config=replace(scenario.config, tasks=tasks),
+        wishes=tuple(sorted((*scenario.wishes, stop), key=lambda wish: wish.at_ms)),
+        eval_ms=span_ms / (1 + scenario.eval_batches),
+        begins_at=1.0,
     )
 
 

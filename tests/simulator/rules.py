@@ -91,7 +91,8 @@ class Rules:
         self._has_begun = False
         self._stop_ms = math.inf  # by the clock
         self._may_go_on = False  # after the failure that the coordinator hears of
-        self._first_epoch = memory.epochs
+        self._again = None if memory.owed_epoch is None else memory.owed_epoch.epoch  # with its evaluation
+        self._first_epoch = memory.epochs if self._again is None else self._again
         begun = config.start.open if config.start is not None else ()
         self._complete = 0  # epochs reported as complete, up to the first that is not
         self._rounds = Counter({one.epoch: one.rounds for one in begun})  # epoch -> averagings told
@@ -446,6 +447,10 @@ class Rules:
         if metrics.epoch != self._first_epoch + len(self.epochs):
             raise Violation("S7", f"epoch {metrics.epoch} is reported after {self.epochs}")
         self.epochs.append(metrics.epoch)
+        if metrics.epoch == self._again:  # its counts were judged before
+            self._complete += 1
+            self.standing.ended(event)
+            return
         effect = self.effect
         effect.judge_lost(metrics.epoch)
         trained = [

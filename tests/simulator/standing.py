@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from flowdp.machine.barrier_tasks import MINUTE_MS
 from flowdp.policy.monitor import Best
 from flowdp.policy.save_budget import AIM
+from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EpochEnded, EvaluationEnded, Finish, RoundEnded, Save
 from flowdp.protocol.messages import (
     BarrierTask,
@@ -21,6 +23,7 @@ from flowdp.protocol.messages import (
     Settled,
     StateSaved,
 )
+from flowdp.protocol.position import Position
 from tests.simulator.effect import Effect, Memory
 from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
@@ -80,6 +83,8 @@ class Standing:
         self._evaluated: int | None = None  # epoch of the evaluation
         self._evaluation: Evaluate | None = None
         self._evaluated_step = -1  # the last evaluation's by steps
+        self._inherited = memory.owed_epoch, memory.owed_step  # evaluations that are owed from the beginning
+        self._owed_epoch: EpochMetrics | None = None
         self._is_best = False
         self._unwritten = False  # the last checkpoint
         self._allowed_ms = 0.0  # the latest time from which the next one is allowed
@@ -99,6 +104,8 @@ class Standing:
     def begins(self, now_ms: float) -> None:
         """All ranks are ready."""
         self._saved_ms = now_ms
+        if any(self._inherited):
+            self._waiting["evaluation"] = 0
 
     def ordered(self, rank: int, task: BarrierTask, stirs: str) -> None:
         """The coordinator orders a barrier task.
@@ -143,12 +150,19 @@ class Standing:
 
     def _is_due(self, task: Evaluate) -> bool:
         """Whether an evaluation is due: at an epoch's end, or once for each further so many steps."""
+        if task.global_step is None or self._tasks.evaluation is None:
+            return self._tasks.evaluation is None and self._tasks.evaluates(task.epoch)
+        return task.global_step == self._effect.global_step and self._is_step_due(task.global_step)
+
+    def _is_step_due(self, at: int) -> bool:
+        """Whether an evaluation by steps is due, and was not made."""
         plan = self._tasks.evaluation
-        if task.global_step is None or plan is None:
-            return plan is None and self._tasks.evaluates(task.epoch)
+        if plan is None:
+            return False
+        if at == self._first_step:
+            return self._inherited[1] and self._evaluated_step != at
         last = max(self._evaluated_step, self._first_step)
-        at = self._effect.global_step
-        return task.global_step == at and at // plan.every > last // plan.every
+        return at // plan.every > last // plan.every
 
     def evaluation_ended(self, event: EvaluationEnded) -> None:
         """An evaluation by steps has ended."""
@@ -163,6 +177,7 @@ class Standing:
         if not math.isclose(event.eval["score"], expected, rel_tol=1e-9, abs_tol=1e-12):
             raise Violation("S22", f"{event} is reported, its evaluation says {expected}")
         self._evaluated_step = event.global_step
+        self._inherited = None, False
         self._waiting.pop("evaluation", None)
 
     def answered(self, fact: Evaluated | StateSaved | ReplicaCopied | Settled) -> None:
@@ -286,6 +301,8 @@ class Standing:
 
     def reported(self, record: RoundEnded, now_ms: float) -> None:
         """Rounds are over."""
+        if any(self._inherited):
+            raise Violation("S22", f"{record} comes before the evaluation that the life before owes")
         if self._early is not None:
             raise Violation("S25", self._early)
         if self._is_put_off(now_ms) and "checkpoint" in self._waiting and not self._asked_checkpoints:
@@ -337,6 +354,16 @@ class Standing:
             told is not None and not math.isclose(told, expected or 0.0, rel_tol=1e-9, abs_tol=1e-12)
         ):
             raise Violation("S22", f"epoch {metrics.epoch} says {metrics.eval}, its evaluation {expected}")
+        is_owed = expected is None and self._tasks.evaluates(metrics.epoch)
+        if metrics.owes_evaluation != is_owed:
+            raise Violation("S22", f"epoch {metrics.epoch} owes an evaluation: {is_owed}, not {metrics}")
+        before = self._inherited[0]
+        if before is not None and repr(replace(metrics, eval={}, owes_evaluation=True)) != repr(before):
+            raise Violation("S22", f"{before} is reported again as {metrics}")
+        if before is not None:
+            self._waiting.pop("evaluation", None)
+        self._inherited = None, self._inherited[1]
+        self._owed_epoch = metrics if is_owed else None
         self._judge_best(metrics.epoch, told if self._tasks.evaluates_epochs else metrics.loss)
         if self._tasks.saves(metrics.epoch):
             self._waiting.setdefault("checkpoint", 0)
@@ -362,6 +389,7 @@ class Standing:
             raise Violation("S18", f"{save} while {self._serving} is out")
         position = save.position
         self._effect.judge_position(position)
+        self._judge_owed(position)
         epochs = self._epochs_of(position.open[0].epoch if position.open else -1)
         if position.done != epochs or position.round < self._round:
             raise Violation(
@@ -392,7 +420,14 @@ class Standing:
             self._waiting.pop("checkpoint", None)
         if (save.version or self._versions, position.versions) != (self._versions, self._versions):
             raise Violation("S23", f"{save} is not checkpoint {self._versions}")
-        self.saves.append((save, self._memory(position.done, best)))
+        self.saves.append((save, self._memory(position, best)))
+
+    def _judge_owed(self, position: Position) -> None:
+        """A position names the evaluation that a stop has taken. An epoch that was cut is reported anew."""
+        epoch = self._owed_epoch if self._owed_epoch and self._owed_epoch.epoch < position.done else None
+        expected = epoch, self.is_stopped and self._is_step_due(position.global_step)
+        if repr((position.owed_epoch, position.owed_step)) != repr(expected):
+            raise Violation("S22", f"{expected} is owed, not what {position} says")
 
     def _epochs_of(self, first_open: int) -> int:
         """Complete epochs; one that was reported and stands open was cut short by the run's limit."""
@@ -402,16 +437,18 @@ class Standing:
         )
         return first_open if 0 <= first_open < self._epochs and is_cut else self._epochs
 
-    def _memory(self, epochs: int, best: Best) -> Memory:
+    def _memory(self, position: Position, best: Best) -> Memory:
         effect = self._effect
         return Memory(
             effect.trained.copy(),
             effect.steps_in.copy(),
             effect.global_step,
-            epochs,
+            position.done,
             self._round,
             self._versions,
             best,
+            position.owed_epoch,
+            position.owed_step,
         )
 
     def stands(self, what: object) -> None:
@@ -428,6 +465,7 @@ class Standing:
             raise Violation("S21", f"the run ends, and bad are {self._bad}")
         if finish.position is not None:
             self._effect.judge_position(finish.position)
+            self._judge_owed(finish.position)
         if self._answered < self._wished:
             raise Violation("L6", f"{self._wished} snapshots were asked for, {self._answered} taken")
         if self.is_stopped:

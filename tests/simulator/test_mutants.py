@@ -34,7 +34,15 @@ from flowdp.policy.save_budget import SaveBudget
 from flowdp.policy.shares import part_sizes
 from flowdp.policy.streams_ledger import StreamsLedger
 from flowdp.policy.tally import EpochMetrics, RankSums
-from flowdp.protocol.commands import AbortGate, Command, EpochEnded, EvaluationEnded, Finish, Send
+from flowdp.protocol.commands import (
+    AbortGate,
+    Command,
+    EpochEnded,
+    EvaluationEnded,
+    Finish,
+    RoundEnded,
+    Send,
+)
 from flowdp.protocol.messages import (
     Abort,
     Arrival,
@@ -1044,6 +1052,48 @@ def a_stop_waits_for_the_evaluation(patch: Patch) -> None:
         "decide",
         lambda self, now_ms, present, stand, leaves: decide(self, now_ms, present, stand, leaves=False),
     )
+
+
+@mutant("S22", Lives(500))
+def a_position_forgets_the_evaluation_that_a_stop_has_taken(patch: Patch) -> None:
+    init = Position.__init__
+
+    def forgetful(self: Position, *given: Any, **named: Any) -> None:
+        init(self, *given, **{**named, "owed_epoch": None, "owed_step": False})
+
+    patch.setattr(Position, "__init__", forgetful)
+
+
+@mutant("S22", Lives(1000))
+def a_resumed_run_owes_no_evaluation(patch: Patch) -> None:
+    init = Barrier.__init__
+
+    def carefree(
+        self: Barrier, tasks: BarrierPlan, position: Position | None = None, *rest: Any, **given: Any
+    ) -> None:
+        owes_nothing = position and replace(position, owed_epoch=None, owed_step=False)
+        init(self, tasks, owes_nothing, *rest, **given)
+
+    patch.setattr(Barrier, "__init__", carefree)
+
+
+@mutant("S22", Lives(1000))
+def an_owed_evaluation_comes_behind_the_first_round(patch: Patch) -> None:
+    init, trained = Barrier.__init__, Barrier.trained
+
+    def late(
+        self: Barrier, tasks: BarrierPlan, position: Position | None = None, *rest: Any, **given: Any
+    ) -> None:
+        init(self, tasks, position, *rest, **given)
+        self._late, self._ended = self._ended, []  # type: ignore[attr-defined]
+
+    def ready(self: Barrier, record: RoundEnded, now_ms: float) -> None:
+        trained(self, record, now_ms)
+        self._ended += self._late  # type: ignore[attr-defined]
+        self._late = []  # type: ignore[attr-defined]
+
+    patch.setattr(Barrier, "__init__", late)
+    patch.setattr(Barrier, "trained", ready)
 
 
 @mutant("S23", Lives(100))

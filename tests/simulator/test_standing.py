@@ -321,7 +321,47 @@ def test_evaluations_that_nobody_wants() -> None:
         standing.ordered(0, Evaluate(1, 0), "")
     with pytest.raises(Violation, match=r"^S22: "):
         standing.ended(ended(1, score=2.0))  # it was to be cut short
-    standing.ended(ended(1))
+    with pytest.raises(Violation, match=r"^S22: .* owes an evaluation: True"):
+        standing.ended(ended(1))
+    standing.ended(owed(1))
+
+
+def owed(epoch: int) -> EpochEnded:
+    return EpochEnded(replace(ended(epoch).metrics, owes_evaluation=True))
+
+
+def test_a_position_that_does_not_say_what_a_stop_has_taken() -> None:
+    standing = judge(EVALUATES)
+    standing.is_stopped = True
+    standing.ended(owed(1))
+    standing._judge_owed(Position(2, 2, owed_epoch=owed(1).metrics))
+    standing._judge_owed(Position(2, 1))  # the epoch was cut short by `max_steps`, and is reported again
+    for position in (Position(2, 2), Position(2, 2, owed_step=True)):
+        with pytest.raises(Violation, match=r"^S22: .* is owed"):
+            standing._judge_owed(position)
+
+
+def test_an_owed_evaluation_comes_first() -> None:
+    memory = Memory(epochs=2, owed_epoch=owed(1).metrics)
+    standing = judge(EVALUATES, memory)
+    with pytest.raises(Violation, match=r"^S22: .* before the evaluation"):
+        standing.reported(record(9), 0.0)
+    evaluated(standing)
+    with pytest.raises(Violation, match=r"^S22: .* is reported again as"):
+        standing.ended(ended(1, loss=2.0, score=2.5))
+    standing = judge(EVALUATES, memory)
+    evaluated(standing)
+    standing.ended(ended(1, score=2.5))
+    standing.reported(record(9), 0.0)
+
+
+def test_an_owed_evaluation_by_steps_comes_first() -> None:
+    standing = judge(BarrierPlan(eval_every=10, eval_unit="step"), Memory(owed_step=True))
+    with pytest.raises(Violation, match=r"^S22: .* before the evaluation"):
+        standing.reported(record(9), 0.0)
+    standing.ordered(0, Evaluate(0, 0, 0), "")
+    with pytest.raises(Violation, match=r"^S22: .* is not due"):
+        judge(BarrierPlan(eval_every=10, eval_unit="step")).ordered(0, Evaluate(0, 0, 0), "")
 
 
 # ---------------------------------------------------------------- what is due

@@ -288,7 +288,8 @@ def _beside(path: Path) -> Path:
 
 def _stays(row: Mapping[str, Any], step: int) -> bool:
     """Whether a row is not logged again by a run that goes on from this step."""
-    return float(row.get(STEP, 0)) <= step and str(row.get("is_complete")) != "0"
+    is_final = "0" not in (str(row.get("is_complete")), str(row.get("is_evaluated")))
+    return float(row.get(STEP, 0)) <= step and is_final
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,8 @@ def _of_epoch(metrics: EpochMetrics) -> dict[str, Number]:
     numbers |= _groups("lr_groups/", metrics.group_lrs)
     if not metrics.is_complete:  # a run that goes on reports this epoch once more
         numbers["is_complete"] = 0
+    if metrics.owes_evaluation:  # so does one
+        numbers["is_evaluated"] = 0
     numbers |= _part(
         "train/",
         {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "grad_norm_max": metrics.grad_norm_max},

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import flowdp
+from tests.reliability.small import WAIT_S, stop
 
 HOSTILE = ['a,"b"', "line\nend", "cr\r", "\r\n", "ünï→✓", "a/b//..", "", "\ud800", "=1+1", "\0", "'", " "]
 X = torch.arange(24.0).view(12, 2) / 24
@@ -151,6 +153,32 @@ def test_a_part_of_an_epoch_gives_way_to_the_whole(tmp_path: Path) -> None:
     assert not state.history[-1].is_complete
     run()
     assert [row["epoch"] for row in rows_of(tmp_path / "m.csv")] == ["0", "1"]
+    assert [one["epoch"] for one in objects_of(tmp_path / "m.jsonl") if "epoch" in one] == [0, 1]
+
+
+def test_an_epoch_that_a_stop_left_unevaluated_gives_way_to_the_evaluated_one(tmp_path: Path) -> None:
+    handle: Future[flowdp.Run] = Future()
+
+    def step(model: torch.nn.Module, batch: Any) -> dict[str, float]:
+        stop(handle.result(WAIT_S))
+        return {"score": 1.0}
+
+    def run(step: Any, **options: Any) -> flowdp.Run:
+        table, lines = flowdp.CSVLogger(tmp_path / "m.csv"), flowdp.JSONLLogger(tmp_path / "m.jsonl")
+        evaluation = flowdp.EvaluationOptions((X,), step=step, sanity_check=0)
+        folder = {"checkpoint": tmp_path / "c", "resume": True}
+        return trainer(table, lines, evaluation=evaluation, **folder, **options).start()
+
+    first = run(step)
+    handle.set_result(first)
+    assert first.join(WAIT_S).history[-1].owes_evaluation
+    assert [row["is_evaluated"] for row in rows_of(tmp_path / "m.csv")] == ["0"]
+    run(lambda model, batch: {"score": 1.0}).join(WAIT_S)
+    rows = rows_of(tmp_path / "m.csv")
+    assert [(row["epoch"], row["eval/score"], row["is_evaluated"]) for row in rows] == [
+        ("0", "1.0", ""),
+        ("1", "1.0", ""),
+    ]
     assert [one["epoch"] for one in objects_of(tmp_path / "m.jsonl") if "epoch" in one] == [0, 1]
 
 

@@ -40,6 +40,8 @@ def test_an_epoch() -> None:
     assert "run/divergence" not in numbers  # not measured
     assert "is_complete" not in numbers
     assert numbers_of(epoch({}, is_complete=False))["is_complete"] == 0
+    assert "is_evaluated" not in numbers
+    assert numbers_of(epoch({}, owes_evaluation=True))["is_evaluated"] == 0
 
 
 def test_metrics_with_several_elements() -> None:
