@@ -44,7 +44,6 @@ from flowdp.observe.callbacks import step_callbacks
 from flowdp.observe.observer import Observer
 from flowdp.observe.timeline_file import TimelineFile
 from flowdp.protocol.messages import Requested
-from flowdp.replica.batch_sizes import Sizes
 from flowdp.replica.build import build_replicas
 from flowdp.replica.factories import all_of
 from flowdp.replica.replica import Replica
@@ -160,7 +159,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             fingerprint=described,
             event_file=_open_event_file(config, records, undo) if team.leads else None,
             sigterm=_open_sigterm(config, requests, undo),
-            step_callbacks=step_callbacks(own_callbacks),
+            step_callbacks=step_callbacks(config.callbacks),
             close_observer=observer.close,
             timeline=_open_timeline(config),
         )
@@ -358,25 +357,25 @@ def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:
     )
 
 
-def _global_batch(
-    sizes: Sizes, source: Source, replicas: Sequence[Replica], *, is_spread: bool
-) -> GlobalBatch | None:
+def _global_batch(config: RunConfig, source: Source, replicas: Sequence[Replica]) -> GlobalBatch | None:
+    sizes, first = config.sizes, replicas[0]
     if sizes.window is None or source.samples is None:
         return None
-    first = replicas[0]
+    # Callbacks are to see every step on every device: what they keep for each is copied to no other.
+    is_shared = config.team.is_spread or first.meets or bool(step_callbacks(config.callbacks))
     return GlobalBatch(
         sizes.window,
         source.samples,
         first.least,
         sizes.parts if first.meets else None,
-        may_be_alone=not is_spread and not first.meets and not any(one.lane.is_async for one in replicas),
+        may_be_alone=not is_shared and not any(one.lane.is_async for one in replicas),
     )
 
 
 def _plan(
     config: RunConfig, source: Source, replicas: Sequence[Replica], resumed: Resumed | None
 ) -> CoordinatorConfig:
-    sizes, first = config.sizes, replicas[0]
+    first = replicas[0]
     return CoordinatorConfig(
         world_size=config.world_size,
         batches=source.batches,
@@ -387,8 +386,8 @@ def _plan(
         cadence=config.cadence,
         ratios=config.ratios,
         wait_for_metric=first.learning_rate.waits_for_metric,
-        global_batch=_global_batch(sizes, source, replicas, is_spread=config.team.is_spread),
-        groups=sizes.groups,
+        global_batch=_global_batch(config, source, replicas),
+        groups=config.sizes.groups,
         tasks=barrier_plan(config, resumed, inside=source.can_resume_inside and source.unseeded is None),
         on_failure=config.failures.on_failure,
         start=None if resumed is None else resumed.position,

@@ -319,7 +319,7 @@ class Worker:
         loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
         current.local_step += 1
         if self._step_callbacks:
-            if replica.steps_at_gate and not step.alone:
+            if replica.steps_at_gate:
                 self._part_loss = loss
             else:
                 self._call_back(loss, batcher.samples)
@@ -471,12 +471,18 @@ class Worker:
         replica = self.replica
         if outcome.lr is not None:
             self._set_lr(outcome.lr, arrival.global_step)
-        if any(outcome.samples):
-            replica.meet(outcome)
-            self._meter.stepped(replica.take_norms())
+        loss, self._part_loss = self._part_loss, None
         self.current.lr = replica.learning_rate.value
-        if self._step_callbacks and arrival.samples:
-            loss, self._part_loss = self._part_loss, None
+        if not any(outcome.samples):
+            return
+        replica.meet(outcome)
+        self._meter.stepped(replica.take_norms())
+        if not arrival.samples:  # it had no part of the window, so `_step` has not counted it
+            self._place.step = self.machine.window
+            self.current.global_step = arrival.global_step
+            self.current.local_step += 1
+        # Without a part, too: a callback that writes to the model does it on all devices alike.
+        if self._step_callbacks:
             self._call_back(loss, arrival.samples)
 
     def _set_lr(self, lr: float, position: int) -> None:
