@@ -209,6 +209,8 @@ class Worker:
                 torch.autograd.set_multithreading_enabled(False),
                 local_metrics(),
             ):
+                if self.replica.frozen is not None:
+                    self.replica.frozen.begin()
                 self._post(WorkerReady(self.rank))
                 self._loop()
         except BaseException as cause:
@@ -253,6 +255,8 @@ class Worker:
             elif type(action) is Leave:
                 if action.reason is None:
                     self._meter.settle()
+                    if self.replica.frozen is not None:
+                        self.replica.frozen.check()
                 return
 
     def _idle(self) -> None:
@@ -363,6 +367,8 @@ class Worker:
         self._meter.meet()
         try:
             self._numbers.read()  # the verdict on the round before
+            if self.replica.frozen is not None:
+                self.replica.frozen.met(self.current.epoch)
             self._collective.prepare(self._index, self._numbers.judge)
             self._numbers.decide()
             self._is_bound = True
@@ -519,6 +525,8 @@ class Worker:
     def _put_snapshot(self, action: Snapshot) -> None:
         assert self._snapshots is not None
         start_s = perf_counter()
+        if self.replica.frozen is not None:
+            self.replica.frozen.met(self.current.epoch)
         self._snapshots.take(self._index, action.round)
         self._meter.averaged(start_s)
         self._numbers.judge()
