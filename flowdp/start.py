@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from uuid import uuid4
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
@@ -31,6 +36,7 @@ from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import Services
 from flowdp.engine.sigterm import SigtermStop, check_sigterm
+from flowdp.errors import OptionError
 from flowdp.inference import open_evaluator, try_evaluation
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
@@ -44,9 +50,8 @@ from flowdp.observe.callbacks import step_callbacks
 from flowdp.observe.observer import Observer
 from flowdp.observe.timeline_file import TimelineFile
 from flowdp.protocol.messages import Requested
-from flowdp.replica.batch_sizes import Sizes
 from flowdp.replica.build import build_replicas
-from flowdp.replica.factories import all_of
+from flowdp.replica.factories import ModelOption, all_of
 from flowdp.replica.replica import Replica
 from flowdp.result import TrainedState
 from flowdp.run import Run
@@ -87,7 +92,11 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         config: Settings of the run.
         undo: Is given what takes everything back; it is closed by the caller where this raises.
         fills_model: `join()` writes the result into the user's model, if it is an instance.
+
+    Raises:
+        OptionError: Under `torch.inference_mode()`, or a model that was made there; and see `Trainer.start`.
     """
+    _check_inference_mode(config.replica.model)
     if config.runtime.handle_sigterm:
         check_sigterm()
     team = config.team
@@ -160,7 +169,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             fingerprint=described,
             event_file=_open_event_file(config, records, undo) if team.leads else None,
             sigterm=_open_sigterm(config, requests, undo),
-            step_callbacks=step_callbacks(own_callbacks),
+            step_callbacks=step_callbacks(config.callbacks),
             close_observer=observer.close,
             timeline=_open_timeline(config),
         )
@@ -185,6 +194,22 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         held.release()
         engine.begin(run)
     return run
+
+
+def _check_inference_mode(model: ModelOption) -> None:
+    """Check that what is made here, and what the result is written to, are tensors that can be trained."""
+    if torch.is_inference_mode_enabled():
+        raise OptionError(
+            "a run cannot be started under torch.inference_mode(), whose tensors cannot be trained: leave it "
+            "first, or start inside `with torch.inference_mode(False):`"
+        )
+    if isinstance(model, nn.Module):
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if not is_lazy(tensor) and tensor.is_inference():
+                raise OptionError(
+                    f"model: {name!r} was made under torch.inference_mode(), so the trained values could not "
+                    "be written to it: build or load the model outside"
+                )
 
 
 def open_folder(config: RunConfig, undo: ExitStack) -> CheckpointFolder | None:
@@ -358,25 +383,25 @@ def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:
     )
 
 
-def _global_batch(
-    sizes: Sizes, source: Source, replicas: Sequence[Replica], *, is_spread: bool
-) -> GlobalBatch | None:
+def _global_batch(config: RunConfig, source: Source, replicas: Sequence[Replica]) -> GlobalBatch | None:
+    sizes, first = config.sizes, replicas[0]
     if sizes.window is None or source.samples is None:
         return None
-    first = replicas[0]
+    # Callbacks are to see every step on every device: what they keep for each is copied to no other.
+    is_shared = config.team.is_spread or first.meets or bool(step_callbacks(config.callbacks))
     return GlobalBatch(
         sizes.window,
         source.samples,
         first.least,
         sizes.parts if first.meets else None,
-        may_be_alone=not is_spread and not first.meets and not any(one.lane.is_async for one in replicas),
+        may_be_alone=not is_shared and not any(one.lane.is_async for one in replicas),
     )
 
 
 def _plan(
     config: RunConfig, source: Source, replicas: Sequence[Replica], resumed: Resumed | None
 ) -> CoordinatorConfig:
-    sizes, first = config.sizes, replicas[0]
+    first = replicas[0]
     return CoordinatorConfig(
         world_size=config.world_size,
         batches=source.batches,
@@ -387,8 +412,8 @@ def _plan(
         cadence=config.cadence,
         ratios=config.ratios,
         wait_for_metric=first.learning_rate.waits_for_metric,
-        global_batch=_global_batch(sizes, source, replicas, is_spread=config.team.is_spread),
-        groups=sizes.groups,
+        global_batch=_global_batch(config, source, replicas),
+        groups=config.sizes.groups,
         tasks=barrier_plan(config, resumed, inside=source.can_resume_inside and source.unseeded is None),
         on_failure=config.failures.on_failure,
         start=None if resumed is None else resumed.position,

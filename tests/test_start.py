@@ -223,3 +223,32 @@ def test_machines_that_do_not_see_the_checkpoints_of_machine_0_are_named(tmp_pat
         assert ", machine 2 (" in text
         assert "do not see the checkpoints of machine 0 (" in text
         assert f"{tmp_path / 'own' / str(rank)}: should that one be lost, the others begin anew" in text
+
+
+def test_a_run_is_not_started_in_inference_mode() -> None:
+    trainer = Trainer(
+        lambda: torch.nn.Linear(2, 1),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        lambda model, batch: model(batch).square().mean(),
+        dataset=torch.ones(8, 2), batch_size=2, epochs=1, devices=["cpu"], progress=False,
+    )  # fmt: skip
+    with torch.inference_mode():
+        with pytest.raises(OptionError, match=r"under torch.inference_mode\(\), whose .*: leave it"):
+            trainer.start()
+        with torch.inference_mode(False):
+            assert trainer.fit().epochs_done == 1
+    with torch.no_grad():
+        assert trainer.fit().epochs_done == 1
+
+
+def test_a_model_that_was_made_in_inference_mode_is_not_trained() -> None:
+    with torch.inference_mode():
+        model = torch.nn.Linear(2, 1)
+    trainer = Trainer(
+        model,
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        lambda model, batch: model(batch).square().mean(),
+        dataset=torch.ones(8, 2), batch_size=2, epochs=1, devices=["cpu"], progress=False,
+    )  # fmt: skip
+    with pytest.raises(OptionError, match=r"model: 'weight' was made under torch.inference_mode\(\)"):
+        trainer.start()

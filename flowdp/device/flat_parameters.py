@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from flowdp.device.copies import dense_strides
+from flowdp.device.frozen_parameters import frozen_sums
 from flowdp.device.structure import check_same, tensor_form
 from flowdp.errors import CollectiveError, OptionError
 
@@ -366,11 +367,16 @@ class FlatReplica(FlatTensors):
         return found
 
     def checksum(self) -> Tensor:
-        """The sum of the parameters' bits, as int64: replicas that are equal have the same. Shape []."""
+        """The sum of the bits of all parameters, also of frozen ones: equal replicas have the same.
+
+        Int64, shape [].
+        """
         self.gather()
         total = torch.zeros((), dtype=torch.int64, device=self.flats[0].memory.device)
         for flat in self.flats:
             total += flat.memory[: flat.split].view(torch.int64).sum()  # tensors start on 64 bytes
+        for frozen in frozen_sums(self._module).values():
+            total += frozen.to(total.device, non_blocking=True)
         return total
 
     def check_registered(self) -> None:

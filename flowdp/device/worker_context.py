@@ -43,10 +43,10 @@ class CurrentWorker:
         model: Its module.
         epoch: Epoch of the batch, from 0.
         round: The last round that was held, -1 before the first.
-        local_step: Steps this rank has completed.
+        local_step: Steps this rank has completed; under "exact" also those without a part for it.
         global_step: Steps of all ranks before this one, as far as known here.
         lr: Learning rate of the first parameter group.
-        samples: Samples of the batch.
+        samples: Samples of the batch; in `Callback.on_step` of the step, 0 without a part of it (exact).
         sink: Receives recorded numbers: name, value, weight.
         steps: Operations for a `train_step`; None with a loss.
     """
@@ -92,14 +92,19 @@ class CurrentWorker:
         """
         self._own_steps().optimize(optimizer)
 
-    def record(self, name: str, value: SupportsFloat, weight: float | None = None) -> None:
-        """Count a value towards the mean of the epoch; see `record_scalar`."""
+    def record(self, name: str, value: SupportsFloat | None, weight: float | None = None) -> None:
+        """Count a value towards the mean of the epoch; see `record_scalar`.
+
+        None, the loss of a device without samples (exact), counts for nothing.
+        """
+        if value is None and not self.samples:
+            return
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
                 f"record_scalar({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}"
             )
         by = float(self.samples if weight is None else weight)
-        self.sink(name, value if isinstance(value, Tensor) else float(value), by)
+        self.sink(name, value if isinstance(value, Tensor) else float(value), by)  # type: ignore[arg-type]
 
     def _own_steps(self) -> Steps:
         if self.steps is None:

@@ -219,6 +219,8 @@ class Worker:
                 torch.autograd.set_multithreading_enabled(False),
                 local_metrics(),
             ):
+                if self.replica.frozen is not None:
+                    self.replica.frozen.begin()
                 self._post(WorkerReady(self.rank))
                 self._loop()
         except BaseException as cause:
@@ -264,6 +266,8 @@ class Worker:
             elif type(action) is Leave:
                 if action.reason is None:
                     self._meter.settle()
+                    if self.replica.frozen is not None:
+                        self.replica.frozen.check()
                 return
 
     def _idle(self) -> None:
@@ -330,7 +334,7 @@ class Worker:
         loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
         current.local_step += 1
         if self._step_callbacks:
-            if replica.steps_at_gate and not step.alone:
+            if replica.steps_at_gate:
                 self._part_loss = loss
             else:
                 self._call_back(loss, batcher.samples)
@@ -374,6 +378,8 @@ class Worker:
         self._meter.meet()
         try:
             self._numbers.read()  # the verdict on the round before
+            if self.replica.frozen is not None:
+                self.replica.frozen.met(self.current.epoch)
             self._collective.prepare(self._index, self._numbers.judge)
             self._numbers.decide()
             self._is_bound = True
@@ -482,12 +488,18 @@ class Worker:
         replica = self.replica
         if outcome.lr is not None:
             self._set_lr(outcome.lr, arrival.global_step)
-        if any(outcome.samples):
-            replica.meet(outcome)
-            self._meter.stepped(replica.take_norms())
+        loss, self._part_loss = self._part_loss, None
         self.current.lr = replica.learning_rate.value
-        if self._step_callbacks and arrival.samples:
-            loss, self._part_loss = self._part_loss, None
+        if not any(outcome.samples):
+            return
+        replica.meet(outcome)
+        self._meter.stepped(replica.take_norms())
+        if not arrival.samples:  # it had no part of the window, so `_step` has not counted it
+            self._place.step = self.machine.window
+            self.current.global_step = arrival.global_step
+            self.current.local_step += 1
+        # Without a part, too: a callback that writes to the model does it on all devices alike.
+        if self._step_callbacks:
             self._call_back(loss, arrival.samples)
 
     def _set_lr(self, lr: float, position: int) -> None:
@@ -524,6 +536,8 @@ class Worker:
     def _put_snapshot(self, action: Snapshot) -> None:
         assert self._snapshots is not None
         start_s = perf_counter()
+        if self.replica.frozen is not None:
+            self.replica.frozen.met(self.current.epoch)
         self._snapshots.take(self._index, action.round)
         self._meter.averaged(start_s)
         self._numbers.judge()

@@ -197,7 +197,12 @@ class ExactRounds(PlannedRounds):
             at = f"after epoch {held.armed.epoch}, global step {self.global_step}"
             names = ", ".join(map(str, different))
             records.append(
-                Fail(f"the replicas differ {at}: the parameters of rank {names} are not those of the others")
+                Fail(
+                    f"the replicas differ {at}: the parameters of rank {names} are not those of the others. "
+                    "A loss or a forward that writes to parameters does so by the device's part of each "
+                    "window alone: write to them in Callback.on_step, in the same way on every device. "
+                    "Without such code, a device has defective memory"
+                )
             )
         return records
 

@@ -204,6 +204,15 @@ class WorkerMachine:
         return self._order
 
     @property
+    def window(self) -> Step | None:
+        """The step of all ranks at whose gate it is, whether it has a part of it or not (exact)."""
+        order, at = self._order, self._held
+        if order is None or order.sync is None or order.parts is None:
+            return None
+        position = order.sync.global_step + at * order.sync.steps
+        return Step(order.epoch, (order.batches[at],), position, order.metrics, order.parts[at])
+
+    @property
     def throttled(self) -> str | None:
         """Why this rank may take no step; None while it may."""
         throttle = self._throttle

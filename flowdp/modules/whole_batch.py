@@ -1,4 +1,4 @@
-"""Modules whose training forward needs the whole batch: embeddings that count or shorten rows, and buffers.
+"""Modules whose training forward needs the whole batch: embeddings that count or shorten rows, and writes.
 
 A forward of a part of the batch does something else than a forward of all of it, without an error.
 """
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer, SparseAdam
 
+from flowdp.device.frozen_parameters import FrozenParameters
+from flowdp.device.streams import Lane
 from flowdp.errors import OptionError
 
 __all__ = ["Written", "check_dense", "check_embeddings"]
@@ -63,24 +65,63 @@ def check_dense(optimizer: Optimizer) -> None:
 
 
 class Written:
-    """The buffers written by training forwards from now on, by torch's counts; batch norms are left out."""
+    """The state that the forwards of a window write to.
 
-    def __init__(self, module: nn.Module) -> None:
+    Buffers by torch's counts, without those of batch norms; frozen parameters by their bits.
+
+    Args:
+        module: The model.
+        lane: Lane of its device.
+
+    Streams:
+        As `FrozenParameters`.
+    """
+
+    def __init__(self, module: nn.Module, lane: Lane) -> None:
         self._module = module
-        self._before = {name: _state(buffer) for name, _, buffer in _buffers(module)}
+        self._before: dict[str, tuple[int, int]] = {}
+        self._frozen = FrozenParameters(module, lane)
+        self._logged: set[str] = set()
 
-    def tell(self) -> None:
-        """Log the names of the buffers that were written: they change once per micro-batch."""
-        found = [
-            f"{name!r} of {kind}"
+    def begin(self) -> None:
+        """Note the state before the forwards."""
+        self._before = {name: _state(buffer) for name, _, buffer in _buffers(self._module)}
+        self._frozen.note()
+
+    def tell(self, *, is_shared: bool) -> None:
+        """Log the names of what was written, once each: it changes once per micro-batch.
+
+        Args:
+            is_shared: Whether several devices have parts of a window.
+
+        Raises:
+            ValueError: It is a frozen parameter, and several have: one without a part does not write to it.
+        """
+        changed = self._frozen.changed()
+        if changed and is_shared:
+            raise ValueError(
+                f"frozen parameter {changed[0]!r} was written to by the loss or the model's forward: under "
+                "policy='exact' that is once per micro-batch, and not at all on a device that has no part of "
+                "a window, so the devices would come to have different ones. Write to it in "
+                "Callback.on_step, which is called on every device after every step"
+            )
+        if changed and changed[0] not in self._logged:
+            log.warning(
+                "policy='exact': the loss or forward writes to the frozen parameter %r: it changes once per "
+                "micro-batch, not once per window; Callback.on_step is called once per window",
+                changed[0],
+            )
+        found = {
+            name: f"{name!r} of {kind}"
             for name, kind, buffer in _buffers(self._module)
-            if self._before.get(name) != _state(buffer)
-        ]
+            if self._before.get(name) != _state(buffer) and name not in self._logged
+        }
+        self._logged |= {*changed, *found}
         if found:
             log.warning(
                 "policy='exact': forward writes to buffer %s%s: its buffers change once per micro-batch, not "
                 "once per window, so this run is not that of one device",
-                ", ".join(found[:4]),
+                ", ".join([*found.values()][:4]),
                 f" and {len(found) - 4} more" if len(found) > 4 else "",
             )
 

@@ -83,15 +83,19 @@ class Callback:
     def on_step(self, worker: CurrentWorker, loss: Tensor | None) -> None:
         """A device has taken a step. Called in the step, on the worker's own thread; see docs/callbacks.md.
 
+        Under "exact" all devices take every step, and all are called after it, also one without a part of
+        the window: what is written to the model is then equal on all.
+
         All devices call it at once, one thread each, holding the interpreter lock from the others' steps, so
         it must be short, and must not wait: `loss.item()` waits for the device. An exception is an error of
         the step, as one of the loss is, and ends the run.
 
         Args:
-            worker: Rank, device, model, epoch and learning rate, as in the loss; `samples` of the step, and
-                `local_step` with it. `worker.record(name, value)` counts a number towards the epoch's mean.
+            worker: Rank, device, model, epoch and learning rate, as in the loss; `samples` of the step, 0
+                without a part of it, and `local_step` with it. `worker.record(name, value)` counts a number
+                towards the epoch's mean.
             loss: Loss of the step, detached, on the device; under "exact" that of this device's part. Shape
-                []. Clone it to keep it. None where a `train_step` returns none.
+                []. Clone it to keep it. None without a part, and where a `train_step` returns none.
 
         Threads:
             Worker `rank`; the method may be called by several at the same time.

@@ -25,6 +25,7 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane, open_lanes
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
+from flowdp.machine.rounds import Averages
 from flowdp.modules.whole_batch import check_dense, check_embeddings
 from flowdp.network.team import Team
 from flowdp.options import CaptureOptions, Policy, Precision
@@ -56,6 +57,16 @@ from flowdp.replica.replica import Capture, LossOption, Replica, ReplicaParts, l
 __all__ = ["ReplicaConfig", "build_replicas"]
 
 log = logging.getLogger("flowdp")
+
+NOT_AVERAGED = (
+    "Frozen parameters are not averaged, so each device would have its own: register it as a buffer, which "
+    "is averaged; or take flowdp.EMA for a moving average of the weights; or policy='exact', and write to it "
+    "in Callback.on_step; or one device"
+)
+ONE_MEMORY = (
+    "The devices' models share its memory, so each would write over the others: give the model of each "
+    "device a copy of its own"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +123,7 @@ def build_replicas(
     averages = ROUNDS[config.policy].averages
     if averages == "gradients":
         check_embeddings(modules[0], "policy='exact'", is_shared=world_size > 1)
-    flats = equal_start(modules, lanes)
+    flats = equal_start(modules, lanes, may_thaw=world_size == 1)
     if team.machines is not None:
         equal_machines(modules, lanes, team.machines)
     is_cut = world_size > 1 or (config.sizes.window or 0) > max(config.sizes.parts, default=0)
@@ -140,6 +151,7 @@ def build_replicas(
         )
     turns = open_turns(len(lanes), meets=meets, captures=config.capture is not None)
     factor = lr_factor(config.scheduler.lr_scaling, world_size)
+    remedy = _frozen_remedy(modules, averages, world_size)
     touched, groups = Touched(len(lanes), travels=team.is_spread), WindowGroups(lanes)
     replicas = []
     for index, (rank, lane) in enumerate(zip(team.ranks, lanes, strict=True)):
@@ -154,6 +166,7 @@ def build_replicas(
                 max_grad_norm=config.max_grad_norm,
                 max_grad_value=config.max_grad_value,
                 ema_decay=config.ema_decay,
+                frozen_remedy=remedy,
                 width=config.sizes.widths[rank],
                 caches_casts=world_size == 1,
                 shares_generator=shares[index],
@@ -168,6 +181,20 @@ def build_replicas(
     if lanes[0].is_async and advice:
         log.info("%s", advice)
     return replicas
+
+
+def _frozen_remedy(modules: Sequence[nn.Module], averages: Averages, world_size: int) -> str | None:
+    """Remedy for writes to frozen parameters, for the error; None: they are allowed."""
+    if world_size == 1:
+        return None
+    if averages != "gradients":
+        return NOT_AVERAGED
+    # Under exact all devices take every step, and may write alike.
+    frozen = [
+        {parameter.data_ptr() for parameter in module.parameters() if not parameter.requires_grad}
+        for module in modules
+    ]
+    return ONE_MEMORY if any(one & frozen[0] - {0} for one in frozen[1:]) else None
 
 
 def _optimizers(config: ReplicaConfig, module: nn.Module, lane: Lane) -> Optimizers:

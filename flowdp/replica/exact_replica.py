@@ -61,7 +61,7 @@ class ExactReplica(WindowReplica):
     ) -> None:
         self._touched = touched
         super().__init__(parts, loss, size=size, seed=seed, checks=checks)
-        self._is_part = touched.world_size > 1  # its part of a window
+        self._is_part = touched.world_size > 1 or touched.travels  # its part of a window
         self._groups = groups
         self._norms = SharedStatistics(self.module)
         self.meets = bool(self._norms)

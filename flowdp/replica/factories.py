@@ -162,8 +162,15 @@ def check_plain(model: nn.Module) -> None:
             )
 
 
-def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> list[FlatReplica]:
+def equal_start(
+    modules: Sequence[nn.Module], lanes: Sequence[Lane], *, may_thaw: bool = False
+) -> list[FlatReplica]:
     """Flatten the replicas and give all of them rank 0's values, frozen parameters included.
+
+    Args:
+        modules: One per rank of this machine.
+        lanes: Their lanes.
+        may_thaw: See `FlatReplica`.
 
     Raises:
         OptionError: The replicas differ in structure, or nothing in them can be trained.
@@ -177,7 +184,7 @@ def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> list[Fla
     replicas: list[FlatReplica] = []
     for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True)):
         with lanes[0].on(lanes[0].compute), lane.on(lane.compute):
-            replicas.append(FlatReplica(module, rank, may_thaw=len(modules) == 1))
+            replicas.append(FlatReplica(module, rank, may_thaw=may_thaw))
             _restore_chunks(module)
             if rank > 0:
                 replicas[rank].copy_from(replicas[0])

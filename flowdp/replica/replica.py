@@ -21,6 +21,7 @@ from flowdp.device.compiled import frees_at_once
 from flowdp.device.draws import NoRedraws, OwnDraws
 from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
+from flowdp.device.frozen_parameters import FrozenCheck
 from flowdp.device.streams import Lane
 from flowdp.device.weight_average import AveragedTensors, WeightAverage
 from flowdp.device.worker_context import CurrentWorker, Steps
@@ -100,6 +101,7 @@ class ReplicaParts:
         turn: Turn of this rank to launch; None where no other rank launches.
         capture: Makes the captured steps of the replica; None: they run eagerly.
         ema_decay: Part of the parameters' moving average that stays in a step; None: there is no average.
+        frozen_remedy: Remedy for writes to frozen parameters, for the error; None: they are allowed.
     """
 
     module: nn.Module
@@ -116,6 +118,7 @@ class ReplicaParts:
     turn: RankTurn | None = None
     capture: Capture | None = None
     ema_decay: float | None = None
+    frozen_remedy: str | None = None
 
 
 class Replica:
@@ -132,6 +135,7 @@ class Replica:
         average: Moving average of the parameters; None: there is none.
         outer: Momentum of the means' outer step, set by the engine; None: they are plain means.
         watched: Memory that must stay finite; None: none.
+        frozen: Check of the frozen parameters; None: they may be written to, or there are none.
         pieces: Least number of pieces of a micro-batch, since the device has run out of memory.
         least: Samples that a forward must have.
         meets: Whether forwards and backwards are made together with the other ranks (SyncBatchNorm in exact).
@@ -158,6 +162,7 @@ class Replica:
     average: WeightAverage | None = None
     outer: OuterMomentum | None = None
     watched: FlatTensors | None
+    frozen: FrozenCheck | None
     can_repeat = True
     steps: Steps | None = None
     loss_weight: Tensor | None = None
@@ -177,6 +182,9 @@ class Replica:
         if parts.ema_decay is not None:
             self.average = WeightAverage(flat, module, parts.ema_decay)
             self.averaged = AveragedTensors(flat, self.average)
+        self.frozen = None
+        if parts.frozen_remedy is not None and any(not one.requires_grad for one in module.parameters()):
+            self.frozen = FrozenCheck(module, parts.lane, parts.frozen_remedy)
         self.width = parts.width
         self.optimizers = parts.optimizers
         self.learning_rate = parts.learning_rate

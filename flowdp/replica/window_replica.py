@@ -21,7 +21,7 @@ from flowdp.device.draws import OwnDraws
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.modules.whole_batch import Written
-from flowdp.policy.recheck import is_due_at
+from flowdp.policy.recheck import Recheck, is_due_at
 from flowdp.protocol.messages import SampleRange
 from flowdp.replica.loss_check import check_mean
 from flowdp.replica.replica import Loss, Replica, ReplicaParts
@@ -57,6 +57,8 @@ class WindowReplica(Replica):
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
         self._checks = checks
         self._has_looked = False
+        self._looks = Recheck()  # at what the forwards write to
+        self._written: Written | None = None
         self._size = size
         self.least = min(self.least, size)  # with batch_size=1 each forward equals that of one device
         self._named: Any = None  # the weight of the micro-batch's loss, if it names one
@@ -71,9 +73,11 @@ class WindowReplica(Replica):
             self._check_loss(batch, worker)
         part = self.part or SampleRange(0, samples)
         pieces = part.forwards or self.forwards(batch, samples)
-        written = None
-        if not self.has_stepped and self.flat.rank == 0 and (pieces > 1 or self._is_part):
-            written = Written(self.module)
+        # A teacher that follows the weights is equal to them, and not changed, in the first window.
+        looks = self.flat.rank == 0 and self._looks.is_due and (pieces > 1 or self._is_part)
+        if looks:
+            self._written = self._written or Written(self.module, self.lane)
+            self._written.begin()
         with self._beside_others(part, worker, samples):
             # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
             if self._seed is not None:
@@ -83,8 +87,9 @@ class WindowReplica(Replica):
                 self._compute(batch.rows(start, stop), worker, Factors(worker.samples / samples, samples))
         if not self.has_stepped:
             self._check_first()
-        if written is not None:
-            written.tell()
+        if looks and self._written is not None:
+            self._written.tell(is_shared=self._is_part)
+        self._looks.passed()
 
     def _beside_others(
         self, _part: SampleRange, _worker: CurrentWorker, _samples: int

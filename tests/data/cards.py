@@ -164,8 +164,8 @@ def put_on_streams(card: Card, replace: Callable[[Any, str, Any], object] = seta
         replace: Replaces an attribute of a module.
     """
 
-    def equal_start(modules: Any, lanes: Any) -> Any:
-        replicas = factories.equal_start(modules, lanes)
+    def equal_start(modules: Any, lanes: Any, **options: Any) -> Any:
+        replicas = factories.equal_start(modules, lanes, **options)
         for replica in replicas:
             card.watch(f"rank {replica.rank}", *replica.memories)
         return replicas

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flowdp
 from flowdp.data_parallel import unseen_writes
 from flowdp.data_parallel.stopwatch import KEPT_LAPS, Stopwatch
+from flowdp.device.frozen_parameters import FrozenParameters
 from flowdp.device.streams import StreamLane
 from tests.late import runs
 from tests.late.device import LateCuda, Site
@@ -200,6 +201,18 @@ def laps(_cuda: LateCuda) -> list[str]:
             torch.ones(1, device="cuda:0")
         watch.lap()
     return [] if watch.is_known and watch.take_ms() >= 0.0 else ["the oldest lap is not known"]
+
+
+def frozen(_cuda: LateCuda) -> list[str]:
+    """A write to a frozen parameter, which its bits tell."""
+    lane = StreamLane(torch.device("cuda:0"))
+    with lane.on(lane.compute):
+        module = nn.Linear(3, 2).to("cuda:0").requires_grad_(False)
+        parameters = FrozenParameters(module, lane)
+        found = [parameters.changed()]
+        module.weight.data.add_(1)
+        found.append(parameters.changed())
+    return [] if found == [[], ["weight"]] else [f"changed are {found}"]
 
 
 def setup_windows(backend: Any, *, cadence: bool) -> Any:
@@ -493,6 +506,7 @@ DOORS = [
     Door("setup, the replica watched", setup_watched),
     Door("setup, an unseen write", setup_written),
     Door("laps", laps),
+    Door("frozen parameters", frozen),
     Door("windows", setup_windows("local", cadence=False)),
     Door("windows of whole batches", setup_windows("local", cadence=True)),
     Door("windows over NCCL", setup_windows("nccl", cadence=True)),

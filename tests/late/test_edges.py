@@ -160,6 +160,12 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data_parallel/unseen_writes.py UnseenWrites._read: self._event.synchronize()": late(
         "setup, an unseen write"
     ),
+    "device/frozen_parameters.py FrozenParameters._read: self._passed.record(self._lane.compute)": late(
+        "frozen parameters"
+    ),
+    "device/frozen_parameters.py FrozenParameters._read: self._passed.synchronize()": late(
+        "frozen parameters"
+    ),
     "device/streams.py Lane.drain: mark.record(stream)": late("resident by hand"),
     "device/streams.py Lane.drain: mark.synchronize()": late("resident by hand"),
     "device/streams.py StreamLane._await: mark.record(other)": late("resident by hand"),

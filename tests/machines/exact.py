@@ -21,7 +21,7 @@ from tests.machines.launch import report
 SAMPLES, BATCH, EPOCHS, INPUTS, OUTPUTS = 1003, 64, 3, 12, 4
 RARE = 25  # samples that use parameters which no other sample does
 
-CASES = ("plain", "rare", "weights", "unequal")
+CASES = ("plain", "rare", "weights", "unequal", "clamped")
 
 
 class Net(nn.Module):
@@ -65,6 +65,15 @@ def weighted_loss(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Any]:
     return {"loss": total / count.clamp(min=1), "weight": count}
 
 
+class Clamp(flowdp.Callback):
+    """Writes to the model: each device of each machine has to do so."""
+
+    @torch.no_grad()
+    def on_step(self, worker: Any, loss: Tensor | None) -> None:
+        for parameter in worker.model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
 def trainer(case: str, devices: int, **options: Any) -> flowdp.Trainer:
     torch.manual_seed(1)
     return flowdp.Trainer(
@@ -78,6 +87,7 @@ def trainer(case: str, devices: int, **options: Any) -> flowdp.Trainer:
         policy="exact",
         max_grad_norm=0.5,
         progress=False,
+        callbacks=[Clamp()] if case == "clamped" else [],
         **options,
     )
 

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import flowdp
 from flowdp import OptionError
+from flowdp.device.streams import HostLane
 from flowdp.modules.whole_batch import Written, check_embeddings
 
 X = torch.arange(48).reshape(24, 2) % 8
@@ -109,11 +110,41 @@ def test_buffers_that_forward_writes_are_told(caplog: pytest.LogCaptureFixture) 
 
 def test_spectral_norm_is_told_and_batch_norm_is_not(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(spectral_norm(nn.Linear(2, 3)), nn.BatchNorm1d(3))
-    written = Written(model)
+    written = Written(model, HostLane(torch.device("cpu")))
     with caplog.at_level(logging.WARNING, "flowdp"):
-        Written(model).tell()
+        written.begin()
+        written.tell(is_shared=True)
         assert not caplog.records
-        model(X.float())
-        written.tell()
-    assert "'0.parametrizations.weight.0._u' of _SpectralNorm" in caplog.text
+        for _ in range(2):
+            model(X.float())
+            written.tell(is_shared=True)
+    assert caplog.text.count("'0.parametrizations.weight.0._u' of _SpectralNorm") == 1
     assert "num_batches_tracked" not in caplog.text
+
+
+class Follows(nn.Module):
+    """Has a frozen copy of its weight that its forward moves towards it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.teacher = nn.Linear(2, 1).requires_grad_(False)
+        self.teacher.load_state_dict(self.linear.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Not counted by torch; and in the first window it changes nothing.
+        self.teacher.weight.data.lerp_(self.linear.weight.data, 0.5)
+        out: Tensor = self.linear(x.float())
+        return out
+
+
+def test_a_forward_that_writes_to_frozen_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    told = r"at its step 1 .*'teacher.weight' was written to by .*Write to it in Callback.on_step"
+    with pytest.raises(flowdp.StepError, match=told):
+        train(Follows())
+    with caplog.at_level(logging.WARNING, "flowdp"):
+        train(Follows(), devices=1, per_device_batch_size=8)
+        assert not caplog.records
+        train(Follows(), devices=1, per_device_batch_size=4)
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "writes to the frozen parameter 'teacher.weight': it changes once per micro-batch" in warning

@@ -87,8 +87,9 @@ def plain(
     schedule: Callable[[Optimizer], Any] | None = None,
     steps: int | None = None,
     window: int = WINDOW,
+    after: Callable[[Any], None] = lambda _: None,
 ) -> nn.Module:
-    """Train on one device with the big batch."""
+    """Train on one device with the big batch; `after` is called with the model after each step."""
     model = copy.deepcopy(model)
     optimizer = make(model.parameters())
     scheduler = None if schedule is None else schedule(optimizer)
@@ -100,6 +101,7 @@ def plain(
             nn.utils.clip_grad_value_(model.parameters(), clip_value)
         optimizer.step()
         optimizer.zero_grad()
+        after(model)
         if scheduler is not None:
             scheduler.step()
     return model
@@ -260,6 +262,118 @@ def test_windows_without_a_device_that_is_left_out(monkeypatch: pytest.MonkeyPat
     }
     assert apart(model, expected) < 1e-12
     check_equal(run)
+
+
+# ---------------------------------------------------------------- callbacks that write to the model
+class Taught(nn.Module):
+    """A model, and a frozen teacher that is to follow its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = net()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x)
+
+
+def taught(model: Any, batch: Any) -> Tensor:
+    return mse(model, batch) + F.mse_loss(model(batch[0]), model.teacher(batch[0]))
+
+
+@torch.no_grad()
+def follow(model: Any) -> None:
+    for own, others in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+        own.lerp_(others, 0.1)
+
+
+@torch.no_grad()
+def clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.clamp_(-0.2, 0.2)
+
+
+class After(flowdp.Callback):
+    """Calls a function with each device's model after each step; notes the calls."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self.calls: defaultdict[int, list[tuple[int, int, int, bool]]] = defaultdict(list)
+        self._function = function
+        self._lock = threading.Lock()
+
+    def on_step(self, worker: Any, loss: Tensor | None) -> None:
+        self._function(worker.model)
+        worker.record("again", loss)
+        with self._lock:
+            self.calls[worker.rank].append(
+                (worker.local_step, worker.global_step, worker.samples, loss is None)
+            )
+
+
+WRITES = {"clamped weights": (net, mse, clamp), "a teacher": (Taught, taught, follow)}
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(("make_model", "loss", "write"), WRITES.values(), ids=WRITES)
+def test_every_device_is_called_after_every_step(
+    devices: int, make_model: Callable[[], nn.Module], loss: Any, write: Callable[[Any], None]
+) -> None:
+    """Also one without a part of the window, so that all have the model of one device."""
+    model = make_model()
+
+    def sgd(params: Any) -> Optimizer:
+        return SGD([one for one in params if one.requires_grad], 0.05, momentum=0.9)
+
+    expected = plain(model, sgd, loss, after=write)
+    after = After(write)
+    run = exact(model, sgd, devices, loss, callbacks=[after])
+    assert run.join().global_step == STEPS
+    assert apart(model, expected) < 1e-12
+    for replica in run._engine.replicas:
+        assert apart(replica.module, model) == 0.0
+    assert after.calls.keys() == set(range(devices))
+    for calls in after.calls.values():
+        assert [local for local, *_ in calls] == list(range(1, STEPS + 1))
+        assert [position for _, position, *_ in calls] == list(range(STEPS))
+        assert all((samples == 0) is is_none for *_, samples, is_none in calls)
+    samples = [call[2] for calls in after.calls.values() for call in calls]
+    assert sum(samples) == EPOCHS * SAMPLES
+    assert (0 in samples) is (devices > 3)  # the last window of an epoch has three
+    for epoch in run.join().history:
+        assert epoch.scalars["again"] == pytest.approx(epoch.loss)
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_a_device_that_is_left_out_is_called_too(monkeypatch: pytest.MonkeyPatch, left_out: int) -> None:
+    monkeypatch.setattr(Exclusion, "measured", lambda self, *_: setattr(self, "out", frozenset({left_out})))
+    after = After(clamp)
+    run = exact(net(), momentum, 2, callbacks=[after], runtime=flowdp.RuntimeOptions())
+    assert run.join().global_step == STEPS
+    assert [len(calls) for calls in after.calls.values()] == [STEPS, STEPS]
+    assert 0 in [samples for _, _, samples, _ in after.calls[left_out]]
+    check_equal(run)
+
+
+def test_with_a_callback_for_steps_no_device_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the callback keeps for each device would be copied to no other."""
+    for name, value in (("SHORT_MS", math.inf), ("GAIN", math.inf), ("FIRST_TRIAL", 1)):
+        monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
+    after = After(clamp)
+    run = exact(net(), momentum, 2, callbacks=[after], runtime=flowdp.RuntimeOptions())
+    assert run.join().global_step == STEPS
+    assert [len(calls) for calls in after.calls.values()] == [STEPS, STEPS]
+
+
+def test_an_error_of_a_callback_names_the_window_without_a_part() -> None:
+    class Fails(flowdp.Callback):
+        def on_step(self, worker: Any, loss: Tensor | None) -> None:
+            if loss is None:
+                raise KeyError("wrong")
+
+    with pytest.raises(flowdp.StepError, match=r"in epoch 0, at its step 10 \(batch 10, .*'wrong'") as found:
+        exact(net(), momentum, 4, callbacks=[Fails()])
+    assert found.value.rank == 0
+    assert list(found.value.indices) == epoch_order(SAMPLES, 0, 0)[10 * WINDOW :].tolist()
 
 
 class Read(Dataset[Any]):

@@ -183,3 +183,132 @@ def test_on_one_device_a_parameter_may_thaw():
     torch.manual_seed(4)
     before = nn.Linear(3, 4).weight
     assert not torch.equal(thawing(1, "cadence")[0].weight, before)
+
+
+class Taught(nn.Module):
+    """A model, and a frozen teacher that follows its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.student = nn.Linear(3, 2)
+        self.teacher = nn.Linear(3, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x)
+
+    def follow(self) -> None:
+        """Move the teacher, in a way that torch does not count."""
+        for own, others in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            own.data.lerp_(others.data, 0.1)
+
+
+class FollowsBehind(flowdp.Callback):
+    """Moves the teacher behind each step, from one of them on."""
+
+    def __init__(self, first: int = 1) -> None:
+        self._first = first
+
+    def on_step(self, worker: Any, loss: Tensor | None) -> None:
+        if worker.local_step >= self._first:
+            worker.model.follow()
+
+
+def follows_inside(model: Taught, batch: Tensor) -> Tensor:
+    model.follow()
+    return distance(model, batch)
+
+
+def distance(model: Taught, batch: Tensor) -> Tensor:
+    return (model(batch) - model.teacher(batch)).square().mean() + model(batch).square().mean()
+
+
+def teach(devices: int, policy: Any, loss: Any = distance, **options: Any) -> Taught:
+    """Train a model with a teacher, on numbers whose last window has no part for a second device."""
+    given: dict[str, Any] = {"model": Taught()} | options
+    model = given["model"]
+    trainer = flowdp.Trainer(
+        optimizer=lambda params: torch.optim.SGD(params, 0.1),
+        loss=loss,
+        dataset=torch.randn(33, 3, generator=torch.Generator().manual_seed(3)),
+        batch_size=8,
+        devices=["cpu"] * devices,
+        policy=policy,
+        progress=False,
+        **{"epochs": 2} | given,
+    )
+    state = trainer.fit()
+    if not isinstance(model, nn.Module):
+        model = Taught()
+        state.load_into(model)
+    return model
+
+
+@pytest.mark.parametrize("way", ["in the loss", "behind the step", "late"])
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_a_teacher_of_each_device_ends_the_run_instead_of_coming_apart(policy: str, way: str) -> None:
+    options: dict[str, Any] = {
+        "in the loss": {"loss": follows_inside},
+        "behind the step": {"callbacks": [FollowsBehind()]},
+        "late": {"callbacks": [FollowsBehind(5)]},
+    }[way]
+    with pytest.raises(flowdp.StepError, match=r"frozen parameter 'teacher.weight' .*a buffer") as found:
+        teach(2, policy, **options)
+    assert found.value.rank in (0, 1)
+
+
+def test_a_teacher_of_buffers_is_averaged() -> None:
+    class Buffers(Taught):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, parameter in list(self.teacher._parameters.items()):
+                del self.teacher._parameters[name]
+                self.teacher.register_buffer(name, parameter.detach())
+
+        def follow(self) -> None:
+            for own, others in zip(self.teacher.buffers(), self.student.parameters(), strict=True):
+                own.lerp_(others.detach(), 0.1)
+
+    teach(2, "sync", model=Buffers(), callbacks=[FollowsBehind()])
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
+def test_on_one_device_a_loss_may_write_to_a_teacher(policy: str) -> None:
+    teach(1, policy, follows_inside)
+    teach(1, policy, callbacks=[FollowsBehind()])
+
+
+def test_under_exact_a_teacher_may_follow_behind_each_step() -> None:
+    one, two = (teach(devices, "exact", callbacks=[FollowsBehind()]) for devices in (1, 2))
+    for mine, other in zip(one.state_dict().values(), two.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, other)
+    with pytest.raises(
+        flowdp.StepError, match=r"at its step 0 .*'teacher.weight' was written to by the loss"
+    ):
+        teach(2, "exact", follows_inside)
+
+
+def test_under_exact_teachers_that_come_apart_end_the_run() -> None:
+    class Apart(flowdp.Callback):
+        def on_step(self, worker: Any, loss: Tensor | None) -> None:
+            if worker.rank == 1:
+                worker.model.follow()
+
+    told = r"the replicas differ after epoch 0, .* of rank 1 .* write to them in Callback.on_step"
+    with pytest.raises(flowdp.CollectiveError, match=told):
+        teach(2, "exact", callbacks=[Apart()])
+
+
+@pytest.mark.parametrize("policy", ["sync", "exact"])
+def test_a_teacher_that_the_devices_share_is_not_written_to(policy: str) -> None:
+    shared = Taught().teacher
+
+    def build() -> Taught:
+        model = Taught()
+        model.teacher = shared
+        return model
+
+    teach(2, policy, model=build)
+    remedy = "a copy of its own" if policy == "exact" else "a buffer"
+    with pytest.raises(flowdp.StepError, match=f"'teacher.weight' .*{remedy}"):
+        teach(2, policy, model=build, callbacks=[FollowsBehind()])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from flowdp.errors import OptionError
+from flowdp.errors import CollectiveError, OptionError
+from flowdp.network.team import Team
 from flowdp.replica.batch_sizes import plan_sizes
 from flowdp.replica.build import ReplicaConfig, build_replicas
 from flowdp.replica.custom_step import CustomStepReplica
@@ -165,3 +166,24 @@ def test_an_optimizer_of_another_kind_keeps_its_parameters() -> None:
     [replica] = build_replicas(settings(devices=1, optimizer=adafactor), [CPU])
     assert not replica.steps_flat
     assert replica.module.weight.grad is None
+
+
+@pytest.mark.parametrize("policy", ["sync", "exact"])
+def test_one_device_of_several_machines_is_not_alone(policy: str) -> None:
+    """Other machines have replicas, too, so what is frozen stays so, and as it is."""
+
+    def half() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[0].requires_grad_(False)
+        return model
+
+    config = settings(policy, model=half)
+    [one] = build_replicas(config, [CPU], Team((1, 1)))
+    [alone] = build_replicas(settings(policy, 1, model=half), [CPU])
+    assert (one.frozen is not None) is (policy == "sync")
+    assert alone.frozen is None
+    for replica in (one, alone):
+        replica.module[0].requires_grad_(True)
+    alone.flat.gather()
+    with pytest.raises(CollectiveError, match="was frozen when the run started"):
+        one.flat.gather()

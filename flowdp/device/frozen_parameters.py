@@ -1,0 +1,154 @@
+"""Parameters that are not trained, and writes to them: a teacher that follows the weights, for instance.
+
+They are in no mean, so a write stays on its device. Torch counts no writes through `.data`, and some writes
+change nothing; so the bits are summed. Such a pass over the parameters costs less than a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from flowdp.device.streams import QUIET, Lane
+from flowdp.errors import CollectiveError
+from flowdp.policy.recheck import Recheck
+
+__all__ = ["FrozenCheck", "FrozenParameters", "frozen_sums"]
+
+
+class FrozenParameters:
+    """The frozen parameters of a module, and their bits when they were noted last: now, at first.
+
+    Args:
+        module: The module.
+        lane: Lane of its device.
+
+    Streams:
+        All is enqueued on `compute`, which is the current one, and waited for.
+    """
+
+    def __init__(self, module: nn.Module, lane: Lane) -> None:
+        self._module = module
+        self._lane = lane
+        self._passed = lane.event()
+        self._names = list(frozen_sums(module))
+        with QUIET:
+            self._host = lane.pinned((len(self._names),), torch.int64)
+        self.note()
+
+    def note(self) -> None:
+        """Note their bits."""
+        self._noted = self._read()
+
+    def changed(self) -> list[str]:
+        """Names of those whose bits are not those noted; one that is frozen no longer is left out."""
+        now = self._read()
+        return [name for name, value in self._noted.items() if now.get(name, value) != value]
+
+    def _read(self) -> Mapping[str, int]:
+        sums = frozen_sums(self._module)
+        known = [name for name in self._names if name in sums]
+        if not known:
+            return {}
+        device = self._lane.device
+        host = self._host[: len(known)]
+        host.copy_(torch.stack([sums[name].to(device) for name in known]), non_blocking=True)
+        self._passed.record(self._lane.compute)
+        self._passed.synchronize()
+        return dict(zip(known, host.tolist(), strict=True))
+
+
+class FrozenCheck:
+    """Check that nothing writes to a replica's frozen parameters.
+
+    At the meetings 1, 2, 4, 8, ..., at the first of each epoch, and at the end.
+
+    Args:
+        module: The replica's.
+        lane: Its lane.
+        remedy: What the user can do, for the error.
+
+    Threads:
+        The worker of the rank.
+
+    Streams:
+        As `FrozenParameters`.
+    """
+
+    def __init__(self, module: nn.Module, lane: Lane, remedy: str) -> None:
+        self._module = module
+        self._lane = lane
+        self._remedy = remedy
+        self._epoch = -1
+        self._due = Recheck()
+        self._parameters: FrozenParameters | None = None
+
+    def begin(self) -> None:
+        """Note the parameters, before the first step."""
+        self._parameters = FrozenParameters(self._module, self._lane)
+
+    def met(self, epoch: int) -> None:
+        """Check them at a meeting, where that is due.
+
+        Raises:
+            CollectiveError: One has changed.
+        """
+        if self._due.is_due or epoch != self._epoch:
+            self._epoch = epoch
+            self.check()
+        self._due.passed()
+
+    def check(self) -> None:
+        """Check them now.
+
+        Raises:
+            CollectiveError: One has changed.
+        """
+        changed = [] if self._parameters is None else self._parameters.changed()
+        if changed:
+            more = f" and {len(changed) - 1} more have" if len(changed) > 1 else " has"
+            raise CollectiveError(
+                f"frozen parameter {changed[0]!r}{more} changed since the run started: the loss, the model's "
+                f"forward or a callback writes there. {self._remedy}"
+            )
+
+
+def frozen_sums(module: nn.Module) -> dict[str, Tensor]:
+    """The sum of the bits of each frozen parameter by its name. Int64, shape [], on its device.
+
+    Without the weights of embeddings that shorten the rows which they read (`max_norm`): that changes no
+    forward, wherever it has been done.
+    """
+    shortened = {
+        part.weight
+        for part in module.modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+    }
+    return {
+        name: _sum(parameter)
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad and parameter not in shortened and _is_plain(parameter)
+    }
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether its bits can be read as one memory."""
+    return (
+        parameter.layout is torch.strided
+        and parameter.device.type != "meta"
+        and not parameter.is_quantized
+        and not is_lazy(parameter)
+        and not is_traceable_wrapper_subclass(parameter)
+    )
+
+
+def _sum(parameter: Tensor) -> Tensor:
+    bits = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+    if bits.storage_offset() % 8:
+        bits = bits.clone()
+    whole = len(bits) - len(bits) % 8
+    return bits[:whole].view(torch.int64).sum() + bits[whole:].sum()
