@@ -307,6 +307,7 @@ class Replica:
                 self._rescale(factor)
             self._optimize(self._optimizer)
             self._optimizer.zero_grad(set_to_none=True)
+            self._clear()  # of parameters, too, that it does not have: the next norm is of the next gradients
             return
         touched = self.gradients.collect()
         if is_scaled:
