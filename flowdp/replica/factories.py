@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane
-from flowdp.device.structure import check_same, structure
+from flowdp.device.structure import check_no_overlap, check_same, structure
 from flowdp.errors import OptionError
 from flowdp.modules.copying import CopyError, copy_module
 from flowdp.modules.stand_in import StandInModule
@@ -70,13 +70,14 @@ def build_models(model: ModelOption, lanes: Sequence[Lane], *, trains: bool = Tr
         trains: False: they are for forwards alone, and keep the modes that they have.
 
     Raises:
-        OptionError: It is neither, cannot be copied, or returns something else or the same module twice.
+        OptionError: It is neither, cannot be copied, returns something else or the same module twice, or has
+            a trained parameter whose memory another tensor shares.
     """
     modules: list[nn.Module] = []
     for rank, lane in enumerate(lanes):
         lane.await_caller()
         with lane.on(lane.compute):
-            modules.append(_build_model(model, lane.device, rank, modules))
+            modules.append(_build_model(model, lane.device, rank, modules, trains=trains))
             if trains:
                 if rank == 0:
                     _tell_modes(modules[0])
@@ -87,14 +88,13 @@ def build_models(model: ModelOption, lanes: Sequence[Lane], *, trains: bool = Tr
 
 
 def _build_model(
-    model: ModelOption, device: torch.device, rank: int, modules: Sequence[nn.Module]
+    model: ModelOption, device: torch.device, rank: int, modules: Sequence[nn.Module], *, trains: bool
 ) -> nn.Module:
-    if isinstance(model, nn.Module):
-        check_plain(model)
-        module = _copy(model, device)
-    else:
-        module = _call_factory(model, device, rank)
-        check_plain(module)
+    given = model if isinstance(model, nn.Module) else _call_factory(model, device, rank)
+    check_plain(given)
+    if trains:
+        check_no_overlap(given)  # now: a copy, and a move to another device, part them
+    module = _copy(given, device) if given is model else given
     if any(module is other for other in modules):
         raise OptionError(
             f"the model factory returned the same module for rank {rank} and an earlier rank: it must "

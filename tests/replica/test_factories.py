@@ -183,6 +183,22 @@ def test_a_module_that_cannot_be_copied() -> None:
 
 
 # ---------------------------------------------------------------- replicas
+@pytest.mark.parametrize("is_factory", [False, True])
+@pytest.mark.parametrize("lanes", [ONE, TWO])
+def test_parameters_over_one_memory_are_refused_before_copies_part_them(
+    is_factory: bool, lanes: list[HostLane]
+) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight.data = model[0].weight.data
+        return model
+
+    given = make if is_factory else make()
+    with pytest.raises(OptionError, match=r"'1.weight' lies in the memory of '0.weight'.*one nn.Parameter"):
+        build_models(given, lanes)
+    assert len(build_models(given, lanes, trains=False)) == len(lanes)  # equal values, and nobody writes
+
+
 def test_all_replicas_start_from_rank_0() -> None:
     def factory() -> nn.Module:
         model = net()
