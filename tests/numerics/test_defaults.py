@@ -47,10 +47,10 @@ def plain(accumulation: int = 1) -> nn.Module:
     return model
 
 
-def trained(devices: int, **options: Any) -> nn.Module:
+def trained(devices: int, optimizer: Any = adamw, **options: Any) -> nn.Module:
     model = net()
     given: dict[str, Any] = {"dataset": (X, Y), "batch_size": BATCH, "epochs": EPOCHS} | options
-    flowdp.Trainer(model, adamw, mse, devices=["cpu"] * devices, progress=False, **given).fit()
+    flowdp.Trainer(model, optimizer, mse, devices=["cpu"] * devices, progress=False, **given).fit()
     return model
 
 
@@ -112,6 +112,24 @@ def plain_head(accumulation: int) -> nn.Module:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     return model
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_gradients_that_a_hook_of_the_optimizer_changes_are_those_of_the_batch(devices: int) -> None:
+    def clamped(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = adamw(parameters)
+        params = optimizer.param_groups[0]["params"]
+        optimizer.register_step_pre_hook(lambda *_: [p.grad.clamp_(-0.03, 0.03) for p in params] and None)
+        return optimizer
+
+    expected = net()
+    optimizer = clamped(expected.parameters())
+    for epoch in range(EPOCHS):
+        for index in epoch_order(SAMPLES, 0, epoch).split(BATCH):
+            optimizer.zero_grad()
+            mse(expected, (X[index], Y[index])).backward()
+            optimizer.step()
+    assert_equal(trained(devices, optimizer=clamped), expected)
 
 
 def test_a_forward_has_at_most_the_samples_of_a_device() -> None:

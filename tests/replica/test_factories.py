@@ -18,6 +18,7 @@ from flowdp.replica.factories import (
     build_models,
     build_optimizers,
     check_closure,
+    check_hooks,
     equal_start,
     needs_closure,
     seed_devices,
@@ -320,6 +321,23 @@ def test_hooks_on_parameters_that_a_copy_would_lose_are_refused(register: str) -
         build_models(model, [HostLane(torch.device("cpu"))])
     handle.remove()
     build_models(model, [HostLane(torch.device("cpu"))])
+
+
+def test_backward_hooks_of_modules_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    check_hooks(model)
+    assert caplog.messages == []
+    handle = model[2].register_full_backward_hook(lambda *_: None)
+    model[0].register_full_backward_pre_hook(lambda *_: None)
+    check_hooks(model)
+    [line] = caplog.messages
+    assert line.startswith(
+        "policy='exact': the backward hooks of '0', '2' see the gradients of a device's part"
+    )
+    handle.remove()
+    model[2].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(OptionError, match=r"parameter '2.weight' has hooks.*register_step_pre_hook"):
+        check_hooks(model)
 
 
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
