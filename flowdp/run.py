@@ -485,8 +485,12 @@ class Run:
             return
         self._ending.is_interrupted = True
         self.stop()
-        self._engine.records.wait()
-        self._join_threads()
+        try:
+            self._engine.records.wait()
+            self._join_threads()
+        except KeyboardInterrupt:
+            self._engine.is_abandoned = True
+            raise
         if self.error is None:
             self._fill()
         else:
