@@ -77,9 +77,13 @@ class WindowReplica(Replica):
                 self.draws = OwnDraws(self._seed, self.flat.rank, worker.global_step)
             for start, stop in cuts(samples, pieces):
                 worker.samples = stop - start
-                self._compute(
-                    batch.rows(start, stop), worker, Factors(worker.samples / samples, worker.samples)
-                )
+                factors = Factors(worker.samples / samples, worker.samples)
+                try:
+                    self._compute(batch.rows(start, stop), worker, factors)
+                except (TypeError, ValueError, IndexError, RuntimeError) as error:
+                    if (self._is_part or pieces > 1) and (uncut := batch.uncut_lists()):
+                        error.add_note(uncut)
+                    raise
         if not self.has_stepped:
             self._check_first()
         if written is not None:
