@@ -351,12 +351,15 @@ class Run:
     def set_lr(self, lr: float) -> None:
         """Scale all parameter groups so that the first has this learning rate; a scheduler continues from it.
 
-        It takes effect for all ranks at the same round.
+        The first is the first whose rate is not 0: groups at 0 stay there. It takes effect for all ranks at
+        the same round.
 
         Raises:
-            OptionError: `lr` is not a number of at least 0.
+            OptionError: `lr` is not a number of at least 0; or several groups are all at 0.
         """
         check_number("lr", lr, above=False)
+        for replica in self._engine.replicas:
+            replica.learning_rate.check_set()
         self._engine.request(Requested("set_lr", float(lr)))
 
     # ------------------------------------------------------------------ keeping
@@ -482,8 +485,12 @@ class Run:
             return
         self._ending.is_interrupted = True
         self.stop()
-        self._engine.records.wait()
-        self._join_threads()
+        try:
+            self._engine.records.wait()
+            self._join_threads()
+        except KeyboardInterrupt:
+            self._engine.is_abandoned = True
+            raise
         if self.error is None:
             self._fill()
         else:

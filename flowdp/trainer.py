@@ -88,8 +88,8 @@ class Trainer:
             its argument is named `model`, for groups by name); or an instance made for the model instance,
             which is rebuilt for each replica. With a `train_step` a sequence or a mapping of several.
         loss: Function of (model, batch) that returns the mean loss over the batch, (loss, scalars) or a
-            mapping with "loss" (under "exact" also "weight", where the loss is a mean over something other
-            than samples: tokens, say); or a criterion, called as `criterion(model(x), y)`.
+            mapping with "loss" (also "weight", where the loss is a mean over something other than samples:
+            tokens, say); or a criterion, called as `criterion(model(x), y)`.
         dataset: Tensors of equal length (a tuple or a mapping), a map-style dataset, an IterableDataset, or a
             DataLoader.
         batch_size: Samples of one step of all devices together, so that a number which was found on one

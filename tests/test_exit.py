@@ -142,6 +142,31 @@ def test_a_second_ctrl_c_does_not_wait_for_a_stuck_rank() -> None:
     assert code == -signal.SIGINT
 
 
+def test_two_caught_ctrl_c_do_not_leave_the_exit_waiting_for_a_stuck_rank() -> None:
+    code, printed, errors = run_script(
+        """
+        import flowdp.engine.active_runs as live
+        live.EXIT_GRACE_S = 0.5
+        def stuck(model, batch):
+            if flowdp.current_worker().rank == 0:
+                never.wait()
+            return loss(model, batch)
+        def interrupt():
+            # A thread inside torch when the interpreter ends would end the process by an abort.
+            until_is_in("flowdp-worker-1", "enter")
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        run = endless(stuck).start()
+        when_main_is_in("join", do=interrupt)
+        when_main_is_in("join", "_interrupt", do=interrupt)
+        try:
+            run.join()
+        except KeyboardInterrupt:
+            print("caught", flush=True)
+        """
+    )
+    assert (code, printed, errors) == (0, "caught\nat exit: running None\n", "")
+
+
 def test_ctrl_c_in_join() -> None:
     code, printed, errors = run_script(
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import re
@@ -368,6 +369,36 @@ def test_a_rate_that_is_none(lr: Any) -> None:
     with pytest.raises(OptionError, match="lr must be a number of at least 0, not"):
         run.set_lr(lr)
     run.join()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_group_that_is_held_still_is_not_thawed_by_a_new_rate(policy: str) -> None:
+    def train(rates: tuple[float, float]) -> list[nn.Module]:
+        """The model before and behind a run whose rate is set."""
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        begin, steps = copy.deepcopy(model), Steps()
+
+        def optimizer(model: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD(
+                [{"params": part.parameters(), "lr": lr} for part, lr in zip(model, rates, strict=True)], 0.1
+            )
+
+        run = trainer(steps, model=model, optimizer=optimizer, policy=policy, devices=2, **ENDLESS).start()
+        try:
+            run.set_lr(0.001)
+            rates = [replica.learning_rate for replica in run._engine.replicas]
+            steps.wait_until(lambda: all(rate.groups()["1"] < 0.002 for rate in rates))
+            steps.wait_for_more(20)
+        finally:
+            run.stop()
+            run.join()
+        return [begin, model]
+
+    begin, model = train((0.0, 0.004))
+    assert torch.equal(begin[0].weight, model[0].weight)  # type: ignore[index]
+    assert not torch.equal(begin[1].weight, model[1].weight)  # type: ignore[index]
+    with pytest.raises(OptionError, match="all 2 are 0"):
+        train((0.0, 0.0))
 
 
 # ---------------------------------------------------------------- Ctrl-C

@@ -64,10 +64,12 @@ class Portion:
         leaves, tree = flatten(batch, samples)
         is_own = [_is_own(leaf, samples) for leaf in leaves]
         if not any(is_own):
+            uncut = _uncut_lists(tree, leaves, is_own)
             raise DataError(
                 f"a batch of {samples} samples is cut along the first dimension of its tensors, and nothing "
                 f"in this {type(batch).__name__} is {samples} long; let collate_fn return tensors, arrays or "
                 "lists of the batch's length, in tuples, lists, dicts or dataclasses"
+                + (uncut and f". {uncut}")
             )
         own = [
             cut(leaf, part.start, part.samples) if is_one else leaf
@@ -88,6 +90,10 @@ class Portion:
         leaves = self.leaves if self.uncut is None else self.uncut
         return [_first(leaf, samples) if own else leaf for leaf, own in zip(leaves, self.is_cut, strict=True)]
 
+    def uncut_lists(self) -> str:
+        """Sentence about lists with tensors, which go whole to every rank, for an error; "" without any."""
+        return "" if self.tree is None else _uncut_lists(self.tree, self.leaves, self.is_cut)
+
     def on(self, leaves: Sequence[Any]) -> Portion:
         """The same portion with its leaves on another device."""
         return replace(self, leaves=leaves, whole=None, uncut=None)
@@ -105,6 +111,20 @@ def taken_apart(payload: Any) -> tuple[Sequence[Any], Form | None, Callable[[lis
         return payload.leaves, payload.tree, payload.on
     leaves, tree = flatten(payload)
     return leaves, tree, partial(unflatten, form=tree)
+
+
+def _uncut_lists(tree: Form, leaves: Sequence[Any], is_own: Sequence[bool]) -> str:
+    found = [
+        f"batch{path} ({length} long)"
+        for path, length, places in tree.lists()
+        if length > 1 and not any(is_own[places]) and any(isinstance(leaf, Tensor) for leaf in leaves[places])
+    ]
+    if not found:
+        return ""
+    return (
+        f"Lists that contain tensors are not cut, here {', '.join(found)}: where one has an entry for each "
+        "sample, let collate_fn make a tensor of it, by torch.stack or with padding"
+    )
 
 
 def _first(leaf: Any, samples: int) -> Any:

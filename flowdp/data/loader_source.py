@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import ALL, KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, BatchOrder, Stride
 from flowdp.data.memory import OwnMemory
-from flowdp.data.processes import GRACE_S, Processes, begin, starting
+from flowdp.data.processes import GRACE_S, Processes, SentAttributes, begin, starting
 from flowdp.data.shared import ReadingTurns
 from flowdp.data.source import Batch, Source
 from flowdp.data.trees import tree_map
@@ -122,6 +122,7 @@ class LoaderSource(Source):
         self._begun = -1  # the last epoch that was waited for, on demand; the reader's own
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
+        self._sent: SentAttributes | None = None  # to the processes
         self._memory = OwnMemory()  # the reader's own; processes send batches in new memory
 
         # Serialises everything below; notified when the reader may have something to do.
@@ -144,6 +145,7 @@ class LoaderSource(Source):
             raise DataError(f"the DataLoader could not be started: {format_error(error)}") from error
         if self._loader.num_workers > 0:
             self._processes = Processes(iterator, self._more)
+            self._sent = SentAttributes(self._loader.dataset)
         self._thread = threading.Thread(
             target=self._run, args=(self._feed(iterator), wake, failed), name="flowdp-reader", daemon=True
         )
@@ -254,6 +256,8 @@ class LoaderSource(Source):
             self._changed.notify()
         if self._turns is not None:
             self._turns.look()
+        if self._sent is not None and self._reading[0] > self.plan.start.done:
+            self._sent.look()  # the last epochs may have been read before the first had been trained
         if self._thread is None:
             return True
         if self._thread.ident is None:
@@ -319,11 +323,15 @@ class LoaderSource(Source):
         try:
             set_own_threads(1)  # the cores belong to the workers
             load = ReaderLoad(time.monotonic(), time.thread_time())
+            seen = self.plan.start.done
             while self._has_room():
                 read = next(feed, None)
                 if read is None:
                     return
                 epoch, batch = read[0][:2]
+                if epoch != seen and self._sent is not None:
+                    self._sent.look()
+                seen = epoch
                 for rank in self._put(*read):
                     wake(rank, epoch, batch)
                 share = load.passed(time.monotonic(), time.thread_time())

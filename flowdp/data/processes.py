@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import queue
 import signal
@@ -15,10 +16,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["GRACE_S", "Processes", "begin", "starting"]
+__all__ = ["GRACE_S", "Processes", "SentAttributes", "begin", "starting"]
+
+log = logging.getLogger("flowdp")
 
 GRACE_S = 0.9
 """Longest wait until a thread or process has left by itself."""
+
+DEEPEST = 8
+"""Datasets inside datasets that are looked at: one may hold itself."""
+
+CHANGED = (
+    "%s.%s was %r when the worker processes of the dataset started and is %r now, which they do not see: "
+    "they live through all epochs. Let a sampler decide by the epoch, with set_epoch(); or, for the batches "
+    "that are read from then on, keep the value in memory that processes share (tensor.share_memory_(), "
+    "multiprocessing.Value), or read with num_workers=0"
+)
 
 
 def begin(worker_init_fn: Callable[[int], None] | None, number: int) -> None:
@@ -77,6 +90,51 @@ class _Fork(threading.local):
 _fork = _Fork()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_fork.begin, after_in_parent=_fork.end, after_in_child=_fork.freeze)
+
+
+class SentAttributes:
+    """Plain attributes of a dataset as its worker processes got them, and of those that it wraps.
+
+    The processes live through all epochs, where a DataLoader starts new ones for each: an attribute that is
+    set between two epochs reaches them no more.
+
+    Args:
+        dataset: As the processes get it. One that wraps another has it as `dataset`, as torch's `Subset`.
+
+    Threads:
+        Any.
+    """
+
+    def __init__(self, dataset: object) -> None:
+        self._lock = threading.Lock()
+        self._sent: list[tuple[object, dict[str, object]]] = []
+        while dataset is not None and len(self._sent) < DEEPEST:
+            self._sent.append((dataset, _plain(dataset)))
+            dataset = getattr(dataset, "dataset", None)
+
+    def look(self) -> None:
+        """Warn, once, of an attribute that has changed."""
+        with self._lock:
+            for dataset, sent in self._sent:
+                now = _plain(dataset)
+                for name, value in sent.items():
+                    is_cache = value is None and name.startswith("_")  # filled when it is first asked for
+                    if name in now and repr(now[name]) != repr(value) and not is_cache:
+                        log.warning(CHANGED, type(dataset).__name__, name, value, now[name])
+                        self._sent = []
+                        return
+
+
+def _plain(dataset: object) -> dict[str, object]:
+    """The attributes that are numbers, texts, flags or None, also those that its class begins with."""
+    attributes: dict[str, object] = {}
+    for holder in (*reversed(type(dataset).__mro__), dataset):
+        attributes.update(getattr(holder, "__dict__", {}))
+    return {
+        name: value
+        for name, value in attributes.items()
+        if value is None or isinstance(value, bool | int | float | str)
+    }
 
 
 class Processes:

@@ -114,13 +114,27 @@ class Form:
         if self.cls is None:
             yield before
             return
-        is_mapping = issubclass(self.cls, Mapping) and not issubclass(self.cls, UserDict)
+        for step, child in self._steps():
+            yield from child.paths(before + step)
+
+    def lists(self, before: str = "", first: int = 0) -> Iterator[tuple[str, int, slice]]:
+        """The path to each list, its length, and the places of its leaves; `first` is that of its own."""
+        for step, child in self._steps():
+            if child.cls is list:
+                yield before + step, len(child.children), slice(first, first + child.leaves)
+            yield from child.lists(before + step, first)
+            first += child.leaves
+
+    def _steps(self) -> Iterator[tuple[str, Form]]:
+        """The children, each with the step to it, as Python."""
+        is_mapping = self.cls is not None and issubclass(self.cls, Mapping)
+        is_mapping = is_mapping and not issubclass(self.cls, UserDict)  # type: ignore[arg-type]
         for place, child in enumerate(self.children):
             step = f"[{place}]"
             if self.keys is not None:
                 key = self.keys[place]
                 step = f"[{key!r}]" if is_mapping else f".{key}"
-            yield from child.paths(before + step)
+            yield step, child
 
 
 _LEAF = Form()

@@ -18,8 +18,9 @@ from flowdp.data_parallel.buffer_mean import average_buffers
 from flowdp.data_parallel.machine_sum import MachineSum
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.sharded_call import collect_gradients
-from flowdp.errors import FlowdpError
+from flowdp.errors import FlowdpError, OptionError
 from flowdp.replica.factories import needs_closure
+from flowdp.replica.learning_rate import no_rate_to_scale
 
 __all__ = ["OptimizerHooks"]
 
@@ -58,6 +59,7 @@ class OptimizerHooks:
         self._averages = averages
         self._sums = sums
         self._hooks: list[Any] = []
+        self._held: list[float] = []  # rates before the last `set_lr`, which may have set them to 0
 
     def use(self, option: OptimizerOption) -> None:
         """Replace the optimizers.
@@ -66,6 +68,7 @@ class OptimizerHooks:
             OptionError: They are none, or belong to another model. Those before remain then.
         """
         self.optimizers = check_optimizers(option, self._module)
+        self._held = []
         if self._sums is not None:
             self._sums.lead_by(self.optimizers[0] if self.optimizers else None)
         for hook in self._hooks:
@@ -112,13 +115,24 @@ class OptimizerHooks:
         return nn.utils.clip_grad_norm_(self._module.parameters(), max_norm, norm_type)
 
     def set_lr(self, lr: float) -> None:
-        """Scale the learning rates of all groups of all optimizers so that the very first has `lr`."""
+        """Scale the learning rates of all groups so that the first one that is not 0 has `lr`; see `set_lr`.
+
+        Raises:
+            FlowdpError: There is no optimizer.
+            OptionError: Several groups, and all at 0.
+        """
         if not self.optimizers:
             raise FlowdpError("set_lr() has no optimizer: give one to setup() or set_optimizer()")
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        first = groups[0]["lr"]
-        for group in groups:
-            group["lr"] = group["lr"] * (lr / first) if first else lr
+        rates = [float(group["lr"]) for group in groups]
+        if not any(rates) and len(self._held) == len(groups):
+            rates = self._held
+        lead = next(filter(None, rates), 0.0)
+        if not lead and len(groups) > 1:
+            raise OptionError(no_rate_to_scale(len(groups)))
+        self._held = rates
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = group["lr"] * 0 + (rate * (lr / lead) if lead else lr)  # a tensor stays one
 
     def collect(self) -> None:
         """Add gradients that backwards without a sum have left at replicas and machines to the user's."""

@@ -626,7 +626,14 @@ class DataParallel(StandInModule):
             self._is_syncing = before
 
     def set_lr(self, lr: float) -> None:
-        """Scale the learning rates of all groups of all optimizers so that the very first has `lr`."""
+        """Scale the learning rates of all groups of all optimizers so that the first that is not 0 has `lr`.
+
+        Groups at 0 stay there; those that `set_lr(0)` holds still come back in their old proportions.
+
+        Raises:
+            FlowdpError: There is no optimizer.
+            OptionError: Several groups, and all at 0.
+        """
         self._optimizer_hooks.set_lr(lr)
 
     def set_loss_fn(self, loss_fn: LossFunction | None) -> None:

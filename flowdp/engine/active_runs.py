@@ -31,6 +31,7 @@ class LiveRun(Protocol):
 
     replicas: Sequence[Replica]
     records: Records
+    is_abandoned: bool
     close_observer: Callable[[float | None], bool]
 
     def request(self, what: Requested) -> int:
@@ -92,6 +93,8 @@ def check_free(devices: Sequence[torch.device]) -> None:
 def _end_of_process() -> None:
     """Wait for the runs of a script that ends without `join()`; a Ctrl-C there, or before, stops them.
 
+    One whose user has left it by a second Ctrl-C, which the script caught, gets `EXIT_GRACE_S`.
+
     Daemon threads and this, not plain threads: a plain thread's wait at exit cannot be interrupted without
     an abort inside torch.
     """
@@ -100,9 +103,10 @@ def _end_of_process() -> None:
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             _stop(runs)  # the script ended by an uncaught Ctrl-C
             return
-        for engine in runs:
+        awaited = [engine for engine in runs if not engine.is_abandoned]
+        for engine in awaited:
             engine.request(Requested("unpause"))  # no other thread is left to do it
-        for engine in runs:
+        for engine in awaited:
             engine.records.wait()
             engine.close_observer(None)
         _await(runs)

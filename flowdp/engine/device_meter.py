@@ -373,7 +373,7 @@ class DeviceMeter(Meter):
             for number, (samples, step, round, is_weighted) in zip(numbers, page.losses, strict=False):
                 weight = self._weights.popleft() if is_weighted else samples
                 if isfinite(number):
-                    sums.loss += number * samples
+                    sums.loss += number * weight
                     sums.losses += weight
                 else:
                     self.bad.setdefault(round, step)

@@ -64,6 +64,7 @@ class Engine:
 
     Attributes:
         replicas: One per rank, equal; the run's own until it is over, and none once it has let go of them.
+        is_abandoned: The user has told the run to stop and does not wait for it any more (a second Ctrl-C).
         handle: The user's `Run`, while it lives.
         begun_s: When it began, by `time.monotonic`.
         names: Names of the devices, one per rank.
@@ -102,6 +103,7 @@ class Engine:
         self._times: list[RankTimes] = []
         self.names = device_names([replica.device for replica in replicas])
         self.timeline = services.timeline
+        self.is_abandoned = False
         self._asked_snapshots = 0
         self._asking = threading.Lock()  # numbers the snapshots
         self.handle: Any = None

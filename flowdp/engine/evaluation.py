@@ -154,11 +154,6 @@ class EvaluatedReplica(Protocol):
     """A rank's model and loss: of a `Replica`, or without an optimizer."""
 
     @property
-    def names_weight(self) -> bool:
-        """Whether the loss may name a weight, in place of samples (exact)."""
-        ...
-
-    @property
     def module(self) -> nn.Module:
         """The model, the rank's own."""
         ...
@@ -369,7 +364,7 @@ class Evaluator:
         with turn, replica.casting():
             result = replica.function(model, batch)
             weight: float | Tensor = worker.samples
-            if replica.names_weight and isinstance(result, Mapping) and "weight" in result:
+            if isinstance(result, Mapping) and "weight" in result:
                 weight = _one("weight", result["weight"])
                 result = {name: value for name, value in result.items() if name != "weight"}
             loss = result if isinstance(result, Tensor) else unpack_loss(result, worker)

@@ -119,8 +119,7 @@ class Meter(ABC):
         """End a step: it is on the device.
 
         Args:
-            loss: Mean over its samples, detached; with a weight, of loss x weight. Shape []. None where it
-                has none.
+            loss: Mean over its samples, or by their weights, detached. Shape []. None where it has none.
             samples: How many.
             step: The step.
             norms: 2-norms of its gradients, where they were clipped. Shape [] each.
@@ -243,8 +242,9 @@ class HostMeter(Meter):
         if loss is not None:
             value = loss.item()
             if isfinite(value):
-                sums.loss += value * samples
-                sums.losses += samples if weight is None else weight.item() * samples
+                counted = samples if weight is None else weight.item() * samples
+                sums.loss += value * counted
+                sums.losses += counted
             else:
                 self.bad.setdefault(self.round, step)
         if self._open:

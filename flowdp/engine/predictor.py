@@ -142,13 +142,15 @@ def _check(output: Any, samples: int) -> None:
     """
     if _is_list(output, samples):
         return
-    leaves, _ = flatten(output, samples)
-    wrong = [leaf for leaf in leaves if not is_cut(leaf, samples)]
+    leaves, form = flatten(output, samples)
+    wrong = [pair for pair in zip(form.paths(), leaves, strict=True) if not is_cut(pair[1], samples)]
     if wrong or not leaves:
-        shown = described(wrong[0]) if wrong else described(output)
+        path, leaf = wrong[0] if wrong else ("", output)
+        kind = "" if isinstance(leaf, Tensor) else f" ({type(leaf).__name__})"
         raise TypeError(
             f"an output must have an entry for each of the batch's {samples} samples, along the first "
-            f"dimension of each tensor, and here is {shown}: give predict(dataset, step=...)"
+            f"dimension of each tensor, and here output{path} is {described(leaf)}{kind}: give "
+            "predict(dataset, step=...), whose step leaves it out or returns a list of it"
         )
 
 

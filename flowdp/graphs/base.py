@@ -54,7 +54,7 @@ class Factors:
 
     Attributes:
         share: Share of its loss in that of the step.
-        of: Samples of the rank's part of a window (exact); else those of the micro-batch.
+        of: Samples of the micro-batch.
     """
 
     share: float
@@ -67,7 +67,7 @@ class Passed:
 
     Attributes:
         loss: As it is differentiated. Shape [].
-        weight: Weight of the loss, where it names one (exact). Float64, shape [].
+        weight: Weight of the loss, where it names one. Float64, shape [].
         outputs: Further results, a tree; None: there are none.
     """
 
@@ -84,7 +84,7 @@ class Computed:
 
     Attributes:
         loss: Times its share, detached. Shape [].
-        weight: Weight of the loss, where it names one (exact). Float64, shape [].
+        weight: Weight of the loss, where it names one. Float64, shape [].
         scalars: Recorded values, in the order of the graph's `records`; an eager step has passed them on.
         outputs: As of `Passed`, detached.
     """

@@ -42,6 +42,7 @@ from flowdp.replica.factories import (
     build_models,
     build_optimizers,
     check_closure,
+    check_hooks,
     equal_machines,
     equal_start,
     seed_devices,
@@ -135,6 +136,8 @@ def build_replicas(
             config.sizes.window,
         )
     optimizers = [_optimizers(config, *one) for one in zip(modules, lanes, strict=True)]
+    if averages == "gradients" and world_size > 1:
+        check_hooks(modules[0])  # now: an optimizer may have registered some, to step as gradients come
     functions = [_function(config, lane) for lane in lanes]
     if config.train_step is None:
         _arrange(modules[0], flats, lanes, all_of(optimizers[0])[0])

@@ -70,7 +70,6 @@ class ExactReplica(WindowReplica):
         self.averaged = self.gradients
         # An overflow of a scaled loss is the scaler's: it finds it in the mean, and leaves the step out.
         self.watched = self.gradients if self._scaler is None else None
-        self._unnamed = 0.0  # weight of the part's losses that name none
         if self._scaler is not None:
             # Else a rank without samples in the first window would not have made its scale by then.
             self._scaler.scale(torch.zeros((), device=self.device))
@@ -89,21 +88,16 @@ class ExactReplica(WindowReplica):
         """Wake ranks that wait for this one in a SyncBatchNorm: it comes no more."""
         self._groups.leave(self.flat.rank)
 
-    def undo(self) -> None:
-        """Forget forward and backward of the part; see `Replica.undo`."""
-        super().undo()
-        self._unnamed = 0.0
-
     def step(self, _factor: float | Tensor = 1.0) -> Tensor | None:  # the shares sum to 1
-        """The loss of the part; the optimizer steps in `meet`. See `Replica.step`.
-
-        Where losses name weights, it is the mean of loss x weight: the part's own weight may be 0, and the
-        record divides by that of all parts.
-        """
+        """The loss of the part; the optimizer steps in `meet`. See `Replica.step`."""
         self.gradients.weight.add_(self._unnamed)
         self._unnamed = 0.0
-        self.loss_weight = self.gradients.weight if self.gradients.is_weighted else None
-        return self._take_value()
+        value = self._take_value()
+        if not self.gradients.is_weighted:
+            self.loss_weight = None
+            return value
+        weight = self.loss_weight = self.gradients.weight
+        return None if value is None else value / torch.where(weight == 0, 1.0, weight)
 
     def step_alone(self) -> Tensor | None:
         """Step the optimizer by this rank's gradients, of a whole window; returns the loss as `step` does.
@@ -155,13 +149,12 @@ class ExactReplica(WindowReplica):
         return SharedGradients(self.flat, self.module, self._touched)
 
     def count(self, computed: Computed, factors: Factors) -> None:
-        """See `Replica.count`."""
+        """See `Replica.count`; weights are averaged with the gradients."""
         super().count(computed, factors)
-        if computed.weight is None:
-            self._unnamed += factors.share
-        else:
+        if self._weight is not None:
             self.gradients.is_weighted = True
-            self.gradients.weight.add_(computed.weight)
+            self.gradients.weight.add_(self._weight)
+            self._weight = None
 
     def _check_gradients(self) -> None:
         if not self.gradients.is_touched:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane
-from flowdp.device.structure import check_same, structure
+from flowdp.device.structure import check_no_overlap, check_same, structure
 from flowdp.errors import OptionError
 from flowdp.modules.copying import CopyError, copy_module
 from flowdp.modules.stand_in import StandInModule
@@ -36,6 +36,7 @@ __all__ = [
     "build_models",
     "build_optimizers",
     "check_closure",
+    "check_hooks",
     "check_plain",
     "equal_start",
     "needs_closure",
@@ -70,13 +71,14 @@ def build_models(model: ModelOption, lanes: Sequence[Lane], *, trains: bool = Tr
         trains: False: they are for forwards alone, and keep the modes that they have.
 
     Raises:
-        OptionError: It is neither, cannot be copied, or returns something else or the same module twice.
+        OptionError: It is neither, cannot be copied, returns something else or the same module twice, or has
+            a trained parameter whose memory another tensor shares.
     """
     modules: list[nn.Module] = []
     for rank, lane in enumerate(lanes):
         lane.await_caller()
         with lane.on(lane.compute):
-            modules.append(_build_model(model, lane.device, rank, modules))
+            modules.append(_build_model(model, lane.device, rank, modules, trains=trains))
             if trains:
                 if rank == 0:
                     _tell_modes(modules[0])
@@ -87,14 +89,13 @@ def build_models(model: ModelOption, lanes: Sequence[Lane], *, trains: bool = Tr
 
 
 def _build_model(
-    model: ModelOption, device: torch.device, rank: int, modules: Sequence[nn.Module]
+    model: ModelOption, device: torch.device, rank: int, modules: Sequence[nn.Module], *, trains: bool
 ) -> nn.Module:
-    if isinstance(model, nn.Module):
-        check_plain(model)
-        module = _copy(model, device)
-    else:
-        module = _call_factory(model, device, rank)
-        check_plain(module)
+    given = model if isinstance(model, nn.Module) else _call_factory(model, device, rank)
+    check_plain(given)
+    if trains:
+        check_no_overlap(given)  # now: a copy, and a move to another device, part them
+    module = _copy(given, device) if given is model else given
     if any(module is other for other in modules):
         raise OptionError(
             f"the model factory returned the same module for rank {rank} and an earlier rank: it must "
@@ -160,6 +161,41 @@ def check_plain(model: nn.Module) -> None:
                 f"model: {which} is a {type(part).__module__.partition('.')[0]} {type(part).__name__}, which "
                 "hands batches to devices itself: give its .module"
             )
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Check that no hook would change the gradients of a device's part, before they are averaged.
+
+    Backward hooks of modules may as well look on: a warning names them.
+
+    Raises:
+        OptionError: A parameter has hooks.
+    """
+    if (name := _hooked(module)) is not None:
+        raise OptionError(
+            f"policy='exact': parameter {name!r} has hooks (register_hook, "
+            "register_post_accumulate_grad_hook), which would run on each device's part of the gradient, "
+            "before the mean: change the gradients in optimizer.register_step_pre_hook, in the optimizer's "
+            "factory, which sees their mean"
+        )
+    parts = [
+        name for name, part in module.named_modules() if part._backward_hooks or part._backward_pre_hooks
+    ]
+    if parts:
+        log.warning(
+            "policy='exact': the backward hooks of %s see the gradients of a device's part of the batch: one "
+            "that looks across the batch (say, by a norm) gives another result than on one device",
+            ", ".join(repr(name) if name else "the model" for name in parts[:5])
+            + (", ..." if len(parts) > 5 else ""),
+        )
+
+
+def _hooked(module: nn.Module) -> str | None:
+    """The name of a parameter that has hooks on its gradient."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return name
+    return None
 
 
 def equal_start(
@@ -353,12 +389,12 @@ def slow_optimizer(optimizer: Optimizer) -> str | None:
 
 
 def _copy(model: nn.Module, device: torch.device) -> nn.Module:
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise OptionError(
-                f"model: parameter {name!r} has hooks (register_hook), which the devices' copies would not "
-                "have: register them in a factory, model=make_model"
-            )
+    if (name := _hooked(model)) is not None:
+        raise OptionError(
+            f"model: parameter {name!r} has hooks (register_hook), which the devices' copies would not have: "
+            "change the gradients in optimizer.register_step_pre_hook, in the optimizer's factory; or, under "
+            "another policy than 'exact', register the hooks in a factory, model=make_model"
+        )
     try:
         return copy_module(model, device)
     except CopyError as error:

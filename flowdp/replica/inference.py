@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from flowdp.device.streams import Lane, open_lanes
-from flowdp.machine.policies import ROUNDS
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.factories import build_models
 from flowdp.replica.replica import AUTOCAST, casting, loss_function
@@ -29,7 +28,6 @@ class InferenceReplica:
         lane: Lane of the device.
         autocast: Type of autocast; None: there is none.
         caches_casts: See `ReplicaParts.caches_casts`.
-        names_weight: Whether the loss may name a weight, in place of samples (exact).
 
     Threads:
         The thread of this rank, once it runs.
@@ -40,7 +38,6 @@ class InferenceReplica:
     lane: Lane
     autocast: torch.dtype | None = None
     caches_casts: bool = True
-    names_weight: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -82,7 +79,6 @@ def build_inference(
                 lane=lane,
                 autocast=AUTOCAST[config.precision],
                 caches_casts=len(lanes) == 1,
-                names_weight=ROUNDS[config.policy].averages == "gradients",
             )
         )
     return replicas

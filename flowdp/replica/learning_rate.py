@@ -24,7 +24,14 @@ from flowdp.policy.schedule import LrScaling, warm_up_factor
 from flowdp.replica.factories import Optimizers, all_of
 from flowdp.validators import check_function, check_int, check_number, one_of
 
-__all__ = ["LearningRate", "LrLambda", "SchedulerOption", "SchedulerOptions", "check_scheduler"]
+__all__ = [
+    "LearningRate",
+    "LrLambda",
+    "SchedulerOption",
+    "SchedulerOptions",
+    "check_scheduler",
+    "no_rate_to_scale",
+]
 
 
 class Scheduler(Protocol):
@@ -228,16 +235,44 @@ class LearningRate:
                 self._step_schedulers(count, metrics)
 
     def set(self, lr: float, position: int, epoch: int) -> None:
-        """Scale all groups so that the very first has `lr` at this position, and keep that scale."""
+        """Scale all groups so that the first one with a rate has `lr` at this position, and keep that scale.
+
+        A group that is held still by a rate of 0 stays so.
+
+        Raises:
+            OptionError: See `check_set`.
+        """
         self.advance(position, epoch)
-        plain = self._plain[0] or self._base[0]
-        if plain:
-            self._factor = lr / (plain * self._warm_up)
-        else:  # nothing to scale
-            self._plain = self._base = [lr / self._warm_up] * len(self._plain)
+        self.check_set()
+        if lead := self._lead():
+            self._factor = lr / (lead * self._warm_up)
+        else:
+            self._plain = self._base = [lr / self._warm_up]
             self._factor = 1.0
         self._is_set = True
         self._write()
+
+    def check_set(self) -> None:
+        """Check that there is a rate to scale, or one group alone.
+
+        Raises:
+            OptionError: Several groups, and all at 0: which of them are to be thawed is not known.
+
+        Threads:
+            Any.
+        """
+        if len(self._groups) > 1 and not self._lead():
+            raise OptionError(no_rate_to_scale(len(self._groups)))
+
+    def _lead(self) -> float:
+        """The rate that `set` replaces: that of the first group that has one; 0 where none has."""
+        for plain, base, group in zip(self._plain, self._base, self._groups, strict=True):
+            rate = plain or base
+            if not rate and len(self._groups) > 1:  # a scheduler may begin at 0
+                rate = float(group.get("initial_lr", 0.0))
+            if rate:
+                return rate
+        return 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """State of the rates; shares no memory with the schedulers."""
@@ -320,6 +355,15 @@ class LearningRate:
                 group["lr"] = lr * factor
             else:  # a tensor, for capturable optimizers; or an int
                 group["lr"] = group["lr"] * 0 + lr * factor
+
+
+def no_rate_to_scale(groups: int) -> str:
+    """Error text for a learning rate that is set where all groups are at 0."""
+    return (
+        f"set_lr() scales the groups' learning rates, and all {groups} are 0: it cannot know which of them "
+        "are to stay so; give each group that is to be trained a rate from the start (set_lr(0) holds them "
+        "still)"
+    )
 
 
 def _group_names(optimizers: Optimizers) -> list[str]:

@@ -145,14 +145,13 @@ class Replica:
         draws: The rank's own random numbers; None: it draws from the device's generator.
         gradients: Gradients as flat memory; None where each parameter has its own, or none.
         gives_gradients: Never: they are the replica's own.
-        names_weight: Whether its losses may name a weight, in place of samples (exact).
         steps_at_gate: Whether the optimizer steps behind the gate, in `meet` (exact).
         may_be_flat: Whether the optimizer may step the flat memory, not parameter by parameter.
         steps_flat: Whether it does.
         has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
         steps: Operations for a `train_step`; None with a loss.
-        loss_weight: Weight of the last step's loss, per sample, where losses name one (exact). Shape [].
+        loss_weight: Weight of the last step's loss, per sample, where losses name one. Shape [].
 
     Threads:
         The worker of this rank, once it runs.
@@ -171,7 +170,6 @@ class Replica:
     draws: OwnDraws | None = None
     gradients: FlatGradients | None = None
     gives_gradients = False
-    names_weight = False
     may_be_flat = True
     steps_at_gate = False
 
@@ -207,6 +205,9 @@ class Replica:
         self.has_stepped = False
         self._redraws = Recheck()  # where the generator is shared
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
+        self._named: Any = None  # the weight of the micro-batch's loss, if it names one
+        self._weight: Tensor | None = None  # of the step's losses, per sample, where one named it
+        self._unnamed = 0.0  # part of the samples whose losses named none
         self._has_buffers = flat.has_buffers
         self._generator = device_generator(self.device) if is_accelerator(self.device) else None
         self._random: Tensor | None = None  # state of the generator
@@ -255,7 +256,7 @@ class Replica:
             As `add`.
         """
         self._clear()
-        self._value = None
+        self._value, self._weight, self._unnamed = None, None, 0.0
         if self._has_buffers:
             self.flat.put_back_buffers()
         if self._generator is not None and self._random is not None:
@@ -290,12 +291,20 @@ class Replica:
             factor: On loss and gradients, where the shares did not sum to 1.
 
         Returns:
-            The loss over the step's samples, before the step, on the device. Shape []. None where the
-            user's own step has none.
+            The loss over the step's samples, before the step, on the device; the mean by their weights, where
+            losses name some. Shape []. None where the user's own step has none.
 
         Streams:
             As `add`; but optimizers that a gradient scaler has to ask (all not fused) are waited for.
         """
+        weight, unnamed, self._weight, self._unnamed = self._weight, self._unnamed, None, 0.0
+        if weight is None:
+            self.loss_weight = None
+        else:
+            weight = weight + unnamed
+            self.loss_weight = weight * factor
+            # The gradients are those of loss x weight; a mean over nothing has none.
+            factor = 1.0 / torch.where(weight == 0, 1.0, weight)
         self._launch_step(self._update, factor)
         if self.average is not None:
             self.average.update()
@@ -315,6 +324,7 @@ class Replica:
                 self._rescale(factor)
             self._optimize(self._optimizer)
             self._optimizer.zero_grad(set_to_none=True)
+            self._clear()  # of parameters, too, that it does not have: the next norm is of the next gradients
             return
         touched = self.gradients.collect()
         if is_scaled:
@@ -428,6 +438,7 @@ class Replica:
 
     def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """Forward and backward by the user's loss; see `add`."""
+        self._named = None
         if self.turn is None:
             loss = self._forward(batch, worker)
         else:
@@ -447,26 +458,38 @@ class Replica:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def weigh(
-        self,
-        loss: Tensor,
-        share: float | Tensor,
-        _of: int | Tensor,  # for the exact policy
+        self, loss: Tensor, share: float | Tensor, samples: int | Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss as it is differentiated, and the weight that it names (exact).
+        """The loss as it is differentiated, and the weight that it names, by sample of the step.
 
         Args:
             loss: Loss that the user returned.
-            share: Share of the loss in that of the step. A tensor, of its dtype, while a graph is recorded.
-            of: Samples of the rank's part (exact). A tensor while a graph is recorded.
-        """
-        if isinstance(share, Tensor):
-            return shared(loss, share), None
-        return (loss if share == 1.0 else loss * share), None
+            share: Share of its samples in those of the step. A tensor while a graph is recorded.
+            samples: Its samples. A tensor while a graph is recorded.
 
-    def count(self, computed: Computed, _factors: Factors) -> None:  # as above
-        """Add a micro-batch's loss to that of the step."""
+        Raises:
+            ValueError: The weight is not one number.
+        """
+        named, self._named = self._named, None
+        if named is None:
+            if isinstance(share, Tensor):
+                return shared(loss, share), None
+            return (loss if share == 1.0 else loss * share), None
+        weight = torch.as_tensor(named, dtype=torch.float64, device=self.device).detach()
+        if weight.numel() != 1:
+            raise ValueError(f"the weight of the loss must be one number, not of shape {tuple(weight.shape)}")
+        weight = weight.reshape(()) * share / samples
+        # The mean over nothing is NaN, and would stay so times 0.
+        return torch.where(weight > 0, loss, 0.0) * weight, weight
+
+    def count(self, computed: Computed, factors: Factors) -> None:
+        """Add a micro-batch's loss, and the weight that it names, to those of the step."""
         value = computed.loss
         self._value = value if self._value is None else self._value + value
+        if computed.weight is None:
+            self._unnamed += factors.share
+        else:
+            self._weight = computed.weight if self._weight is None else self._weight + computed.weight
 
     def casting(self) -> AbstractContextManager[object]:
         """Autocast, if any. It is a state of the thread: entered where the step runs, and per step."""
@@ -540,6 +563,9 @@ class Replica:
             raise ValueError(NOT_OURS)
 
     def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
+        if isinstance(result, Mapping) and "weight" in result:
+            self._named = result["weight"]
+            result = {name: value for name, value in result.items() if name != "weight"}
         return unpack_loss(result, worker)
 
 

@@ -7,12 +7,11 @@ for that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flowdp.data.batches import Portion, cuts
 from flowdp.data.trees import tensors_of
@@ -47,7 +46,6 @@ class WindowReplica(Replica):
             that have a label which losses leave out); see `check_mean`.
     """
 
-    names_weight = True
     _is_part = False  # of a window that other ranks share
 
     def __init__(
@@ -61,7 +59,6 @@ class WindowReplica(Replica):
         self._written: Written | None = None
         self._size = size
         self.least = min(self.least, size)  # with batch_size=1 each forward equals that of one device
-        self._named: Any = None  # the weight of the micro-batch's loss, if it names one
 
     def add(self, batch: Portion, worker: CurrentWorker, _share: float = 1.0) -> None:  # the only one
         """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
@@ -84,7 +81,13 @@ class WindowReplica(Replica):
                 self.draws = OwnDraws(self._seed, self.flat.rank, worker.global_step)
             for start, stop in cuts(samples, pieces):
                 worker.samples = stop - start
-                self._compute(batch.rows(start, stop), worker, Factors(worker.samples / samples, samples))
+                factors = Factors(worker.samples / samples, worker.samples)
+                try:
+                    self._compute(batch.rows(start, stop), worker, factors)
+                except (TypeError, ValueError, IndexError, RuntimeError) as error:
+                    if (self._is_part or pieces > 1) and (uncut := batch.uncut_lists()):
+                        error.add_note(uncut)
+                    raise
         if not self.has_stepped:
             self._check_first()
         if looks and self._written is not None:
@@ -103,21 +106,8 @@ class WindowReplica(Replica):
 
     def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """See `Replica.compute`."""
-        self._named = None
         with nullcontext() if self.draws is None else self.draws:
             return super().compute(batch, worker, factors)
-
-    def weigh(self, loss: Tensor, share: float | Tensor, of: int | Tensor) -> tuple[Tensor, Tensor | None]:
-        """The loss times its weight, by sample of the part; see `Replica.weigh`."""
-        named, self._named = self._named, None
-        if named is None:
-            return super().weigh(loss, share, of)
-        weight = torch.as_tensor(named, dtype=torch.float64, device=self.device).detach()
-        if weight.numel() != 1:
-            raise ValueError(f"the weight of the loss must be one number, not of shape {tuple(weight.shape)}")
-        weight = weight.reshape(()) / of
-        # The mean over nothing is NaN, and would stay so times 0.
-        return torch.where(weight > 0, loss, 0.0) * weight, weight
 
     def _check_loss(self, batch: Portion, worker: CurrentWorker) -> None:
         samples = min(batch.samples, max(2, self._size))
@@ -142,12 +132,6 @@ class WindowReplica(Replica):
         with self.casting():
             # As written: in a trial dynamo would take it for one that cannot be compiled.
             return as_written(self.function)(module, batch)
-
-    def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
-        if isinstance(result, Mapping) and "weight" in result:
-            self._named = result["weight"]
-            result = {name: value for name, value in result.items() if name != "weight"}
-        return super()._unpack(result, worker)
 
 
 def _ignores(batch: Any) -> bool:

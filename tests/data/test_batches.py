@@ -63,6 +63,18 @@ def test_nothing_to_cut(batch: Any) -> None:
         Portion.of(batch, 6, SampleRange(0, 3))
 
 
+def test_lists_of_tensors_that_are_not_cut_are_named() -> None:
+    rows = [torch.zeros(3) for _ in range(4)]
+    with pytest.raises(
+        DataError, match=r"Lists that .*, here batch\['x'\] \(4 long\), batch\['more'\]\[0\] \(2"
+    ):
+        Portion.of({"x": rows, "more": ([{"y": torch.zeros(2)}, None], 3)}, 4)
+    portion = Portion.of(([torch.zeros(4), torch.zeros(4, 2)], {"rows": rows}, ["a"] * 4), 4)
+    assert "not cut, here batch[1]['rows'] (4 long): where one has" in portion.uncut_lists()
+    assert portion.on(portion.leaves).uncut_lists() == portion.uncut_lists()
+    assert Portion.of((torch.zeros(4), ["a"] * 4, []), 4).uncut_lists() == ""
+
+
 def test_a_sparse_tensor_is_not_cut() -> None:
     with pytest.raises(DataError, match=r"a tensor of layout torch\.sparse_coo cannot be cut"):
         Portion.of((ROWS, ROWS.to_sparse()), 6, SampleRange(0, 3))

@@ -187,6 +187,25 @@ def test_set_epoch_is_called_before_each_epoch(runs, num_workers):
             assert batch.tolist() == [epoch] * 3
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_that_worker_processes_cannot_see_is_named(runs, num_workers, caplog):
+    class Told(IterableDataset[Any]):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([self.epoch] * 3)
+
+    run = runs(Told(), 3, epochs=3, num_workers=num_workers)
+    for epoch in range(3):
+        for batch in run.epoch(epoch, max(num_workers, 1)):
+            assert batch.tolist() == [0 if num_workers else epoch] * 3
+    told = [message for message in caplog.messages if message.startswith("Told.epoch was 0 when")]
+    assert len(told) == (num_workers > 0)
+
+
 def test_a_stream_without_end(runs):
     class Endless(IterableDataset[Any]):
         def __iter__(self):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
@@ -324,6 +324,68 @@ def test_the_processes_live_through_all_epochs_and_a_ctrl_c(runs):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+class Phased(Dataset[Any]):
+    """A dataset whose samples depend on attributes that a loop changes."""
+
+    phase = 0
+
+    def __init__(self) -> None:
+        self.name, self._length = "train", None
+        self.shared = multiprocessing.Value("i", 0)
+
+    def __len__(self):
+        self._length = 16
+        return self._length
+
+    def __getitem__(self, index):
+        return self.phase + self.shared.value
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_change_that_worker_processes_do_not_see_is_told_once(runs, num_workers, is_wrapped, caplog):
+    dataset = Phased()
+    wrapped = Subset(dataset, range(16)) if is_wrapped else dataset
+    run = runs(wrapped, epochs=4, ahead=1, num_workers=num_workers)
+    for epoch in range(4):
+        for batch in range(2):
+            run.take(0, epoch, batch)
+        dataset.phase = epoch + 1
+        dataset.shared.value = epoch
+    run.close()
+    told = [
+        message for message in caplog.messages if message.startswith("Phased.phase was 0 when the worker")
+    ]
+    assert len(told) == (num_workers > 0)
+
+
+def test_a_dataset_that_stays_as_it_is_or_shares_its_memory_is_not_named(runs, caplog):
+    dataset = Phased()
+    run = runs(dataset, epochs=3, num_workers=1)
+    for epoch in range(3):
+        for batch in range(2):
+            run.take(0, epoch, batch)
+        dataset.shared.value = epoch
+        dataset.added = epoch  # none that the processes have
+        len(dataset)
+    run.close()
+    assert caplog.messages == []
+
+
+def test_a_change_behind_the_last_read_is_told_when_the_source_is_closed(runs, caplog):
+    """A short run is read to its end before its first epoch is over."""
+    dataset = Phased()
+    run = runs(dataset, epochs=2, ahead=8, num_workers=1)
+    for epoch in range(2):
+        for batch in range(2):
+            run.take(0, epoch, batch)
+    run.reader._thread.join(60)
+    dataset.name = "other"
+    run.close()
+    [line] = caplog.messages
+    assert line.startswith("Phased.name was 'train' when the worker processes of the dataset started")
 
 
 def test_worker_init_fn_runs_in_each_process(runs):

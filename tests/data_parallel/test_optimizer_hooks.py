@@ -216,4 +216,23 @@ def test_the_rate_of_the_first_group_and_the_others_in_proportion() -> None:
     assert [g["lr"] for o in hooks.optimizers for g in o.param_groups] == pytest.approx([0.1, 0.2, 0.05])
     hooks.set_lr(0.0)
     hooks.set_lr(0.3)
-    assert [g["lr"] for o in hooks.optimizers for g in o.param_groups] == [0.3, 0.3, 0.3]
+    assert [g["lr"] for o in hooks.optimizers for g in o.param_groups] == pytest.approx([0.3, 0.6, 0.15])
+
+
+def test_a_group_that_is_held_still_stays_so_where_a_rate_is_set() -> None:
+    model = mlp()
+    hooks, _ = hooks_of(model)
+    held, head = model[0].parameters(), model[2].parameters()
+    groups = [{"params": held, "lr": 0.0}, {"params": head, "lr": torch.tensor(0.1)}]
+    hooks.use(torch.optim.Adam(groups))
+    for lr in (0.05, 0.0, 0.2):
+        hooks.set_lr(lr)
+        rates = [group["lr"] for group in hooks.optimizers[0].param_groups]
+        assert [float(rate) for rate in rates] == pytest.approx([0.0, lr])
+        assert isinstance(rates[1], torch.Tensor)
+    hooks.use([SGD(model[0].parameters(), 0.0), SGD(model[2].parameters(), 0.0)])
+    with pytest.raises(OptionError, match=r"all 2 are 0: it cannot know which"):
+        hooks.set_lr(0.1)
+    hooks.use(SGD(model.parameters(), 0.0))
+    hooks.set_lr(0.1)
+    assert hooks.optimizers[0].param_groups[0]["lr"] == 0.1

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from torch import nn
 
-from flowdp.device.structure import check_same, difference, structure
+from flowdp.device.structure import check_no_overlap, check_same, difference, structure
 from flowdp.errors import OptionError
 
 
@@ -65,3 +68,86 @@ def test_another_order_is_a_difference() -> None:
     assert "in another order here than there, from 'a.weight' on" in difference(
         structure(other), structure(one), "here", "there"
     )
+
+
+# ---------------------------------------------------------------- memory that tensors share
+def pair() -> nn.Module:
+    net = nn.Module()
+    net.a, net.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+    return net
+
+
+def set_data(weight: Callable[[nn.Module], torch.Tensor]) -> Callable[[nn.Module], None]:
+    return lambda net: setattr(net.b.weight, "data", weight(net))
+
+
+def cross(net: nn.Module) -> None:
+    memory = torch.randn(200)
+    net.a.weight.data, net.b.weight.data = memory[:36].view(6, 6), memory[35:71].view(6, 6)
+
+
+def as_array(net: nn.Module) -> None:
+    net.b.weight.data = torch.from_numpy(net.a.weight.detach().numpy())  # another storage over its memory
+
+
+def as_buffer(net: nn.Module) -> None:
+    del net.b.weight
+    net.b.register_buffer("weight", net.a.weight.data)
+
+
+def as_frozen(net: nn.Module) -> None:
+    net.b.weight.data = net.a.weight.data
+    net.b.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        set_data(lambda net: net.a.weight.data),
+        set_data(lambda net: net.a.weight.data.t()),
+        set_data(lambda net: net.a.weight.data[:3]),
+        set_data(lambda net: net.a.weight.data[:, 2:3]),
+        set_data(lambda net: net.a.weight.data.view(torch.bfloat16)),
+        cross,
+        as_array,
+        as_buffer,
+        as_frozen,
+    ],
+)
+def test_a_trained_parameter_that_shares_its_memory_is_refused(share: Callable[[nn.Module], object]) -> None:
+    net = pair()
+    share(net)
+    with pytest.raises(OptionError, match=r"'b.weight' lies in the memory of 'a.weight'.*model.b.weight = "):
+        check_no_overlap(net)
+
+
+def tie(net: nn.Module) -> None:
+    net.b.weight = net.a.weight
+
+
+def columns(net: nn.Module) -> None:
+    memory = torch.randn(6, 12)
+    net.a.weight.data, net.b.weight.data = memory[:, :6], memory[:, 6:]
+
+
+def flatten(net: nn.Module) -> None:
+    torch.nn.utils.vector_to_parameters(torch.randn(72), net.parameters())
+
+
+def freeze(net: nn.Module) -> None:
+    net.b.weight.data = net.a.weight.data
+    net.requires_grad_(False)
+
+
+def share_buffers(net: nn.Module) -> None:
+    table = torch.arange(4)
+    net.register_buffer("table", table)
+    net.register_buffer("head", table[:2])
+
+
+@pytest.mark.parametrize("share", [tie, columns, flatten, freeze, share_buffers, lambda net: net.to("meta")])
+def test_what_does_not_come_apart_is_taken(share: Callable[[nn.Module], object]) -> None:
+    net = pair()
+    share(net)
+    check_no_overlap(net)
+    check_no_overlap(nn.LazyLinear(3))

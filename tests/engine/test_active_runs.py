@@ -30,6 +30,7 @@ class Held:
         self.obeys = obeys
         self.asked: list[str] = []
         self.joined = 0
+        self.is_abandoned = False
         self.observer: list[float | None] = []
 
     def request(self, wish: Requested) -> int:
@@ -100,6 +101,16 @@ def test_one_that_does_not_obey_is_waited_for_no_longer_than_the_grace(
     active_runs.add(run)
     active_runs._end_of_process()
     assert run.asked == ["stop"]
+    assert not run.records.is_over
+
+
+def test_one_that_its_user_has_left_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active_runs, "EXIT_GRACE_S", 0.05)
+    run = Held(CPU, obeys=False)
+    run.is_abandoned = True
+    active_runs.add(run)
+    active_runs._end_of_process()
+    assert (run.asked, run.joined) == ([], 1)
     assert not run.records.is_over
 
 

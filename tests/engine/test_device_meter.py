@@ -292,7 +292,7 @@ def test_losses_are_seen_once_and_where_they_lie(lane: StreamLane, bad: float) -
     report = closed(meter, 0)
     assert sorted(meter.bad) == [1, 2, 4, 5, 7, 8]
     sound = 3 * (2 + PAGE + 3 + 1) - 6
-    assert report.work.losses == (2.0 * sound, 3.0 * sound)
+    assert report.work.losses == (2.0 * 3.0 * sound, 3.0 * sound)
     assert report.work.norms == (0.0, 0.0, 0)
 
 

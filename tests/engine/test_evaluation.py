@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from flowdp.collective.batch_norm import WindowGroups
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.device import worker_context
-from flowdp.device.flat_gradients import Touched
 from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker, record_scalar
 from flowdp.engine.evaluation import (
@@ -31,7 +29,6 @@ from flowdp.engine.evaluation import (
 )
 from flowdp.errors import DataError, OptionError
 from flowdp.policy.tally import evaluation_means
-from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.replica import Replica, loss_function
 from tests.fakes import FakeCuda
 from tests.parts import parts_of
@@ -70,11 +67,7 @@ def replica(
     torch.manual_seed(0)
     module = module or nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    function = loss_function(loss, CPU)
-    if options.pop("exact", False):
-        parts = parts_of(module, optimizer)
-        return ExactReplica(parts, function, size=3, touched=Touched(1), groups=WindowGroups([]))
-    return Replica(parts_of(module, optimizer, **options), function)
+    return Replica(parts_of(module, optimizer, **options), loss_function(loss, CPU))
 
 
 def worker(own: Replica, rank: int = 0) -> CurrentWorker:
@@ -382,21 +375,20 @@ def test_without_a_step_the_loss_is_evaluated(ranks: Any, loss: Any, names: list
     assert found.get("a", 2.0) == 2.0
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_under_exact_a_loss_counts_for_the_weight_that_it_names(ranks: Any, exact: bool) -> None:
+def test_a_loss_counts_for_the_weight_that_it_names(ranks: Any) -> None:
     def loss(model: nn.Module, batch: Any) -> dict[str, Any]:
         first = batch[0][0, 0]
         return {"loss": first, "weight": torch.where(first > 0, 3.0, 1.0), "first": first}
 
     firsts = [X[i, 0].item() for i in range(0, 23, 5)]
-    found = means(ranks((X, Y)).run(replica(loss, exact=exact)))
+    found = means(ranks((X, Y)).run(replica(loss)))
     sizes = [5, 5, 5, 5, 3]
-    weights = [3.0 if first > 0 else 1.0 for first in firsts] if exact else sizes
+    weights = [3.0 if first > 0 else 1.0 for first in firsts]
     assert len(set(weights)) == 2
     by = sum(first * weight for first, weight in zip(firsts, weights, strict=True)) / sum(weights)
     assert found["loss"] == pytest.approx(by)
     assert found["first"] == pytest.approx(sum(f * s for f, s in zip(firsts, sizes, strict=True)) / 23)
-    assert ("weight" in found) is not exact
+    assert "weight" not in found
 
 
 def test_what_is_recorded_counts_towards_the_evaluation(ranks: Any) -> None:

@@ -82,11 +82,11 @@ def test_a_value_without_weight_spoils_no_mean(meter: Meter) -> None:
 
 
 def test_a_loss_that_names_a_weight_counts_for_that(meter: Meter) -> None:
-    """Its value is the mean of loss x weight over its samples; a part without weights counts for nothing."""
+    """A part without weights counts for nothing."""
     for number in range(PAGE + 1):  # an odd number of cells before them: a pair is split over two pages
         meter.begin(0.0)
         meter.end(torch.tensor(1.0), 1, STEP, [torch.tensor(2.0)] if number == 0 else ())
-    for loss, weight in ((3.0, 1.5), (0.0, 0.0)) * PAGE:
+    for loss, weight in ((2.0, 1.5), (0.0, 0.0)) * PAGE:
         meter.begin(0.0)
         meter.end(torch.tensor(loss), 4, STEP, weight=torch.tensor(weight, dtype=torch.float64))
     meter.begin(0.0)

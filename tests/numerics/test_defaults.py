@@ -47,10 +47,10 @@ def plain(accumulation: int = 1) -> nn.Module:
     return model
 
 
-def trained(devices: int, **options: Any) -> nn.Module:
+def trained(devices: int, optimizer: Any = adamw, **options: Any) -> nn.Module:
     model = net()
     given: dict[str, Any] = {"dataset": (X, Y), "batch_size": BATCH, "epochs": EPOCHS} | options
-    flowdp.Trainer(model, adamw, mse, devices=["cpu"] * devices, progress=False, **given).fit()
+    flowdp.Trainer(model, optimizer, mse, devices=["cpu"] * devices, progress=False, **given).fit()
     return model
 
 
@@ -71,6 +71,65 @@ def test_the_same_numbers_give_the_same_model_on_any_number_of_devices(devices: 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_accumulated_batches_are_one_step(devices: int) -> None:
     assert_equal(trained(devices, gradient_accumulation_steps=2), plain(accumulation=2))
+
+
+class OneByOne(torch.optim.SGD):
+    """SGD that steps parameter by parameter: it is none of torch's own, which step flat memory."""
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("policy", "devices"),
+    [("exact", 1), ("exact", 2), ("sync", 1), ("sync", 2), ("cadence", 1), ("async", 1)],
+)
+def test_gradients_of_parameters_that_no_optimizer_has_are_of_one_step(
+    policy: Any, devices: int, accumulation: int
+) -> None:
+    """They count in the norm that is clipped, and the next step has its own."""
+
+    def train(kind: type[torch.optim.SGD]) -> nn.Module:
+        model = net()
+        flowdp.Trainer(
+            model, lambda model: kind(model[2].parameters(), 0.1), mse, dataset=(X, Y), batch_size=BATCH,
+            gradient_accumulation_steps=accumulation, epochs=EPOCHS, devices=["cpu"] * devices,
+            policy=policy, max_grad_norm=0.5, progress=False,
+        ).fit()  # fmt: skip
+        return model
+
+    # No loop of one device has the mean of two models.
+    is_mean = policy == "sync" and devices == 2
+    assert_equal(train(OneByOne), train(torch.optim.SGD) if is_mean else plain_head(accumulation))
+
+
+def plain_head(accumulation: int) -> nn.Module:
+    """The loop of one device that trains the last layer alone."""
+    model = net()
+    optimizer = torch.optim.SGD(model[2].parameters(), 0.1)  # type: ignore[index]
+    for epoch in range(EPOCHS):
+        for index in epoch_order(SAMPLES, 0, epoch).split(BATCH * accumulation):
+            model.zero_grad()
+            mse(model, (X[index], Y[index])).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_gradients_that_a_hook_of_the_optimizer_changes_are_those_of_the_batch(devices: int) -> None:
+    def clamped(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = adamw(parameters)
+        params = optimizer.param_groups[0]["params"]
+        optimizer.register_step_pre_hook(lambda *_: [p.grad.clamp_(-0.03, 0.03) for p in params] and None)
+        return optimizer
+
+    expected = net()
+    optimizer = clamped(expected.parameters())
+    for epoch in range(EPOCHS):
+        for index in epoch_order(SAMPLES, 0, epoch).split(BATCH):
+            optimizer.zero_grad()
+            mse(expected, (X[index], Y[index])).backward()
+            optimizer.step()
+    assert_equal(trained(devices, optimizer=clamped), expected)
 
 
 def test_a_forward_has_at_most_the_samples_of_a_device() -> None:

@@ -127,6 +127,54 @@ def test_one_device_has_the_big_batch(options: dict[str, Any], clip: float | Non
     assert apart(model, expected) < 1e-12
 
 
+def of_some(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """A mean over the rows whose first target is positive, and in some batches over none."""
+    counts = batch[1][:, 0] > 0.5
+    losses = (model(batch[0]) - batch[1]).square().mean(1) * counts
+    return {"loss": losses.sum() / counts.sum().clamp(min=1), "weight": counts.sum(), "rows": len(counts)}
+
+
+class Told(flowdp.Callback):
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_step(self, _worker: Any, loss: Tensor | None) -> None:
+        assert loss is not None
+        self.losses.append(loss.clone())
+
+
+@pytest.mark.parametrize("policy", ["exact", "sync", "cadence", "async"])
+@pytest.mark.parametrize("sizes", [4, [8]])
+def test_a_loss_counts_for_the_weight_that_it_names(policy: str, sizes: Any) -> None:
+    """In a step of several batches, in the mean of an epoch, and in evaluations; under every policy alike."""
+    model = net()
+    expected, means, losses = copy.deepcopy(model), [], list[float]()
+    optimizer = adamw(expected.parameters())
+    size = 12 if policy == "exact" or sizes == 4 else 24
+    for epoch in range(3):
+        total = weights = 0.0
+        for index in epoch_order(SAMPLES, 0, epoch).split(size):
+            found = of_some(expected, (X[index], Y[index]))
+            losses.append(found["loss"].item())
+            total += losses[-1] * found["weight"].item()
+            weights += found["weight"].item()
+            found["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        means.append(total / weights)
+    given: dict[str, Any] = {"gradient_accumulation_steps": 3, "per_device_batch_size": sizes}
+    if policy == "exact":
+        given |= {"batch_size": 4}
+    told = Told()
+    run = train(model, 1, policy, of_some, evaluation=(X, Y), callbacks=[told], **given)
+    assert apart(model, expected) < 1e-12
+    assert [loss.item() for loss in told.losses] == pytest.approx(losses, rel=1e-9)
+    history = run.join().history
+    assert [epoch.loss for epoch in history] == pytest.approx(means, rel=1e-9)
+    assert history[-1].eval["loss"] == pytest.approx(of_some(model, (X, Y))["loss"].item(), rel=1e-9)
+    assert all({*epoch.scalars} == {"rows"} == {*epoch.eval} - {"loss"} for epoch in history)
+
+
 def test_batches_of_any_size_count_for_their_samples() -> None:
     """A batch sampler's batches differ: a step is the mean over its samples."""
     order = epoch_order(SAMPLES, 0, 0).tolist()

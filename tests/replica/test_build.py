@@ -89,6 +89,27 @@ def test_a_step_of_the_users_own_may_have_several_optimizers() -> None:
         build_replicas(settings(optimizer=two), [CPU] * 2)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+def test_hooks_on_gradients_are_refused_where_they_would_see_a_part(register: str, by: str) -> None:
+    def model() -> nn.Module:
+        made = nn.Linear(2, 2)
+        if by == "model":
+            getattr(made.weight, register)(lambda gradient: None)
+        return made
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        if by == "optimizer":
+            getattr(model.weight, register)(lambda gradient: None)
+        return adam(model.parameters())
+
+    options: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with pytest.raises(OptionError, match=r"'weight' has hooks.*each device's part.*register_step_pre_hook"):
+        build_replicas(settings("exact", **options), [CPU] * 2)
+    build_replicas(settings("exact", **options), [CPU])
+    build_replicas(settings("sync", **options), [CPU] * 2)
+
+
 @pytest.mark.parametrize(("policy", "warns"), [("exact", True), ("sync", False)])
 def test_batch_norm_under_exact_is_not_that_of_the_window(
     policy: str, warns: bool, caplog: pytest.LogCaptureFixture

@@ -313,6 +313,12 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.Tanh(), nn.Linear(12, 5))
 
 
+def of_some(model: nn.Module, batch: Any) -> Any:
+    counts = batch[1] > 1
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none") * counts
+    return {"loss": losses.sum() / counts.sum().clamp(min=1), "weight": counts.sum()}
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "layers": {"model": layers},
     "images": {"model": Net},
@@ -338,6 +344,7 @@ def test_500_captured_steps_have_the_bits_of_eager_ones(journal: Journal, kind: 
         {"policy": "exact", "ratios": [0.7, 0.3], "model": layers, "batch_size": 16},
         {"policy": "sync", "model": layers, "gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
         {"policy": "sync", "model": layers, "precision": "bf16", "max_grad_value": 0.01},
+        {"policy": "sync", "model": layers, "gradient_accumulation_steps": 3, "loss": of_some},
     ],
 )
 def test_several_ranks_have_the_bits_of_eager_ones(journal: Journal, options: dict[str, Any]) -> None:

@@ -88,6 +88,21 @@ def test_a_loss_of_another_model_is_told_at_the_first_step() -> None:
         mine.add(part(), worker)
 
 
+@pytest.mark.parametrize(("size", "is_told"), [(3, True), (7, False)])  # 7: the batch is whole
+def test_an_error_of_a_micro_batch_names_the_lists_that_were_not_cut(size: int, is_told: bool) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        assert len(batch[0]) == 7
+        raise ValueError("of another length than the targets")
+
+    mine, worker = replica(loss, size)
+    with pytest.raises(ValueError, match="of another length") as told:
+        mine.add(Portion.of(([*X], Y), 7), worker)
+    notes = getattr(told.value, "__notes__", [])
+    assert [note.partition(":")[0] for note in notes] == [
+        "Lists that contain tensors are not cut, here batch[0] (7 long)"
+    ] * is_told
+
+
 def test_a_weight_must_be_one_number() -> None:
     mine, worker = replica(lambda model, batch: {"loss": mse(model, batch), "weight": torch.ones(3)})
     with pytest.raises(ValueError, match=r"must be one number, not of shape \(3,\)"):
@@ -108,7 +123,7 @@ def test_a_micro_batch_of_no_weight_has_no_part_in_it() -> None:
     assert value is not None
     assert mine.loss_weight is not None
     assert mine.loss_weight.item() == pytest.approx(4 / 7)  # of 7 samples
-    torch.testing.assert_close((value * 7 / 4).float(), mse(mine.module, (X[3:], Y[3:])).detach())
+    torch.testing.assert_close(value.float(), mse(mine.module, (X[3:], Y[3:])).detach())
     before = mine.module.weight.detach().clone()
     expected = torch.autograd.grad(mse(mine.module, (X[3:], Y[3:])), mine.module.weight)[0]
     mine.averaged.gather()

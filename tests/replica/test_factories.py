@@ -18,6 +18,7 @@ from flowdp.replica.factories import (
     build_models,
     build_optimizers,
     check_closure,
+    check_hooks,
     equal_start,
     needs_closure,
     seed_devices,
@@ -183,6 +184,22 @@ def test_a_module_that_cannot_be_copied() -> None:
 
 
 # ---------------------------------------------------------------- replicas
+@pytest.mark.parametrize("is_factory", [False, True])
+@pytest.mark.parametrize("lanes", [ONE, TWO])
+def test_parameters_over_one_memory_are_refused_before_copies_part_them(
+    is_factory: bool, lanes: list[HostLane]
+) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight.data = model[0].weight.data
+        return model
+
+    given = make if is_factory else make()
+    with pytest.raises(OptionError, match=r"'1.weight' lies in the memory of '0.weight'.*one nn.Parameter"):
+        build_models(given, lanes)
+    assert len(build_models(given, lanes, trains=False)) == len(lanes)  # equal values, and nobody writes
+
+
 def test_all_replicas_start_from_rank_0() -> None:
     def factory() -> nn.Module:
         model = net()
@@ -304,6 +321,23 @@ def test_hooks_on_parameters_that_a_copy_would_lose_are_refused(register: str) -
         build_models(model, [HostLane(torch.device("cpu"))])
     handle.remove()
     build_models(model, [HostLane(torch.device("cpu"))])
+
+
+def test_backward_hooks_of_modules_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    check_hooks(model)
+    assert caplog.messages == []
+    handle = model[2].register_full_backward_hook(lambda *_: None)
+    model[0].register_full_backward_pre_hook(lambda *_: None)
+    check_hooks(model)
+    [line] = caplog.messages
+    assert line.startswith(
+        "policy='exact': the backward hooks of '0', '2' see the gradients of a device's part"
+    )
+    handle.remove()
+    model[2].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(OptionError, match=r"parameter '2.weight' has hooks.*register_step_pre_hook"):
+        check_hooks(model)
 
 
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])

@@ -278,6 +278,38 @@ def test_a_rate_may_be_set_where_all_is_zero() -> None:
     assert warm_up.value == pytest.approx(0.3)
 
 
+def groups_of(*rates: float) -> SGD:
+    return SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in rates], 0.1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lr_lambda": lambda step: 0.5}, {"scheduler": lambda opt: StepLR(opt, 4, 0.1), "unit": "step"}],
+)
+def test_a_group_that_is_held_still_stays_so_where_a_rate_is_set(options: dict[str, Any]) -> None:
+    optimizer = groups_of(0.0, 0.1, 0.4)
+    rates = rate_of([optimizer], **options)
+    for position, lr in enumerate((0.05, 0.0, 0.2, 0.3, 0.1, 0.2)):
+        rates.check_set()
+        rates.set(lr, position, 0)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0, lr, 4 * lr])
+
+
+def test_a_rate_is_not_set_where_it_would_thaw_any_group() -> None:
+    rates = LearningRate([groups_of(0.0, 0.0)])
+    for refused in (rates.check_set, lambda: rates.set(0.1, 0, 0)):
+        with pytest.raises(OptionError, match=r"all 2 are 0: it cannot know which of them"):
+            refused()
+
+
+def test_groups_that_a_scheduler_begins_at_zero_are_scaled() -> None:
+    optimizer = groups_of(0.0, 0.1, 0.4)
+    rates = rate_of([optimizer], lambda opt: LambdaLR(opt, lambda step: step / 10), "step")
+    rates.set(0.2, 0, 0)
+    rates.advance(5, 0)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0, 0.1, 0.4])
+
+
 def test_a_rate_in_a_tensor_stays_in_a_tensor() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), capturable=False)
     rate = rate_of([optimizer], lr_lambda=lambda step: 0.5)

@@ -275,6 +275,22 @@ def test_each_element_is_clipped_by_value(is_flat: bool) -> None:
     assert mine.take_norms() == ()
 
 
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_a_norm_is_of_the_gradients_of_one_step(is_flat: bool) -> None:
+    """Also where the optimizer has not all parameters, and so does not clear all gradients."""
+    module = TwoHeads()
+    optimizer = torch.optim.SGD(module.heads[0].parameters(), 0.0)  # type: ignore[union-attr]
+    if not is_flat:
+        optimizer.register_step_post_hook(lambda *_: None)
+    mine = Replica(parts_of(module, optimizer, max_grad_norm=1.0), heads)
+    for _ in range(3):
+        mine.add((torch.ones(3, 4), [0, 1]), CurrentWorker(0, CPU, module, samples=3, sink=lambda *_: None))
+        mine.step()
+    first, *others = mine.take_norms()
+    assert mine.steps_flat is is_flat
+    assert [float(norm) for norm in others] == [float(first)] * 2
+
+
 def test_what_is_undone_has_touched_nothing() -> None:
     module = TwoHeads()
     optimizer = torch.optim.SGD(module.parameters(), 0.1, weight_decay=0.5)
