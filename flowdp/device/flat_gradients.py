@@ -70,6 +70,8 @@ class FlatGradients:
         parameters: Parameters of the replica, as `FlatReplica.parameters` has them.
         homes: The memory of each of the replica's flats, parameters at least. Shape (elements,) each.
 
+    A parameter that was frozen at first has a gradient of its own beside them, once it is trained.
+
     Threads:
         The owner of the replica.
     """
@@ -79,6 +81,7 @@ class FlatGradients:
         self._parts = [
             home[: flat.split] for flat, home in zip(replica.flats, self.homes, strict=True) if flat.split
         ]
+        self._thawable = replica.thawable
         by_dtype = {home.dtype: home for home in self.homes}
         self.parameters: list[nn.Parameter] = []
         self._gradients: list[Tensor] = []
@@ -116,7 +119,7 @@ class FlatGradients:
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients."""
-        for part in self._parts:
+        for part in (*self._parts, *self._thawed()):
             part.mul_(factor)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -131,18 +134,23 @@ class FlatGradients:
 
     def clamp(self, max_value: float) -> None:
         """Clip each gradient to at most this absolute value; of complex ones real and imaginary part."""
-        for part in self._parts:
+        for part in (*self._parts, *self._thawed()):
             part.clamp_(-max_value, max_value)
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients. Float64, shape []."""
         blocks = [
             torch.linalg.vector_norm(block, dtype=self._sums_in(part.dtype)).double()
-            for part in self._parts
+            for part in (*self._parts, *self._thawed())
             for block in part.split(BLOCK)
         ]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(blocks))
         return norm
+
+    def _thawed(self) -> list[Tensor]:
+        """Gradients of parameters that were frozen at first, of complex ones real and imaginary part."""
+        own = [one.grad for one in self._thawable if one.grad is not None]
+        return [torch.view_as_real(one) if one.is_complex() else one for one in own]
 
     def clear(self) -> None:
         """Begin another sum: all gradients are zero, and every parameter has its own again."""

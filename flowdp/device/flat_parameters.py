@@ -157,6 +157,7 @@ class FlatReplica(FlatTensors):
     Attributes:
         rank: As given.
         flats: One per dtype, in the order in which the module shows the dtypes.
+        thawable: Frozen parameters that may be trained later. They are in no flat.
 
     Raises:
         OptionError: A parameter has no shape yet (lazy modules), a buffer is of a dtype that cannot be
@@ -167,8 +168,9 @@ class FlatReplica(FlatTensors):
 
     def __init__(self, module: nn.Module, rank: int = 0, *, may_thaw: bool = False) -> None:
         self.rank = rank
-        frozen = [] if may_thaw else [one for one in module.named_parameters() if not one[1].requires_grad]
-        self._frozen = dict(frozen)
+        frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
+        self.thawable = tuple(frozen.values()) if may_thaw else ()
+        self._frozen = {} if may_thaw else frozen
         self._module = module
         self._registered = _registered(module)
         self._locations: list[_Location] = []

@@ -201,6 +201,7 @@ class Replica:
         self._max_grad_value = parts.max_grad_value
         self._clips = parts.max_grad_norm is not None or parts.max_grad_value is not None
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._trainable = [*self.trained, *flat.thawable]
         self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
         self.has_stepped = False
         self._redraws = Recheck()  # where the generator is shared
@@ -339,7 +340,7 @@ class Replica:
         if self._clips:
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            self._clip(self.trained)
+            self._clip(self._trainable)
         if scaler is None:
             optimizer.step()
         else:
@@ -416,7 +417,7 @@ class Replica:
 
     def _clear(self) -> None:
         if self.gradients is None:
-            for parameter in self.trained:
+            for parameter in self._trainable:
                 parameter.grad = None
             return
         self.gradients.clear()
@@ -523,7 +524,7 @@ class Replica:
 
     def _rescale(self, factor: float | Tensor) -> None:
         if self.gradients is None:
-            torch._foreach_mul_([p.grad for p in self.trained if p.grad is not None], factor)
+            torch._foreach_mul_([p.grad for p in self._trainable if p.grad is not None], factor)
         else:
             self.gradients.scale(factor)
         if self._value is not None:
