@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-GRACE_S = 5.0
+GRACE_S = 60.0
 """Time for a process to end by itself when another one has failed."""
 
 

@@ -210,7 +210,7 @@ def stalled(**options: Any) -> flowdp.StallError:
         epochs=1,
         devices=2,
         policy="sync",
-        failures=flowdp.FailureOptions(stall_timeout=1.0),
+        failures=flowdp.FailureOptions(stall_timeout=3.0),
         progress=False,
         **options,
     ).start()
