@@ -152,7 +152,7 @@ def test_garbage_is_not_collected_by_worker_processes(is_frozen):
         frozen = gc.get_freeze_count()
         with starting():
             iterator, processes = opened(Collecting())
-        assert gc.get_freeze_count() == frozen, "what lives now can be collected here"
+        assert gc.get_freeze_count() <= frozen, "what lives now can be collected here"
         assert not gc.isenabled()
         assert [int(batch) for batch in iterator] == [0]
         processes.shut_down()

@@ -103,14 +103,15 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.Captu
     first, second = resumed["main"](tmp_path)
     assert first.interrupted
     assert 100 <= first.global_step < 50 * 47
-    assert second.history[: len(first.history)] == first.history
+    # Where the stop came before an epoch's evaluation, the second run has made it up.
+    kept = tuple(epoch for epoch in first.history if not epoch.owes_evaluation)
+    assert len(first.history) - len(kept) <= 1
+    assert second.history[: len(kept)] == kept
     assert all(sum(rank.samples for rank in epoch.per_rank) == 1500 for epoch in second.history)
     assert len(second.history[-1].per_rank) == 3
 
     # Early stopping: three epochs after the best one, whose state is the result.
-    # An epoch that ends with a stop is not evaluated.
-    accuracies = [epoch.eval["accuracy"] for epoch in second.history if epoch.eval]
-    assert len(second.history) - len(accuracies) <= 1
+    accuracies = [epoch.eval["accuracy"] for epoch in second.history]
     best = accuracies.index(max(accuracies))
     assert len(accuracies) == best + 4 or len(second.history) == 50
     _, test = resumed["digits"]()
