@@ -243,6 +243,7 @@ def lost(number: signal.Signals, victim: int, step: int, worker: str = "sync") -
         job.wait_for("step", 1, lambda one: one["step"] >= step)
         os.kill(next(one["pid"] for one in begun if one["machine"] == victim), number)
         at = time.monotonic()
+        job.release()
         took_s = job.wait_end(1 - victim) - at
         (failed,) = job.wait_for("failed", 1, lambda one: one["machine"] != victim)
         assert failed["kind"] == "MachineLostError", failed
