@@ -69,6 +69,16 @@ def when_main_is_in(*functions, do):
 
 def say_going():
     print("going", flush=True)
+
+def stuck(model, batch):
+    if flowdp.current_worker().rank == 0:
+        never.wait()
+    return loss(model, batch)
+
+def interrupt():
+    # A thread inside torch when the interpreter ends would end the process by an abort.
+    until_is_in("flowdp-worker-1", "enter")
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 """
 
 
@@ -124,14 +134,6 @@ def test_ctrl_c_while_a_script_waits_at_its_end() -> None:
 def test_a_second_ctrl_c_does_not_wait_for_a_stuck_rank() -> None:
     code, printed, errors = run_script(
         """
-        def stuck(model, batch):
-            if flowdp.current_worker().rank == 0:
-                never.wait()
-            return loss(model, batch)
-        def interrupt():
-            # A thread inside torch when the interpreter ends would end the process by an abort.
-            until_is_in("flowdp-worker-1", "enter")
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         run = endless(stuck).start()
         when_main_is_in("_end_of_process", do=say_going)
         when_main_is_in("_end_of_process", "_stop", do=interrupt)
@@ -147,14 +149,6 @@ def test_two_caught_ctrl_c_do_not_leave_the_exit_waiting_for_a_stuck_rank() -> N
         """
         import flowdp.engine.active_runs as live
         live.EXIT_GRACE_S = 0.5
-        def stuck(model, batch):
-            if flowdp.current_worker().rank == 0:
-                never.wait()
-            return loss(model, batch)
-        def interrupt():
-            # A thread inside torch when the interpreter ends would end the process by an abort.
-            until_is_in("flowdp-worker-1", "enter")
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         run = endless(stuck).start()
         when_main_is_in("join", do=interrupt)
         when_main_is_in("join", "_interrupt", do=interrupt)

@@ -19,6 +19,7 @@ from flowdp.data.resident import ResidentTensors
 from flowdp.data.slots import keep_for
 from flowdp.data.staging import Staging
 from flowdp.data.trees import batch_length, flatten, unflatten
+from flowdp.device.accelerator import is_accelerator
 from flowdp.device.memory import empty_cache, read_memory
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import DataError
@@ -256,7 +257,7 @@ class ResidentBatches:
         lane = self._lanes[rank]
         if self._is_written:
             lane.await_default(lane.copy, lane.device)
-            with QUIET:
+            with QUIET if any(is_accelerator(one.device) for one in self._tensors) else nullcontext():
                 written = self.whole(batch)
             return self._staging[rank].bring(written)
         data = self.there[lane.device]
