@@ -10,17 +10,18 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flowdp.errors import OptionError
-from flowdp.modules.attributes import OWN, seal
 from flowdp.policy.metric_array import MetricArray
 from flowdp.replica.optimizer_rebuild import leaves, variables
 
@@ -57,6 +58,12 @@ _BOOKS = {
     "_update_count",
 }
 """Attributes that torchmetrics keeps in every metric, beside its states."""
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that torch keeps in every module."""
+
+LARGE = 1_000
+"""Entries of a container that is not looked into."""
 
 _OtherAttributes = dict[tuple[int, str], tuple[nn.Module, Any, Any]]
 """Attributes of a metric that are no states, by module and name: the module, the value, its seal."""
@@ -365,9 +372,25 @@ def _other_attributes(parts: Iterable[nn.Module]) -> _OtherAttributes:
     for part in parts:
         states = {*part._reductions, *_BOOKS} if is_metric(part) else set()  # type: ignore[misc]
         for name, value in (*vars(part).items(), *part._buffers.items()):
-            if name not in OWN and name not in states:
-                found[id(part), name] = part, value, seal(value)
+            if name not in _OF_TORCH and name not in states:
+                found[id(part), name] = part, value, _seal(value)
     return found
+
+
+def _seal(value: Any, depth: int = 6) -> object:
+    """A value that compares equal as long as the contents are the same; of a large container, its length."""
+    if isinstance(value, Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        return id(value), value.tobytes()
+    if isinstance(value, int | float | str):
+        return value
+    is_container = isinstance(value, dict | list | tuple | set | deque)
+    held = value if is_container else {} if callable(value) else getattr(value, "__dict__", {})
+    if not depth or len(held) > LARGE:
+        return id(value), len(held)
+    inside = [*held, *held.values()] if isinstance(held, dict) else held
+    return id(value), [_seal(one, depth - 1) for one in inside]
 
 
 def _states(metric: Any) -> States:

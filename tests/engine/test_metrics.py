@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -513,11 +514,38 @@ class Forgetful(Beside):
         self.kept = []
 
 
+class Meter:
+    """A mean, as scripts have one beside their metrics."""
+
+    def __init__(self) -> None:
+        self.sums = {"all": 0.0}
+
+
+class InAnObject(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def update(self, logits: Any, labels: Any) -> None:
+        self.meter.sums["all"] += logits.mean().item()
+
+
+class InAnArray(Beside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = np.zeros(3)
+
+    def update(self, logits: Any, labels: Any) -> None:
+        self.counts += np.bincount(labels, minlength=3)
+
+
 accuracy = partial(classification.MulticlassAccuracy, 3)
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "running": (lambda: wrappers.Running(accuracy()), "a Running keeps '_num_vals_seen' from batch to batch"),
     "beside": (Beside, "a Beside keeps 'kept' from batch to batch, and only states of add_state"),
     "forgetful": (Forgetful, "a Forgetful keeps 'kept' from batch to batch"),
+    "object": (InAnObject, "a InAnObject keeps 'meter' from batch to batch"),
+    "array": (InAnArray, "a InAnArray keeps 'counts' from batch to batch"),
     "inside": (lambda: Beside() + accuracy(), "a Beside keeps 'kept'"),
     "extremes": (
         lambda: wrappers.MinMaxMetric(accuracy()),
