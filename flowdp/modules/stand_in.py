@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from typing import Any, Self
 
 from torch import nn
 
 __all__ = ["StandInModule"]
+
+TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""What torch keeps of a module's parts."""
+
+METHODS = ("state_dict", "load_state_dict", "_load_from_state_dict")
+"""Methods that are the module's own; a larger module that holds a part loads it by the last one."""
 
 
 class StandInModule(nn.Module):
@@ -28,14 +34,9 @@ class StandInModule(nn.Module):
     module: nn.Module
 
     def __init__(self, module: nn.Module) -> None:
-        self.__dict__["module"] = module  # before anything asks for `training`
-        mode = module.training
         super().__init__()
-        module.training = mode  # a new module sets its own flag
-        self._parameters = module._parameters
-        self._buffers = module._buffers
-        self._modules = module._modules
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        del self.__dict__["training"]  # the module's flag counts
+        self.__dict__ |= {"module": module} | {name: getattr(module, name) for name in (*TABLES, *METHODS)}
 
     def _seal(self, maker: Callable[..., Any], fixed: Container[str] = ()) -> None:
         """Set other attributes than this object's own on the module, from here on.
@@ -44,20 +45,16 @@ class StandInModule(nn.Module):
             maker: The function that made it; to set one of its arguments is an error.
             fixed: Attributes of this object's own that cannot be set, either.
         """
-        self.__dict__["_fixed"] = fixed
-        self.__dict__["_maker"] = maker
+        self.__dict__ |= {"_fixed": fixed, "_maker": maker}
 
     def _instead(self, method: str) -> str:
         """Advice for calling a method of the module."""
         return f"`.module.{method}(...)` calls it on the module itself"
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("module")  # missing while a copy is being made
-            if module is None or (name.startswith("__") and name.endswith("__")):
-                raise
+        module = self.__dict__.get("module")  # missing while a copy is being made
+        if module is None or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(module, name)
         if inspect.ismethod(value) and value.__self__ is module:
             raise AttributeError(
@@ -68,9 +65,9 @@ class StandInModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         maker = self.__dict__.get("_maker")
-        if maker is not None and name in self.__dict__["_fixed"]:
-            raise AttributeError(f"{name} cannot be set: call {maker.__name__}() again")
         if maker is None or name in self.__dict__ or hasattr(type(self), name):
+            if maker is not None and name in self._fixed:
+                raise AttributeError(f"{name} cannot be set: call {maker.__name__}() again")
             super().__setattr__(name, value)
             return
         if not hasattr(self.module, name) and name in inspect.signature(maker).parameters:
@@ -80,28 +77,7 @@ class StandInModule(nn.Module):
             )
         setattr(self.module, name, value)
 
-    @property
-    def training(self) -> bool:
-        """The module's flag."""
-        return self.module.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        self.module.training = mode
-
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of the module."""
         self.module.train(mode)
         return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """State of the module."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load into the module."""
-        return self.module.load_state_dict(state_dict, *args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # A larger module that holds this one loads part by part.
-        self.module._load_from_state_dict(*args, **kwargs)
