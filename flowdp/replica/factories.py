@@ -22,10 +22,10 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane
 from flowdp.device.structure import check_no_overlap, check_same, structure
 from flowdp.errors import OptionError
-from flowdp.modules.copying import CopyError, copy_module
 from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import kept_in_eval, start_training
 from flowdp.network.machines import Machines
+from flowdp.replica.model_copy import CopyError, copy_module
 from flowdp.replica.optimizer_rebuild import check_factory, rebuild
 
 __all__ = [

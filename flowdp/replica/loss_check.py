@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from flowdp.data.trees import tree_map
+from flowdp.device.compiled import Uncompiled, take_out, uses_compile
 from flowdp.modules.comparison import is_close
-from flowdp.modules.trial_run import Trials
+from flowdp.modules.constant_draws import ConstantDraws
 from flowdp.policy.formats import format_error
+from flowdp.replica.model_copy import copy_module
 from flowdp.replica.replica import Loss
 
 __all__ = ["check_mean"]
@@ -30,6 +35,8 @@ def check_mean(
     module: nn.Module, loss: Loss, rows: Callable[[int, int], Any], samples: int, device: torch.device
 ) -> bool:
     """Compare the loss of a micro-batch with those of its parts.
+
+    Each is computed with a copy of the module, without draws, with the statistics that batch norms have.
 
     Args:
         module: A replica.
@@ -48,10 +55,19 @@ def check_mean(
         The rank's. Other threads may draw random numbers meanwhile, so torch's, numpy's and Python's
         generators are not put back.
     """
-    trials = Trials(module, device, is_eval=False, is_wide=False, is_still=True, is_alone=False)
+    draws = ConstantDraws()
+    as_written = Uncompiled() if uses_compile(module, loss) else nullcontext()
 
     def of(start: int, stop: int, call: Loss = loss) -> tuple[Tensor, Tensor] | None:
-        return _unpacked(trials.run(call, rows(start, stop)), stop - start)
+        twin = _stilled(copy_module(module, device))
+        given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rows(start, stop))
+        with as_written, draws:
+            found = _unpacked(call(twin, given), stop - start)
+        twin.to("meta")  # a cycle in it would hold its memory for a while
+        return found
+
+    def is_same(value: Tensor, other: Tensor) -> bool:
+        return is_close(value, other, draws.rounding(device))
 
     bounds = sorted({0, samples // 2, samples // 2 + samples // 3, samples})  # unlike parts: few coincidences
     try:
@@ -68,16 +84,16 @@ def check_mean(
         return True
     total = torch.stack([weight for _, weight in counted]).sum()
     mean = torch.stack([value * (weight / total) for value, weight in counted]).sum().to(whole[0].dtype)
-    if is_close(whole[0], mean, trials.epsilon):
+    if is_same(whole[0], mean):
         return True
     again = of(0, samples)
-    if again is None or not is_close(whole[0], again[0], trials.epsilon):
+    if again is None or not is_same(whole[0], again[0]):
         log.warning("it could not be checked that the loss is a mean: it differs from call to call")
         return False
     nudged = of(0, samples, partial(_nudged, loss))
     if nudged is not None and bool((whole[0] - mean).abs() <= 4 * (whole[0] - nudged[0]).abs()):
         return True  # a small difference of large numbers, as a loss is at the end of a run
-    is_sum = is_close(whole[0], torch.stack([value for value, _ in known]).sum(), trials.epsilon)
+    is_sum = is_same(whole[0], torch.stack([value for value, _ in known]).sum())
     remedy = (
         "it is a sum, so divide it by the samples of its batch"
         if is_sum
@@ -94,8 +110,21 @@ def check_mean(
     )
 
 
+def _stilled(module: nn.Module) -> nn.Module:
+    """The module as it is written, whose batch norms use the statistics that they have."""
+    take_out(module)
+    for part in module.modules():
+        if isinstance(part, (_BatchNorm, nn.RNNBase)):
+            part.training = False
+        if isinstance(part, _BatchNorm) and part.running_mean is None:
+            like = next(module.parameters())
+            part.running_mean = like.new_zeros(part.num_features)
+            part.running_var = like.new_ones(part.num_features)
+    return module
+
+
 def _nudged(loss: Loss, module: nn.Module, batch: Any) -> Any:
-    """The loss with parameters that are off by some roundings; a trial puts them back."""
+    """The loss with parameters that are off by some roundings."""
     for parameter in filter(Tensor.is_floating_point, module.parameters()):
         signs = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape) % 2 * 2 - 1
         parameter.mul_(1 + 8 * torch.finfo(parameter.dtype).eps * signs.to(parameter.dtype))

@@ -27,7 +27,7 @@ from flowdp.device.compiled import (
     uses_compile,
 )
 from flowdp.device.dispatch import FLAGS, RankMode
-from flowdp.modules.copying import copy_module
+from flowdp.replica.model_copy import copy_module
 from flowdp.threads.crew import Crew
 
 RANKS = 10

@@ -2,75 +2,17 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD
+from torch import nn
 
-import flowdp
 from flowdp.device.streams import StreamLane
 from flowdp.modules.copying import CopyError, copy_module, make_replica
 from tests.accelerators import FakeXpu
 
 CPU = torch.device("cpu")
-X, Y = torch.rand(32, 6, dtype=torch.float64), torch.rand(32, dtype=torch.float64)
-
-
-class Features(nn.Module):
-    """Reads values that hooks on its layers have kept, as a perceptual loss does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-        self.kept: dict[int, Tensor] = {}
-        for place in (0, 2):
-            self.layers[place].register_forward_hook(self.keeper(place))
-
-    def keeper(self, place: int) -> Callable[..., None]:
-        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            self.kept[place] = output
-
-        return keep
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.layers(x)
-        return self.kept[0].mean(1) + self.kept[2].mean(1)
-
-
-def error(model: nn.Module, batch: Any) -> Tensor:
-    loss: Tensor = (model(batch[0]) - batch[1]).pow(2).mean()
-    return loss
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_hooks_that_hold_the_model_hold_the_copy(devices: int) -> None:
-    """The hooks wrote to the user's model, and the copies read its values."""
-    model = Features()
-    plain = Features()
-    plain.load_state_dict(model.state_dict())
-    optimizer = SGD(plain.parameters(), 0.1)
-    for start in range(0, 32, 8):
-        optimizer.zero_grad()
-        error(plain, (X[start : start + 8], Y[start : start + 8])).backward()
-        optimizer.step()
-    flowdp.Trainer(
-        model=model,
-        optimizer=lambda parameters: SGD(parameters, 0.1),
-        loss=error,
-        dataset=(X, Y),
-        per_device_batch_size=8 // devices,
-        epochs=1,
-        policy="exact",
-        reading=flowdp.ReadingOptions(shuffle=False),
-        devices=["cpu"] * devices,
-        progress=False,
-    ).fit()
-    assert not model.kept
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_marks_on_parameters_are_copied() -> None:
