@@ -83,7 +83,8 @@ class Form:
             and self.children == other.children
         )
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return hash((self.cls and self.cls.__qualname__, self.keys, self.children))
 
     def __str__(self) -> str:
         if self.cls is None:

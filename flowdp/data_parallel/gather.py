@@ -146,7 +146,8 @@ class Joining:
         """The weights of a part, on its device; before a module is called that may write to its inputs."""
         if self._callee is None:
             return {}
-        return self._layout.weigh(self._callee, part.args, part.kwargs)
+        names = self._callee.names(part.args, part.kwargs)
+        return self._layout.weigh(dict(zip(names, (*part.args, *part.kwargs.values()), strict=True)))
 
     def join(self, parts: Sequence[PartOutputs], pieces: Sequence[Sequence[Tensor]]) -> Outputs:
         """Join the outputs as `join` does, or leave them apart."""

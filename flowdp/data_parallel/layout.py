@@ -17,9 +17,11 @@ from flowdp.validators import check_function, check_int
 __all__ = [
     "PLAIN",
     "RETURN",
+    "Call",
     "Callee",
     "DimOption",
     "JoinFunction",
+    "KeyPath",
     "Layout",
     "ReduceOption",
     "Reduction",
@@ -27,6 +29,9 @@ __all__ = [
     "WeightFunction",
     "output_name",
 ]
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""(args, kwargs) of a call or a part."""
 
 DimOption = int | Mapping[str | int, Any]
 """A dim of all tensors, or of each argument by name or position: an int, or None for "goes whole".
@@ -122,23 +127,16 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Check the types."""
-        if self.dim is None:
-            raise OptionError("dim must be an int or a mapping from arguments to dims, not None")
-        if isinstance(self.dim, Mapping):
-            for name, dim in self.dim.items():
-                if name == RETURN:
-                    _check_output_dims(f"dim[{name!r}]", dim)
-                else:
-                    check_int(f"dim[{name!r}]", dim, least=0, optional=True)
-        else:
-            check_int("dim", self.dim, least=0)
+        for name, dim in _entries("dim", self.dim):
+            if name == f"dim[{RETURN!r}]":
+                for output, own in _entries(name, dim):
+                    check_int(output, own, least=0)
+            else:
+                check_int(name, dim, least=0, optional=isinstance(self.dim, Mapping))
         check_function("split", self.split, "(args, kwargs, sizes)")
         check_function("join", self.join, "(outputs, sizes)")
-        if isinstance(self.reduce, Mapping):
-            for name, reduction in self.reduce.items():
-                _check_reduction(f"reduce[{name!r}]", reduction)
-        else:
-            _check_reduction("reduce", self.reduce)
+        for name, reduction in _entries("reduce", self.reduce):
+            _check_reduction(name, reduction)
 
     def check_plain(self) -> None:
         """Check that all options have their defaults, for windows.
@@ -158,29 +156,30 @@ class Layout:
         Raises:
             OptionError: One is not.
         """
-        if not isinstance(self.dim, Mapping):
-            return self
-        callee = Callee(module.forward)
-        for name in self.dim:
-            if isinstance(name, int) or name == RETURN or callee.parameters is None:
-                continue
-            if name not in callee.parameters:
+        known = Callee(module.forward).parameters
+        for name in self.dim if isinstance(self.dim, Mapping) else ():
+            if isinstance(name, str) and name != RETURN and known is not None and name not in known:
                 raise OptionError(
                     f"dim names {name!r}, and the parameters of {type(module).__name__}.forward are "
-                    f"{list(callee.parameters)}"
+                    f"{list(known)}"
                 )
         return self
 
     # ------------------------------------------------------------------ arguments
-    def dims(self, callee: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | list[int | None]:
-        """The dim of all arguments, or of each: the positional ones, then those by name."""
+    def argument_dim(self, key: str | int, name: str | int) -> int | None:
+        """The dim of an argument, by its position or its parameter's name; None: it goes whole."""
         if not isinstance(self.dim, Mapping):
             return self.dim
+        dim: int | None = self.dim.get(key, self.dim.get(name, 0))
+        return dim
+
+    def dims(self, callee: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int | None]:
+        """The dim of each argument: the positional ones, then those by name."""
         names = callee.names(args, kwargs)
-        return [
-            self.dim[place] if place in self.dim and place < len(args) else self.dim.get(name, 0)
-            for place, name in enumerate(names)
-        ]
+        if not isinstance(self.dim, Mapping):
+            return [self.dim] * len(names)
+        keys = (*range(len(args)), *kwargs)
+        return [self.dim.get(key, self.dim.get(name, 0)) for key, name in zip(keys, names, strict=True)]
 
     def arguments(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of a call, with the dims along which they are cut.
@@ -230,11 +229,9 @@ class Layout:
 
     def dims_with(self, names: Sequence[str | int], own: Mapping[str | int, int | None]) -> DimOption:
         """The option `dim` with other dims (`own`) of some arguments, of all those named."""
-        known: Mapping[str | int, Any] = {}
         if isinstance(self.dim, Mapping):
-            known = self.dim
-        elif self.dim != 0:
-            known = {**dict.fromkeys(names, self.dim), RETURN: self.dim}
+            return {**self.dim, **own}
+        known = {**dict.fromkeys(names, self.dim), RETURN: self.dim} if self.dim else {}
         return {**known, **own}
 
     def _advice(self, callee: Callee, path: KeyPath, dim: int | None) -> str:
@@ -249,9 +246,7 @@ class Layout:
     def _is_named(self, callee: Callee, place: str | int) -> bool:
         return isinstance(self.dim, Mapping) and bool(self.dim.keys() & {place, callee.named((place,))[0]})
 
-    def apart(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: tuple[int, ...]
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: tuple[int, ...]) -> list[Call]:
         """The calls that the user's `split` makes of one.
 
         Raises:
@@ -277,39 +272,35 @@ class Layout:
         """The dim of one output; `dim` is that of the first argument that was cut."""
         if not isinstance(self.dim, Mapping):
             return self.dim
-        given = self.dim.get(RETURN, dim)
-        return int(_by_name(given, path, 0) if isinstance(given, Mapping) else given)
+        return int(_by_name(self.dim.get(RETURN, dim), path, 0))
 
     def reduction(self, path: KeyPath) -> Reduction:
         """The reduction of an output that is one number from each part."""
-        if isinstance(self.reduce, Mapping):
-            found: Reduction = _by_name(self.reduce, path, "mean")
-            return found
-        return self.reduce
+        found: Reduction = _by_name(self.reduce, path, "mean")
+        return found
 
     @torch.no_grad()
-    def weigh(
-        self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[WeightFunction, Tensor]:
+    def weigh(self, named: Mapping[str | int, Any]) -> dict[WeightFunction, Tensor]:
         """The weights of a part, but for functions for which the call has no arguments.
+
+        Args:
+            named: The arguments of the part by their names.
 
         Raises:
             FlowdpError: A weight is not one number.
         """
-        reductions = self.reduce.values() if isinstance(self.reduce, Mapping) else (self.reduce,)
-        functions = [reduction for reduction in reductions if callable(reduction)]
-        if not functions:
-            return {}
-        values = zip(callee.names(args, kwargs), (*args, *kwargs.values()), strict=True)
-        given = {name: value for name, value in values if isinstance(name, str) and value is not None}
+        functions = [function for _, function in _entries("reduce", self.reduce) if callable(function)]
+        given = {name: value for name, value in named.items() if isinstance(name, str) and value is not None}
         weights = {}
         for function in functions:
-            wanted = inspect.signature(function).parameters.values()
-            if any(p.default is p.empty and p.kind not in _MANY and p.name not in given for p in wanted):
+            signature = inspect.signature(function)
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+            own = {name: given[name] for name in given if takes_all or name in signature.parameters}
+            try:
+                signature.bind(**own)
+            except TypeError:  # the call has no such arguments
                 continue
-            takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted)
-            names = given if takes_all else [p.name for p in wanted if p.name in given]
-            weight = torch.as_tensor(function(**{name: given[name] for name in names}))
+            weight = torch.as_tensor(function(**own))
             if weight.numel() != 1:
                 raise FlowdpError(
                     f"the function in reduce must return one number for a part, how many things its mean is "
@@ -319,17 +310,16 @@ class Layout:
         return weights
 
 
-_MANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-
-
 def _argument(callee: Callee, path: KeyPath) -> str:
     """Description of an argument, or of an item of it, for a message."""
     name, *inside = callee.named(path)
     return f"{callee.name}: argument {name!r}" + "".join(f"[{key!r}]" for key in inside)
 
 
-def _by_name(given: Mapping[Any, Any], path: KeyPath, default: Any) -> Any:
-    """The entry of an output, or of the innermost container around it that has one."""
+def _by_name(given: Any, path: KeyPath, default: Any) -> Any:
+    """The value for an output: that of all, its own, or that of the innermost container with an entry."""
+    if not isinstance(given, Mapping):
+        return given
     for length in range(len(path), -1, -1):
         name = output_name(path[:length])
         if name in given:
@@ -339,29 +329,25 @@ def _by_name(given: Mapping[Any, Any], path: KeyPath, default: Any) -> Any:
     return default
 
 
-def _check_output_dims(name: str, dims: object) -> None:
-    if dims is None:
-        raise OptionError(f"{name} must be an int, or a mapping from an output's name, not None")
-    if isinstance(dims, Mapping):
-        for output, dim in dims.items():
-            check_int(f"{name}[{output!r}]", dim, least=0)
-    else:
-        check_int(name, dims, least=0)
+def _entries(name: str, option: Any) -> list[tuple[str, Any]]:
+    """The values of an option, one for all or one for each name, and what a message calls them."""
+    if isinstance(option, Mapping):
+        return [(f"{name}[{key!r}]", value) for key, value in option.items()]
+    return [(name, option)]
 
 
-def _check_reduction(name: str, reduction: object) -> None:
-    if reduction not in ("mean", "sum") and not callable(reduction):
+def _check_reduction(name: str, reduction: Any) -> None:
+    if reduction in ("mean", "sum"):
+        return
+    try:
+        parameters = inspect.signature(reduction).parameters.values()
+    except (TypeError, ValueError) as error:
         raise OptionError(
             f"{name} must be 'mean', 'sum', or a function of a part's arguments that returns how many things "
-            f"the part's mean is a mean of, not {reduction!r}"
-        )
-    if callable(reduction):
-        try:
-            parameters = inspect.signature(reduction).parameters.values()
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"{name}: {reduction!r} has no signature: {error}") from error
-        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-            raise OptionError(f"{name}: the function is called by name, and has parameters without one")
+            f"the part's mean is a mean of, not {reduction!r}: {error}"
+        ) from error
+    if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        raise OptionError(f"{name}: the function is called by name, and has parameters without one")
 
 
 PLAIN = Layout()

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.trees import cut, tree_map
-from flowdp.data_parallel.gather import PartOutputs, join
-from flowdp.data_parallel.layout import Callee, Layout
+from flowdp.data_parallel.cut import Arguments
+from flowdp.data_parallel.join import join
+from flowdp.data_parallel.layout import Callee, Layout, WeightFunction
 from flowdp.data_parallel.loss_context import Inputs
 from flowdp.errors import DataError, FlowdpError, OptionError
 from flowdp.validators import check_int
@@ -63,26 +64,28 @@ def predict(
         DataError: There is no batch, or one without samples.
         FlowdpError: The outputs cannot be put together.
     """
-    parts: list[PartOutputs] = []
+    outputs: list[Any] = []
+    samples: list[int] = []
+    weights: list[Mapping[WeightFunction, Tensor]] = []
     dim = 0
     for batch in batches:
         args, kwargs = inputs.of(batch)
-        arguments = layout.arguments(callee, args, kwargs)
+        arguments = Arguments(layout, callee, args, kwargs)
         if not arguments.samples:
-            raise DataError(f"a batch has no samples ({arguments})")
-        weights, dim = layout.weigh(callee, args, kwargs), arguments.dim
-        output = tree_map(_on_host, call(*args, **kwargs))
-        parts.append(PartOutputs(output, arguments.samples, HOST, weights))
-    if not parts:
+            raise DataError(f"a batch has no samples ({arguments.described()})")
+        dim = arguments.dim
+        samples.append(arguments.samples)
+        weights.append(arguments.weigh(arguments.whole()))
+        outputs.append(tree_map(_on_host, call(*args, **kwargs)))
+    if not outputs:
         raise DataError("there is no batch to predict from")
     try:
-        joined = join(parts, [part.tensors for part in parts], layout, dim)
+        return join(outputs, samples, layout, callee, dim, weights)
     except FlowdpError as error:
         raise FlowdpError(
-            f"the outputs of {len(parts)} batches cannot be put together ({error}); call the module batch by "
-            "batch, after eval() and under torch.no_grad()"
+            f"the outputs of {len(outputs)} batches cannot be put together ({error}); call the module batch "
+            "by batch, after eval() and under torch.no_grad()"
         ) from None
-    return joined.tree(joined.tensors)
 
 
 def _on_host(leaf: Any) -> Any:

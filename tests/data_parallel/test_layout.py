@@ -277,7 +277,7 @@ def test_a_list_of_images_alone_may_be_anything(setup: Any) -> None:
     [
         ({"dim": -1}, "dim must be an int of at least 0, not -1"),
         ({"dim": True}, "dim must be an int"),
-        ({"dim": None}, "dim must be an int or a mapping"),
+        ({"dim": None}, "dim must be an int of at least 0, not None"),
         ({"dim": {"inputs": 1}}, r"dim names 'inputs', and the parameters of Linear.forward are \['input'\]"),
         ({"dim": {"input": "1"}}, r"dim\['input'\]"),
         ({"dim": {"return": None}}, r"dim\['return'\]"),

@@ -1,0 +1,241 @@
+"""Cutting of the arguments of a call over the devices.
+
+They are trees (`flowdp.data.trees`). A leaf with the batch's length along its dim is cut; everything else
+goes whole. The parts are views in the caller's graph: autograd puts their gradients together, as those of
+any other views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from copy import copy
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowdp.data.trees import Uncuttable, column, cut, described, flatten, is_cut, is_size, unflatten, walk
+from flowdp.data_parallel.layout import Call, Callee, KeyPath, Layout, WeightFunction
+from flowdp.errors import FlowdpError
+
+__all__ = ["Arguments", "Part"]
+
+
+class Part:
+    """The arguments of one device.
+
+    Args:
+        call: Positional and named arguments.
+        samples: Samples of the part; 0 where nothing is cut.
+        callers: Identities of the caller's tensors.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Arguments by name.
+        tensors: The tensors among the arguments, in order. Their number is the same in all parts of a call,
+            unless the user's `split` made them, or they are entries of lists.
+        is_cut: Flag per tensor: a view of some rows, or made by the user's `split`; else the caller's own.
+        weights: Weights of the part by the functions in `reduce`, after `Arguments.weigh`.
+    """
+
+    def __init__(self, call: Call, samples: int, callers: Container[int]) -> None:
+        self.args, self.kwargs = call
+        self.samples = samples
+        self._leaves, self._form = flatten(call)
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.is_cut = [id(tensor) not in callers for tensor in self.tensors]
+        self.weights: dict[WeightFunction, Tensor] = {}
+
+    def replaced(self, tensors: Sequence[Tensor]) -> Part:
+        """The same arguments with other tensors in the places of `tensors`."""
+        rest = iter(tensors)
+        made = copy(self)
+        made._leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        made.args, made.kwargs = unflatten(made._leaves, self._form)
+        made.tensors = list(tensors)
+        return made
+
+
+class Arguments:
+    """The arguments of a call.
+
+    Lists that have once had an entry for each sample are not taken for anything else in later calls.
+
+    Args:
+        layout: Dims along which they are cut, or the user's way to do it.
+        callee: Function that is called.
+        args: Positional.
+        kwargs: By name.
+
+    Attributes:
+        samples: Length of the batch; None without a tensor, array or list of texts that has a length.
+        dim: Batch dimension of the tensor or array that has this length; 0 without.
+    """
+
+    def __init__(self, layout: Layout, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._layout, self._callee = layout, callee
+        self._call = args, kwargs
+        # A dict is never taken for a column, as a tuple of two lists of texts might be.
+        self._values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        self._names = dict(zip(self._values, callee.names(args, kwargs), strict=True))
+        dims = {key: layout.argument_dim(key, name) for key, name in self._names.items()}
+        self._dims = {key: dim for key, dim in dims.items() if dim is not None}
+        self.samples, self.dim = _length(self._values, self._dims)
+        self._lists = _lists(self._values, self._dims, None if callee.has_entries else self.samples)
+        if self._lists:
+            callee.has_entries = True
+            self.samples, self.dim = len(self._values[self._lists[0]]), 0
+        self._leaves, self._form = flatten(self._values, self.samples, with_sizes=True)
+        self._paths = list(self._form.key_paths())
+        self._cuts = [
+            None if self._lists else self._cut_dim(leaf, self._dims.get(path[0]))
+            for path, leaf in zip(self._paths, self._leaves, strict=True)
+        ]
+        self._own = {id(leaf) for leaf in self._leaves}
+
+    @property
+    def named(self) -> list[tuple[str | int, Any]]:
+        """The arguments, each with the name of its parameter, or its position where it has none."""
+        return list(zip(self._names.values(), self._values.values(), strict=True))
+
+    @property
+    def cut_paths(self) -> list[KeyPath]:
+        """The path to each leaf that is cut, from the name of its argument."""
+        cuts = zip(self._paths, self._cuts, strict=True)
+        paths = [path for path, dim in cuts if dim is not None] or [(key,) for key in self._lists]
+        return [(self._names[key], *inside) for key, *inside in paths]
+
+    @property
+    def pattern(self) -> Hashable:
+        """The names of the arguments, and which leaves are cut: with another one a call has another form."""
+        return frozenset(self._names.values()), frozenset(self.cut_paths)
+
+    def check(self) -> None:
+        """Check that the batch can be cut.
+
+        Raises:
+            FlowdpError: An argument holds samples, and cannot be cut.
+        """
+        if self._lists or self._layout.split is not None:
+            return
+        for path, leaf, own in zip(self._paths, self._leaves, self._cuts, strict=True):
+            dim = self._dims.get(path[0])
+            try:
+                is_long = dim is not None and is_cut(leaf, self.samples, dim)
+            except Uncuttable as why:
+                raise FlowdpError(f"argument {_shown(path)}: {why}") from None
+            if is_long and own is None:
+                raise FlowdpError(self._sparse(self._names[path[0]], path[1:]))
+
+    def whole(self) -> Part:
+        """All arguments, as one part."""
+        return Part(self._call, self.samples or 0, self._own)
+
+    def parts(self, sizes: Sequence[int]) -> list[Part]:
+        """The parts, of consecutive samples; for less than two that are not empty, the whole.
+
+        Args:
+            sizes: Samples of each.
+        """
+        own = tuple(size for size in sizes if size)
+        if len(own) < 2:
+            return [self.whole()]
+        if self._layout.split is not None:
+            calls = self._layout.apart(*self._call, own)
+        else:
+            calls = [self._rows(stop - size, size) for stop, size in zip(accumulate(own), own, strict=True)]
+        return [Part(call, size, self._own) for call, size in zip(calls, own, strict=True)]
+
+    def weigh(self, part: Part) -> dict[WeightFunction, Tensor]:
+        """The weights of a part, but for functions in `reduce` for which the call has no arguments."""
+        names = self._callee.names(part.args, part.kwargs)
+        part.weights = self._layout.weigh(dict(zip(names, (*part.args, *part.kwargs.values()), strict=True)))
+        return part.weights
+
+    def in_words(self, sizes: Sequence[int]) -> str:
+        """The cut in words, for messages."""
+        own = [size for size in sizes if size]
+        pieces = f"{sum(own)} samples as {' + '.join(map(str, own))}"
+        if self._layout.split is not None:
+            return f"{pieces}, by split"
+        if self._lists:
+            return f"{pieces}, by the entries of its lists"
+        for path, leaf, dim in zip(self._paths, self._leaves, self._cuts, strict=True):
+            if dim is not None and isinstance(leaf, Tensor | np.ndarray):
+                name = self._names[path[0]]
+                shown = repr(name) if isinstance(name, str) else f"argument {name}"
+                return f"{pieces}, along dim {dim} of {shown} of shape {tuple(leaf.shape)}"
+        return pieces
+
+    def described(self) -> str:
+        """The arguments in words, for messages."""
+        leaves = zip(self._paths, self._leaves, strict=True)
+        words = ", ".join(f"{_shown(path)}: {described(leaf)}" for path, leaf in leaves)
+        return f"{words:.1000}" or "no arguments"
+
+    def _rows(self, start: int, samples: int) -> Call:
+        """The call for some samples."""
+        leaves = zip(self._leaves, self._cuts, strict=True)
+        rows = unflatten([cut(leaf, start, samples, dim) for leaf, dim in leaves], self._form)
+        rows |= {key: cut(self._values[key], start, samples) for key in self._lists}
+        return tuple(rows.pop(place) for place in range(len(self._call[0]))), rows
+
+    def _cut_dim(self, leaf: Any, dim: int | None) -> int | None:
+        """The dim along which a leaf is cut; None where it goes whole, or `check` refuses it."""
+        is_strided = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        is_rows = is_strided or isinstance(leaf, np.ndarray) or column(leaf)
+        return dim if is_rows and dim is not None and is_cut(leaf, self.samples, dim) else None
+
+    def _sparse(self, name: str | int, inside: KeyPath) -> str:
+        """A sparse tensor as long as the batch, and what to do about it, in words."""
+        advice = "give it as an argument of its own, or cut the call by split="
+        if not inside:
+            names = self._callee.parameters or self._callee.positional
+            advice = f"say dim={self._layout.dims_with(names, {name: None})!r} in setup()"
+        return (
+            f"{self._callee.name}: argument {_shown((name, *inside))} is a sparse tensor as long as the "
+            f"batch ({self.samples}), and cannot be cut: if it is no part of the batch, {advice}, and it "
+            "goes whole to every device; a batch that is one graph cannot be cut at all: call the bare "
+            "module (dp.module), on one device"
+        )
+
+
+def _shown(path: KeyPath) -> str:
+    """The path to a leaf, for a message: `'x'['ids']`."""
+    return repr(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
+
+
+def _length(values: Mapping[Any, Any], dims: Mapping[Any, int]) -> tuple[int | None, int]:
+    """Samples of a batch, and the batch dimension of the tensor or array that they were read from."""
+
+    def leaves() -> Iterator[tuple[Any, int]]:
+        return ((leaf, dim) for key, dim in dims.items() for leaf in walk(values[key]))
+
+    for kind in (Tensor, np.ndarray):
+        for leaf, dim in leaves():
+            if isinstance(leaf, kind) and leaf.ndim > dim:
+                return leaf.shape[dim], dim
+    for leaf, _ in leaves():
+        if isinstance(leaf, list) and leaf and all(isinstance(item, str | bytes) for item in leaf):
+            return len(leaf), 0
+    return None, 0
+
+
+def _lists(values: Mapping[Any, Any], dims: Mapping[Any, int], samples: int | None) -> list[Any]:
+    """The arguments that are lists with an entry for each sample, where the batch is in lists alone.
+
+    Two lists of one length, one of them of records that hold tensors of other lengths than the first tensor
+    (`samples`): those could not be cut. Without `samples`, lists are known to have an entry for each sample.
+    """
+    lists = [values[key] for key in dims if any(isinstance(leaf, Tensor) for leaf in walk(values[key]))]
+    if any(dims.values()) or not all(map(column, lists)) or len(set(map(len, lists))) != 1:
+        return []
+    records = [one for one in lists if not any(isinstance(entry, Tensor) or column(entry) for entry in one)]
+    tensors = [leaf for leaf in walk(records) if isinstance(leaf, Tensor)]
+    is_unlike = len(lists) > 1 and any(leaf.dim() == 0 or len(leaf) != samples for leaf in tensors)
+    if samples is not None and not is_unlike:
+        return []
+    columns = [key for key in dims if column(values[key]) and not is_size(values[key])]
+    return [key for key in columns if len(values[key]) == len(lists[0])]
