@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,8 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from flowdp.device import torch_modes
 from flowdp.device.dispatch import RankMode
 from tests.fake_graphs import Captures, FakeGraph
 
@@ -312,3 +314,18 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def hide_modes(replace: Callable[[Any, str, Any], object], *kinds: type) -> None:
+    """Let flowdp not take the mode of a fake for something of the user's that watches the thread.
+
+    Args:
+        replace: Replaces an attribute of a module.
+        kinds: Other modes than that of a `FakeCuda`.
+    """
+    own, stack = (_Recorder, *kinds), _get_current_dispatch_mode_stack
+    replace(
+        torch_modes,
+        "_get_current_dispatch_mode_stack",
+        lambda: [mode for mode in stack() if not isinstance(mode, own)],
+    )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowdp.data_parallel.nccl_transfer import Link
+from flowdp.data_parallel.call import call_parts
+from flowdp.data_parallel.cut import Arguments
+from flowdp.data_parallel.device_copies import Link
+from flowdp.data_parallel.join import join
+from flowdp.data_parallel.layout import PLAIN, Callee
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.streams import HostLane, Lane
 from flowdp.policy.pool_size import PoolSize
@@ -32,17 +37,30 @@ def replicas_of(
     module: nn.Module,
     count: int = 2,
     *,
-    factory: Callable[[torch.device], nn.Module] | None = None,
     lanes: Sequence[Lane] | None = None,
     link: Link | None = None,
+    repeats: bool = False,
 ) -> Iterator[Replicas]:
     """Replicas on CPU devices, or on those of the lanes, which are closed at the end."""
     places = lanes or [HostLane(CPU) for _ in range(count)]
-    made = Replicas(module, factory, places, [PoolSize(1)] * count, link=link)
+    made = Replicas(module, places, [PoolSize(1)] * len(places), repeats=repeats, link=link)
     try:
         yield made
     finally:
         made.close()
+
+
+def called(replicas: Replicas, sizes: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+    """The joined outputs of the replicas for a batch, cut into parts of these sizes."""
+    replicas.look()
+    parts = Arguments(PLAIN, Callee(replicas.module.forward), args, kwargs).parts(sizes)
+    ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
+    made = call_parts(
+        replicas,
+        list(zip(ranks, parts, strict=True)),
+        lambda module, part: module(*part.args, **part.kwargs),
+    )
+    return join(made, [part.samples for part in parts], PLAIN)
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:

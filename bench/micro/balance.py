@@ -7,6 +7,7 @@ clock starts.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,15 +55,17 @@ class _Wait(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """A small model on a device that takes this long for a batch."""
+    """A small model on devices that take this long for a batch: each is known by the thread of its rank."""
 
-    def __init__(self, ms: float) -> None:
+    def __init__(self, ms: Sequence[float]) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        self.ms_per_sample = ms / BATCH_SIZE
+        self.ms_per_sample = [own / BATCH_SIZE for own in ms]
 
     def forward(self, x: Tensor) -> Tensor:
-        waited: Tensor = _Wait.apply(self.body(x), self.ms_per_sample)  # type: ignore[no-untyped-call]
+        prefix, _, rank = threading.current_thread().name.rpartition("-")
+        own = self.ms_per_sample[int(rank) if prefix == "flowdp-replica" else 0]
+        waited: Tensor = _Wait.apply(self.body(x), own)  # type: ignore[no-untyped-call]
         return waited
 
 
@@ -89,12 +92,10 @@ def loss_of(context: flowdp.LossContext) -> Tensor:
 
 def devices(ms: Sequence[float], cadence: bool) -> flowdp.DataParallel:
     """One device per time."""
-    others = iter(ms[1:])
-    model = Slow(ms[0])
+    model = Slow(ms)
     return flowdp.setup(
         model,
         torch.optim.SGD(model.parameters(), lr=0.01),
-        replica=lambda _: Slow(next(others)),
         devices=["cpu"] * len(ms),
         cadence=cadence,
         loss_fn=loss_of,

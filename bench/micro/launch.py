@@ -92,8 +92,6 @@ VARIANTS = {
     "flowdp, compiled": Variant("flowdp", is_compiled=True),
     "flowdp, captured": Variant("flowdp", options={"runtime": flowdp.RuntimeOptions(capture=True)}),
     "setup": Variant("setup"),
-    "setup, no turns": Variant("setup", has_turns=False),
-    "setup, captured": Variant("setup", options={"capture": True}),
 }
 QUICK = (PROCESSES, "threads", "flowdp")
 
@@ -280,9 +278,6 @@ def looping(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
             return count / (time.perf_counter() - start_s)
 
         rate(WARM_S)
-        start_s = time.perf_counter()
-        while is_searching(dp) and time.perf_counter() - start_s < SEARCH_S:
-            rate(0.0)
         yield rate
 
 
@@ -295,12 +290,6 @@ def loss_of_window(context: flowdp.LossContext) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), context.batch[0][:, 1:].flatten())
 
 
-def is_searching(dp: flowdp.DataParallel) -> bool:
-    """Whether the limit of ranks launching at once is being searched for."""
-    turns = None if dp._replicas is None else dp._replicas.turns
-    return turns is not None and turns.every == 1
-
-
 DOORS = {"processes": hand_loops, "threads": hand_loops, "flowdp": training, "setup": looping}
 
 
@@ -309,7 +298,6 @@ def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
     torch.set_num_threads(1)
     if not variant.has_turns:
         setattr(flowdp.engine.engine, "open_turns", lambda _: None)  # noqa: B010 - it is that module's
-        setattr(flowdp.data_parallel.replicas, "turns_of", lambda _: None)  # noqa: B010 - as above
     try:
         with DOORS[variant.how](task, variant, ranks) as rate:
             pipe.send(None)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm
 from flowdp.data_parallel.loss_context import LossFunction
 from flowdp.device.discovery import devices as find_devices
+from flowdp.device.structure import structure
 from flowdp.errors import OptionError
-from flowdp.modules.attributes import check_registered
 from flowdp.modules.whole_batch import check_embeddings
 from flowdp.options import CadenceOptions, CaptureOptions
 from flowdp.replica.factories import check_plain
@@ -29,7 +27,6 @@ __all__ = [
     "check_loss",
     "check_model",
     "check_optimizers",
-    "check_replica",
     "kept_after_errors",
     "set_epoch",
 ]
@@ -44,30 +41,14 @@ def check_model(model: object, optimizer: object) -> None:
         OptionError: It is no module, is not complete, or has nothing to train.
     """
     if not isinstance(model, nn.Module):
-        raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory goes to replica=")
+        raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory is called first")
     check_plain(model)
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(tensor):
-            raise OptionError(
-                f"the model has parameters without a shape yet ({name!r}, of a LazyLinear or its like): call "
-                "it once on a batch before setup()"
-            )
+    structure(model)  # raises where a tensor has no shape yet
     if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
-        check_registered(list(model.modules()))  # layers in a plain list are why there are none
         raise OptionError(
-            "the model has no parameter that requires grad: there is nothing to train; give optimizer=None "
-            "to use it as it is"
+            "the model has no parameter that requires grad: there is nothing to train. Layers in a plain "
+            "list are not found, use nn.ModuleList; give optimizer=None to use the model as it is"
         )
-
-
-def check_replica(replica: object) -> None:
-    """Check that `replica` is a factory, or None.
-
-    Raises:
-        OptionError: It cannot be called.
-    """
-    if replica is not None and (not callable(replica) or isinstance(replica, nn.Module)):
-        raise OptionError(f"replica must be a function of the device that makes a module, not {replica!r}")
 
 
 def check_loss(loss_fn: object, capture: CaptureOptions | None = None) -> LossFunction | None:
@@ -95,7 +76,7 @@ def check_cadence(
         OptionError: It is no cadence, or does not go with fixed shares.
     """
     if ratios is not None:
-        if option is not None and option is not False:
+        if option:
             raise OptionError(
                 f"cadence={option!r} sizes the work by measured speed, and partition_ratios fixes it: leave "
                 "one of them out"
@@ -131,29 +112,23 @@ def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: 
 
 @contextmanager
 def kept_after_errors(model: nn.Module) -> Iterator[None]:
-    """Restore a model's devices, modes, gradients and flags if the context ends by an error."""
-    parts = list(model.modules())
-    modes = [part.training for part in parts]
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (table, dict(table)) for part in parts for table in (part._parameters, part._buffers)
+    """Take a model's moves to other devices and modes back if the context ends by an error."""
+    modes = [(part, part.training) for part in model.modules()]
+    tables: list[dict[str, Any]] = [
+        table for part in model.modules() for table in (part._parameters, part._buffers)
     ]
-    tensors = [(tensor, tensor.data, tensor.requires_grad) for tensor in model.parameters()]
-    gradients = [(tensor, tensor.grad, tensor.grad.data) for tensor, *_ in tensors if tensor.grad is not None]
+    entries = [dict(table) for table in tables]
+    leaves = [one for tensor in model.parameters() for one in (tensor, tensor.grad) if one is not None]
+    data = [one.data for one in leaves]
     try:
         yield
     except BaseException:
-        for part, mode in zip(parts, modes, strict=True):
+        for part, mode in modes:
             part.training = mode
-        for table, before in tables:
-            table.clear()
+        for table, before in zip(tables, entries, strict=True):
             table.update(before)
-        for tensor, data, requires_grad in tensors:
-            tensor.grad = None  # it would have to be like the data
-            tensor.data = data
-            tensor.requires_grad_(requires_grad)
-        for tensor, gradient, data in gradients:
-            gradient.data = data
-            tensor.grad = gradient
+        for one, memory in zip(leaves, data, strict=True):
+            one.data = memory
         raise
 
 
@@ -169,6 +144,8 @@ def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimiz
     if not isinstance(option, (Optimizer, Sequence)) and callable(option):
         made = option([parameter for parameter in model.parameters() if parameter.requires_grad])
     optimizers = tuple(made) if isinstance(made, Sequence) else (made,)
+    if not optimizers:
+        raise OptionError("optimizer must name at least one optimizer, or be None")
     own = set(model.parameters())
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -177,8 +154,6 @@ def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimiz
             raise OptionError(
                 "the optimizer holds no parameter of the model; make it from model.parameters()"
             )
-    if not optimizers:
-        raise OptionError("optimizer must name at least one optimizer, or be None")
     return optimizers
 
 

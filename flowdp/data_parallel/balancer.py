@@ -28,6 +28,7 @@ class SingleDevice:
 
     Attributes:
         ratios: All of it. Shape (1,).
+        shard_sizes: Samples in the last call or window. Shape (1,).
         throughput: Samples per millisecond between steps, smoothed. Shape (1,).
     """
 
@@ -35,22 +36,26 @@ class SingleDevice:
     ratios = (1.0,)
 
     def __init__(self) -> None:
-        self.throughput: tuple[float, ...] = (0.0,)
-        self._last = 0
+        self.shard_sizes: tuple[int, ...] = (0,)
         self._samples = 0
+        self.throughput: tuple[float, ...] = (0.0,)
         self._stepped_s: float | None = None
-
-    @property
-    def shard_sizes(self) -> tuple[int, ...]:
-        """Samples in the last call or window. Shape (1,)."""
-        return (self._last,)
 
     def note_call(self, args: tuple[Any, ...]) -> None:
         """Note the arguments of a call; a fraction of a microsecond of the loop's time."""
         first = args[0] if args else None
         shape = first.shape if type(first) is Tensor or isinstance(first, Tensor) else ()
-        self._last = shape[0] if shape else 0
-        self._samples += self._last
+        self.note_work((shape[0] if shape else 0,))
+
+    def note_work(self, samples: Sequence[int], _batches: Sequence[int] | None = None) -> None:
+        """Note the work done."""
+        self.shard_sizes = (samples[0],)
+        self._samples += samples[0]
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Samples since the last step. Shape (1,)."""
+        return (self._samples,)
 
     def cut(self, samples: int) -> tuple[int, ...]:
         """The whole batch."""
@@ -63,16 +68,6 @@ class SingleDevice:
     def due(self) -> tuple[int, ...]:
         """No rank: a device alone is never without work."""
         return ()
-
-    def note_work(self, samples: Sequence[int], _batches: Sequence[int] | None = None) -> None:
-        """Note the work done."""
-        self._last = samples[0]
-        self._samples += self._last
-
-    @property
-    def samples(self) -> tuple[int, ...]:
-        """Samples since the last step. Shape (1,)."""
-        return (self._samples,)
 
     def step(self) -> None:
         """Learn from the time since the last step of the optimizer."""
@@ -116,9 +111,8 @@ class Balancer:
         self.shard_sizes: tuple[int, ...] = (0,) * world_size
         self._norms = plain_layers(replicas.modules[0])
         self._has_told = False
-        self._watches = replicas.watches
+        self._watches = (*replicas.watches, replicas.summing)
         self._pools = replicas.pools
-        self._summing = replicas.summing
         self._samples = [0] * world_size  # since the last step
         self._batches = [0] * world_size
         self._is_mixed = False
@@ -178,16 +172,16 @@ class Balancer:
         if self._is_mixed or not any(self._samples):
             self.discard()
             return
-        for watch in (*self._watches, self._summing):
+        for watch in self._watches:
             watch.lap()
         self._pending.append((self._samples, self._batches))
         self._forget()
-        while self._pending and all(watch.is_known for watch in (*self._watches, self._summing)):
+        while self._pending and all(watch.is_known for watch in self._watches):
             self._learn(*self._pending.pop(0))
 
     def discard(self) -> None:
         """Drop the times since the last step."""
-        for watch in (*self._watches, self._summing):
+        for watch in self._watches:
             watch.discard()
         self._forget()
 
@@ -197,8 +191,7 @@ class Balancer:
         self._is_mixed = False
 
     def _learn(self, samples: Sequence[int], batches: Sequence[int]) -> None:
-        took_ms = [watch.take_ms() for watch in self._watches]
-        sync_ms = self._summing.take_ms()
+        *took_ms, sync_ms = [watch.take_ms() for watch in self._watches]
         self._balance.update(samples, took_ms)
         for pool, ms, count in zip(self._pools, took_ms, samples, strict=True):
             if not pool.is_fixed:

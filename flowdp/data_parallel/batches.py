@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from flowdp.policy.budget import fits
 
 __all__ = [
     "END",
-    "Batches",
     "Copied",
     "LoaderBatches",
     "ResidentBatches",
@@ -67,65 +66,24 @@ def samples_of(batch: Any) -> int:
     return samples
 
 
-class Batches(Protocol):
+class LoaderBatches:
     """Batches of a loader, in its order, and their way to the devices.
 
     A batch is what `next` returns; only the other methods look into it.
-
-    Threads:
-        One at a time.
-    """
-
-    def next(self) -> Any:
-        """The next batch; `END` behind the last.
-
-        Raises:
-            BaseException: Raised by the loader.
-        """
-        ...
-
-    def own(self, batch: Any) -> Any:
-        """The batch in memory of its own, where further ones are read before it is used.
-
-        Raises:
-            DataError: The loader has written to one that it gave before.
-        """
-        ...
-
-    def samples(self, batch: Any) -> int:
-        """Samples of a batch, at least 1."""
-        ...
-
-    def parts(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """A batch cut into consecutive parts of so many samples, themselves batches."""
-        ...
-
-    def bring(self, batch: Any, rank: int) -> Any:
-        """The batch as the user's code gets it, on a rank's device.
-
-        Streams:
-            The rank's `copy` is current.
-        """
-        ...
-
-    def whole(self, batch: Any) -> Any:
-        """The batch as the loader gives it."""
-        ...
-
-
-class LoaderBatches:
-    """Batches that the loader makes; see `Batches`.
 
     Args:
         loader: Any iterable of batches. Its iterator is made here, by the calling thread, as worker processes
             want it.
         lanes: One per rank.
+
+    Threads:
+        One at a time.
     """
 
     def __init__(self, loader: Iterable[Any], lanes: Sequence[Lane]) -> None:
         has_processes = isinstance(loader, DataLoader) and loader.num_workers > 0
         with starting() if has_processes else nullcontext():
-            self._batches = iter(loader)
+            self._batches: Iterator[Any] = iter(loader)
         self._memory = None if may_read_ahead(loader) else OwnMemory()
         self._lanes = lanes
         self._staging = {rank: Staging(lane) for rank, lane in enumerate(lanes) if lane.is_async}
@@ -134,39 +92,48 @@ class LoaderBatches:
                 lane.await_caller(lane.copy)
 
     def next(self) -> Any:
-        """Ask the loader; see `Batches.next`."""
+        """The next batch; `END` behind the last.
+
+        Raises:
+            BaseException: Raised by the loader.
+        """
         return next(self._batches, END)
 
     def own(self, batch: Any) -> Any:
-        """Copy it where the loader fills one buffer again and again; see `Batches.own`."""
+        """The batch in memory of its own, where further ones are read before it is used.
+
+        Raises:
+            DataError: The loader has written to one that it gave before.
+        """
         return batch if self._memory is None else self._memory.own(batch, "a batch of the loader")
 
-    def samples(self, batch: Any) -> int:
-        """See `samples_of`."""
-        return samples_of(batch)
-
     def parts(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Cut every leaf of the batch's length; see `Batches.parts`."""
+        """A batch cut into consecutive parts of so many samples, themselves batches."""
         portion = Portion.of(batch, sum(sizes))
         return [portion.rows(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
 
     def bring(self, batch: Any, rank: int) -> Any:
-        """Copy it through pinned memory; see `Batches.bring`."""
+        """The batch as the user's code gets it, on a rank's device, through pinned memory.
+
+        Streams:
+            The rank's `copy` is current.
+        """
         if rank not in self._staging:
             return batch
         leaves, form = flatten(batch)
         return unflatten(self._staging[rank].bring(leaves), form)
 
     def whole(self, batch: Any) -> Any:
-        """The batch itself."""
+        """The batch as the loader gives it."""
         return batch
 
 
-class ResidentBatches:
-    """Batches of a DataLoader over tensors, of which each device has a copy for one epoch; see `Batches`.
+class ResidentBatches(LoaderBatches):
+    """Batches of a DataLoader over tensors, of which each device has a copy for one epoch.
 
-    The loader's sampler draws the samples, and nothing else of it runs. An epoch trains the tensors as they
-    are when it begins. When torch counts a write to one, later batches are gathered from where they lie.
+    The loader's sampler draws the samples, and nothing else of it runs: a batch is their rows, until it is
+    gathered. An epoch trains the tensors as they are when it begins. When torch counts a write to one, later
+    batches are gathered from where they lie.
 
     Args:
         loader: See `fits_on`.
@@ -183,8 +150,6 @@ class ResidentBatches:
     """
 
     def __init__(self, loader: DataLoader[Any], lanes: Sequence[Lane]) -> None:
-        self._lanes = lanes
-        self._staging = [Staging(lane) for lane in lanes]
         self._tensors: tuple[Tensor, ...] = loader.dataset.tensors  # type: ignore[attr-defined]
         for lane in lanes:
             lane.await_caller(lane.copy)  # which may have made them, on any stream
@@ -192,8 +157,9 @@ class ResidentBatches:
         self._is_written = False
         places = {lane.device: lane for lane in reversed(lanes)}  # the first rank of each
         self.there = {device: ResidentTensors(self._tensors, lane) for device, lane in places.items()}
+        super().__init__(loader, lanes)
         # With its iterator the loader draws what it always draws from torch's generator.
-        self._indices: Iterator[Any] = iter(loader)._sampler_iter
+        self._batches = self._batches._sampler_iter  # type: ignore[attr-defined]
 
     @staticmethod
     def fits_on(loader: object, lanes: Sequence[Lane], usage: float, copied: Copied) -> bool:
@@ -210,58 +176,34 @@ class ResidentBatches:
             return False
         tensors: Sequence[Tensor] = loader.dataset.tensors  # type: ignore[attr-defined]
         return (
-            all(lane.is_async for lane in lanes)
-            and loader.batch_sampler is not None
+            loader.batch_sampler is not None
             and all(type(one) is Tensor and one.layout is torch.strided for one in tensors)
             and not any(one.requires_grad or one.is_inference() for one in tensors)
-            and all(
-                _has_room(tensors, lane, usage, copied.get(lane.device, 0))
-                for lane in {lane.device: lane for lane in lanes}.values()
-            )
+            and all(_has_room(tensors, lane, usage, copied.get(lane.device, 0)) for lane in lanes)
         )
 
-    def next(self) -> Tensor | object:
+    def next(self) -> Any:
         """Rows of the next batch. Shape [samples]."""
-        drawn = next(self._indices, END)
+        drawn = super().next()
         if drawn is END:
             return END
         self._is_written = self._is_written or self._count_writes() != self._versions
         index, length = torch.as_tensor(drawn, dtype=torch.int64, device="cpu"), len(self._tensors[0])
-        low, high = (int(bound) for bound in torch.aminmax(index)) if len(index) else (0, 0)
         # On the device a wrong one would end the process's use of CUDA.
-        if low < -length or high >= length:
-            wrong = low if low < -length else high
+        for wrong in index[(index < -length) | (index >= length)].tolist():
             raise IndexError(f"index {wrong} is out of range: the dataset has {length} samples")
         return index.remainder(length)
 
-    def own(self, batch: Tensor) -> Tensor:
-        """The batch: drawn anew each time."""
-        return batch
-
-    def samples(self, batch: Tensor) -> int:
-        """Samples of a batch.
-
-        Raises:
-            DataError: It has none.
-        """
-        if not len(batch):
-            raise DataError("the sampler of the loader gave a batch without samples")
-        return len(batch)
-
-    def parts(self, batch: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Cut the rows; see `Batches.parts`."""
-        return list(batch.split(list(sizes)))
-
-    def bring(self, batch: Tensor, rank: int) -> list[Tensor]:
-        """Gather it; see `Batches.bring`."""
+    def bring(self, batch: Tensor, rank: int) -> Any:
+        """Gather it; see `LoaderBatches.bring`."""
         lane = self._lanes[rank]
         if self._is_written:
             lane.await_default(lane.copy, lane.device)
             with QUIET if any(is_accelerator(one.device) for one in self._tensors) else nullcontext():
                 written = self.whole(batch)
-            return self._staging[rank].bring(written)
+            return super().bring(written, rank)
         data = self.there[lane.device]
-        [rows] = self._staging[rank].bring([batch])
+        rows = super().bring(batch, rank)
         lane.copy.wait_event(data.copied)
         with QUIET:
             made = [
@@ -283,7 +225,7 @@ class ResidentBatches:
         return [tensor._version for tensor in self._tensors]
 
 
-def open_batches(loader: Iterable[Any], lanes: Sequence[Lane], usage: float, copied: Copied) -> Batches:
+def open_batches(loader: Iterable[Any], lanes: Sequence[Lane], usage: float, copied: Copied) -> LoaderBatches:
     """The batches of a loader: gathered on the devices where that is possible, else as the loader makes them.
 
     Args:

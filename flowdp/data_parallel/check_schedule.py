@@ -1,9 +1,8 @@
-"""Schedule of the checks that a function's calls get."""
+"""Schedule of the comparisons that a function's calls get."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,73 +14,59 @@ from flowdp.policy.recheck import Recheck
 __all__ = ["Schedule", "Schedules"]
 
 MOST_FORMS = 16
-"""Most forms kept: outputs whose form changes with every call would cost a check each."""
-
-
-@dataclass(slots=True)
-class _Form:
-    """Calls with the same modes of the submodules and the same `Outputs.form`."""
-
-    modes: Hashable
-    outputs: Any
-    calls: Recheck = field(default_factory=Recheck)
+"""Forms with a schedule of their own; all others have one in common, or outputs whose form changes with every
+call would cost a comparison each."""
 
 
 class Schedule:
-    """Schedule of a function's checks: at the first, second, fourth, eighth call of each form, and so on.
+    """Schedule of a function: the first, second, fourth, eighth call of each form, and so on.
 
-    The form of a call is that of its outputs, and which submodules are in training mode. One check is not
-    enough: a mean over tokens is one over samples until a batch is padded, and a branch that looks across
-    the batch shows nothing while the parameter that weights it is 0.
+    The form of a call is what is known before it (modes, arguments that are cut) and the form of its outputs.
+    One comparison is not enough: a mean over tokens is one over samples until a batch is padded, and a branch
+    that looks across the batch shows nothing while the parameter that weights it is 0.
 
     Attributes:
         callee: The function.
-        graphs: Schedule of the look through a call's graph for gradients that would be lost.
+        told: Names that the log has had.
+        is_alone: Whether it gives the right result in the calling thread alone.
     """
 
     def __init__(self, callee: Callee) -> None:
         self.callee = callee
-        self.graphs = Recheck()
-        self._modes: Hashable = None
-        self._forms: list[_Form] = []
-        self._others = _Form(None, None)  # of all forms beyond those
-        self._last: dict[Hashable, _Form] = {}  # by modes
-        self._untried: set[Hashable] = set()
-        self._is_checked = False
+        self.told: set[str] = set()
+        self.is_alone = False
+        self._calls: dict[Hashable, Recheck] = {}
+        self._last: dict[Hashable, Hashable] = {}  # form of the last outputs, by what was known before
+        self._left_out: set[Hashable] = set()
+        # Left out as soon as a call passes: it may be the call that is wrong.
+        self._refused: set[Hashable] = set()
 
-    def give_up(self) -> None:
-        """Check no more in these modes: the function cannot be tried."""
-        self._untried.add(self._modes)
+    def is_due(self, before: Hashable) -> bool:
+        """Whether a call is to be compared, should its outputs have the form of the last."""
+        return before not in self._left_out and self._is_due(before, self._last.get(before))
 
-    def is_due(self, modes: Hashable) -> bool:
-        """Whether a call that is cut is to be checked, should its outputs have the form of the last.
+    def is_due_after(self, before: Hashable, outputs: Hashable) -> bool:
+        """Whether it is to be compared now that the form of its outputs is known, and is another one."""
+        is_other = before in self._last and self._last[before] != outputs
+        self._last[before] = outputs
+        return is_other and before not in self._left_out and self._is_due(before, outputs)
 
-        In other `modes` of the submodules the function may do something else.
-        """
-        self._modes = modes if modes in self._last or len(self._last) < MOST_FORMS else None
-        last = self._last.get(self._modes)
-        self._is_checked = self._modes not in self._untried and (last is None or last.calls.is_due)
-        return self._is_checked
+    def passed(self, before: Hashable) -> None:
+        """Count the call: it went well, compared or not."""
+        if before in self._refused:
+            self._left_out.add(before)
+        self._calls.setdefault(self._key(before, self._last[before]), Recheck()).passed()
 
-    def is_still_due(self, outputs: Any) -> bool:
-        """Whether the call is to be checked now that the form of its outputs is known, and was not before."""
-        form = self._last.get(self._modes)
-        if form is None or form.outputs != outputs:
-            form = self._last[self._modes] = self._form(outputs)
-        return not self._is_checked and self._modes not in self._untried and form.calls.is_due
+    def leave_out(self, before: Hashable) -> None:
+        """Compare no more such calls once one has passed: they cannot be."""
+        self._refused.add(before)
 
-    def passed(self) -> None:
-        """Count the call: it went well, checked or not."""
-        self._last[self._modes].calls.passed()
+    def _is_due(self, before: Hashable, outputs: Hashable) -> bool:
+        return self._calls.get(self._key(before, outputs), Recheck()).is_due
 
-    def _form(self, outputs: Any) -> _Form:
-        for known in self._forms:
-            if known.modes == self._modes and known.outputs == outputs:
-                return known
-        if len(self._forms) == MOST_FORMS:
-            return self._others
-        self._forms.append(_Form(self._modes, outputs))
-        return self._forms[-1]
+    def _key(self, before: Hashable, outputs: Hashable) -> Hashable:
+        key = before, outputs
+        return key if key in self._calls or len(self._calls) < MOST_FORMS else None
 
 
 class Schedules:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from flowdp.data_parallel.scatter import Arguments, KeyPath
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.validators import check_function, check_int
 
@@ -29,6 +28,9 @@ __all__ = [
     "WeightFunction",
     "output_name",
 ]
+
+KeyPath = tuple[Any, ...]
+"""See `Form.key_paths`."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs) of a call or a part."""
@@ -61,7 +63,7 @@ def output_name(path: KeyPath) -> str:
 
 
 class Callee:
-    """The parameters of a function that is called with parts of a batch, and a memory of its calls.
+    """The parameters of a function that is called with parts of a batch.
 
     Args:
         function: A module's `forward`, or another method or function.
@@ -71,18 +73,12 @@ class Callee:
         name: For messages.
         positional: Names of the parameters that may be given by position, in order.
         parameters: Names of all parameters; None: any name goes.
-        told: Buffers and attributes that the log has named.
-        ways: Treatment of leaves when they first had a length: see `Arguments.ways`.
-        pattern: Pattern of the last call that was cut: see `Arguments.pattern`.
         has_entries: Whether lists among its arguments have been found to have an entry for each sample.
     """
 
     def __init__(self, function: Callable[..., Any], skip: int = 0) -> None:
         self.name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
         self.positional: tuple[str, ...] = ()
-        self.told: set[str] = set()
-        self.ways: dict[KeyPath, int | None] = {}
-        self.pattern: tuple[Any, ...] = ()
         self.has_entries = False
         self.parameters: tuple[str, ...] | None = None
         try:
@@ -98,12 +94,6 @@ class Callee:
         """A name for each argument of a call: its parameter's, or its position where it has none."""
         known = self.positional[: len(args)]
         return [*known, *range(len(known), len(args)), *kwargs]
-
-    def named(self, path: KeyPath) -> KeyPath:
-        """The path to a leaf of the arguments, with the parameter's name in place of its position."""
-        place, *inside = path
-        is_known = isinstance(place, int) and place < len(self.positional)
-        return (self.positional[place] if is_known else place, *inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,78 +163,12 @@ class Layout:
         dim: int | None = self.dim.get(key, self.dim.get(name, 0))
         return dim
 
-    def dims(self, callee: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int | None]:
-        """The dim of each argument: the positional ones, then those by name."""
-        names = callee.names(args, kwargs)
-        if not isinstance(self.dim, Mapping):
-            return [self.dim] * len(names)
-        keys = (*range(len(args)), *kwargs)
-        return [self.dim.get(key, self.dim.get(name, 0)) for key, name in zip(keys, names, strict=True)]
-
-    def arguments(self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments of a call, with the dims along which they are cut.
-
-        Lists that have once had an entry for each sample are not taken for anything else.
-        """
-        made = Arguments(args, kwargs, self.dims(callee, args, kwargs), has_entries=callee.has_entries)
-        callee.has_entries = callee.has_entries or bool(made.listed)
-        return made
-
-    def of(self, arguments: Arguments) -> Layout:
-        """The layout of one call: lists with an entry for each sample are cut as if the user did it."""
-        if self.split is None and arguments.listed:
-            return replace(self, split=arguments.apart)
-        return self
-
-    def check(self, callee: Callee, arguments: Arguments) -> None:
-        """Check that a call can be cut, and that nothing is cut that went whole in an earlier one.
-
-        Raises:
-            FlowdpError: An argument holds samples, and cannot be cut; or it has gone whole so far, and is as
-                long as this batch by chance.
-        """
-        arguments.check()
-        if arguments.sparse is not None:
-            raise FlowdpError(
-                f"{_argument(callee, arguments.sparse)} is a sparse tensor as long as the batch "
-                f"({arguments.samples}), and cannot be cut: if it is no part of the batch, "
-                f"{self._advice(callee, arguments.sparse, None)}, and it goes whole to every device; a batch "
-                "that is one graph cannot be cut at all: call the bare module (dp.module), on one device"
-            )
-        pattern = arguments.pattern
-        if pattern == callee.pattern:
-            return
-        ways = arguments.ways()
-        for path, length in ways.items():
-            before = callee.ways.get(path)
-            if length is None and before is not None and not self._is_named(callee, path[0]):
-                raise FlowdpError(
-                    f"{_argument(callee, path)} has gone whole to every device so far, with a length of "
-                    f"{before} beside batches of another, and is now as long as the batch "
-                    f"({arguments.samples}), so it would be cut. If it is no part of the batch, "
-                    f"{self._advice(callee, path, None)}; if it is, {self._advice(callee, path, 0)}"
-                )
-        callee.ways = {**ways, **callee.ways}
-        callee.pattern = pattern
-
     def dims_with(self, names: Sequence[str | int], own: Mapping[str | int, int | None]) -> DimOption:
         """The option `dim` with other dims (`own`) of some arguments, of all those named."""
         if isinstance(self.dim, Mapping):
             return {**self.dim, **own}
         known = {**dict.fromkeys(names, self.dim), RETURN: self.dim} if self.dim else {}
         return {**known, **own}
-
-    def _advice(self, callee: Callee, path: KeyPath, dim: int | None) -> str:
-        name, *inside = callee.named(path)
-        if inside:
-            return "give it as an argument of its own, or cut the call by split="
-        if dim is not None and isinstance(self.dim, int):
-            dim = self.dim
-        names = callee.parameters or callee.positional
-        return f"say dim={self.dims_with(names, {name: dim})!r} in setup()"
-
-    def _is_named(self, callee: Callee, place: str | int) -> bool:
-        return isinstance(self.dim, Mapping) and bool(self.dim.keys() & {place, callee.named((place,))[0]})
 
     def apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: tuple[int, ...]) -> list[Call]:
         """The calls that the user's `split` makes of one.
@@ -308,12 +232,6 @@ class Layout:
                 )
             weights[function] = weight.detach().reshape(()).double()
         return weights
-
-
-def _argument(callee: Callee, path: KeyPath) -> str:
-    """Description of an argument, or of an item of it, for a message."""
-    name, *inside = callee.named(path)
-    return f"{callee.name}: argument {name!r}" + "".join(f"[{key!r}]" for key in inside)
 
 
 def _by_name(given: Any, path: KeyPath, default: Any) -> Any:

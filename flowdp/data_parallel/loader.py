@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
-
-import torch
 
 from flowdp.data.ring_gauge import RingGauge
 from flowdp.data.slots import keep_for
 from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
-from flowdp.data_parallel.batches import END, Batches, Copied, may_read_ahead, open_batches, samples_of
+from flowdp.data_parallel.batches import END, Copied, LoaderBatches, may_read_ahead, open_batches, samples_of
 from flowdp.data_parallel.windows import Piece, Window
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.streams import Lane
@@ -118,7 +117,9 @@ class Windows:
         is_left: Set it to end a window that is being read with the batch under way.
     """
 
-    def __init__(self, batches: Batches, lanes: Sequence[Lane], balancer: Balancer | SingleDevice) -> None:
+    def __init__(
+        self, batches: LoaderBatches, lanes: Sequence[Lane], balancer: Balancer | SingleDevice
+    ) -> None:
         self._batches = batches
         self._lanes = lanes
         self._balancer = balancer
@@ -150,11 +151,11 @@ class Windows:
             if batch is END or self.is_left:
                 break
             batch = self._batches.own(batch)  # the whole window is read before any of it is used
-            pieces.append(self._piece(rank, batch, self._batches.samples(batch)))
+            pieces.append(self._piece(rank, batch, samples_of(batch)))
         return Window(pieces, home) if pieces else None
 
     def _shards(self, batch: Any) -> list[Piece]:
-        samples = self._batches.samples(batch)
+        samples = samples_of(batch)
         sizes = self._balancer.cut(samples)
         ranks = [rank for rank, size in enumerate(sizes) if size]
         if len(ranks) == 1:  # whole: it need not be one that can be cut
@@ -192,7 +193,7 @@ class WindowLoader:
         usage: Part of a device that may be in use.
         depth: Windows that are read ahead, at most; None: by the devices' memory.
 
-    Threads: iterate it and `close` it in the thread that made it.
+    Threads: iterate it, once, and `close` it in the thread that made it.
     """
 
     def __init__(
@@ -201,27 +202,35 @@ class WindowLoader:
         self._windows = windows
         self._lanes = lanes
         limit = WINDOWS_AHEAD if depth is None else depth
-        first = min(limit, FIRST_DEPTH)
-        places: dict[torch.device, list[int]] = {}
-        for rank, lane in enumerate(lanes):
-            if lane.is_async:
-                places.setdefault(lane.device, []).append(rank)
-        self._gauges = [RingGauge(lanes[own[0]], usage=usage, limit=limit) for own in places.values()]
-        self._rings = [_WindowsAhead(self, own, first) for own in places.values()]
-        for gauge, ring in zip(self._gauges, self._rings, strict=True):
-            gauge.join(ring)
-        self._changed = threading.Condition()  # guards everything below
-        self._ready: deque[Window] = deque()
-        self._end: BaseException | None = None
-        self._is_over = False
-        self._depth = first
-        self._is_awaited = False
-        self._thread = threading.Thread(target=self._read, name="flowdp-loader", daemon=True)
+        self._first = min(limit, FIRST_DEPTH)
+        self._read: SimpleQueue[Window | BaseException | None] = SimpleQueue()  # None: the loader's end
+        self._wanted: SimpleQueue[bool] = SimpleQueue()  # an entry for each window to read; False: no more
+        self._rings: list[_WindowsAhead] = []
+        self._gauges: list[RingGauge] = []
+        for device in dict.fromkeys(lane.device for lane in lanes if lane.is_async):
+            ranks = [rank for rank, lane in enumerate(lanes) if lane.is_async and lane.device == device]
+            self._rings.append(_WindowsAhead(ranks, self._first, self._read.qsize))
+            self._gauges.append(RingGauge(lanes[ranks[0]], usage=usage, limit=limit))
+            self._gauges[-1].join(self._rings[-1])
+        self._thread = threading.Thread(target=self._run, name="flowdp-loader", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Window]:
         """The windows; each is the caller's until the next is requested. Errors as of `Windows.read`."""
-        while (window := self._next()) is not None:
+        asked = 0  # windows that are being read, or lie ready
+        while True:
+            if asked == 0:
+                self._wanted.put(True)
+                asked = 1
+            window = self._next()
+            if window is None:
+                return
+            asked -= 1
+            # The gauges were read just before this window.
+            depth = min((ring.depth for ring in self._rings), default=self._first)
+            while asked < depth:
+                self._wanted.put(True)
+                asked += 1
             yield window
             for gauge in self._gauges:
                 gauge.trained(0)
@@ -229,71 +238,39 @@ class WindowLoader:
     def close(self) -> None:
         """Stop reading, and wait for the batch that is being read."""
         self._windows.is_left = True
-        with self._changed:
-            self._changed.notify_all()
+        self._wanted.put(False)
         self._thread.join()
         for gauge in self._gauges:
             gauge.close()
 
     def _next(self) -> Window | None:
-        with self._changed:
-            self._is_awaited = True
-            self._changed.notify_all()
-            while not self._ready and not self._is_over:
-                self._changed.wait(LISTEN_S)  # a Ctrl-C comes between two of them
-            self._is_awaited = False
-            if self._ready:
-                window = self._ready.popleft()
-                self._changed.notify_all()
-                return window
-        if self._end is not None:
-            raise self._end
-        return None
+        while True:
+            try:
+                window = self._read.get(timeout=LISTEN_S)  # a Ctrl-C comes between two of them
+            except Empty:
+                continue
+            if isinstance(window, BaseException):
+                raise window
+            return window
 
-    def _read(self) -> None:
+    def _run(self) -> None:
         try:
-            while self._await_room():
+            while self._wanted.get() and not self._windows.is_left:
                 for gauge in self._gauges:
                     gauge.look(0)
                 window = self._windows.read()
-                if window is None:
-                    break
-                with self._changed:
+                if window is not None:
                     for ring in self._rings:
                         ring.batch_bytes = window.bytes_of(ring.ranks)
-                    self._ready.append(window)
-                    self._changed.notify_all()
+                self._read.put(window)
+                if window is None:
+                    return
         except BaseException as error:
             keep_memory(self._lanes)
-            self._end = error
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
-
-    def _await_room(self) -> bool:
-        """Wait until another window may be read; False: none is wanted any more."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._windows.is_left
-                    or len(self._ready) < self._depth
-                    or (self._is_awaited and not self._ready)
-                )
-            )
-            return not self._windows.is_left
-
-    def resized(self) -> None:
-        """Read as many windows ahead as each of the devices allows."""
-        with self._changed:
-            self._depth = min(ring.depth for ring in self._rings)
-            self._changed.notify_all()
-
-    def ahead(self) -> int:
-        """Windows that lie ready."""
-        with self._changed:
-            return len(self._ready)
+            self._read.put(error)
 
 
+@dataclass(slots=True)
 class _WindowsAhead:
     """The windows ahead on one device, for its gauge; see `Ring`.
 
@@ -301,23 +278,22 @@ class _WindowsAhead:
 
     Attributes:
         ranks: Ranks of the device.
-        batch_bytes: Size of the last window there.
         depth: Windows that the device allows.
+        count: Number of windows that lie ready.
+        batch_bytes: Size of the last window there.
     """
 
-    def __init__(self, loader: WindowLoader, ranks: Collection[int], depth: int) -> None:
-        self.ranks = ranks
-        self.batch_bytes = 0
-        self.depth = depth
-        self._loader = loader
+    ranks: Collection[int]
+    depth: int
+    count: Callable[[], int]
+    batch_bytes: int = 0
 
     @property
     def ahead(self) -> int:
         """Windows that lie ready; see `Ring.ahead`."""
-        return self._loader.ahead()
+        return self.count()
 
     def resize(self, depth: int) -> bool:
         """Allow so many windows ahead from now on; see `Ring.resize`."""
         self.depth = depth
-        self._loader.resized()
         return False

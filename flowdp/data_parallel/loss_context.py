@@ -65,17 +65,12 @@ class Inputs:
         self._fields: tuple[str | int, ...] | None = None
         if fields is not None and not callable(fields):
             named = (fields,) if isinstance(fields, (str, int)) else fields
-            if not isinstance(named, Sequence):
+            is_known = isinstance(named, Sequence) and all(isinstance(field, (str, int)) for field in named)
+            if not is_known or not named:
                 raise OptionError(
-                    f"inputs must be keys or positions of a batch, or a function of it, not {fields!r}"
+                    "inputs must be keys (str) or positions (int) of a batch, at least one, or a function of "
+                    f"it, not {fields!r}"
                 )
-            for field in named:
-                if not isinstance(field, (str, int)) or isinstance(field, bool):
-                    raise OptionError(
-                        f"inputs must be keys (str) or positions (int) of a batch, not {field!r}"
-                    )
-            if not named:
-                raise OptionError("inputs must name at least one field of the batch, or be left out")
             self._fields = tuple(named)
         self._parameters = list(inspect.signature(module.forward).parameters)
 

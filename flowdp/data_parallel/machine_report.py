@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from flowdp.data.trees import tensors_of
 
-__all__ = ["MachineReport", "batch_checksum", "difference_of", "message_of", "rate_bits", "reports_in"]
+__all__ = ["MachineReport", "batch_checksum", "difference_of", "message_of", "rate_of", "reports_in"]
 
 SAMPLED = 4_096
 """Bytes of each tensor of a batch that are compared with other machines' batches."""
@@ -21,23 +20,23 @@ SAMPLED = 4_096
 
 @dataclass(slots=True)
 class MachineReport:
-    """State of a machine at a sum of gradients; whole numbers of 64 bits.
+    """State of a machine at a sum of gradients; numbers that float64 holds exactly.
 
     Attributes:
         ended: 1: its epoch has ended, and it brings no gradients.
         layout: Checksum of the names and forms of the gradients.
         steps: Steps of its first optimizer.
-        rate: Bits of the learning rate.
+        rate: Learning rate; 0: it is not known.
         batch: Checksum of the first batch; 0: none.
         samples: Weight of its gradients.
     """
 
-    ended: int = 0
-    layout: int = 0
-    steps: int = 0
-    rate: int = 0
-    batch: int = 0
-    samples: int = 0
+    ended: float = 0
+    layout: float = 0
+    steps: float = 0
+    rate: float = 0
+    batch: float = 0
+    samples: float = 0
 
 
 WIDTH = len(fields(MachineReport))
@@ -61,11 +60,11 @@ def message_of(report: MachineReport, index: int, count: int, flags: Sequence[bo
         flags: What each machine says of the same things.
 
     Returns:
-        Whole numbers of 64 bits. Shape (count * numbers of a report + flags,).
+        Shape (count * numbers of a report + flags,).
     """
-    numbers = [0] * (count * WIDTH)
+    numbers = [0.0] * (count * WIDTH)
     numbers[index * WIDTH : (index + 1) * WIDTH] = astuple(report)
-    return torch.tensor([*numbers, *flags], dtype=torch.int64)
+    return torch.tensor([*numbers, *flags], dtype=torch.float64)
 
 
 def reports_in(message: torch.Tensor, count: int) -> tuple[list[MachineReport], list[bool]]:
@@ -76,7 +75,7 @@ def reports_in(message: torch.Tensor, count: int) -> tuple[list[MachineReport], 
 
 
 def difference_of(reports: Sequence[MachineReport], names: Sequence[str]) -> str:
-    """The first difference between machines, in words; "" where all do the same.
+    """The first thing that is wrong between machines, in words; "" where all do the same on other samples.
 
     Args:
         reports: Those of all machines.
@@ -85,22 +84,21 @@ def difference_of(reports: Sequence[MachineReport], names: Sequence[str]) -> str
     for field, text in DIFFERENCES.items():
         values = [getattr(report, field) for report in reports]
         if len(set(values)) > 1:
-            shown = [_rate(bits) for bits in values] if field == "rate" else values
-            of_each = ", ".join(f"{value} on {name}" for value, name in zip(shown, names, strict=True))
-            return f"{text}: {of_each}"
+            of_each = ", ".join(f"{value:.12g} on {name}" for value, name in zip(values, names, strict=True))
+            return f"the machines do not do the same: {text}: {of_each}"
+    if reports[0].batch and all(report.batch == reports[0].batch for report in reports):
+        return (
+            "every machine has begun with the same batch, so all would train the same samples: give each "
+            "its own, by a torch.utils.data.DistributedSampler, or a shard of the data; if it is meant, "
+            "call the model in a loop over the loader"
+        )
     return ""
 
 
-def rate_bits(optimizer: Optimizer | None) -> int:
-    """The learning rate of an optimizer's first group, as bits; 0: it is not known."""
+def rate_of(optimizer: Optimizer | None) -> float:
+    """The learning rate of an optimizer's first group; 0: it is not known."""
     rate = None if optimizer is None else optimizer.param_groups[0].get("lr")
-    if not isinstance(rate, (int, float)):  # a tensor: the host would wait for a device
-        return 0
-    return int.from_bytes(struct.pack("<d", rate), "little", signed=True)
-
-
-def _rate(bits: int) -> float:
-    return float(struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0])
+    return rate if isinstance(rate, (int, float)) else 0.0  # for a tensor the host would wait for a device
 
 
 def batch_checksum(batch: Any) -> int:

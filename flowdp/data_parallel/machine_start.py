@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from flowdp.data.trees import tree_map
 from flowdp.data_parallel.machine_memory import spread
 from flowdp.device.structure import difference, structure
 from flowdp.errors import OptionError
+from flowdp.modules.whole_batch import check_embeddings
 from flowdp.network.machines import Machines, find_machines
 from flowdp.options import MachineOptions, Payload
 from flowdp.replica.factories import needs_closure
@@ -84,7 +84,7 @@ def check_windows(cadence: object, *, windows: bool) -> None:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Check that a model has no layer that needs the batch of all machines, or whose gradients are sparse.
+    """Check that a model has no layer that needs the batch of all machines.
 
     Raises:
         OptionError: It has one.
@@ -94,29 +94,7 @@ def check_trainable(model: nn.Module) -> None:
             "SyncBatchNorm takes the statistics of the devices of one machine, and this job has several "
             "machines: leave the model unconverted (each device normalises its part), or use GroupNorm"
         )
-    for name, part in model.named_modules():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-            raise OptionError(
-                f"{name!r} has sparse=True, and sparse gradients are not summed over machines: sparse=False"
-            )
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.scale_grad_by_freq:
-            raise OptionError(
-                f"{name!r} has scale_grad_by_freq=True, and each machine would count the indices of its own "
-                "batch: scale_grad_by_freq=False"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Model and arguments of a machine, which all compare before they train.
-
-    Attributes:
-        tensors: Parameters and buffers in words, by name.
-        settings: Arguments of `setup` that must be the same everywhere.
-    """
-
-    tensors: dict[str, str]
-    settings: dict[str, Any]
+    check_embeddings(model, "setup", is_shared=True)
 
 
 def share_start(machines: Machines, model: nn.Module, settings: dict[str, Any]) -> None:
@@ -125,26 +103,15 @@ def share_start(machines: Machines, model: nn.Module, settings: dict[str, Any]) 
     Args:
         machines: All of them.
         model: On any devices; its tensors are written to in place.
-        settings: Arguments that must be the same on all machines, by name.
+        settings: Arguments of `setup` that must be the same on all machines, by name.
 
     Raises:
         OptionError: The machines differ; every machine raises it, with the first difference.
         CollectiveError: A machine was lost, or does not come.
     """
-    starts = machines.gather(_Start(structure(model, every_name=True), settings))
-    first = starts[0]
-    for name, other in zip(machines.names[1:], starts[1:], strict=True):
-        here, there = f"on {name}", f"on {machines.names[0]}"
-        if found := difference(other.tensors, first.tensors, here, there):
-            raise OptionError(
-                f"the models of the machines differ: {found}; every machine must build the same model"
-            )
-        for key, value in first.settings.items():
-            if other.settings[key] != value:
-                raise OptionError(
-                    f"setup() was called with {key}={other.settings[key]!r} {here} and {key}={value!r} "
-                    f"{there}: every machine must make the same call"
-                )
+    words = structure(model, every_name=True)
+    words |= {f"setup(..., {name}=)": repr(value) for name, value in settings.items()}
+    _check_same(machines, machines.gather(words), "build the same model and make the same call of setup()")
     spread(machines, [*model.parameters(), *model.buffers()])
 
 
@@ -162,48 +129,36 @@ def share_optimizers(machines: Machines, model: nn.Module, optimizers: Sequence[
                 "machine's batch alone: on several machines use an optimizer without a closure"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
-    mine = [_described(optimizer, names) for optimizer in optimizers]
-    gathered = machines.gather((mine, any(optimizer.state for optimizer in optimizers)))
-    first, has_state = gathered[0]
-    for name, (other, _) in zip(machines.names[1:], gathered[1:], strict=True):
-        if found := _difference(other, first, f"on {name}", f"on {machines.names[0]}", has_state=has_state):
-            raise OptionError(f"the optimizers of the machines differ: {found}; make the same on each")
-    if any(has for _, has in gathered):
+    kinds, numbers = {}, {}
+    for number, optimizer in enumerate(optimizers):
+        kinds[f"optimizer {number}"] = type(optimizer).__name__
+        for place, group in enumerate(optimizer.param_groups):
+            which = f"of group {place} of optimizer {number}"
+            kinds[f"parameters {which}"] = ", ".join(names.get(one, "?") for one in group["params"])
+            for key, value in group.items():
+                plain = value.tolist() if isinstance(value, Tensor) else value
+                if isinstance(plain, (bool, int, float, str, tuple, type(None))):
+                    numbers[f"{key} {which}"] = repr(plain)
+    gathered = machines.gather((kinds, numbers, any(optimizer.state for optimizer in optimizers)))
+    # With machine 0's state its numbers come, too.
+    compared = [kinds if gathered[0][2] else {**kinds, **numbers} for kinds, numbers, _ in gathered]
+    _check_same(machines, compared, "make the same optimizers")
+    if any(has_state for *_, has_state in gathered):
         states = machines.share([tree_map(_on_host, optimizer.state_dict()) for optimizer in optimizers])
         if not machines.leads:
             for optimizer, state in zip(optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
 
 
-def _described(optimizer: Optimizer, names: dict[Any, str]) -> dict[str, str]:
-    """Kind, parameters and numbers of an optimizer, in words."""
-    found = {"kind": type(optimizer).__name__}
-    for number, group in enumerate(optimizer.param_groups):
-        found[f"parameters of group {number}"] = ", ".join(names.get(one, "?") for one in group["params"])
-        for key, value in group.items():
-            if key != "params" and isinstance(value, (bool, int, float, str, tuple, Tensor, type(None))):
-                plain = value.tolist() if isinstance(value, Tensor) else value
-                found[f"{key} of group {number}"] = repr(plain)
-    return found
+def _check_same(machines: Machines, words: Sequence[Mapping[str, str]], remedy: str) -> None:
+    """Check that all machines describe what they have in the same words.
 
-
-def _difference(
-    mine: Sequence[dict[str, str]],
-    theirs: Sequence[dict[str, str]],
-    here: str,
-    there: str,
-    *,
-    has_state: bool,
-) -> str:
-    if len(mine) != len(theirs):
-        return f"there are {len(mine)} {here} and {len(theirs)} {there}"
-    for one, other in zip(mine, theirs, strict=True):
-        for key in {**other, **one}:
-            # The numbers of the groups come with the state.
-            is_kept = not has_state or key == "kind" or key.startswith("parameters")
-            if is_kept and one.get(key) != other.get(key):
-                return f"{key} is {one.get(key, 'missing')} {here} and {other.get(key, 'missing')} {there}"
-    return ""
+    Raises:
+        OptionError: They do not.
+    """
+    for name, other in zip(machines.names[1:], words[1:], strict=True):
+        if found := difference(other, words[0], f"on {name}", f"on {machines.names[0]}"):
+            raise OptionError(f"the machines differ: {found}; every machine must {remedy}")
 
 
 def _on_host(leaf: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowdp.data_parallel.arguments import OptimizerOption, check_optimizers
-from flowdp.data_parallel.balancer import Balancer, SingleDevice
-from flowdp.data_parallel.buffer_mean import average_buffers
 from flowdp.data_parallel.machine_sum import MachineSum
-from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.sharded_call import collect_gradients
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.replica.factories import needs_closure
 from flowdp.replica.learning_rate import no_rate_to_scale
@@ -30,10 +26,9 @@ class OptimizerHooks:
 
     Args:
         module: The user's.
-        replicas: The replicas, which hold gradients, too; None for one device.
-        balancer: Learns from each step.
-        averages: Whether each step takes the mean of all ranks' buffers.
+        stepped: Called after each step of the first optimizer; a bound method, which is not kept alive.
         sums: Sums over the machines of the job; None: there is one.
+        written: Called with the parameters of each optimizer after its steps, which torch may not count.
 
     Attributes:
         optimizers: The user's optimizers.
@@ -45,19 +40,16 @@ class OptimizerHooks:
     def __init__(
         self,
         module: nn.Module,
-        replicas: Replicas | None,
-        balancer: Balancer | SingleDevice,
-        *,
-        averages: bool,
+        stepped: Callable[[], None],
         sums: MachineSum | None = None,
+        written: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         self.optimizers: tuple[Optimizer, ...] = ()
         self.count = 0
         self._module = module
-        self._replicas = replicas
-        self._balancer = balancer
-        self._averages = averages
+        self._stepped = weakref.WeakMethod(stepped)
         self._sums = sums
+        self._written = written
         self._hooks: list[Any] = []
         self._held: list[float] = []  # rates before the last `set_lr`, which may have set them to 0
 
@@ -76,7 +68,7 @@ class OptimizerHooks:
         # An optimizer that outlives this must not keep it, and the replicas behind it.
         before, after = (partial(_call, weakref.WeakMethod(one)) for one in (self._before, self._after))
         self._hooks = [optimizer.register_step_post_hook(after) for optimizer in self.optimizers]
-        if self._replicas is not None or self._sums is not None:
+        if self._sums is not None:
             self._hooks += [optimizer.register_step_pre_hook(before) for optimizer in self.optimizers]
 
     def step(self, scaler: torch.amp.GradScaler | None, max_norm: float | None) -> None:
@@ -135,45 +127,33 @@ class OptimizerHooks:
             group["lr"] = group["lr"] * 0 + (rate * (lr / lead) if lead else lr)  # a tensor stays one
 
     def collect(self) -> None:
-        """Add gradients that backwards without a sum have left at replicas and machines to the user's."""
-        sums = self._sums
-        is_due = sums is not None and sums.is_due()
-        if self._replicas is not None:
-            with nullcontext() if sums is None else sums.held():
-                collect_gradients(self._replicas)
-        if sums is not None and is_due:
-            sums.reduce()
+        """Sum the gradients that backwards inside `no_sync` have left at the machines."""
+        if self._sums is not None and self._sums.is_due():
+            self._sums.reduce()
 
     def _before(self, optimizer: Optimizer) -> None:
-        self._collect_before_a_step()
-        if self._sums is not None:
-            self._sums.check_step(optimizer)
-
-    def _collect_before_a_step(self) -> None:
-        replicas = self._replicas
-        has_unsummed = replicas is not None and any(map(replicas.has_unsummed, range(len(replicas.modules))))
-        if not has_unsummed and (self._sums is None or not self._sums.is_due()):
+        sums = self._sums
+        if sums is None:
             return
-        if _is_in_a_scalers_step():
-            raise FlowdpError(
-                "the scaler has unscaled the gradients of the first device alone, because no_sync() has left "
-                "those of the others there: step by dp.step(scaler), or let the last backward be outside"
-            )
-        self.collect()
+        if sums.is_due():
+            if _is_in_a_scalers_step():
+                raise FlowdpError(
+                    "the scaler has unscaled the gradients of this machine alone, because no_sync() has left "
+                    "those of the others there: step by dp.step(scaler), or let the last backward be outside"
+                )
+            self.collect()
+        sums.check_step(optimizer)
 
     def _after(self, optimizer: Optimizer) -> None:
-        if self._replicas is not None:
-            written = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-            # Fused steps, and kernels of other libraries, do not count their writes.
-            torch.autograd.graph.increment_version(written)
+        if self._written is not None:
+            self._written([tensor for group in optimizer.param_groups for tensor in group["params"]])
         if optimizer is not self.optimizers[0]:
             return
         self.count += 1
-        if self._replicas is not None and self._averages:
-            average_buffers(self._replicas, self._balancer.samples)
         if self._sums is not None:
             self._sums.stepped()
-        self._balancer.step()
+        if (stepped := self._stepped()) is not None:
+            stepped()
 
 
 def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer, *_: Any) -> None:

@@ -1,55 +1,46 @@
 """The user's module and its replicas on the other devices, a thread for each, for a loop the user owns.
 
-Rank 0 is the user's own module. The others are kept like it: before a replica computes, it is sent the
-changes of the user's module since its last job. So only the user's optimizer steps, and other writes to the
-module (weight clipping, `load_state_dict`, an average of weights) reach all devices, too. Replicas on the CPU
-use the memory of the user's parameters.
+Rank 0 is the user's own module. The other ranks have shallow replicas of it, renewed before each call. So
+only the user's optimizer steps, and whatever the loop does to the module has its effect on all devices.
+
+Ranks on the CPU use the user's own parameters. Ranks on other devices have copies of them, which are sent
+anew before each call. Buffers are copied for each call, for a forward may write to them.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
-from itertools import compress
-from math import nan
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
+from flowdp.collective.base import add_weighted
 from flowdp.collective.batch_norm import SharedStatistics, taking_part
 from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for
 from flowdp.data.trees import tensors_of
-from flowdp.data_parallel.lost_gradients import check_transforms
-from flowdp.data_parallel.module_tensors import ModuleTensors
-from flowdp.data_parallel.nccl_transfer import Copying, Link, NcclTransfer, Reducing, State, is_elsewhere
-from flowdp.data_parallel.shared_memory import SharedMemory
+from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link, Reducing
 from flowdp.data_parallel.stopwatch import Stopwatch
-from flowdp.data_parallel.unseen_writes import UnseenWrites
-from flowdp.device.compiled import FirstCalls, frees_at_once, warn_of_draws
+from flowdp.device.compiled import FirstCalls, warn_of_draws
 from flowdp.device.copies import carry, copied
-from flowdp.device.draws import NoRedraws, OwnDraws, draw_seed, share_generator
+from flowdp.device.draws import NoRedraws, OwnDraws, SeededCalls, draw_seed, share_generator
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.device.torch_modes import caller_modes, unhooked
-from flowdp.errors import FlowdpError, OptionError
-from flowdp.modules.attributes import Attributes
-from flowdp.modules.copying import ReplicaFactory, make_replica
-from flowdp.modules.hooks import Outside
+from flowdp.errors import FlowdpError
+from flowdp.modules.shallow import ShallowReplicas
 from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.recheck import Recheck
-from flowdp.replica.launch_turns import open_turns
 from flowdp.threads.crew import Crew
 
-__all__ = ["Replicas"]
-
-log = logging.getLogger("flowdp")
+__all__ = ["Isolated", "Replicas"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -57,12 +48,25 @@ U = TypeVar("U")
 Modes = Callable[[], AbstractContextManager[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Isolated:
+    """A run that leaves no trace in attributes, containers and tensors of the module.
+
+    Attributes:
+        prepare: Called with each replica and its rank, before it runs.
+        instead: Tensors that stand for the module's own, by the identity of those; those that require grad
+            are leaves.
+    """
+
+    prepare: Callable[[nn.Module, int], None]
+    instead: Mapping[int, Tensor]
+
+
 class Replicas:
     """One module per device, and threads that run them at once.
 
     Args:
         module: The user's, rank 0; on the first device.
-        factory: Makes a replica for a device; None: copies of the module.
         lanes: One per rank. On CUDA the first device's work is done by the calling thread on its current
             stream, as in a loop without replicas.
         pools: Choose the size of the OpenMP pool of each rank's own thread. Shape (world_size,).
@@ -70,27 +74,25 @@ class Replicas:
         link: Opens NCCL; None: the ranks' threads copy.
 
     Attributes:
-        modules: One per rank.
+        module: As given.
+        modules: One per rank; those of other ranks are renewed by `follow`.
         devices: One per rank.
         watches: One per rank: times of its jobs on the device.
         summing: Times of the sums of gradients.
         pools: As given; updated where the watches are read.
-        transfer: NCCL between the ranks; None without it.
-        turns: Turns to launch; None where forwards meet.
-        shares_generator: Flag per rank: it draws from a generator from which others draw, too.
-        own_draws: Per rank, the generator of the job under way; None: the device's.
+        apart: Numbers of the parameters to which a forward writes by a write that torch counts, or which it
+            moves (`p.data = ...`): the other CPU ranks have tensors of their own, in the same memory.
+        turn: Held by a call from its first look at the module to its last, for threads take turns.
 
     Raises:
-        OptionError: The module cannot be copied, or the replicas differ.
         CollectiveError: NCCL was asked for, and does not work here.
 
-    Threads: one of the user's at a time.
+    Threads: the one that holds `turn`.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        factory: ReplicaFactory | None,
         lanes: Sequence[Lane],
         pools: Sequence[PoolSize],
         *,
@@ -100,292 +102,187 @@ class Replicas:
         self.devices = tuple(lane.device for lane in lanes)
         self.watches = tuple(Stopwatch(lane) for lane in lanes)
         self.summing = Stopwatch(lanes[0])
-        self._lanes = tuple(lanes)
         self.pools = tuple(pools)
+        self.turn = threading.RLock()
+        self.apart: set[int] = set()
+        self.module = module
+        self._lanes = tuple(lanes)
         self._repeats = repeats
-        replicas = [make_replica(module, factory, lane) for lane in lanes[1:]]
-        self.modules = (module, *replicas)
-        self._tensors = [ModuleTensors(replica) for replica in self.modules]
-        for table, device in zip(self._tensors[1:], self.devices[1:], strict=True):
-            table.check_like(self._tensors[0], device)
-        self._calls = [FirstCalls(replica) for replica in self.modules]
+        self._shallow = ShallowReplicas(module, len(lanes))
+        self._shallow.look()
+        self._tensors: list[list[Tensor]] = []
+        self._is_isolated = False
+        self._count = 0  # parameters of the user's module at the last `follow`
+        self._copies: DeviceCopies | None = None
+        if any(lane.is_async for lane in lanes):
+            self._copies = DeviceCopies(self.parameters(), lanes, link)
+        self.modules: tuple[nn.Module, ...] = (module,)
+        self.follow()
+        self._norms = [SharedStatistics(replica) for replica in self.modules]
+        self._calls = [FirstCalls(module) for _ in lanes]
         if repeats:
             warn_of_draws(self.devices, self._calls[0].are_compiled)
-        self._norms = [SharedStatistics(replica) for replica in self.modules]
-        self.turns = open_turns(len(lanes), meets=bool(self._norms[0]))
-        for norm, device in zip(self._norms, self.devices, strict=True):
-            if len(norm) != len(self._norms[0]):
-                raise OptionError(
-                    f"the replica for {device} has {len(norm)} SyncBatchNorm layers and the model has "
-                    f"{len(self._norms[0])}; replica(device) must convert it as the model is"
-                )
-        self._sharings = [
-            SharedMemory(table, self._tensors[0])
-            if rank and not lane.is_async and not lanes[0].is_async
-            else None
-            for rank, (table, lane) in enumerate(zip(self._tensors, lanes, strict=True))
-        ]
-        self._attributes = Attributes([table.modules for table in self._tensors])
-        self._unseen = UnseenWrites(lanes[0]) if lanes[0].is_async else None
-        self._kept = [False] * len(lanes)  # buffers that are the rank's own until the user's change
-        self._ran: set[int] = set()
-        self._now: list[State] = []
-        self._due: list[list[int]] = []  # per rank, the tensors that it has to be sent
-        self._sources: dict[int, Tensor] = {}
-        self._sent: list[list[State]] = [[] for _ in lanes]
-        self._unsummed_in: int | None = None  # the backward that left gradients at all ranks
-        self._unsummed: dict[int, tuple[TensorWeakRef, int]] = {}  # the user's own behind it, and its version
-        self._is_spoilt = False
-        self._is_first_backward = len(lanes) > 1
-        self.shares_generator = [not repeats and is_shared for is_shared in share_generator(self.devices)]
+        self._shares_generator = share_generator(self.devices)
         self._redraws = [Recheck() for _ in lanes]
-        self.own_draws: list[OwnDraws | None] = [None] * len(lanes)
         self._kinds = frozenset(device.type for device in self.devices)
         self._asked = [lane.event() for lane in lanes]
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
-        self._copying = Copying(self.devices[0])
-        self.transfer = None if link is None else NcclTransfer.open(link, self._tensors, lanes)
         own_thread = not lanes[0].is_async
         names = [f"flowdp-replica-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
         self._crew = Crew(names, partial(_around, self._lanes, self.pools))
 
-    def on_first_rank(self, job: Callable[[], T]) -> T:
-        """Run a job where the first rank's work is done, outside its stopwatch, in the caller's modes.
+    # ------------------------------------------------------------------ tensors
+    def parameters(self) -> list[Tensor]:
+        """The parameters in the tables of the user's module, each once."""
+        return _each_once(part._parameters for part in self._shallow.parts)
 
-        Raises:
-            BaseException: Raised by it.
+    def buffers(self) -> list[Tensor]:
+        """The buffers there, each once."""
+        return _each_once(part._buffers for part in self._shallow.parts)
+
+    def trained(self, rank: int = 0) -> list[Tensor]:
+        """The tensors of the module that require grad, as they are on a rank since `follow`."""
+        return self._tensors[rank]
+
+    def follow(self, isolated: Isolated | None = None) -> None:
+        """Renew the replicas: they are like the user's module as it is now.
+
+        Args:
+            isolated: Of a run that leaves no trace in the module: the first rank has a replica then, too.
+
+        Streams:
+            Tensors are sent on the caller's current ones of all devices.
         """
-        modes = self.modes()
+        self._is_isolated = isolated is not None
+        known = {} if isolated is None else isolated.instead
+        own = self.parameters()
+        count = self._count = len(own)
+        own += self.buffers()
+        now = [known.get(id(tensor), tensor) for tensor in own]
+        kept = [number for number, tensor in enumerate(now) if number < count or tensor.requires_grad]
+        written = [number for number in range(count, len(own)) if not now[number].requires_grad]
+        columns = None if self._copies is None else self._copies.send([now[number] for number in kept])
+        modules, self._tensors = [self.module], []
+        for rank in range(len(self._lanes)):
+            column = list(now)
+            if rank and columns is not None:
+                for number, tensor in zip(kept, columns[rank - 1], strict=True):
+                    column[number] = tensor
+            else:
+                for number in self.apart if rank else ():
+                    column[number] = now[number].data.requires_grad_(now[number].requires_grad)
+            self._tensors.append([column[k] for k, tensor in enumerate(now) if tensor.requires_grad])
+            if rank == 0 and isolated is None:
+                continue
+            fresh = _fresh([now[number] for number in written], self.devices[rank])
+            for number, tensor in zip(written, fresh, strict=True):
+                column[number] = tensor
+            instead = dict(zip(map(id, own), column, strict=True))
+            module = self._shallow.renew(rank, instead)
+            if isolated is not None:
+                isolated.prepare(module, rank)
+            modules[rank:] = [module]
+        self.modules = tuple(modules)
 
-        def do() -> T:
-            with unhooked(), modes():
-                return job()
+    def versions(self) -> list[int]:
+        """Torch's counts of writes to the parameters; 0 where it does not count."""
+        return [0 if tensor.is_inference() else tensor._version for tensor in self.parameters()]
 
-        (done, *_) = self._crew.run([do, *[None] * (len(self.modules) - 1)])
-        return cast(T, done)
+    @contextmanager
+    def standing_in(self, instead: Mapping[int, Tensor]) -> Iterator[None]:
+        """Context in which other tensors stand in the tables of the user's module.
+
+        Args:
+            instead: By the identity of the module's own.
+        """
+        tables: list[dict[str, Any]] = []
+        for part in self._shallow.parts:
+            tables += [part._parameters, part._buffers]
+        held = [
+            (table, name, tensor)
+            for table in tables
+            for name, tensor in table.items()
+            if id(tensor) in instead
+        ]
+        for table, name, tensor in held:
+            table[name] = instead[id(tensor)]
+        try:
+            yield
+        finally:
+            for table, name, tensor in held:
+                if table.get(name) is instead[id(tensor)]:
+                    table[name] = tensor
+
+    @torch.no_grad()
+    def average_buffers(self, samples: Sequence[int]) -> None:
+        """Replace the buffers of the user's module by those of all ranks together, after a call.
+
+        Float and complex buffers: the mean weighted by samples, in float64; integers and flags: the maximum.
+
+        Args:
+            samples: Per rank; one with 0 gives nothing. Shape (world_size,).
+
+        Streams:
+            The caller's current ones, which come after the ranks' work.
+        """
+        givers = [rank for rank, count in enumerate(samples) if count]
+        shares = [samples[rank] / sum(samples) for rank in givers]
+        tables = [self._shallow.tables(rank) if rank else self._own_tables() for rank in givers]
+        for mine, *others in zip(*tables, strict=True):
+            for name, own in mine.items():
+                column = [own, *(table.get(name) for table in others)]
+                if own is None or any(one is None or one.shape != own.shape for one in column):
+                    continue
+                column = carry(column, own.device)
+                if all(torch.equal(one, own) for one in column):
+                    continue  # a graph may have saved what nobody has written to
+                if own.is_floating_point() or own.is_complex():
+                    mean = own.to(torch.complex128 if own.is_complex() else torch.float64, copy=True)
+                    add_weighted(mean, column[1:], shares)
+                else:
+                    mean = torch.stack(column).amax(0)
+                own.data.copy_(mean)  # uncounted, as a batch norm's own writes are
+
+    def _own_tables(self) -> list[dict[str, Any]]:
+        return [part._buffers for part in self._shallow.parts]
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """Training mode of each submodule of the user's module."""
-        return tuple(module.training for module in self._tensors[0].modules)
+        """Training mode of each part of the user's module."""
+        return tuple(part.training for part in self._shallow.parts)
 
-    def trained(self, rank: int) -> list[Tensor]:
-        """The parameters that require grad on rank 0, as they are on a rank."""
-        flags = [tensor.requires_grad for tensor in self._tensors[0].parameters]
-        return list(compress(self._tensors[rank].parameters, flags))
+    def hook(self) -> str | None:
+        """The first hook of a part of the user's module that is none of torch's own; None without one."""
+        for part, hook in self._shallow.hooks():
+            owner = hook if hasattr(hook, "__qualname__") else type(hook)
+            if not str(getattr(owner, "__module__", "")).startswith("torch.nn.utils."):
+                return f"{getattr(owner, '__qualname__', owner)} of {type(part).__name__}"
+        return None
 
-    def buffers(self, rank: int) -> list[Tensor]:
-        """The buffers of a rank, in the same order on all ranks."""
-        return self._tensors[rank].buffers
-
-    def follow(self) -> None:
-        """Find the changes of the user's module before a call, for the replicas to receive.
-
-        Raises:
-            FlowdpError: It has other parts than before, or a derivative is asked for that would be lost.
-        """
-        check_transforms()
-        self._crew.settle()
-        if self._unsummed:
-            self._drop_zeroed()
-        self._tensors[0].check_as_it_was()
-        self._attributes.look()
-        self._attributes.send()
-        self._ran.clear()
-        for mine, *theirs in zip(*(table.modules for table in self._tensors), strict=True):
-            for other in theirs:
-                if other.training is not mine.training:
-                    other.training = mine.training
-                    self.forget()  # an average of weights may have been swapped in, by way of `.data`
-        self._now = [_state(tensor) for tensor in self._tensors[0].tensors]
-        if self._unseen is not None and self._unseen.look([now[:2] for now in self._now]):
-            self._forget_sent()
-        if self.transfer is not None:
-            self.transfer.send(self._now)
-        self._due = self._find_due()
-        self._sources = {}
-        copies: set[int] = set()
-        first = len(self._tensors[0].parameters)
-        for due, sharing in zip(self._due, self._sharings, strict=True):
-            for i in due:
-                # Tensors that the first rank's forward may write to while others still read are copied
-                # before.
-                if i >= first or (sharing is not None and not sharing.has(i)):
-                    copies.add(i)
-                elif sharing is None and i not in self._sources and not self._goes_by_nccl(i):
-                    self._sources[i] = self._now[i][0].detach()
-        if copies:
-            with torch.no_grad():
-                made = copied([self._now[i][0].detach() for i in sorted(copies)])
-            self._sources.update(zip(sorted(copies), made, strict=True))
-
-    def note(self) -> None:
-        """Note the modules as the forward of a call has left them.
-
-        Raises:
-            FlowdpError: The forward changed the module in a way that the replicas cannot follow.
-        """
-        self._attributes.note(self._ran)
-        for rank in self._ran:
-            if (sharing := self._sharings[rank]) is not None:
-                sharing.decide()
-
-    def count_writes(self, rank: int) -> None:
-        """Let torch find in a rank's graph the user's writes to parameters since the forward."""
-        if (sharing := self._sharings[rank]) is not None:
-            sharing.count_writes()
-
-    def _find_due(self) -> list[list[int]]:
-        """Per rank, the tensors that it has to be sent."""
-        now, first = self._now, len(self._tensors[0].parameters)
-        known: dict[int, list[int]] = {}  # of ranks that were last sent the same
-        found: list[list[int]] = [[]]
-        for sent, sharing, is_kept in zip(self._sent[1:], self._sharings[1:], self._kept[1:], strict=True):
-            if not sent:
-                found.append(list(range(len(now))))
-            elif self._unseen is not None:
-                if id(sent) not in known:
-                    pairs = zip(now, sent, strict=True)
-                    known[id(sent)] = [i for i, pair in enumerate(pairs) if _differs(*pair)]
-                found.append(known[id(sent)])
-            else:
-                # Always, where the host has it: to compare takes longer than to copy, and a write to `.data`
-                # is seen.
-                shared = [sharing is not None and sharing.has(i) for i in range(first)]
-                spared = [*shared, *[is_kept] * (len(now) - first)]
-                columns = enumerate(zip(spared, now, sent, strict=True))
-                found.append([i for i, (is_spared, *pair) in columns if not is_spared or _differs(*pair)])
-        return found
-
-    def _goes_by_nccl(self, index: int) -> bool:
-        return self.transfer is not None and self.transfer.carries(index)
-
-    def forget(self) -> None:
-        """Send everything anew: something may have written to the user's module and left no trace."""
-        self._forget_sent()
-        if self._unseen is not None:
-            self._unseen.forget()
-
-    def _forget_sent(self) -> None:
-        self._sent = [[] for _ in self._lanes]
-        if self.transfer is not None:
-            self.transfer.forget()
-
-    def keep_buffers(self, samples: Sequence[int]) -> None:
-        """Leave ranks the buffers that their last call made: count the user's, as they are, as sent.
+    def carrier(self, tensors: Sequence[Tensor], *, is_whole: bool) -> Copying | Reducing:
+        """The transfer of gradients of the first rank's tensors to the first device, where they are summed.
 
         Args:
-            samples: Per rank; one with 0 had no part in that call. Shape (world_size,).
-        """
-        buffers = [_state(buffer) for buffer in self._tensors[0].buffers]
-        for rank, count in enumerate(samples):
-            if rank and count:
-                sent = self._sent[rank]
-                self._sent[rank] = [*sent[: len(sent) - len(buffers)], *buffers]
-                self._kept[rank] = True
-
-    def has_unsummed(self, rank: int) -> bool:
-        """Whether a replica has gradients of backwards without a sum."""
-        return rank > 0 and any(tensor.grad is not None for tensor in self.trained(rank))
-
-    def carrier(self, parameters: Sequence[Tensor], *, is_whole: bool) -> Copying | Reducing:
-        """The transfer of gradients to the first device, where they are summed.
-
-        Args:
-            parameters: Parameters of the first rank.
+            tensors: As `trained` has given them.
             is_whole: Whether all ranks give gradients, which NCCL needs.
         """
-        return self._copying if self.transfer is None or not is_whole else self.transfer.reducing(parameters)
+        if self._copies is None:
+            return Copying(self.devices[0])
+        return self._copies.carrier(tensors, is_whole=is_whole)
 
-    @contextmanager
-    def backward(self, *, keeps: bool) -> Iterator[None]:
-        """Context for a backward pass: drops stale replica gradients first.
+    def hold(self, graph: Any) -> None:
+        """Leave the copies that a graph has saved as they are for as long as its `is_alive` is true."""
+        if self._copies is not None:
+            self._copies.hold(graph)
 
-        They are stale after an error, and where the user has dropped those of the module: `zero_grad()` knows
-        nothing of replicas.
+    def note_writes(self, parameters: Sequence[Tensor]) -> None:
+        """Note writes to the user's parameters that torch may not have counted."""
+        if self._copies is not None:
+            self._copies.note_writes(parameters)
 
-        Args:
-            keeps: Whether the replicas keep their gradients, beside those of the user's module.
-        """
-        task = torch._C._current_graph_task_id()  # -1: not inside a backward of the caller's
-        # Two calls in one graph: the user's own gradients come when both have been through.
-        is_other = self._unsummed_in is not None and (task == -1 or task != self._unsummed_in)
-        if self._is_spoilt or (is_other and all(tensor.grad is None for tensor in self.trained(0))):
-            self.drop_gradients()
-        elif is_other:
-            self._drop_zeroed()
-        if keeps:
-            self._unsummed_in = task
-            if task != -1:  # the user's own gradients come at its end
-                torch.autograd.Variable._execution_engine.queue_callback(self._note_unsummed)
-        try:
-            if self._attributes.is_live:  # a checkpoint in the module calls its parts again
-                self._attributes.look()
-            outside = Outside(self.modules[0], backward=True) if self._is_first_backward else None
-            if outside:
-                outside.note()
-            yield
-            self._is_first_backward = False
-            if outside and (changed := outside.changes()):
-                log.warning(
-                    "the hook %s keeps results in an object of the loop: it is called once by each device, "
-                    "with gradients of its part of the batch",
-                    ", the hook ".join(changed),
-                )
-            if self._attributes.is_live:
-                self._attributes.note(set(range(len(self.modules))))
-            if keeps and task == -1:
-                self._note_unsummed()
-        except BaseException:
-            self._is_spoilt = True
-            raise
-
-    def check_unsummed(self) -> None:
-        """Check that the user's gradients are as they were when those of the replicas were left there.
-
-        Raises:
-            FlowdpError: They have been written to, by clipping or scaling for instance.
-        """
-        self._drop_zeroed()
-        for index, _ in self._written():
-            raise FlowdpError(
-                f"the gradient of {self._tensors[0].names[index]!r} has been written to (clipped or scaled) "
-                "while no_sync() had left those of the other devices there: let the last backward be outside "
-                "no_sync(), or clip by clip_grad_norm_() of what setup() returned"
-            )
-
-    def _note_unsummed(self) -> None:
-        own = ((index, tensor.grad) for index, tensor in enumerate(self._tensors[0].parameters))
-        self._unsummed = {
-            index: (TensorWeakRef(grad), grad._version) for index, grad in own if grad is not None
-        }
-
-    def _written(self) -> Iterator[tuple[int, Tensor | None]]:
-        """The user's gradients that are not as left beside those of the replicas, with their index."""
-        for index, (left, version) in self._unsummed.items():
-            grad = self._tensors[0].parameters[index].grad
-            is_other = grad is None or grad is not left() or grad._version != version
-            if is_other and any(table.parameters[index].grad is not None for table in self._tensors[1:]):
-                yield index, grad
-
-    def _drop_zeroed(self) -> None:
-        """Drop the replicas' gradients where the user's own was dropped or zeroed."""
-        for index, grad in self._written():
-            if grad is None or (grad.layout is torch.strided and not grad.any()):
-                for table in self._tensors[1:]:
-                    table.parameters[index].grad = None
-
-    def drop_gradients(self) -> None:
-        """Forget the gradients at the replicas."""
-        self._crew.settle()
-        for table in self._tensors[1:]:
-            for parameter in table.parameters:
-                parameter.grad = None
-        self._unsummed_in, self._is_spoilt = None, False
-        self._unsummed = {}
-
+    # ------------------------------------------------------------------ work
     def modes(self) -> Modes:
-        """The calling thread's grad, autocast and inference modes, for `each`."""
+        """The calling thread's modes, for `each`."""
         return caller_modes(self._kinds)
 
     def each(
@@ -394,17 +291,20 @@ class Replicas:
         modes: Modes | None = None,
         parts: Sequence[Sequence[object]] = (),
         *,
-        enters_draws: bool = True,
+        draws: bool = True,
+        walks: bool = False,
+        around: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> list[T | None]:
-        """Run a job on every rank at once.
+        """Run a job on every rank at once, each in a copy of the caller's context (`contextvars`).
 
         Args:
             jobs: One per rank; None: nothing to do there.
             modes: Torch modes of the jobs; None: the caller's.
             parts: Parts of one batch, per rank: ranks that have one take the statistics of SyncBatchNorm
                 together. Empty: none does.
-            enters_draws: Whether repeatable draws are set up for the jobs. False: each does so by
-                `own_draws`, for the mode holds the lock at each operation.
+            draws: Whether the jobs are forwards, which may draw random numbers.
+            walks: Whether the jobs walk graphs.
+            around: Makes a context for each rank's job, in the place of its draws.
 
         Raises:
             BaseException: Raised by the first of them, with a note that names rank and device.
@@ -423,21 +323,14 @@ class Replicas:
             home.aside(rank).wait_event(self._asked[0])
         entered = modes or self.modes()
         groups = self._groups(parts)
-        is_backward = torch._C._current_graph_task_id() != -1
-        seed = draw_seed() if self._repeats and not is_backward else None
-        draws = [self._draws(rank, seed, is_backward=is_backward) for rank in range(len(jobs))]
-        self.own_draws = [one if isinstance(one, OwnDraws) else None for one in draws]
-        if not enters_draws:
-            draws = [nullcontext()] * len(jobs)
+        contexts = [around() for _ in jobs] if around else self._draws(draws, walks)
+        handed: list[Callable[[], T] | None] = [None] * len(jobs)
+        for rank, job in enumerate(jobs):
+            if job is not None:
+                do = partial(self._do, rank, job, entered, groups.get(rank), contexts[rank])
+                handed[rank] = partial(copy_context().run, do)
         try:
-            return self._crew.run(
-                [
-                    None
-                    if job is None
-                    else partial(self._do, rank, job, entered, groups.get(rank), draws[rank])
-                    for rank, job in enumerate(jobs)
-                ]
-            )
+            return self._crew.run(handed)
         except BaseException:
             for group in groups.values():  # a job that never began is waited for, else
                 group.abort("the call was given up")
@@ -453,69 +346,40 @@ class Replicas:
 
     def call(self, rank: int, samples: int, run: Callable[[nn.Module, U], T], given: U) -> T:
         """Run a replica with so many samples, part of its job; other ranks reuse its compilation."""
-        with nullcontext() if self._norms[0] else self._calls[rank].turn(samples):
-            return run(self.modules[rank], given)
-
-    def launch(self, rank: int, samples: int, forward: Callable[..., T], *args: Any) -> T:
-        """Call a forward of so many samples, part of a rank's job, in turn, where ranks take turns to launch.
-
-        The backward behind it needs no turn.
-        """
-        if self.turns is None:
-            return forward(*args)
-        return self.turns.ranks[rank].launch_forward(samples, forward, *args)
-
-    def frees_at_once(self, rank: int) -> bool:
-        """Whether the backward of a rank keeps its graph, which is then freed as a whole."""
-        is_limited = self.turns is not None and self.turns.limit is not None
-        return is_limited and frees_at_once(self.devices[rank])
-
-    def receive(self, rank: int) -> None:
-        """Copy the changes that `follow` saw to a replica; part of its job, before it computes."""
-        self._ran.add(rank)
-        if rank == 0:
-            return
-        before, sharing, mine = self._sent[rank], self._sharings[rank], self._tensors[rank]
-        tensors = mine.tensors
-        changed: list[int] = []
-        for i in self._due[rank]:
-            now = self._now[i]
-            if not before or is_elsewhere(now, before[i]):
-                tensors[i] = mine.fit(i, now[0])
-                if sharing is not None and sharing.has(i):
-                    sharing.attach(i)
-            if tensors[i].requires_grad is not now[3]:
-                tensors[i].requires_grad_(now[3])
-            if not ((sharing is not None and sharing.has(i)) or self._goes_by_nccl(i)):
-                changed.append(i)
-        if changed:
-            targets = [tensors[i] for i in changed]
-            # One that has ceased to be shared is not among the sources.
-            sources = [self._sources[i] if i in self._sources else self._now[i][0].detach() for i in changed]
-            sources = carry(sources, self.devices[rank])
-            # A buffer that an inference made anew can be written in another one alone.
-            with torch.inference_mode(any(target.is_inference() for target in targets)), torch.no_grad():
-                torch._foreach_copy_(targets, sources)
-        self._sent[rank] = self._now
-        self._kept[rank] = False
-        if sharing is not None:
-            versions = [now[1] for now in self._now[: len(mine.parameters)]]
-            sharing.begin(versions, is_training=self.modules[0].training)
-
-    def hold(self, rank: int, tree: Any) -> None:
-        """Tell the allocator that a rank reads the caller's tensors, where it does so on the same device.
-
-        The rank's thread may be the last to let them go, while the device has yet to read them.
-        """
         lane = self._lanes[rank]
         if rank and lane.is_async and lane.device == self.devices[0]:
-            keep_for(lane.compute, list(tensors_of(tree)))
+            # The rank's thread may be the last to let them go, while the device has yet to read them.
+            keep_for(lane.compute, list(tensors_of(given)))
+        takes_turns = not self._norms[0] and not self._is_isolated  # in a comparison nothing is compiled
+        with self._calls[rank].turn(samples) if takes_turns else nullcontext():
+            return run(self.modules[rank], given)
+
+    def look(self) -> None:
+        """Look at the user's module before a call, when the jobs of an interrupted one have ended.
+
+        Raises:
+            RuntimeError: The threads have been ended, or are those of another process.
+        """
+        self._crew.settle()
+        self._shallow.look()
+
+    def check_parts(self) -> None:
+        """Check that a forward has not given the module other parts.
+
+        Raises:
+            FlowdpError: It has: each device has made its own.
+        """
+        if not self._shallow.is_same() or len(self.parameters()) != self._count:
+            raise FlowdpError(
+                f"the forward of {type(self.module).__name__} has given it a module or parameter, and each "
+                "device has made its own: call the model once on a batch before setup()"
+            )
 
     def close(self) -> None:
         """End the threads, and give NCCL back."""
         self._crew.close()
-        if self.transfer is not None:
-            self.transfer.close()
+        if self._copies is not None:
+            self._copies.close()
 
     def _groups(self, parts: Sequence[Sequence[object]]) -> dict[int, ProcessGroup]:
         """A group of the ranks that have a part, by rank, for one forward or backward."""
@@ -525,20 +389,32 @@ class Replicas:
         lanes = [self._lanes[rank] for rank in ranks]
         return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
 
-    def watch(self, rank: int) -> AbstractContextManager[object]:
-        """Occasional check of a rank's backward for repeated draws of the forward."""
-        return self._watched(rank) if self.shares_generator[rank] else nullcontext()
+    def _draws(self, draws: bool, walks: bool) -> list[AbstractContextManager[object]]:
+        """Contexts of the ranks' jobs: repeatable draws, or a look for a forward that is repeated."""
+        seed = draw_seed() if self._repeats and draws else None
+        return [self._drawing(rank, seed, walks=walks) for rank in range(len(self._lanes))]
+
+    def walking(self, rank: int) -> AbstractContextManager[object]:
+        """Context of a walk of graphs inside a job that does other things, too."""
+        return self._drawing(rank, None, walks=True)
 
     @contextmanager
-    def _watched(self, rank: int) -> Iterator[None]:
-        with NoRedraws(self.devices[rank]) if self._redraws[rank].is_due else nullcontext():
-            yield
-        self._redraws[rank].passed()
-
-    def _draws(self, rank: int, seed: int | None, *, is_backward: bool) -> AbstractContextManager[object]:
+    def _drawing(self, rank: int, seed: int | None, *, walks: bool) -> Iterator[None]:
+        """Context of a rank's job; a look for draws of a forward that is repeated comes back now and then."""
+        looks = walks and self._redraws[rank].is_due
+        context: AbstractContextManager[object] = nullcontext()
         if self._repeats and self.devices[rank].type == "cpu":
-            return OwnDraws(seed, rank)
-        return self.watch(rank) if is_backward else nullcontext()
+            own = OwnDraws(seed, rank)
+            if looks or (self._calls[rank].are_compiled and seed is not None):
+                context = own
+            elif seed is not None:
+                context = SeededCalls(own)
+        elif looks and self._shares_generator[rank]:
+            context = NoRedraws(self.devices[rank])
+        with context:
+            yield
+        if walks:
+            self._redraws[rank].passed()
 
     def _do(
         self,
@@ -560,29 +436,41 @@ class Replicas:
             ):
                 return job()
         except Exception as error:
-            if rank or len(self.modules) > 1:
-                error.add_note(f"flowdp: on rank {rank}, {self.devices[rank]}")
+            error.add_note(f"flowdp: on rank {rank}, {self.devices[rank]}")
             raise
 
 
 @contextmanager
 def _around(lanes: Sequence[Lane], pools: Sequence[PoolSize], rank: int) -> Iterator[None]:
     """Context of a rank's thread."""
-    if lanes[rank].device.type == "cpu":
-        set_own_threads(pools[rank].size)
-    # Copies between the first device and this one are put on streams of both.
-    aside = lanes[0].on(lanes[0].aside(rank)) if rank else nullcontext()
-    # Backward runs in this thread, not in autograd's one per device.
-    with aside, lanes[rank].on(lanes[rank].compute), torch.autograd.set_multithreading_enabled(False):
+    with ExitStack() as stack:
+        if lanes[rank].device.type == "cpu":
+            set_own_threads(pools[rank].size)
+        if rank:
+            # Copies between the first device and this one are put on streams of both.
+            stack.enter_context(lanes[0].on(lanes[0].aside(rank)))
+        stack.enter_context(lanes[rank].on(lanes[rank].compute))
+        # Backward runs in this thread, not in autograd's one per device.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield
 
 
-def _state(tensor: Tensor) -> State:
-    # An inference tensor has no version, so it always differs, as NaN does from itself.
-    version = nan if tensor.is_inference() else tensor._version
-    address = tensor.data_ptr() if tensor.layout is torch.strided else 0  # `tensor.data = ...` moves it
-    return tensor, version, address, tensor.requires_grad
+def _fresh(buffers: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of buffers on a device, each with a version counter of its own."""
+    bare = [tensor.detach() for tensor in buffers]
+    with torch.no_grad():
+        made = copied(bare) if all(tensor.device == device for tensor in bare) else carry(bare, device)
+    own = [tensor.data for tensor in made]
+    for tensor, before in zip(own, buffers, strict=True):
+        if vars(before):
+            vars(tensor).update(vars(before))
+    return own
 
 
-def _differs(now: State, then: State) -> bool:
-    return now[1] != then[1] or now[3] is not then[3] or is_elsewhere(now, then)
+def _each_once(tables: Any) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
+    for table in tables:
+        for tensor in table.values():
+            if tensor is not None:
+                found[id(tensor)] = tensor
+    return list(found.values())

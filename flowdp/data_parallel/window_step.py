@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.batch_norm import SharedStatistics
+from flowdp.collective.gradient_sum import Gradients
 from flowdp.data.trees import tree_map
 from flowdp.data_parallel.loss_context import BatchPlan, LossContext, Traces
-from flowdp.data_parallel.replicas import Replicas
-from flowdp.device.draws import OwnDraws
 from flowdp.device.streams import Lane
+from flowdp.device.torch_modes import watcher
 from flowdp.errors import FlowdpError
 from flowdp.graphs.base import Computed, Factors, Passed, shared
 from flowdp.graphs.captured_step import Captured
 from flowdp.replica.captured_steps import Capturing, modules_of
 
-__all__ = ["Results", "WindowCapture", "WindowStep", "call", "differentiate", "last_outputs"]
+__all__ = ["Results", "WindowCapture", "WindowStep", "call", "differentiate", "gradients_of", "last_outputs"]
 
 
 class Results(NamedTuple):
@@ -64,32 +63,36 @@ def _results(module: nn.Module, batch: Any, plan: BatchPlan) -> Results:
     return Results(loss, output, traces)
 
 
-def differentiate(
-    module: nn.Module,
-    batch: Any,
-    plan: BatchPlan,
-    factors: Factors,
-    replicas: Replicas | None,
-    rank: int,
-) -> Results:
-    """Forward, loss and, where gradients are enabled, backward of a rank's batch; the results are detached.
+def differentiate(module: nn.Module, batch: Any, plan: BatchPlan, factors: Factors) -> Results:
+    """Forward, loss and, where gradients are enabled, backward of a batch; the results are detached.
 
     Raises:
         FlowdpError: The loss is not one number, or depends on no parameter.
     """
-    if replicas is None:
-        results = _results(module, batch, plan)
-    else:
-        results = replicas.launch(rank, factors.of, _results, module, batch, plan)
+    results = _results(module, batch, plan)
     if torch.is_grad_enabled():
         loss = results.loss * factors.share
-        loss = loss if plan.scale is None else plan.scale(loss)
-        if replicas is None:
-            loss.backward()
-        else:
-            with replicas.watch(rank):
-                loss.backward(retain_graph=replicas.frees_at_once(rank))
+        (loss if plan.scale is None else plan.scale(loss)).backward()
     return Results(*tree_map(_detached, [*results]))
+
+
+def gradients_of(
+    module: nn.Module,
+    batch: Any,
+    plan: BatchPlan,
+    share: float,
+    tensors: Sequence[Tensor],
+    walking: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[Results, Gradients]:
+    """Results as those of `differentiate`, and the gradients of tensors: nothing is added to theirs."""
+    results = _results(module, batch, plan)
+    found: Gradients = []
+    if torch.is_grad_enabled():
+        loss = results.loss * share
+        loss = loss if plan.scale is None else plan.scale(loss)
+        with walking():  # not around forward, which may be compiled: in a mode it would not be
+            found = list(torch.autograd.grad(loss, tensors, allow_unused=True))
+    return Results(*tree_map(_detached, [*results])), found
 
 
 def _detached(leaf: Any) -> Any:
@@ -97,55 +100,46 @@ def _detached(leaf: Any) -> Any:
 
 
 class WindowStep:
-    """Forward, loss and backward of the batches of one rank, captured where that can be; a `Capturable`.
+    """Forward, loss and backward of a batch on one device, captured where that can be; a `Capturable`.
 
-    Threads: the rank's. `captured`: any.
+    Threads: the user's.
     """
 
     has_flat_gradients = False
     gives_gradients = True
+    shares_generator = False
+    draws = None
 
-    def __init__(
-        self,
-        module: nn.Module,
-        plan: BatchPlan,
-        lane: Lane,
-        rank: int,
-        replicas: Replicas | None,
-        capturing: Capturing,
-    ) -> None:
+    def __init__(self, module: nn.Module, plan: BatchPlan, lane: Lane, capturing: Capturing) -> None:
         assert plan.loss is not None
         self.module = module
         self.lane = lane
-        self.shares_generator = replicas is not None and replicas.shares_generator[rank]
         self.has_stepped = False
-        meets = replicas is not None and bool(SharedStatistics(module))
-        self.obstacle = "its forwards meet those of the other ranks (SyncBatchNorm)" if meets else None
         self._plan = plan
-        self._rank = rank
-        self._replicas = replicas
         user: Callable[..., Any] = plan.loss
         code = partial(user, plan.inputs.function)  # all that is the user's, as one function
-        own = {"": module}
-        read = own | modules_of(plan.loss, module) | modules_of(plan.inputs.function, module)
+        read = {"": module} | modules_of(plan.loss, module) | modules_of(plan.inputs.function, module)
         if isinstance(plan.loss, nn.Module):
             read["the loss"] = plan.loss
-        # All ranks compute with the tensors that the loss holds: a recording must leave them alone.
-        self.captured: Captured = capturing.of(self, code, read, read if replicas is None else own)
-        if self.obstacle is not None:
-            self.captured.give_up(self.obstacle)
+        self._read = list(read.values())
+        self.captured: Captured = capturing.of(self, code, read, read)
 
     @property
     def trained(self) -> Sequence[Tensor]:
         """The parameters that require grad."""
-        if self._replicas is None:
-            return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        return self._replicas.trained(self._rank)
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     @property
-    def draws(self) -> OwnDraws | None:
-        """The random numbers of this rank in the window under way."""
-        return None if self._replicas is None else self._replicas.own_draws[self._rank]
+    def obstacle(self) -> str | None:
+        """Why nothing is captured; None: nothing stands in the way."""
+        own = set(map(id, self.trained))
+        for module in self._read:
+            if any(one.requires_grad and id(one) not in own for one in module.parameters()):
+                return (
+                    "the loss reads a parameter that requires grad and is none of the model's; one that is "
+                    "not trained, as a teacher's, is no obstacle: teacher.requires_grad_(False)"
+                )
+        return None
 
     @property
     def casts(self) -> object:
@@ -169,8 +163,7 @@ class WindowStep:
 
     def compute(self, batch: Any, _worker: None, factors: Factors) -> Computed:  # it has none
         """Forward, loss and backward by the user's Python; see `Capturable.compute`."""
-        with self.draws or nullcontext():
-            results = differentiate(self.module, batch, self._plan, factors, self._replicas, self._rank)
+        results = differentiate(self.module, batch, self._plan, factors)
         self.has_stepped = self.has_stepped or torch.is_grad_enabled()
         return Computed(results.loss * factors.share, outputs=[*results])
 
@@ -186,50 +179,32 @@ class WindowStep:
 
 
 def _is_plain() -> bool:
-    """Whether a step is its operations alone: with gradients, and no hooks on saved tensors."""
-    return (
-        torch.is_grad_enabled()
-        and not torch.is_anomaly_enabled()
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    )
+    """Whether a step is its operations alone: with gradients, and nothing that sees the operations."""
+    return torch.is_grad_enabled() and not torch.is_anomaly_enabled() and watcher() is None
 
 
 class WindowCapture:
-    """The captured steps of all ranks of a loop that the user owns.
+    """The captured step of a loop on one device.
 
     Args:
-        modules: One per rank.
+        module: The user's.
         plan: Inputs, loss, tags and capture; another loss needs another `WindowCapture`.
-        lanes: One per rank.
-        replicas: Runs the ranks; None: there is one.
+        lane: Lane of the device.
 
     Attributes:
-        steps: One per rank.
-        lock: Hold it while the tables of the first rank's module are read beside its computing.
+        step: The step.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        plan: BatchPlan,
-        lanes: Sequence[Lane],
-        replicas: Replicas | None,
-    ) -> None:
+    def __init__(self, module: nn.Module, plan: BatchPlan, lane: Lane) -> None:
         assert plan.capture is not None
-        capturing = Capturing(plan.capture)
-        self.lock = capturing.lock
-        self.steps = [
-            WindowStep(module, plan, lane, rank, replicas, capturing)
-            for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True))
-        ]
+        self.step = WindowStep(module, plan, lane, Capturing(plan.capture))
 
     @property
     def ended(self) -> tuple[str, ...]:
-        """Reasons for which steps run eagerly, each once; empty where none does, or not yet."""
-        reasons = (step.captured.ended for step in self.steps)
-        return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
+        """The reason for which steps run eagerly; empty where they do not, or not yet."""
+        reason = self.step.captured.ended
+        return () if reason is None else (reason,)
 
     def close(self) -> None:
         """Let the graphs go, and their memory."""
-        for step in self.steps:
-            step.captured.close()
+        self.step.captured.close()

@@ -7,7 +7,6 @@ by its samples in the window: the sum is the gradient of the mean over all of th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -15,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.gradient_sum import accumulate, has_hooks, take_gradients, without_hooks
-from flowdp.data.trees import field_of, tensors_of
-from flowdp.data_parallel.call_check import Call
-from flowdp.data_parallel.gather import PartOutputs, join
+from flowdp.collective.gradient_sum import Gradients, accumulate, add_up, without_hooks
+from flowdp.data.trees import field_of, tensors_of, tree_map
+from flowdp.data_parallel.call import call_parts
+from flowdp.data_parallel.comparison import Call
+from flowdp.data_parallel.cut import Part
+from flowdp.data_parallel.device_copies import Copying, Packed, Reducing
+from flowdp.data_parallel.join import join
 from flowdp.data_parallel.layout import PLAIN, Callee
 from flowdp.data_parallel.loss_context import BatchPlan, LossContext, Traces
-from flowdp.data_parallel.nccl_transfer import Copying, Packed, Reducing
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.scatter import Arguments, CallArguments
-from flowdp.data_parallel.sharded_call import Shard, call_sharded
 from flowdp.data_parallel.window_step import (
     Results,
     WindowCapture,
-    WindowStep,
     call,
     differentiate,
+    gradients_of,
     last_outputs,
 )
 from flowdp.device.copies import move
@@ -162,28 +161,29 @@ class WindowResult:
         return last_outputs(self.traces)
 
 
-def window_call(window: Window, plan: BatchPlan, home: torch.device) -> Call:
+def window_call(window: Window, plan: BatchPlan, told: set[str]) -> Call:
     """The processing of a window with a `whole`, as a call for `check_call`."""
 
-    def run(module: nn.Module, part: CallArguments) -> Any:
+    def run(module: nn.Module, part: Part) -> Any:
         output, traces = call(module, part.args[0], plan)
         if plan.loss is None:
             return output
         return {"loss": plan.loss(LossContext(output, part.args[0], last_outputs(traces), traces)).squeeze()}
 
-    sizes = tuple(piece.samples for piece in window.pieces)
+    sizes = [0] * (1 + max(piece.rank for piece in window.pieces))
+    for piece in window.pieces:
+        sizes[piece.rank] += piece.samples
     callee = Callee(run)
     callee.name = "the loss of a window" if plan.loss else "the module"
-    return Call(callee, run, (window.whole,), {}, sizes, PLAIN, home, ADVICE)
+    return Call(PLAIN, callee, run, (window.whole,), {}, tuple(sizes), told, lambda *_: ADVICE)
 
 
 def run_window(
-    modules: Sequence[nn.Module],
     window: Window,
     plan: BatchPlan,
-    replicas: Replicas | None,
+    module: nn.Module,
+    replicas: Replicas | None = None,
     *,
-    sync: bool = True,
     capture: WindowCapture | None = None,
 ) -> WindowResult:
     """Let every device work through its batches of a window.
@@ -191,8 +191,7 @@ def run_window(
     With a loss function the summed gradients are at the user's module when this returns; where gradients
     are switched off, only the losses are computed.
 
-    Without replicas there is one device, whose work is done by the calling thread; without `sync`, gradients
-    stay at the ranks.
+    Without replicas there is one device, whose work is done by the calling thread.
 
     Raises:
         FlowdpError: The loss is not a scalar, or depends on nothing that is trained.
@@ -200,115 +199,86 @@ def run_window(
     Streams:
         As `Replicas.each`.
     """
+    if replicas is not None:
+        return _run_all(window, plan, replicas)
     if plan.loss is None:
-        return _forward_all(modules, window, plan, replicas, sync)
-    of_rank = [[piece for piece in window.pieces if piece.rank == rank] for rank in range(len(modules))]
-    if replicas is None:
-        train = partial(_train, window.samples, plan, step=None if capture is None else capture.steps[0])
-        done: list[tuple[list[Results], Packed | None] | None] = [
-            ([train(modules[0], piece) for piece in of_rank[0]], None)
-        ]
-    else:
-        replicas.follow()
-        is_summed = sync and torch.is_grad_enabled()
-        busy = [bool(own) or (sync and replicas.has_unsummed(rank)) for rank, own in enumerate(of_rank)]
-        carrier = replicas.carrier(replicas.trained(0), is_whole=is_summed and all(busy))
-        into = carrier if is_summed else None
-        jobs = [
-            partial(_train_all, replicas, rank, own, window.samples, plan, into, capture) if is_busy else None
-            for rank, (own, is_busy) in enumerate(zip(of_rank, busy, strict=True))
-        ]
-        with replicas.backward(keeps=not sync and bool(of_rank[0])):
-            done = replicas.each(jobs, parts=of_rank, enters_draws=capture is None)
-            replicas.note()
-        if is_summed:
-            with replicas.summing.running():
-                packed = [answer[1] for answer in done if answer is not None and answer[1] is not None]
-                if packed:
-                    accumulate(replicas.trained(0), carrier.sum(packed))
+        (piece,) = window.pieces
+        piece.arrive()
+        both = call(module, piece.batch, plan)
+        return WindowResult(window.samples, None, lambda: both)
+    answers = []
+    for piece in window.pieces:
+        piece.arrive()
+        factors = Factors(piece.samples / window.samples, piece.samples)
+        if capture is None:
+            answers.append(differentiate(module, piece.batch, plan, factors))
+        else:
+            answers.append(capture.step.run(piece.batch, plan, factors))
+    return _result(answers, window)
+
+
+def _run_all(window: Window, plan: BatchPlan, replicas: Replicas) -> WindowResult:
+    if plan.loss is None:
+        both = _forward_all(window, plan, replicas)
+        return WindowResult(window.samples, None, lambda: both)
+    replicas.follow()
+    of_rank = [[p for p in window.pieces if p.rank == rank] for rank in range(len(replicas.modules))]
+    is_trained = torch.is_grad_enabled()
+    carrier = replicas.carrier(replicas.trained(), is_whole=is_trained and all(of_rank))
+    jobs = [
+        partial(_train, replicas, rank, own, window.samples, plan, carrier) if own else None
+        for rank, own in enumerate(of_rank)
+    ]
+    with without_hooks(replicas.trained()):  # they shall run on the sum
+        done = replicas.each(jobs, parts=of_rank)
+    if is_trained:
+        with replicas.summing.running():
+            packed = [answer[1] for answer in done if answer is not None and answer[1] is not None]
+            accumulate(replicas.trained(), carrier.sum(packed))
     answers = {rank: iter(answer[0]) for rank, answer in enumerate(done) if answer is not None}
     return _result([next(answers[piece.rank]) for piece in window.pieces], window)
 
 
-def _train_all(
+def _train(
     replicas: Replicas,
     rank: int,
     pieces: Sequence[Piece],
     samples: int,
     plan: BatchPlan,
-    into: Copying | Reducing | None,
-    capture: WindowCapture | None,
+    carrier: Copying | Reducing,
 ) -> tuple[list[Results], Packed | None]:
-    """A rank's job; without `into` gradients stay at the rank."""
-    with nullcontext() if capture is None else capture.lock:
-        replicas.receive(rank)
-        parameters = replicas.trained(rank)
-    home = replicas.devices[0]
-    step = None if capture is None else capture.steps[rank]
-    run = partial(_train, samples, plan, replicas=replicas, step=step)
+    """A rank's job: its batches one after another; the results, detached, and the sum of their gradients."""
+    answers: list[Results] = []
+    total: Gradients = []
+    tensors = replicas.trained(rank)
 
-    def train(piece: Piece) -> Results:
-        return replicas.call(rank, piece.samples, run, piece)
-
-    if rank == 0 and not (into and has_hooks(parameters)):
-        answers = [train(piece) for piece in pieces]
-        # It has them already, but NCCL sums all ranks or none.
-        nothing = into.pack([None] * len(parameters), home) if isinstance(into, Reducing) else None
-        return answers, nothing
-    # Hooks run once, on the sum of all ranks.
-    before = take_gradients(parameters) if rank == 0 else []
-    with without_hooks(parameters):
-        answers = [train(piece) for piece in pieces]
-    own = take_gradients(parameters) if into else []
-    for parameter, gradient in zip(parameters, before, strict=bool(before)):
-        parameter.grad = gradient
-    return answers, into.pack(own, replicas.devices[rank]) if into else None
-
-
-def _train(
-    samples: int,
-    plan: BatchPlan,
-    module: nn.Module,
-    piece: Piece,
-    *,
-    replicas: Replicas | None = None,
-    step: WindowStep | None = None,
-) -> Results:
-    """The results of one batch, detached: the loss on the first device, the rest on its own."""
-    piece.arrive()
-    factors = Factors(piece.samples / samples, piece.samples)
-    if step is None:
-        results = differentiate(module, piece.batch, plan, factors, replicas, piece.rank)
-    else:
-        results = step.run(piece.batch, plan, factors)
-    return results if replicas is None else results._replace(loss=move(results.loss, replicas.devices[0]))
-
-
-def _forward_all(
-    modules: Sequence[nn.Module],
-    window: Window,
-    plan: BatchPlan,
-    replicas: Replicas | None,
-    sync: bool,
-) -> WindowResult:
-    """All forwards, joined with their graphs: the caller computes the loss."""
-    if replicas is None:
-        (piece,) = window.pieces
+    def train(module: nn.Module, piece: Piece) -> tuple[Results, Gradients]:
         piece.arrive()
-        both = call(modules[0], piece.batch, plan)
-    else:
-        shards = [
-            Shard(piece.rank, Arguments((place, piece.batch)), 0, piece.samples)
-            for place, piece in enumerate(window.pieces)
-        ]
+        walking = partial(replicas.walking, rank)
+        return gradients_of(module, piece.batch, plan, piece.samples / samples, tensors, walking)
 
-        def run(module: nn.Module, part: CallArguments) -> tuple[Any, Traces]:
-            place, batch = part.args
-            window.pieces[place].arrive()
-            return call(module, batch, plan)
+    for piece in pieces:
+        results, found = replicas.call(rank, piece.samples, train, piece)
+        total = add_up([total, found]) if total else found
+        answers.append(results._replace(loss=move(results.loss, replicas.devices[0])))
+    packed = carrier.pack(total, replicas.devices[rank]) if torch.is_grad_enabled() else None
+    return answers, packed
 
-        both = call_sharded(replicas, shards, run, sync=sync)
-    return WindowResult(window.samples, None, lambda: both)
+
+def _forward_all(window: Window, plan: BatchPlan, replicas: Replicas) -> Any:
+    """All forwards, joined with their graphs: the caller computes the loss."""
+    parts = [
+        (piece.rank, Part(((place, piece.batch), {}), piece.samples, ()))
+        for place, piece in enumerate(window.pieces)
+    ]
+
+    def run(module: nn.Module, part: Part) -> tuple[Any, Traces]:
+        place, batch = part.args
+        window.pieces[place].arrive()
+        return call(module, batch, plan)
+
+    made = call_parts(replicas, parts, run)
+    return join(made, [piece.samples for piece in window.pieces], PLAIN)
 
 
 def _result(answers: Sequence[Results], window: Window) -> WindowResult:
@@ -326,6 +296,7 @@ def _result(answers: Sequence[Results], window: Window) -> WindowResult:
 
 
 def _join(trees: Sequence[Any], samples: Sequence[int], home: torch.device) -> Any:
-    parts = [PartOutputs(tree, count, home) for tree, count in zip(trees, samples, strict=True)]
-    joined = join(parts, [[move(tensor.detach(), home) for tensor in part.tensors] for part in parts])
-    return joined.tree(joined.tensors)
+    def bring(leaf: Any) -> Any:
+        return move(leaf.detach(), home) if isinstance(leaf, Tensor) else leaf
+
+    return join([tree_map(bring, tree) for tree in trees], samples, PLAIN)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from flowdp.checks import check_capture, check_loop_backend, fixed_ratios
 from flowdp.collective.select import open_loop
 from flowdp.data.trees import tree_map
+from flowdp.data_parallel.advice import advice
 from flowdp.data_parallel.arguments import (
     OptimizerOption,
     check_cadence,
@@ -23,15 +25,16 @@ from flowdp.data_parallel.arguments import (
     check_loss,
     check_model,
     check_optimizers,
-    check_replica,
     kept_after_errors,
     set_epoch,
 )
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.batches import Copied
-from flowdp.data_parallel.call_check import Call, check_call
+from flowdp.data_parallel.call import Run, call_parts
 from flowdp.data_parallel.check_schedule import Schedule, Schedules
-from flowdp.data_parallel.gather import Joining
+from flowdp.data_parallel.comparison import Call, Verdict, check_call
+from flowdp.data_parallel.cut import Arguments, Part
+from flowdp.data_parallel.join import join, output_form
 from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.data_parallel.loader import Epoch
 from flowdp.data_parallel.loss_context import BatchPlan, Inputs, InputsOption, LossFunction, TaggedModules
@@ -45,12 +48,11 @@ from flowdp.data_parallel.machine_start import (
 )
 from flowdp.data_parallel.machine_sum import MachineSum
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
+from flowdp.data_parallel.pace import Pace
 from flowdp.data_parallel.predict import batches_of, predict
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.scatter import CallArguments, bound, call_module
-from flowdp.data_parallel.sharded_call import call_sharded, cut
 from flowdp.data_parallel.window_step import WindowCapture
-from flowdp.data_parallel.windows import Window, WindowResult, run_window, window_call
+from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_window, window_call
 from flowdp.device.compiled import make_room
 from flowdp.device.copies import move
 from flowdp.device.cores import open_pools
@@ -58,10 +60,10 @@ from flowdp.device.discovery import resolve_devices
 from flowdp.device.dispatch import prepared_torch
 from flowdp.device.process_tuning import as_tuning, tuned_process
 from flowdp.device.streams import open_lanes
+from flowdp.device.torch_modes import watcher
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.evaluation import evaluating
-from flowdp.errors import FlowdpError
-from flowdp.modules.copying import ReplicaFactory
+from flowdp.errors import FlowdpError, OptionError
 from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import start_training
 from flowdp.network.devices import check_devices
@@ -80,12 +82,13 @@ from flowdp.validators import check_flag, check_fraction, check_int, check_numbe
 
 __all__ = ["DataParallel", "setup"]
 
+log = logging.getLogger("flowdp")
+
 
 def setup(
     model: nn.Module,
     optimizer: OptimizerOption = None,
     *,
-    replica: ReplicaFactory | None = None,
     devices: Literal["auto"] | int | Sequence[torch.device | str | int] = "auto",
     cadence: CadenceOptions | bool | None = None,
     loss_fn: LossFunction | None = None,
@@ -123,8 +126,6 @@ def setup(
         model: Moved to the first device and, with an optimizer, set to training mode.
         optimizer: Optimizer of the model's parameters, or several; or a factory that gets those that require
             grad. None: the model is used as it is, for inference or as a frozen part.
-        replica: Makes the model for another device, `replica(device)`; its tensors and numbers are replaced.
-            None: the model is copied.
         devices: "auto", a number, or a list of devices; a device may repeat. One device: no threads.
         cadence: Whether `epoch` yields windows of whole batches, by each device's speed, instead of single
             batches to cut. None: where the devices have different names. A record has options of the windows
@@ -150,14 +151,13 @@ def setup(
         reduce: The reduction of one number from each device: "mean", weighted by samples; "sum"; or the
             mean weighted by a function of the part's arguments, which it takes by name:
             `lambda labels: (labels[:, 1:] != -100).sum()`. Or a mapping from an output's name to these.
-        check: Whether the first call that is cut, and some later ones, are compared with the module on the
-            whole batch, on the first device, without gradients or a trace. A difference is an error with a
-            remedy.
+        check: Whether the first call that is cut, and some later ones, are compared with the same call on the
+            first device alone: outputs, and in training gradients. A difference is an error with a remedy.
         backend: Transfer of parameters and gradients between CUDA devices: "nccl"; "local", by copies between
             each device and the first; "auto", by NCCL where each replica has a CUDA device of its own and
             NCCL works, else by copies. Without an optimizer only "nccl" uses NCCL.
-        capture: Record forward, loss and backward of `forward_batch` with a `loss_fn` as a graph, which runs
-            without the interpreter lock. Steps that cannot be captured run eagerly; `uncaptured` says why.
+        capture: Record forward, loss and backward of `forward_batch` with a `loss_fn` as a graph, on one
+            device. Steps that cannot be captured run eagerly; `uncaptured` says why.
         machines: Whether a process of a job (torchrun, Slurm, Ray) is one of several machines. Each runs the
             loop on batches of its own, and all start from the parameters of machine 0; each backward sums the
             gradients of all machines, weighted by the samples of their batches, through the host's memory,
@@ -172,11 +172,15 @@ def setup(
         CollectiveError: backend="nccl" does not work here; or not all machines came here in time.
     """
     check_model(model, optimizer)
-    check_replica(replica)
     check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)
     captures = check_capture(capture, None)
+    if captures is not None and len(chosen) > 1:
+        raise OptionError(
+            f"capture records the steps of one device, and there are {len(chosen)}: leave capture out, give "
+            "devices=1, or train by flowdp.Trainer, which captures on several"
+        )
     plan = BatchPlan(
         Inputs(inputs, model), TaggedModules(tags, model), check_loss(loss_fn, captures), captures
     )
@@ -213,7 +217,6 @@ def setup(
             model,
             optimizers,
             chosen,
-            replica,
             plan,
             options,
             windows,
@@ -244,7 +247,7 @@ class DataParallel(StandInModule):
         world_size: Number of devices.
         max_grad_norm: `step()` clips to it; None: not at all.
 
-    Threads: one at a time, of the user's.
+    Threads: the user's; they take turns.
     """
 
     def __init__(
@@ -252,7 +255,6 @@ class DataParallel(StandInModule):
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         devices: Sequence[torch.device],
-        replica: ReplicaFactory | None,
         plan: BatchPlan,
         options: CadenceOptions,
         windows: bool,
@@ -275,7 +277,7 @@ class DataParallel(StandInModule):
         self._checks = check
         self._averages = buffers == "average"
         self._is_syncing = True
-        self._has_warned = False  # of a call that the first device does alone
+        self._told: set[str] = set()  # reasons for which the first device does a call alone
         self._epochs = 0
         self._copied: Copied = {}
         self._sums = sums  # over machines; None: there is one
@@ -292,25 +294,31 @@ class DataParallel(StandInModule):
                 pools = open_pools(devices, tuning, adapts=ratios is None)
                 link = partial(open_loop, backend) if optimizers or backend == "nccl" else None
                 repeats = ratios is not None
-                self._replicas = Replicas(module, replica, self._lanes, pools, repeats=repeats, link=link)
+                self._replicas = Replicas(module, self._lanes, pools, repeats=repeats, link=link)
                 stack.callback(self._replicas.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
         self._alone = SingleDevice()  # where there are no replicas
         self._is_on_host = devices[0].type == "cpu"
+        chooses = self._replicas is not None and ratios is None and not windows
+        self._pace = Pace(self._lanes, type(module).__name__) if chooses else None
         self._balancer = (
             self._alone
             if self._replicas is None
             else (Balancer(self._replicas, options, windows=windows, ratios=ratios))
         )
         self._optimizer_hooks = OptimizerHooks(
-            module, self._replicas, self._balancer, averages=self._averages, sums=sums
+            module, self._stepped, sums, None if self._replicas is None else self._replicas.note_writes
         )
         self._optimizer_hooks.use(optimizers or None)
         self._capture = self._open_capture()
         self._seal(setup, ("devices", "world_size", "module"))
 
     def __repr__(self) -> str:
-        return f"<DataParallel of {type(self.module).__name__} on {', '.join(map(str, self.devices))}>"
+        pace = "" if self._pace is None else f"; {self._pace}"
+        where = ", ".join(map(str, self.devices))
+        if self._pace is not None and self._pace.is_settled:
+            where = f"{self.devices[0]} alone, of {where}"
+        return f"<DataParallel of {type(self.module).__name__} on {where}{pace}>"
 
     # ------------------------------------------------------------------ properties
     @property
@@ -379,9 +387,11 @@ class DataParallel(StandInModule):
             FlowdpError: The outputs cannot be joined.
             Exception: Raised by the module, with a note that names rank and device.
         """
-        if self._replicas is None:
+        if torch.compiler.is_compiling():
+            return self.module(*args, **kwargs)
+        if self._is_alone:
             return self._call_alone(self.module, "forward", args, kwargs)
-        return self._call("forward", call_module, args, kwargs)
+        return self._call("forward", _call_module, args, kwargs)
 
     def call(self, function: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the module the same way, or `function(module, ...)`.
@@ -389,10 +399,10 @@ class DataParallel(StandInModule):
         Raises:
             AttributeError: The module has no such method.
         """
-        if self._replicas is None:
-            return self._call_alone(bound(function, self.module), function, args, kwargs)
+        if self._is_alone:
+            return self._call_alone(_bound(function, self.module), function, args, kwargs)
         return self._call(
-            function, lambda module, part: bound(function, module)(*part.args, **part.kwargs), args, kwargs
+            function, lambda module, part: _bound(function, module)(*part.args, **part.kwargs), args, kwargs
         )
 
     def predict(self, data: Any, batch_size: int | None = None) -> Any:
@@ -426,7 +436,12 @@ class DataParallel(StandInModule):
     def _open_capture(self) -> WindowCapture | None:
         if self._plan.capture is None:
             return None
-        return WindowCapture((self.module, *self.replicas), self._plan, self._lanes, self._replicas)
+        return WindowCapture(self.module, self._plan, self._lanes[0])
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the first device does all calls."""
+        return self._replicas is None or (self._pace is not None and self._pace.is_settled)
 
     def _call_alone(
         self, function: Callable[..., Any], name: str | Callable[..., Any], args: Any, kwargs: Any
@@ -434,69 +449,138 @@ class DataParallel(StandInModule):
         if not self._is_on_host:
             args, kwargs = tree_map(self._bring_home, [args, kwargs])
         self._alone.note_call(args)
+        if self._replicas is not None:
+            self._did_alone(self._alone.shard_sizes[0])
         if self._sums is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        samples = self._layout.arguments(self._schedules.of(name).callee, args, kwargs).samples
+        samples = Arguments(self._layout, self._schedules.of(name).callee, args, kwargs).samples
         outputs = function(*args, **kwargs)
         self._sums.attend(outputs, samples, syncs=self._is_syncing)
         return outputs
 
-    def _call(
-        self,
-        function: str | Callable[..., Any],
-        run: Callable[[nn.Module, CallArguments], Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        assert self._replicas is not None
-        layout, schedule = self._layout, self._schedules.of(function)
-        callee = schedule.callee
-        arguments = layout.arguments(callee, args, kwargs)
-        layout = layout.of(arguments)
-        sizes = self._balancer.cut(arguments.samples) if arguments.samples else (0,) * self.world_size
-        if arguments.samples is None and not self._has_warned:
-            self._has_warned = True
-            arguments.warn_uncut(self.devices[0])
-        own = tuple(size for size in sizes if size)
-        is_cut = len(own) > 1
-        if is_cut and layout.split is None:
-            layout.check(callee, arguments)
-        is_checked = is_cut and self._checks
-        if is_checked and schedule.is_due(self._replicas.flags):
-            self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
-        split = None if layout.split is None else partial(layout.apart, args, kwargs)
-        shards = cut(arguments, sizes, split)
-        joining = Joining(layout, callee, arguments.dim)
-        has_graph = self._checks and torch.is_grad_enabled()
-        looks = has_graph and schedule.graphs.is_due
-        outputs = call_sharded(self._replicas, shards, run, joining, sync=self._is_syncing, checks=looks)
-        if has_graph:
-            schedule.graphs.passed()
-        if is_checked:
-            if schedule.is_still_due(joining.form):
-                self._check(schedule, Call(callee, run, args, kwargs, own, layout, self.devices[0]))
-            schedule.passed()
-        self._did(sizes)
-        if is_cut and layout.join is not None:
-            outputs = layout.join(outputs, own)
+    def _call(self, function: str | Callable[..., Any], run: Run, args: Any, kwargs: Any) -> Any:
+        replicas = self._replicas
+        assert replicas is not None
+        seen = watcher()
+        if seen is not None or any(isinstance(one, Iterator) for one in (*args, *kwargs.values())):
+            self._tell_alone(
+                "an argument is an iterator" if seen is None else f"{seen} sees one thread alone"
+            )
+            return self._call_alone(_bound(function, self.module), function, args, kwargs)
+        with replicas.turn:
+            replicas.look()
+            schedule = self._schedules.of(function)
+            arguments = Arguments(self._layout, schedule.callee, args, kwargs)
+            sizes = self._balancer.cut(arguments.samples) if arguments.samples else ()
+            if arguments.samples is None:
+                self._tell_alone("nothing in a call can be cut", f" ({arguments.described()})")
+            is_cut = sum(size > 0 for size in sizes) > 1 and (self._pace is None or self._pace.is_cut)
+            if not is_cut or schedule.is_alone or self._is_hooked():
+                return self._run_alone(run, arguments)
+            arguments.check()
+            form = self._form(arguments)
+            call = Call(self._layout, schedule.callee, run, args, kwargs, tuple(sizes), schedule.told, advice)
+            verdict = None
+            if self._checks and schedule.is_due(form):
+                verdict = self._compare(schedule, form, call)
+                if schedule.is_alone:
+                    return self._run_alone(run, arguments)
+            outputs = self._run_cut(run, arguments, sizes, guards=verdict is not None)
+            if verdict is not None:
+                verdict.check(outputs, replicas.versions())
+            if self._checks:
+                if schedule.is_due_after(form, output_form(outputs)):
+                    self._compare(schedule, form, call)
+                schedule.passed(form)
+            self._did(sizes)
+            return self._finish(outputs, arguments)
+
+    def _run_cut(self, run: Run, arguments: Arguments, sizes: Sequence[int], *, guards: bool) -> Any:
+        """The outputs of a call, by all devices that have samples."""
+        replicas = self._replicas
+        assert replicas is not None
+        parts = arguments.parts(sizes)
+        weights = [arguments.weigh(part) for part in parts]
+        ranks = [rank for rank, size in enumerate(sizes) if size]
+        try:
+            made = call_parts(replicas, list(zip(ranks, parts, strict=True)), run, guards=guards)
+        except Exception as error:
+            error.add_note(f"flowdp: called with {arguments.in_words(sizes)} of {arguments.described()}")
+            raise
+        samples = [part.samples for part in parts]
+        callee = self._schedules.of("forward").callee
+        outputs = join(made, samples, self._layout, callee, arguments.dim, weights)
+        if self._averages:
+            replicas.average_buffers(sizes)
+        return outputs
+
+    def _run_alone(self, run: Run, arguments: Arguments) -> Any:
+        """The outputs of a call, by the first device."""
+        self._did_alone(arguments.samples or 0)
+        part = arguments.whole()
+        if not self._is_on_host:
+            part = part.replaced([move(tensor, self.devices[0]) for tensor in part.tensors])
+        return self._finish(run(self.module, part), arguments)
+
+    def _finish(self, outputs: Any, arguments: Arguments) -> Any:
         if self._sums is not None and torch.is_grad_enabled():
             self._sums.attend(outputs, arguments.samples, syncs=self._is_syncing)
         return outputs
 
-    def _check(self, schedule: Schedule, call: Call) -> None:
+    def _form(self, arguments: Arguments) -> Hashable:
+        """The form of a call, as far as it is known before the call is made."""
         assert self._replicas is not None
-        if not self._replicas.on_first_rank(partial(check_call, self.module, call)):
-            schedule.give_up()
+        return self._replicas.flags, torch.is_grad_enabled(), arguments.pattern
+
+    def _compare(self, schedule: Schedule, form: Hashable, call: Call) -> Verdict:
+        assert self._replicas is not None
+        verdict = check_call(self._replicas, call)
+        if not verdict:
+            schedule.leave_out(form)
+        if verdict.why:
+            schedule.is_alone = True
+            self._tell_alone(verdict.why)
+        return verdict
+
+    def _is_hooked(self) -> bool:
+        """Whether a hook of the module sees what it returns: it would see the parts, in any order."""
+        assert self._replicas is not None
+        hook = self._replicas.hook()
+        if hook is not None:
+            self._tell_alone(f"the hook {hook} sees what the module's layers return")
+        return hook is not None
+
+    def _tell_alone(self, why: str, more: str = "") -> None:
+        if why not in self._told:
+            self._told.add(why)
+            home = self.devices[0]
+            log.warning(
+                "%s%s, so %s does such calls alone, and the other devices do nothing", why, more, home
+            )
 
     def _bring_home(self, leaf: Any) -> Any:
         return move(leaf, self.devices[0]) if isinstance(leaf, Tensor) else leaf
 
     def _did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
         self._balancer.note_work(samples, batches)
+        if self._pace is not None:
+            self._pace.note(sum(samples))
         if not self.optimizers:
-            self._balancer.step()  # no other moment tells when to look at the speed
-        if self._replicas is not None and self._averages:
-            self._replicas.keep_buffers(samples)
+            self._stepped()  # no other moment tells when to look at the speed
+
+    def _did_alone(self, samples: int) -> None:
+        assert isinstance(self._balancer, Balancer)
+        self._balancer.shard_sizes = (samples, *[0] * (self.world_size - 1))
+        if self._pace is not None:
+            self._pace.note(samples)
+        if not self.optimizers:
+            self._stepped()
+
+    def _stepped(self) -> None:
+        """Learn from a step of the first optimizer."""
+        self._balancer.step()
+        if self._pace is not None:
+            self._pace.step()
 
     # ------------------------------------------------------------------ windows
     def epoch(
@@ -566,19 +650,46 @@ class DataParallel(StandInModule):
         if not isinstance(batch, Window):
             raise FlowdpError(f"forward_batch takes what epoch() yields, not {type(batch).__name__}")
         plan = self._plan if scaler is None else self._plan.scaled(scaler, self.devices[0])
-        if batch.is_cut and self._checks and self._replicas is not None:
-            schedule = self._schedules.of("forward_batch")
-            if schedule.is_due(self._replicas.flags):
-                self._check(schedule, window_call(batch, plan, self.devices[0]))
-            schedule.is_still_due((None, (plan.loss is not None,)))
-            schedule.passed()
-        modules, sync = (self.module, *self.replicas), self._is_syncing
+        replicas = self._replicas
         with nullcontext() if self._sums is None else self._sums.held():
-            result = run_window(modules, batch, plan, self._replicas, sync=sync, capture=self._capture)
+            if replicas is None:
+                result = run_window(batch, plan, self.module, capture=self._capture)
+            else:
+                with replicas.turn:
+                    replicas.look()
+                    if self._is_for_one(batch, plan):
+                        result = run_window(self._uncut(batch), plan, self.module)
+                    else:
+                        result = run_window(batch, plan, self.module, replicas)
         if self._sums is not None and torch.is_grad_enabled():
             self._sum_window(self._sums, batch, result)
-        self._did(*batch.per_rank(self.world_size))
+        samples, batches = batch.per_rank(self.world_size)
+        if replicas is not None and self._averages:
+            replicas.average_buffers(samples)
+        self._did(samples, batches)
         return result
+
+    def _uncut(self, batch: Window) -> Window:
+        """A window of the whole batch, on the first device."""
+        whole = tree_map(self._bring_home, batch.whole)
+        return Window([Piece(0, whole, batch.samples)], self.devices[0])
+
+    def _is_for_one(self, batch: Window, plan: BatchPlan) -> bool:
+        """Whether the first device does a batch that was cut, all of it; a comparison may say so."""
+        replicas = self._replicas
+        if replicas is None or not batch.is_cut:
+            return False
+        if (self._pace is not None and not self._pace.is_cut) or self._is_hooked():
+            return True
+        schedule = self._schedules.of("forward_batch")
+        if not self._checks or schedule.is_alone:
+            return schedule.is_alone
+        form = (replicas.flags, torch.is_grad_enabled(), plan.loss is not None)
+        if schedule.is_due(form):
+            self._compare(schedule, form, window_call(batch, plan, schedule.told))
+        schedule.is_due_after(form, None)
+        schedule.passed(form)
+        return schedule.is_alone
 
     def _sum_window(self, sums: MachineSum, batch: Window, result: WindowResult) -> None:
         sums.compare(batch.pieces[0].batch)
@@ -605,19 +716,17 @@ class DataParallel(StandInModule):
         return self._optimizer_hooks.clip(max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, those that `no_sync` keeps at the replicas included."""
+        """Forget the gradients, and those that `no_sync` keeps from other machines."""
         self.module.zero_grad(set_to_none)
-        if self._replicas is not None:
-            self._replicas.drop_gradients()
         if self._sums is not None:
             self._sums.drop()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the gradients at replicas and machines: for accumulation over several backwards.
+        """Leave the gradients at the machines: for accumulation over several backwards.
 
-        The first backward of a call outside, or `step`, sums them up. Between machines they count by the
-        samples of all these backwards together.
+        The first backward of a call outside, or `step`, sums them up, by the samples of all these backwards
+        together. The devices of one machine sum theirs in each backward.
         """
         before, self._is_syncing = self._is_syncing, False
         try:
@@ -650,15 +759,6 @@ class DataParallel(StandInModule):
             share_optimizers(self._sums.machines, self.module, optimizers)
         self._optimizer_hooks.use(optimizers or None)
 
-    def sync_params(self) -> None:
-        """Send all parameters and buffers anew before the next forward.
-
-        Needed on CUDA alone, after writes that torch does not count: to `parameter.data`, or by a fused
-        optimizer that this does not know. CPU devices share the memory of the parameters.
-        """
-        if self._replicas is not None:
-            self._replicas.forget()
-
     def close(self) -> None:
         """End the threads; a second time does nothing. Collecting the object does the same."""
         self._close()
@@ -668,6 +768,10 @@ class DataParallel(StandInModule):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """The module itself, for `torch.jit.script`."""
+        return self.module
 
     def __reduce__(self) -> Any:
         raise TypeError("a DataParallel cannot be copied or pickled, for it has threads: take its `module`")
@@ -685,3 +789,15 @@ class DataParallel(StandInModule):
             f"`.call({method!r}, ...)` runs it on all devices, each with its part of the arguments, and "
             f"`.module.{method}(...)` on the first device alone"
         )
+
+
+def _call_module(module: nn.Module, part: Part) -> Any:
+    return module(*part.args, **part.kwargs)
+
+
+def _bound(function: str | Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """A method of a module by its name, or a function that takes the module first."""
+    if not isinstance(function, str):
+        return partial(function, module)
+    method: Callable[..., Any] = getattr(module, function)
+    return method

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from types import FunctionType, MethodType
@@ -33,6 +33,8 @@ __all__ = [
     "Uncompiled",
     "as_written",
     "compile_alike",
+    "compiled_attributes",
+    "compiled_like",
     "frees_at_once",
     "has_compiled",
     "make_room",
@@ -88,6 +90,11 @@ class Uncompiled:
     _inside = 0
     _setting = ExitStack()
 
+    @classmethod
+    def is_on(cls) -> bool:
+        """Whether any thread is inside."""
+        return cls._inside > 0
+
     def __enter__(self) -> None:
         """Enter it."""
         with Uncompiled._lock:
@@ -134,16 +141,45 @@ def compile_alike(module: nn.Module, twin: nn.Module) -> None:
         ValueError: The settings of a compilation are not found.
     """
     for mine, theirs in zip(module.modules(), twin.modules(), strict=True):
-        compiled = vars(mine).get("_compiled_call_impl")
-        if compiled is None or not hasattr(compiled, "_torchdynamo_orig_callable"):
-            continue
-        cells = (cell.cell_contents for cell in compiled.__closure__ or ())
-        made_by = next((cell for cell in cells if hasattr(cell, "callback") and callable(cell)), None)
-        if made_by is None:
-            raise ValueError(
-                f"{type(mine).__name__}.compile() cannot be repeated for the copy; use torch.compile(model)"
-            )
-        theirs._compiled_call_impl = made_by(theirs._call_impl)
+        if vars(mine).get("_compiled_call_impl") is not None:
+            theirs._compiled_call_impl = compiled_like(mine, theirs)
+
+
+def compiled_attributes(module: nn.Module, twin: nn.Module, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes that make a twin compiled as its module is.
+
+    Args:
+        module: The module.
+        twin: Another one, of the same class.
+        own: The twin's attributes so far, its submodules among them.
+
+    Raises:
+        ValueError: As `compiled_like`.
+    """
+    found: dict[str, Any] = {}
+    if "dynamo_ctx" in own:  # of torch.compile(module)
+        found["forward"] = own["dynamo_ctx"](own["_modules"]["_orig_mod"].__call__)
+    if own.get("_compiled_call_impl") is not None:  # of module.compile()
+        found["_compiled_call_impl"] = compiled_like(module, twin)
+    return found
+
+
+def compiled_like(module: nn.Module, twin: nn.Module) -> Any:
+    """The call of a module's twin, compiled as `module.compile()` has compiled the module's.
+
+    Raises:
+        ValueError: The settings of the compilation are not found.
+    """
+    compiled = vars(module)["_compiled_call_impl"]
+    if not hasattr(compiled, "_torchdynamo_orig_callable"):
+        return compiled
+    cells = (cell.cell_contents for cell in compiled.__closure__ or ())
+    made_by = next((cell for cell in cells if hasattr(cell, "callback") and callable(cell)), None)
+    if made_by is None:
+        raise ValueError(
+            f"{type(module).__name__}.compile() cannot be repeated for the copy; use torch.compile(model)"
+        )
+    return made_by(twin._call_impl)
 
 
 class FirstCalls:
@@ -170,7 +206,7 @@ class FirstCalls:
         Args:
             size: Samples of the call, as calls of another size may be compiled anew; None: not known.
         """
-        if not self.are_compiled or size in self._sizes or len(self._sizes) == SIZES:
+        if not self.are_compiled or size in self._sizes or len(self._sizes) == SIZES or Uncompiled.is_on():
             return nullcontext()
         self._sizes.append(-1 if size is None else size)
         return _in_turn()

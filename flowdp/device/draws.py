@@ -6,26 +6,42 @@ runs have the same dropout. In this mode every random operation of a thread take
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from flowdp.device.compiled import Uncompiled
-from flowdp.device.dispatch import RankMode
+from flowdp.device.dispatch import RankMode, make_operators
 from flowdp.errors import FlowdpError
 
 __all__ = [
     "DrawsNoted",
     "NoRedraws",
     "OwnDraws",
+    "SeededCalls",
     "draw_seed",
     "is_random",
     "seeded_form",
     "share_generator",
 ]
+
+
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+MADE_OF_DRAWS = (
+    *("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "fractional_max_pool2d_with_indices"),
+    *("_fractional_max_pool2d", "_fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
+    *("fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax", "kaiming_uniform_", "lobpcg"),
+    *("multi_head_attention_forward", "pca_lowrank"),
+    *("rrelu", "svd_lowrank"),
+)
+"""Functions written in Python, inside which a mode for functions sees nothing."""
 
 
 def draw_seed() -> int:
@@ -147,19 +163,77 @@ class OwnDraws(RankMode):
         given = kwargs or {}
         if not is_random(func, args, given):
             return func(*args, **given)
+        seeded = seeded_form(func)
+        if seeded is None:
+            with self:  # under inference_mode torch has not taken it apart; one in eval mode draws nothing
+                made = func.decompose(*args, **given)
+            if made is not NotImplemented:
+                return made
         if self.generator is None or _is_in_backward():
             raise FlowdpError(
                 f"{func} draws random numbers in a backward, as torch.utils.checkpoint does when it computes "
                 "a forward again; with partition_ratios they would be others than in the forward: take the "
                 "dropout out of the checkpointed part, or leave partition_ratios out"
             )
-        seeded = seeded_form(func)
         if seeded is None:
             raise FlowdpError(
                 f"{func} takes no generator, so its numbers cannot be repeated with partition_ratios: draw "
                 "them by another operation (torch.rand, tensor.normal_()), or leave partition_ratios out"
             )
         return seeded(*args, **{**given, "generator": self.generator})
+
+
+class SeededCalls(TorchFunctionMode):
+    """Mode in which those functions of torch that may draw random numbers run in `OwnDraws`.
+
+    It costs a fraction of what that mode costs, which is asked about each operation.
+
+    Threads: the one that enters it.
+    """
+
+    def __init__(self, draws: OwnDraws) -> None:
+        super().__init__()
+        self._draws = draws
+        self._names = drawing_names()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function."""
+        given = kwargs or {}
+        if getattr(func, "__name__", None) in self._names and _may_draw(func, args, given):
+            with self._draws:
+                return func(*args, **given)
+        return func(*args, **given)
+
+
+def _may_draw(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Whether dropout is on, in a function that has it; others may draw."""
+    names = _parameter_names(func)
+    named = {**dict(zip(names, args, strict=False)), **given}
+    if func.__name__ in RECURRENT:
+        # The builtins take (..., dropout: float, train: bool, ...) by position.
+        place = next((k for k, value in enumerate(args) if type(value) is float), None)
+        return place is None or bool(args[place] and args[place + 1])
+    return bool(named.get("training", True) and named.get("p", 1.0) and named.get("dropout_p", 1.0))
+
+
+@cache
+def _parameter_names(func: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(func).parameters) if isinstance(func, FunctionType) else ()
+
+
+@cache
+def drawing_names() -> frozenset[str]:
+    """Names of the functions that may draw: operations that torch marks, and functions made of such."""
+    make_operators()
+    found = set(MADE_OF_DRAWS)
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+        if any(torch.Tag.nondeterministic_seeded in getattr(packet, one).tags for one in overloads):
+            found.add(name)
+    return frozenset(found)
 
 
 def is_random(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:

@@ -6,12 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["caller_modes", "unhooked"]
+__all__ = ["caller_modes", "unhooked", "watcher"]
 
 
 def caller_modes(kinds: frozenset[str]) -> Callable[[], AbstractContextManager[None]]:
-    """Read the calling thread's grad, inference and autocast modes, to enter them in other threads.
+    """Read the calling thread's modes, to enter them in other threads: grad, inference, autocast, device.
 
     ::
 
@@ -24,6 +30,8 @@ def caller_modes(kinds: frozenset[str]) -> Callable[[], AbstractContextManager[N
     """
     has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+    has_default = any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    default = torch.get_default_device() if has_default else None
 
     @contextmanager
     def modes() -> Iterator[None]:
@@ -32,6 +40,8 @@ def caller_modes(kinds: frozenset[str]) -> Callable[[], AbstractContextManager[N
                 # Not said twice: even "off" switches the threads of autograd on, where they were off.
                 stack.enter_context(torch.inference_mode(is_inference))
             stack.enter_context(torch.set_grad_enabled(has_grad))
+            if default is not None:
+                stack.enter_context(default)
             for kind, dtype in casts:
                 # The cache of casts is the process's: each thread that leaves autocast empties it for all,
                 # and how often a weight is cast that is used twice would be a matter of chance.
@@ -54,3 +64,33 @@ def unhooked() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(held):
             stack._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def watcher() -> str | None:
+    """Something that sees the operations of the calling thread and of no other; None: there is nothing.
+
+    Counters of operations, profilers, traces, derivatives of other kinds than autograd's, hooks on saved
+    tensors, and hooks on all modules.
+    """
+    if torch.compiler.is_compiling():
+        return "torch.compile or torch.export"
+    if torch._C._get_tracing_state() is not None:
+        return "a trace"
+    modes = [
+        mode
+        for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+        if not isinstance(mode, DeviceContext)
+    ]
+    if modes:
+        return type(modes[0]).__name__
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "a hook on saved tensors"
+    if torch._C._autograd._profiler_enabled():
+        return "torch.profiler"
+    if parametrize._cache_enabled:
+        return "parametrize.cached()"
+    return "a hook on all modules" if _has_any_global_hook() else None

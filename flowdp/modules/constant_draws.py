@@ -87,6 +87,9 @@ class ConstantDraws(RankMode):
             self.has_drawn |= bool(off)
             args = tuple(off.get(key, value) for key, value in zip(names, args, strict=False))
             kwargs |= {key: value for key, value in off.items() if key in kwargs}
+            if "training" in off and "noise" in given:  # `rrelu` without draws leaves what its backward reads
+                mean = 0.5 * (given.get("lower", 1 / 8) + given.get("upper", 1 / 3))
+                given["noise"].copy_(torch.where(given["self"] <= 0, mean, 1.0))
         output = func(*args, **kwargs)
         for leaf in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):

@@ -81,15 +81,7 @@ class Crew:
             RuntimeError: The crew is closed, one of its jobs asks, or a process that was forked since.
         """
         with self._own_turn():
-            if not self._close.alive:
-                raise RuntimeError(
-                    "the threads of the devices have been closed: make them anew, by setup() or Ddp.wrap()"
-                )
-            if os.getpid() != self._pid:
-                raise RuntimeError(
-                    "the threads of the devices are in the process that this one was forked from: call them "
-                    "there, or make them here"
-                )
+            self._check()
             self._settle()
             handed = [None if do is None else _Job(do) for do in jobs]
             given = [(box, job) for box, job in zip(self._boxes, handed, strict=True) if job is not None]
@@ -113,9 +105,25 @@ class Crew:
         return [None if job is None else job.result for job in handed]
 
     def settle(self) -> None:
-        """Wait for the jobs that an interrupted `run` left running."""
+        """Wait for the jobs that an interrupted `run` left running.
+
+        Raises:
+            RuntimeError: As `run`.
+        """
         with self._own_turn():
+            self._check()
             self._settle()
+
+    def _check(self) -> None:
+        if not self._close.alive:
+            raise RuntimeError(
+                "the threads of the devices have been closed: make them anew, by setup() or Ddp.wrap()"
+            )
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "the threads of the devices are in the process that this one was forked from: call them "
+                "there, or make them here"
+            )
 
     @contextmanager
     def _own_turn(self) -> Iterator[None]:

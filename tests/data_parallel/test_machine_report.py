@@ -13,15 +13,15 @@ from flowdp.data_parallel.machine_report import (
     batch_checksum,
     difference_of,
     message_of,
-    rate_bits,
+    rate_of,
     reports_in,
 )
 
 NAMES = ("machine 0 (a)", "machine 1 (b)")
 
 
-def of_rate(lr: float) -> int:
-    return rate_bits(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr))
+def of_rate(lr: float) -> float:
+    return rate_of(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr))
 
 
 def test_a_sum_of_messages_has_every_report_and_flag() -> None:
@@ -47,7 +47,7 @@ def test_a_sum_of_messages_has_every_report_and_flag() -> None:
         ({"ended": 1}, "epoch has ended"),
     ],
 )
-def test_differences(change: dict[str, int], text: str) -> None:
+def test_differences(change: dict[str, float], text: str) -> None:
     report = MachineReport(0, 7, 1, of_rate(0.5), 0, 4)
     found = difference_of([report, replace(report, **change)], NAMES)
     assert all(part in found for part in text.split(".*"))
@@ -56,8 +56,8 @@ def test_differences(change: dict[str, int], text: str) -> None:
 
 def test_a_rate_in_a_tensor_is_not_waited_for() -> None:
     tensor = torch.tensor(0.1)
-    assert rate_bits(torch.optim.Adam(nn.Linear(1, 1).parameters(), lr=tensor, capturable=True)) == 0
-    assert rate_bits(None) == 0
+    assert rate_of(torch.optim.Adam(nn.Linear(1, 1).parameters(), lr=tensor, capturable=True)) == 0
+    assert rate_of(None) == 0
 
 
 def test_checksums_of_batches() -> None:

@@ -63,8 +63,8 @@ def sync_batch_norm(_rank: int) -> None:
     begin(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(layer(), nn.BatchNorm1d(2))), cadence=False)
 
 
-def sparse(_rank: int) -> None:
-    begin(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+def shortened(_rank: int) -> None:
+    flowdp.setup(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), devices=["cpu"], progress=False)
 
 
 def whole_batches(_rank: int) -> None:
@@ -74,12 +74,12 @@ def whole_batches(_rank: int) -> None:
 FAULTS: dict[Callable[[int], None], str] = {
     other_shape: r"'weight' is float32 \(3, 3\) on machine 1 .* and float32 \(2, 3\) on machine 0",
     frozen: r"'bias' is float32 \(2,\) frozen on machine 1 .* every machine must build the same model",
-    other_optimizer: "kind is Adam on machine 1 .* and SGD on machine 0",
-    other_rate: "lr of group 0 is 1.1 on machine 1 .* and 0.1 on machine 0",
-    other_clipping: "max_grad_norm=2.0 on machine 1 .* max_grad_norm=1.0 on machine 0",
+    other_optimizer: "'optimizer 0' is Adam on machine 1 .* and SGD on machine 0",
+    other_rate: "'lr of group 0 of optimizer 0' is 1.1 on machine 1 .* and 0.1 on machine 0",
+    other_clipping: r"max_grad_norm=\)' is 2.0 on machine 1 .* and 1.0 on machine 0",
     closures: "LBFGS decides by the loss",
     sync_batch_norm: "SyncBatchNorm takes the statistics of the devices of one machine",
-    sparse: "'0' has sparse=True",
+    shortened: "Embedding '0' has max_norm=1.0",
     whole_batches: "cadence=True sizes the windows by the speed of one machine's devices",
 }
 
@@ -124,7 +124,7 @@ def test_machines_that_differ_do_not_begin(tmp_path: Path) -> None:
     for rank, one in enumerate(found):
         for (fault, text), answer in zip(FAULTS.items(), one["answers"], strict=True):
             assert re.search(text, answer), (rank, fault.__name__, answer)
-        assert "there are 2 on machine 1" in one["second"]
+        assert "'optimizer 1' is SGD on machine 1" in one["second"]
         assert one["theirs"] == found[0]["mine"]
     assert found[0]["mine"] != found[1]["mine"]
     assert found[0]["alone"] != found[1]["alone"]

@@ -1,13 +1,9 @@
-"""Tests of hooks on optimizers: all gradients are there before a step, and measured times are used after
-it.
-"""
+"""Tests of hooks on optimizers: what happens around their steps."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,35 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from flowdp.data_parallel.balancer import SingleDevice
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
-from flowdp.data_parallel.replicas import Replicas
+from flowdp.device.streams import StreamLane
 from flowdp.errors import FlowdpError, OptionError
-from tests.loops import assert_equal, mlp, numbers, replicas_of
+from tests.fakes import FakeCuda
+from tests.loops import CPU, assert_equal, mlp, replicas_of
 
 
-class Steps(SingleDevice):
+class Steps:
     """Counts steps."""
 
-    def __init__(self, samples: tuple[int, ...] = (3, 1)) -> None:
-        super().__init__()
-        self.count, self.had = 0, samples
-
-    @property
-    def samples(self) -> tuple[int, ...]:
-        return self.had
+    def __init__(self) -> None:
+        self.count = 0
 
     def step(self) -> None:
         self.count += 1
 
 
-def hooks_of(
-    module: nn.Module, replicas: Replicas | None = None, **options: Any
-) -> tuple[OptimizerHooks, Steps]:
-    balancer = Steps()
-    made = OptimizerHooks(module, replicas, balancer, **{"averages": False, **options})
+def hooks_of(module: nn.Module, **options: Any) -> tuple[OptimizerHooks, Steps]:
+    steps = Steps()
+    made = OptimizerHooks(module, steps.step, **options)
     made.use(lambda parameters: SGD(parameters, 0.5))
-    return made, balancer
+    return made, steps
 
 
 def grad(module: nn.Module, value: float = 1.0) -> None:
@@ -51,82 +40,68 @@ def grad(module: nn.Module, value: float = 1.0) -> None:
         parameter.grad = torch.full_like(parameter, value)
 
 
-@pytest.fixture
-def replicas() -> Iterator[Replicas]:
-    with replicas_of(mlp()) as replicas:
-        yield replicas
-
-
 def values(module: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 # ---------------------------------------------------------------- steps
-def test_what_replicas_hold_is_added_before_any_step(replicas: Replicas) -> None:
-    module = replicas.modules[0]
-    hooks, balancer = hooks_of(module, replicas)
+def test_a_step_of_either_kind_counts() -> None:
+    module = mlp()
+    hooks, steps = hooks_of(module)
     before = values(module)
     for step in (hooks.optimizers[0].step, lambda: hooks.step(None, None)):
-        grad(module)
-        grad(replicas.modules[1], 2.0)
+        grad(module, 3.0)
         step()
-        assert not replicas.has_unsummed(1)
     assert_equal(values(module), [value - 2 * 0.5 * 3 for value in before])
-    assert (hooks.count, balancer.count) == (2, 2)
+    assert (hooks.count, steps.count) == (2, 2)
 
 
-def test_the_first_optimizer_counts_and_each_sees_all_gradients(replicas: Replicas) -> None:
-    module = replicas.modules[0]
-    hooks, balancer = hooks_of(module, replicas)
-    one, other = SGD(module[0].parameters(), 0.5), SGD(module[2].parameters(), 0.5)  # type: ignore[index]
+def test_the_first_optimizer_counts() -> None:
+    module = mlp()
+    hooks, steps = hooks_of(module)
+    one, other = SGD(module[0].parameters(), 0.5), SGD(module[2].parameters(), 0.5)
     hooks.use([one, other])
     grad(module)
-    grad(replicas.modules[1])
-    before = values(module)
     other.step()
-    assert (hooks.count, balancer.count) == (0, 0)
+    assert (hooks.count, steps.count) == (0, 0)
     one.step()
-    assert (hooks.count, balancer.count) == (1, 1)
-    assert_equal(values(module), [value - 1.0 for value in before])
-
-
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_a_scaler_that_would_unscale_some_alone_is_stopped(replicas: Replicas, is_enabled: bool) -> None:
-    hooks, _ = hooks_of(replicas.modules[0], replicas)
-    scaler = torch.amp.GradScaler("cpu", enabled=is_enabled)
-    for module in replicas.modules:
-        scaler.scale(module(numbers(2, 6)).sum()).backward()
-    if is_enabled:
-        with pytest.raises(FlowdpError, match=r"no_sync\(\) has left.*dp.step\(scaler\)"):
-            scaler.step(*hooks.optimizers)
-        hooks.collect()
-    scaler.step(*hooks.optimizers)
-    assert hooks.count == 1
+    assert (hooks.count, steps.count) == (1, 1)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
-def test_steps_that_torch_does_not_count_are_sent(replicas: Replicas, is_first: bool) -> None:
+def test_steps_that_torch_does_not_count_are_sent_while_a_graph_lives(is_first: bool) -> None:
     """Fused ones, for instance."""
-    module = replicas.modules[0]
-    first, second = (list(module[n].parameters()) for n in (0, 2))  # type: ignore[index]
-    hooks, _ = hooks_of(module, replicas)
-    optimizers = [AdamW(first, 0.1, fused=True), AdamW(second, 0.1, fused=True)]
-    hooks.use(optimizers)
+    module = mlp()
+    optimizers = [AdamW(module[n].parameters(), 0.1, fused=True) for n in (0, 2)]
 
-    def send() -> None:
+    class Graph:
+        is_alive = True
+
+    graph, cuda = Graph(), FakeCuda()
+    lanes = [StreamLane(CPU, cuda) for _ in range(2)]
+    with cuda.stream(cuda.default), replicas_of(module, lanes=lanes) as replicas:
+        hooks, _ = hooks_of(module, written=replicas.note_writes)
+        hooks.use(optimizers)
+        replicas.hold(graph)
+        saved = list(replicas.modules[1].parameters())
+        before, numbers = values(module), [tensor._version for tensor in saved]
+        grad(module)
+        optimizers[not is_first].step()
+        for _ in range(2):
+            replicas.look()
+            replicas.follow()
+            assert_equal(values(replicas.modules[1]), values(module))
+        assert_equal([tensor.detach() for tensor in saved], before)
+        assert numbers == [tensor._version for tensor in saved]
+        graph.is_alive = False
+        replicas.look()
         replicas.follow()
-        replicas.each([None, partial(replicas.receive, 1)])
-
-    send()
-    grad(module)
-    optimizers[not is_first].step()
-    send()
-    assert_equal(values(replicas.modules[1]), values(module))
+        assert_equal([tensor.detach() for tensor in saved], values(module))
     assert hooks.count == is_first
 
 
 def test_optimizers_that_are_replaced_count_no_longer() -> None:
-    hooks, balancer = hooks_of(mlp())
+    hooks, steps = hooks_of(mlp())
     (old,) = hooks.optimizers
     with pytest.raises(OptionError):
         hooks.use([])
@@ -134,46 +109,45 @@ def test_optimizers_that_are_replaced_count_no_longer() -> None:
     new = AdamW(hooks._module.parameters())
     hooks.use(new)
     old.step()
-    assert balancer.count == 0
+    assert steps.count == 0
     new.step()
-    assert balancer.count == 1
+    assert steps.count == 1
 
 
 def test_without_gradients_there_is_no_step() -> None:
-    hooks, balancer = hooks_of(mlp())
+    hooks, steps = hooks_of(mlp())
     with pytest.raises(FlowdpError, match="no gradients: call backward"):
         hooks.step(None, None)
-    assert balancer.count == 0
+    assert steps.count == 0
 
 
-def test_buffers_are_averaged_at_the_step_where_that_is_wanted() -> None:
-    module = nn.BatchNorm1d(2)
-    with replicas_of(module) as replicas:
-        replicas.modules[1].running_mean.fill_(4.0)  # type: ignore[union-attr, operator]
-        for averages in (False, True):
-            hooks, _ = hooks_of(module, replicas, averages=averages)
-            grad(module)
-            hooks.step(None, None)
-            assert module.running_mean[0].item() == averages * 1.0  # type: ignore[index]
-
-
-def test_an_optimizer_that_lives_on_keeps_nothing(replicas: Replicas) -> None:
-    hooks, _ = hooks_of(replicas.modules[0], replicas)
+def test_an_optimizer_that_lives_on_keeps_nothing() -> None:
+    module = mlp()
+    hooks, _ = hooks_of(module)
     (optimizer,) = hooks.optimizers
     gone = weakref.ref(hooks)
     del hooks
     gc.collect()
     assert gone() is None
-    grad(replicas.modules[0])
+    grad(module)
     optimizer.step()
 
 
+def test_the_one_that_is_told_of_steps_is_not_kept() -> None:
+    hooks, steps = hooks_of(mlp())
+    gone = weakref.ref(steps)
+    del steps
+    assert gone() is None
+    grad(hooks._module)
+    hooks.step(None, None)
+    assert hooks.count == 1
+
+
 # ---------------------------------------------------------------- norm, rate, scale
-def test_clipping_is_of_the_sum(replicas: Replicas) -> None:
-    module = replicas.modules[0]
-    hooks, _ = hooks_of(module, replicas)
-    grad(module, 1.0)
-    grad(replicas.modules[1], 2.0)
+def test_clipping() -> None:
+    module = mlp()
+    hooks, _ = hooks_of(module)
+    grad(module, 3.0)
     count = sum(parameter.numel() for parameter in module.parameters())
     assert hooks.clip(6.0, 2.0).item() == pytest.approx(3.0 * count**0.5)
     clipped = [parameter.grad for parameter in module.parameters()]
@@ -193,7 +167,7 @@ def test_a_step_clips() -> None:
 @pytest.mark.parametrize("max_norm", [None, 0.25])
 def test_a_scaler_unscales_once_and_skips_what_is_not_finite(max_norm: float | None) -> None:
     module = nn.Linear(1, 1, bias=False)
-    hooks, balancer = hooks_of(module)
+    hooks, steps = hooks_of(module)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=10**6)
     scaler.scale(torch.zeros(()))
     before = module.weight.item()
@@ -204,7 +178,7 @@ def test_a_scaler_unscales_once_and_skips_what_is_not_finite(max_norm: float | N
     hooks.step(scaler, max_norm)
     assert module.weight.item() == pytest.approx(before - 0.5 * (max_norm or 1.0))
     assert scaler.get_scale() == 4.0
-    assert (hooks.count, balancer.count) == (1, 1)
+    assert (hooks.count, steps.count) == (1, 1)
 
 
 def test_the_rate_of_the_first_group_and_the_others_in_proportion() -> None:

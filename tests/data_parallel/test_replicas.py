@@ -1,40 +1,28 @@
-"""Tests of replicas: equal to the user's module before they compute, after writes of any kind."""
+"""Tests of replicas: like the user's module before each call, and what their jobs come after."""
 
 from __future__ import annotations
 
-import random
 import signal
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune, spectral_norm, weight_norm
+from torch.nn.utils import weight_norm
 
-from flowdp.data_parallel import unseen_writes
-from flowdp.data_parallel.replicas import Replicas
-from flowdp.device.streams import HostLane, StreamLane
-from flowdp.errors import FlowdpError, OptionError
+from flowdp.data_parallel.replicas import Isolated, Replicas
+from flowdp.device.streams import StreamLane
+from flowdp.errors import FlowdpError
 from tests.fakes import FakeCuda
-from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, replicas_of
-
-
-def bring(replicas: Replicas, *ranks: int) -> None:
-    """The first part of a call."""
-    replicas.follow()
-    wanted = ranks or range(len(replicas.modules))
-    replicas.each(
-        [partial(replicas.receive, rank) if rank in wanted else None for rank in range(len(replicas.modules))]
-    )
-    replicas.note()
+from tests.loops import CPU, WAIT_S, assert_equal, called, gradients, mlp, numbers, replicas_of
 
 
 def is_like(replicas: Replicas, rank: int = 1) -> bool:
-    mine, other = replicas.modules[0].state_dict(), replicas.modules[rank].state_dict()
+    mine, other = replicas.module.state_dict(), replicas.modules[rank].state_dict()
     return all(torch.equal(mine[key], other[key]) for key in mine)
 
 
@@ -44,113 +32,82 @@ def cards(count: int = 2) -> list[StreamLane]:
     return [StreamLane(CPU, cuda) for _ in range(count)]
 
 
-class Copied:
-    """Counts the tensors sent."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counts: list[int] = []
-        real = torch._foreach_copy_
-        monkeypatch.setattr(
-            torch, "_foreach_copy_", lambda to, of: [self.counts.append(len(to)), real(to, of)]
-        )
-
-    def take(self) -> list[int]:
-        taken, self.counts = self.counts, []
-        return taken
+Lanes = Callable[[], Any]
 
 
-@pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> Copied:
-    return Copied(monkeypatch)
+@pytest.fixture(params=[cards, lambda: None], ids=["cards", "host"])
+def lanes(request: pytest.FixtureRequest) -> Lanes:
+    made: Lanes = request.param
+    return made
 
 
-# ---------------------------------------------------------------- tensors sent
-def test_replicas_from_a_factory_take_the_users_values() -> None:
-    torch.manual_seed(9)
-    with replicas_of(
-        mlp(), 3, factory=lambda device: nn.Sequential(*map(type_of, mlp())).double()
-    ) as replicas:
-        assert not is_like(replicas)
-        bring(replicas)
-        assert is_like(replicas, 1)
-        assert is_like(replicas, 2)
+# ---------------------------------------------------------------- tensors
+def test_ranks_on_the_cpu_have_the_users_parameters_and_buffers_of_their_own() -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with replicas_of(module, 3) as replicas:
+        assert replicas.modules[0] is module
+        for replica in replicas.modules[1:]:
+            assert all(map(lambda a, b: a is b, replica.parameters(), module.parameters()))
+            assert not {t.data_ptr() for t in replica.buffers()} & {t.data_ptr() for t in module.buffers()}
+            assert is_like(replicas)
 
 
-def type_of(layer: nn.Module) -> nn.Module:
-    return nn.Linear(layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else nn.Tanh()
+def test_a_parameter_that_a_forward_moves_is_moved_for_its_device_alone() -> None:
+    module: Any = nn.Linear(2, 2).requires_grad_(False)
+    with replicas_of(module) as replicas:
+        replicas.apart = {0}
+        replicas.follow()
+        replica: Any = replicas.modules[1]
+        assert replica.weight.data_ptr() == module.weight.data_ptr()
+        replica.weight.data = torch.zeros(2, 2)
+        assert module.weight.all()
+        replicas.look()
+        replicas.follow()
+        assert is_like(replicas)
 
 
-WRITES: dict[str, tuple[Callable[[nn.Module], object], int]] = {
-    "optimizer": (lambda m: sgd_step(m), 4),
-    "one tensor": (lambda m: nn.init.ones_(m[0].bias), 1),  # type: ignore[index]
-    "load_state_dict": (lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}), 4),
-    "a new parameter": (lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(8).double())), 1),  # type: ignore[index]
-    "nothing": (lambda m: None, 0),
+def test_writes_to_a_parameter_apart_are_counted_by_each_device() -> None:
+    module: Any = nn.Linear(2, 2)
+    with replicas_of(module) as replicas:
+        replicas.apart = {0}
+        replicas.look()
+        replicas.follow()
+        replica: Any = replicas.modules[1]
+        before = replica.weight._version
+        with torch.no_grad():
+            module.weight.add_(1)
+        assert replica.weight._version == before
+        assert is_like(replicas)
+        assert replica.weight.requires_grad
+        assert replica.bias is module.bias
+        called(replicas, (2, 2), torch.ones(4, 2)).sum().backward()
+        assert module.weight.grad.tolist() == [[4.0, 4.0]] * 2
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "counted": lambda m: nn.init.ones_(m[0].bias),
+    "uncounted": lambda m: m[0].weight.data.add_(1.0),
+    "a buffer": lambda m: m[1].running_mean.add_(1.0),
+    "a buffer, uncounted": lambda m: m[1].running_mean.data.add_(1.0),
+    "a buffer that grows": lambda m: setattr(m[1], "running_mean", torch.ones(5)),
+    "a buffer made by expand": lambda m: setattr(m[1], "running_mean", torch.ones(1).expand(2)),
+    "an integer": lambda m: m[1].num_batches_tracked.add_(1),
+    "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
+    "another dtype": lambda m: m.double(),
+    "a part": lambda m: m.append(nn.Linear(2, 1)),
 }
 
 
-def sgd_step(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    torch.optim.SGD(module.parameters(), 0.1).step()
-
-
 @pytest.mark.parametrize("write", WRITES)
-def test_what_has_changed_is_sent_and_nothing_else(write: str, copied: Copied) -> None:
-    module = mlp()
-    change, tensors = WRITES[write]
-    with replicas_of(module, lanes=cards()) as replicas:
-        bring(replicas)
-        assert copied.take() == [4]
-        bring(replicas)
-        assert copied.take() == []
-        change(module)
-        assert is_like(replicas) == (tensors == 0)
-        bring(replicas)
-        assert is_like(replicas)
-        assert copied.take() == [tensors] * bool(tensors)
-
-
-def test_a_rank_that_had_no_part_is_sent_all_that_it_has_missed() -> None:
-    module = mlp()
-    with replicas_of(module, 3, lanes=cards(3)) as replicas:
-        bring(replicas)
-        for _ in range(2):
-            sgd_step(module)
-            bring(replicas, 0, 1)
-        assert is_like(replicas, 1)
-        assert not is_like(replicas, 2)
-        bring(replicas)
-        assert is_like(replicas, 2)
-
-
-@pytest.mark.parametrize("lanes", [cards, lambda: None], ids=["cards", "host"])
-def test_a_write_that_torch_does_not_count_reaches_the_next_call(lanes: Callable[[], Any]) -> None:
+def test_what_the_loop_writes_is_there_in_the_next_call(lanes: Lanes, write: str) -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with replicas_of(module, lanes=lanes()) as replicas:
-        for _ in range(12):
-            bring(replicas)
+        for _ in range(12):  # there is no call from which on it is not looked for
             assert is_like(replicas)
-            module[0].weight.data.add_(1.0)
-            module[1].running_mean.data.add_(1.0)
-
-
-def test_a_late_write_that_torch_does_not_count_is_refused_but_for_what_tells_of_it() -> None:
-    module: Any = mlp()
-    with replicas_of(module, lanes=cards()) as replicas:
-        for _ in range(unseen_writes.FIRST + 3):
-            bring(replicas)
-        for notice in (replicas.forget, module.eval, module.train):
-            module[0].weight.data.add_(1.0)
-            notice()
-            for _ in range(3):
-                bring(replicas)
-            assert is_like(replicas)
-        module[0].weight.data.add_(1.0)
-        bring(replicas)  # asks
-        with pytest.raises(FlowdpError, match="sync_params"):
-            bring(replicas)
-        bring(replicas)
+            WRITES[write](module)
+            replicas.look()
+            replicas.follow()
+        assert is_like(replicas)
 
 
 class Moving(nn.Module):
@@ -166,139 +123,195 @@ class Moving(nn.Module):
         return self.weight * x + self.state
 
 
-def test_a_buffer_that_moves_to_a_new_object() -> None:
+def test_a_buffer_that_moves_to_a_new_object(lanes: Lanes) -> None:
     module = Moving()
-    with replicas_of(module) as replicas:
-        for turn in range(3):
-            bring(replicas)
-            assert replicas.modules[1].state.tolist() == [turn, turn]
-            for replica in replicas.modules:
-                replica(torch.ones(2))
-        assert [b.tolist() for b in replicas.buffers(0)] == [[3.0, 3.0]]
+    with replicas_of(module, lanes=lanes()) as replicas:
+        for turn in range(1, 4):
+            out = called(replicas, (2, 2), torch.ones(4, 2))
+            assert out.tolist() == [[1.0 + turn] * 2] * 4
+            assert module.state.tolist() == [turn, turn]
 
 
-def test_a_buffer_that_an_inference_made() -> None:
+def test_a_buffer_that_an_inference_made(lanes: Lanes) -> None:
     module = Moving()
-    with replicas_of(module) as replicas:
-        bring(replicas)
+    with replicas_of(module, lanes=lanes()) as replicas:
         with torch.inference_mode():
-            for replica in replicas.modules:
-                replica(torch.ones(2))
+            called(replicas, (2, 2), torch.ones(4, 2))
         assert module.state.is_inference()
-        for _ in range(2):  # it has no version, so it is sent every time
-            replicas.modules[1].state = replicas.modules[1].state + 7
-            bring(replicas)
-            assert is_like(replicas)
-        with torch.inference_mode():
-            replicas.modules[1].state = replicas.modules[1].state + 7
-            bring(replicas)
-        assert is_like(replicas)
+        module.state = module.state.clone()
+        out = called(replicas, (2, 2), torch.ones(4, 2))
+        assert out.tolist() == [[3.0] * 2] * 4
+        out.sum().backward()
+        assert module.weight.grad is not None
 
 
-def test_modes_and_flags_are_followed_part_by_part() -> None:
-    module = mlp()
-    with replicas_of(module) as replicas:
+def test_a_buffer_that_a_graph_has_saved_may_be_written_to_by_another_call(lanes: Lanes) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_buffer("scale", torch.full((2,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x * self.scale
+
+    module = Scaled()
+    with replicas_of(module, lanes=lanes()) as replicas:
+        first = called(replicas, (2, 2), torch.ones(4, 2))
+        module.scale = torch.full((2,), 3.0)
+        second = called(replicas, (2, 2), torch.ones(4, 2))
+        (first + second).sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [20.0, 20.0]
+
+
+def test_a_buffer_that_requires_grad_is_trained(lanes: Lanes) -> None:
+    module = nn.Linear(2, 2, bias=False)
+    module.register_buffer("prior", torch.ones(2, 2, requires_grad=True))
+    weight: Any = module.weight
+
+    class Adding(nn.Linear):
+        prior: Tensor
+
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) @ self.prior
+
+    module.__class__ = Adding
+    with replicas_of(module, lanes=lanes()) as replicas:
+        assert len(replicas.trained(0)) == len(replicas.trained(1)) == 2
+        called(replicas, (2, 2), torch.ones(4, 2)).sum().backward()
+    own: Any = module.prior
+    mine = own.grad.clone(), weight.grad.clone()
+    own.grad = weight.grad = None
+    module(torch.ones(4, 2)).sum().backward()
+    assert_equal(mine, [own.grad, weight.grad])
+
+
+def test_modes_and_flags_are_followed_part_by_part(lanes: Lanes) -> None:
+    module: Any = mlp()
+    with replicas_of(module, lanes=lanes()) as replicas:
         module.eval()
         module[2].train()
-        module[0].weight.requires_grad_(False)  # type: ignore[operator]
-        bring(replicas)
+        module[0].weight.requires_grad_(False)
+        replicas.look()
+        replicas.follow()
+        assert replicas.flags == (False, False, False, True)
         replica = replicas.modules[1]
         assert [part.training for part in replica.modules()] == [False, False, False, True]
         assert [p.requires_grad for p in replica.parameters()] == [False, True, True, True]
         assert len(replicas.trained(0)) == len(replicas.trained(1)) == 3
-        module[0].weight.requires_grad_(True)  # type: ignore[operator]
-        bring(replicas)
+        module[0].weight.requires_grad_(True)
+        replicas.look()
+        replicas.follow()
         assert all(p.requires_grad for p in replica.parameters())
 
 
-def test_a_replica_gets_the_buffers_as_they_were_before_the_first_rank_wrote_to_them() -> None:
-    module = nn.BatchNorm1d(2)
-    written = threading.Event()
-
-    def write() -> None:
-        module.running_mean.fill_(7)  # type: ignore[union-attr]
-        module.num_batches_tracked.fill_(7)  # type: ignore[union-attr]
-        written.set()
-
-    def read() -> None:
-        assert written.wait(WAIT_S)
-        replicas.receive(1)
-
+def test_other_tensors_stand_in_the_tables_and_what_is_set_meanwhile_stays() -> None:
+    module: Any = mlp()
+    first, last = module[0].weight, module[2].weight
     with replicas_of(module) as replicas:
-        for value in (3, 4):
-            module.running_mean.fill_(value)  # type: ignore[union-attr]
-            replicas.follow()
-            replicas.each([write, read])
-            assert replicas.modules[1].running_mean.tolist() == [value] * 2  # type: ignore[union-attr, operator]
-        assert replicas.modules[1].num_batches_tracked.item() == 7  # type: ignore[union-attr, operator]
+        other = torch.ones(8, 6).double()
+        with replicas.standing_in({id(first): other, id(last): last.detach()}):
+            assert module[0].weight is other
+            assert module[0].weight.sum() == 48
+            module[2].weight = new = nn.Parameter(torch.zeros(3, 8).double())
+        assert module[0].weight is first
+        assert module[2].weight is new
 
 
-def test_own_buffers_are_kept_by_those_that_had_a_part() -> None:
-    module = nn.BatchNorm1d(2)
-    with replicas_of(module, 3) as replicas:
-        bring(replicas)
-        for rank, replica in enumerate(replicas.modules):
-            replica.running_mean.fill_(rank)  # type: ignore[union-attr, operator]
-        replicas.keep_buffers((5, 5, 0))
-        bring(replicas)
-        assert [replica.running_mean[0].item() for replica in replicas.modules] == [0, 1, 0]  # type: ignore[union-attr, index]
-        module.running_mean.fill_(8)  # type: ignore[union-attr]
-        bring(replicas)
-        assert [replica.running_mean[0].item() for replica in replicas.modules] == [8, 8, 8]  # type: ignore[union-attr, index]
-
-
-def test_kept_buffers_do_not_hide_parameters() -> None:
-    module = nn.BatchNorm1d(2)
+def test_a_run_without_a_trace_has_a_replica_of_the_first_rank_too() -> None:
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    seen: list[tuple[nn.Module, int]] = []
+    zeros = {id(t): torch.zeros_like(t) for t in (*module.parameters(), *module.buffers())}
     with replicas_of(module) as replicas:
-        bring(replicas)
-        replicas.keep_buffers((1, 1))
-        nn.init.constant_(module.weight, 3)
-        bring(replicas)
-        assert is_like(replicas)
-    bare = mlp()
-    with replicas_of(bare) as replicas:
-        bring(replicas)
-        replicas.keep_buffers((1, 1))
-        sgd_step(bare)
-        bring(replicas)
+        replicas.look()
+        replicas.follow(Isolated(lambda net, rank: seen.append((net, rank)), zeros))
+        assert [rank for _, rank in seen] == [0, 1]
+        assert [net for net, _ in seen] == list(replicas.modules)
+        assert module not in replicas.modules
+        for net in replicas.modules:
+            assert not any(tensor.any() for tensor in net.state_dict().values())
+        assert module[0].weight.all()
+        replicas.look()
+        replicas.follow()
+        assert replicas.modules[0] is module
         assert is_like(replicas)
 
 
-# ---------------------------------------------------------------- leftover gradients
-def leave(replicas: Replicas, *ranks: int) -> None:
-    for rank in ranks:
-        for tensor in replicas.trained(rank):
-            tensor.grad = torch.ones_like(tensor)
+# ---------------------------------------------------------------- buffers averaged
+@pytest.mark.parametrize("samples", [(1, 3, 0), (2, 0, 2)])
+def test_the_mean_of_buffers_is_weighted_by_samples(lanes: Lanes, samples: tuple[int, ...]) -> None:
+    class Buffers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("phase", torch.zeros(1, dtype=torch.complex64))
+            self.register_buffer("count", torch.tensor(0))
+            self.register_buffer("flag", torch.tensor(False))
+            self.register_buffer("grown", torch.zeros(1))
+            self.register_buffer("same", torch.ones(1))
+            self.register_buffer("none", None)
+
+    module: Any = Buffers()
+    own = lanes()
+    with replicas_of(module, 3, lanes=None if own is None else cards(3)) as replicas:
+        for rank, net in enumerate(replicas.modules):
+            replica: Any = net
+            replica.mean.fill_(rank + 1)
+            replica.phase.fill_(1j * rank)
+            replica.count.fill_(rank)
+            replica.flag.fill_(rank == 2)
+            replica.grown = torch.full((1 + (rank > 0),), 5.0)
+        version = module.same._version
+        replicas.average_buffers(samples)
+    ranks = [rank for rank, count in enumerate(samples) for _ in range(count)]
+    assert module.mean.tolist() == [1 + sum(ranks) / 4] * 2
+    assert module.phase.item() == pytest.approx(1j * sum(ranks) / 4)
+    assert module.count == max(ranks)
+    assert bool(module.flag) is (2 in ranks)
+    assert module.grown.tolist() == [5.0]
+    assert module.same._version == version
 
 
-def test_gradients_are_dropped_once_the_user_has_zeroed_his_own() -> None:
-    module = mlp()
+def test_a_mean_is_not_counted_as_a_write_to_what_a_graph_has_saved() -> None:
+    module: Any = nn.BatchNorm1d(2)
     with replicas_of(module) as replicas:
-        with replicas.backward(keeps=True):
-            leave(replicas, 0, 1)
-        with replicas.backward(keeps=False):
-            assert replicas.has_unsummed(1)
-            assert not replicas.has_unsummed(0)
-        module.zero_grad()
-        with replicas.backward(keeps=False):
-            assert not replicas.has_unsummed(1)
+        out = torch.ones(2, requires_grad=True) * module.running_mean
+        replica: Any = replicas.modules[1]
+        replica.running_mean.fill_(3)
+        replicas.average_buffers((1, 1))
+        assert module.running_mean.tolist() == [1.5] * 2
+        out.sum().backward()
 
 
-def test_gradients_stay_where_the_users_module_never_had_any() -> None:
-    with replicas_of(mlp()) as replicas:
-        with replicas.backward(keeps=False):
-            leave(replicas, 1)
-        with replicas.backward(keeps=False):
-            assert replicas.has_unsummed(1)
+# ---------------------------------------------------------------- hooks
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_hook_is_named_unless_it_is_torchs_own() -> None:
+    module: Any = nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.Tanh())
 
+    class Counter:
+        def __call__(self, *_: Any) -> None: ...
 
-def test_gradients_of_what_failed_are_dropped() -> None:
-    with replicas_of(mlp()) as replicas:
-        leave(replicas, 0, 1)
-        with pytest.raises(KeyError), replicas.backward(keeps=False):
-            raise KeyError
-        with replicas.backward(keeps=False):
-            assert not replicas.has_unsummed(1)
+    def note(*_: Any) -> None: ...
+
+    with replicas_of(module) as replicas:
+        assert replicas.hook() is None
+        for register in (
+            module[1].register_forward_hook,
+            module[1].register_forward_pre_hook,
+            module[1].register_full_backward_hook,
+            module[1].register_full_backward_pre_hook,
+        ):
+            handle = register(note)
+            assert str(replicas.hook()).endswith("note of Tanh")
+            handle.remove()
+            assert replicas.hook() is None
+        module.append(nn.ReLU())
+        module[2].register_forward_hook(Counter())
+        replicas.look()
+        assert str(replicas.hook()).endswith("Counter of ReLU")
+        module[2].register_forward_pre_hook(partial(note))
+        assert replicas.hook() is not None
 
 
 # ---------------------------------------------------------------- jobs
@@ -314,6 +327,14 @@ def test_jobs_run_at_once_each_in_its_thread() -> None:
         assert replicas.each([None, threading.get_ident, None])[0] is None
 
 
+def test_on_cards_the_first_rank_works_in_the_callers_thread() -> None:
+    with replicas_of(mlp(), lanes=cards()) as replicas:
+        here, there = replicas.each([threading.current_thread] * 2)
+        assert here is threading.current_thread()
+        assert there is not None
+        assert there.name == "flowdp-replica-1"
+
+
 def test_jobs_run_in_the_callers_modes_or_in_those_given() -> None:
     with replicas_of(mlp()) as replicas:
         with torch.no_grad():
@@ -321,6 +342,52 @@ def test_jobs_run_in_the_callers_modes_or_in_those_given() -> None:
             assert replicas.each([torch.is_grad_enabled] * 2) == [False, False]
         assert replicas.each([torch.is_grad_enabled] * 2) == [True, True]
         assert replicas.each([torch.is_grad_enabled] * 2, modes) == [False, False]
+
+
+def test_jobs_run_in_a_copy_of_the_callers_context() -> None:
+    word: ContextVar[str] = ContextVar("word", default="none")
+
+    def job() -> str:
+        found = word.get()
+        word.set("other")
+        return found
+
+    with replicas_of(mlp()) as replicas:
+        assert replicas.each([job] * 2) == ["none", "none"]
+        word.set("one")
+        assert replicas.each([job] * 2) == ["one", "one"]
+        assert word.get() == "one"
+
+
+def test_work_may_have_a_context_of_its_own_in_the_place_of_the_draws() -> None:
+    entered: list[int] = []
+
+    class Around:
+        def __enter__(self) -> None:
+            entered.append(threading.get_ident())
+
+        def __exit__(self, *_: object) -> None: ...
+
+    with replicas_of(mlp(), repeats=True) as replicas:
+        state = torch.get_rng_state()
+        ran = replicas.each([threading.get_ident] * 2, around=Around)
+        assert sorted(entered) == sorted(map(int, filter(None, ran)))
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_draws_are_repeated_from_the_callers_generator_or_are_not() -> None:
+    def draw() -> list[float]:
+        return torch.rand(2).tolist()
+
+    for repeats in (True, False):
+        with replicas_of(mlp(), repeats=repeats) as replicas:
+            found = []
+            for _ in range(2):
+                torch.manual_seed(4)
+                found.append(replicas.each([draw] * 2))
+            assert (found[0] == found[1]) or not repeats
+            assert found[0][0] != found[0][1]
+            assert (replicas.each([draw] * 2) != found[0]) or not repeats
 
 
 def test_an_error_names_rank_and_device() -> None:
@@ -349,135 +416,26 @@ def test_work_is_timed_for_each_rank() -> None:
         assert replicas.watches[1].take_ms() > 0.0
 
 
-# ---------------------------------------------------------------- modules that cannot be replicated
-def other_net(change: str) -> nn.Module:
-    net = mlp()
-    if change == "shape":
-        net[2] = nn.Linear(8, 4).double()
-    elif change == "dtype":
-        net[2] = nn.Linear(8, 3)
-    elif change == "missing":
-        net[2] = nn.Linear(8, 3, bias=False).double()
-    elif change == "more":
-        net.append(nn.Linear(3, 3))
-    return net
+def test_a_forward_that_is_computed_again_may_not_draw_from_a_common_generator() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(mlp(), nn.Dropout())
 
+        def forward(self, x: Tensor) -> Any:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            "shape",
-            r"'2\.weight' is float64 \(4, 8\) in the replica for .* and float64 \(3, 8\) in the model",
-        ),
-        ("dtype", r"'2\.weight' is float32"),
-        ("missing", r"'2\.bias' is missing in the replica"),
-        ("more", r"'3\.weight' is .* in the replica for .* and missing in the model"),
-    ],
-)
-def test_a_replica_that_differs_is_refused_by_name(change: str, message: str) -> None:
-    with (
-        pytest.raises(OptionError, match=message),
-        replicas_of(mlp(), factory=lambda device: other_net(change)),
-    ):
-        pass
-
-
-def test_a_replica_in_another_order_is_refused() -> None:
-    def pair(*names: str) -> nn.ModuleDict:
-        return nn.ModuleDict({name: nn.Linear(1, 1) for name in names})
-
-    with (
-        pytest.raises(OptionError, match="in another order"),
-        replicas_of(pair("a", "b"), factory=lambda device: pair("b", "a")),
-    ):
-        pass
-
-
-def test_a_factory_makes_new_modules() -> None:
-    module = mlp()
-    for made in (module, None):
-        factory: Any = lambda device, made=made: made  # noqa: E731
-        with (
-            pytest.raises(OptionError, match="must build a new module"),
-            replicas_of(module, factory=factory),
-        ):
-            pass
-
-
-def test_a_model_that_cannot_be_copied_asks_for_a_factory() -> None:
-    module = mlp()
-    module.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(OptionError, match="give a factory: replica="), replicas_of(module):
-        pass
-    with replicas_of(module, factory=lambda device: mlp()) as replicas:
-        assert len(replicas.modules) == 2
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("kind", [partial(prune.random_unstructured, amount=0.5), weight_norm, spectral_norm])
-def test_pruned_and_normed_layers_are_copied_before_and_after_a_forward(kind: Callable[..., Any]) -> None:
-    torch.manual_seed(3)
-    module = nn.Sequential(kind(nn.Linear(6, 4), "weight")).double().eval()
-    module(numbers(2, 6))
-    with replicas_of(module) as replicas:
-        sgd_step(module)
-        bring(replicas)
-        x = numbers(4, 6)
-        assert torch.equal(replicas.modules[1](x), module(x))
-        replicas.modules[1](x).sum().backward()
-        module.zero_grad()
-        module(x).sum().backward()
-        assert_equal(gradients(replicas.modules[1]), gradients(module))
-
-
-def test_a_result_with_a_graph_in_an_attribute_is_named() -> None:
-    module = mlp()
-    module[0].found = {"one": [module(numbers(2, 6))]}  # type: ignore[assignment]
-    with (
-        pytest.raises(OptionError, match=r"attribute '0\.found' holds a tensor with a graph: detach it"),
-        replicas_of(module),
-    ):
-        pass
-
-
-def test_factories_draw_nothing_of_the_caller() -> None:
-    def factory(device: torch.device) -> nn.Module:
-        random.random()
-        np.random.rand()
-        return mlp()
-
-    module = mlp()
-
-    def draw() -> list[float]:
-        return [torch.rand(1).item(), random.random(), np.random.rand()]
-
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(5)
-    wanted = draw()
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(5)
-    with replicas_of(module, factory=factory):
-        assert draw() == wanted
-
-
-def test_copies_begin_without_gradients_and_tied_parameters_stay_tied() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    module[1].weight = module[0].weight
-    sgd_step(module)
-    with replicas_of(module) as replicas:
-        replica: Any = replicas.modules[1]
-        assert all(p.grad is None for p in replica.parameters())
-        assert replica[0].weight is replica[1].weight
-        assert len(replicas.trained(0)) == len(replicas.trained(1)) == 3
+    with replicas_of(Dropping()) as replicas:
+        out = called(replicas, (2, 2), numbers(4, 6))
+        with pytest.raises(FlowdpError, match="draws random numbers in a forward that a backward computes"):
+            out.sum().backward()
 
 
 # ---------------------------------------------------------------- streams
 @pytest.mark.parametrize("missing", ["none", "the ranks' for the caller", "the caller's for the ranks"])
 def test_ranks_come_after_the_caller_and_he_after_them(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
-    lanes = [StreamLane(CPU, cuda) for _ in range(2)]
-    module = mlp()
+    module: Any = mlp()
     user = cuda.Stream()
     real = type(user).wait_event
 
@@ -486,31 +444,31 @@ def test_ranks_come_after_the_caller_and_he_after_them(missing: str, monkeypatch
         if missing == "none" or is_user is not (missing == "the caller's for the ranks"):
             real(stream, event)
 
-    with cuda.stream(user), replicas_of(module, lanes=lanes) as replicas:
-        bring(replicas)
+    with cuda.stream(user), replicas_of(module, lanes=[StreamLane(CPU, cuda) for _ in range(2)]) as replicas:
         cuda.watch("replica", *replicas.modules[1].parameters())
-        cuda.watch("module", *module.parameters())
         out = torch.zeros(5, 3, dtype=torch.float64)
         cuda.watch("output", out)
         monkeypatch.setattr(type(user), "wait_event", wait)
 
         def job() -> None:
-            replicas.receive(1)
             out.copy_(replicas.modules[1](numbers(5, 6)))
 
         with torch.no_grad():
-            module[0].bias.add_(1.0)  # type: ignore[operator]
-            replicas.follow()
+            module[0].bias.add_(1.0)
+            replicas.look()
+            replicas.follow()  # writes to the replica, on the user's stream
             replicas.each([None, job])
-            module[0].bias.add_(1.0)  # type: ignore[operator]
+            module[0].bias.add_(1.0)
             assert_equal([out + 0], [replicas.modules[1](numbers(5, 6))])
+            replicas.look()
+            replicas.follow()
     races = " ".join(cuda.races)
     assert bool(races) == (missing != "none"), races
     if missing == "the ranks' for the caller":
-        assert "module" in races
+        assert "replica" in races
     if missing == "the caller's for the ranks":
         assert "output" in races
-        assert "module" in races, "the next write may overtake the copy to the replica"
+        assert "replica" in races, "the next values may overtake the forward"
 
 
 class TwoCards(FakeCuda):
@@ -528,7 +486,6 @@ def test_the_order_holds_on_the_callers_stream_of_the_other_device_too(is_first:
     near = torch.device("cpu", 0)  # another name than that of the tensors
     lanes = [StreamLane(device, cuda) for device in (near, CPU)]
     with replicas_of(mlp(), lanes=lanes) as replicas:
-        bring(replicas)
         there: Any = replicas.modules[1]
         bias = there[0].bias.detach()
         cuda.watch("replica", bias)
@@ -539,17 +496,6 @@ def test_the_order_holds_on_the_callers_stream_of_the_other_device_too(is_first:
             if is_first:
                 bias.add_(1.0)
     assert not cuda.races
-
-
-@pytest.mark.parametrize("first", ["card", "host"])
-def test_a_card_and_the_cpu_together(first: str) -> None:
-    card = StreamLane(CPU, FakeCuda())
-    lanes = [card, HostLane(CPU)] if first == "card" else [HostLane(CPU), card]
-    module = mlp()
-    with replicas_of(module, lanes=lanes) as replicas:
-        sgd_step(module)
-        bring(replicas)
-        assert is_like(replicas)
 
 
 def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,95 +510,50 @@ def test_ranks_of_one_card_tell_the_allocator_what_they_read(monkeypatch: pytest
         lanes = [StreamLane(first, cuda), StreamLane(CPU, cuda)]
         with replicas_of(mlp(), lanes=lanes) as replicas:
             for rank in range(2):
-                replicas.hold(rank, {"x": [x]})
+                replicas.call(rank, 1, lambda _module, given: given, {"x": [x]})
         assert held == ([([x], lanes[1].compute)] if first == CPU else [])
         held.clear()
 
 
 @pytest.mark.posix
-def test_what_an_interrupt_left_running_ends_before_the_module_is_looked_at() -> None:
-    """Otherwise it would count as sent although it was not."""
+def test_what_an_interrupt_left_running_ends_before_the_next_call() -> None:
     module = mlp()
-    release = threading.Event()
+    begun, release, ended = threading.Event(), threading.Event(), threading.Event()
     with replicas_of(module) as replicas:
 
         def slow() -> None:
+            begun.set()
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             assert release.wait(WAIT_S)
-            replicas.receive(1)
+            ended.set()
 
-        replicas.follow()
         with pytest.raises(KeyboardInterrupt):
             replicas.each([None, slow])
-        sgd_step(module)
+        assert begun.is_set()
         timer = threading.Timer(0.1, release.set)
         timer.start()
-        replicas.follow()
-        assert release.is_set()
-        replicas.each([None, partial(replicas.receive, 1)])
-        assert is_like(replicas)
+        called(replicas, (2, 2), numbers(4, 6)).sum().backward()
+        assert ended.is_set()
         timer.join()
-
-
-def test_a_model_that_was_rebuilt_is_refused() -> None:
-    module = mlp()
-    with replicas_of(module) as replicas:
-        bring(replicas)
-        module[2] = nn.Linear(8, 3).double()
-        with pytest.raises(FlowdpError, match="the parts of Sequential"):
-            replicas.follow()
-
-
-def test_a_converted_parameter_is_refused_and_a_buffer_that_grows_is_followed() -> None:
-    class Growing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-            self.register_buffer("cache", torch.zeros(1))
-
-    module = Growing()
-    with replicas_of(module) as replicas:
-        bring(replicas)
-        module.cache = torch.arange(5)
-        bring(replicas)
-        assert is_like(replicas)
-        module.inner.half()
-        with pytest.raises(FlowdpError, match=r"'inner.0.weight' is float16 \(8, 6\) now"):
-            bring(replicas)
+        assert all(map(torch.is_tensor, gradients(module)))
 
 
 def test_after_an_error_the_caller_comes_after_the_ranks_all_the_same() -> None:
     cuda = FakeCuda()
-    module = mlp()
+    module: Any = mlp()
     with (
         cuda.stream(cuda.Stream()),
         replicas_of(module, lanes=[StreamLane(CPU, cuda) for _ in range(2)]) as replicas,
     ):
-        bring(replicas)
-        cuda.watch("replica", *replicas.modules[1].parameters())
         cuda.watch("module", *module.parameters())
 
         def job() -> None:
-            replicas.receive(1)
+            module(numbers(2, 6))
             raise KeyError
 
         with torch.no_grad():
-            module[0].bias.add_(1.0)  # type: ignore[operator]
-            replicas.follow()
+            module[0].bias.add_(1.0)
             with pytest.raises(KeyError):
                 replicas.each([None, job])
-            module[0].bias.add_(1.0)  # type: ignore[operator]
+            module[0].bias.add_(1.0)
     assert not cuda.races
-
-
-def test_a_job_at_home_is_done_where_rank_0_works_and_is_not_timed() -> None:
-    with replicas_of(mlp()) as replicas, torch.no_grad():
-        (worker, _) = replicas.each([threading.current_thread, None])
-        for watch in replicas.watches:
-            watch.discard()
-        done = replicas.on_first_rank(lambda: (threading.current_thread(), torch.is_grad_enabled()))
-        assert done == (worker, False)
-        replicas.watches[0].lap()
-        assert replicas.watches[0].take_ms() == 0.0
-        with pytest.raises(ValueError, match="no"):
-            replicas.on_first_rank(lambda: int("no"))

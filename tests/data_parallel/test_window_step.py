@@ -1,4 +1,4 @@
-"""Tests of captured windows in a user's loop: the bits of eager ones, and changes that are noticed."""
+"""Tests of captured windows in a loop on one device: the bits of eager ones, and changes that are noticed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.data_parallel.windows import Piece, Window
+from flowdp.data_parallel.windows import Window
 from flowdp.graphs.captured_step import Captured
 from flowdp.graphs.cpu_graph import CpuGraph
 
@@ -88,7 +88,6 @@ class Loop:
         plant: Callable[[flowdp.DataParallel, Any], object] = lambda dp, optimizer: None,
         *,
         model: Callable[[], nn.Module] = Net,
-        devices: int = 2,
         steps: int = STEPS,
         sizes: Sequence[int] = (8,),
         each: Callable[[flowdp.DataParallel, Window], Tensor] | None = None,
@@ -99,14 +98,10 @@ class Loop:
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
         options = {"loss_fn": cross_entropy, **options}
-        if devices > 1:
-            options.setdefault("partition_ratios", [1 / devices] * devices)
         seen: list[Tensor] = []
         self.events.clear()
         self.runs = 0
-        with flowdp.setup(
-            net, optimizer, devices=["cpu"] * devices, capture=capture, progress=False, **options
-        ) as dp:
+        with flowdp.setup(net, optimizer, devices=["cpu"], capture=capture, progress=False, **options) as dp:
             loader = [batch(sizes[k % len(sizes)], k) for k in range(steps)]
             for self.step, window in enumerate(dp.epoch(loader)):
                 if self.step == PLANT:
@@ -138,44 +133,15 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Loop:
     return Loop(monkeypatch)
 
 
-DEVICES = pytest.mark.parametrize("devices", [1, 2, 3])
-
-
-@DEVICES
-def test_captured_windows_have_the_bits_of_eager_ones(loop: Loop, devices: int) -> None:
-    loop.both(devices=devices, steps=60, tags=("inner", "drop"))
+def test_captured_windows_have_the_bits_of_eager_ones(loop: Loop) -> None:
+    loop.both(steps=60, tags=("inner", "drop"))
     assert loop.events == []
     assert loop.uncaptured == ()
-    assert loop.runs > 40 * devices
+    assert loop.runs > 40
 
 
-def pieces_of(world: int, number: int) -> Window:
-    """Whole batches: two for the first rank, at times none for the last one."""
-    ranks = [0, *range(world)][: world + (number % 3 > 0)]
-    return Window([Piece(rank, batch(4, 10 * number + k), 4) for k, rank in enumerate(ranks)], CPU)
-
-
-@DEVICES
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_windows_of_whole_batches(loop: Loop, devices: int, accumulate: int) -> None:
-    def each(dp: flowdp.DataParallel, window: Window) -> Tensor:
-        for k in range(accumulate):
-            result = dp.forward_batch(pieces_of(dp.world_size, accumulate * loop.step + k))
-        dp.step()
-        assert result.loss is not None
-        return torch.cat([result.loss.reshape(1), result.output.flatten()])
-
-    if devices == 1:  # one device has one batch at a time
-        accumulate = 1
-        each = None  # type: ignore[assignment]
-    loop.both(devices=devices, each=each, steps=40)
-    assert loop.events == []
-    assert loop.runs > 20 * devices
-
-
-@DEVICES
 @pytest.mark.parametrize("hooked", [False, True])
-def test_gradients_that_are_left_at_the_ranks(loop: Loop, devices: int, hooked: bool) -> None:
+def test_gradients_of_several_windows(loop: Loop, hooked: bool) -> None:
     def each(dp: flowdp.DataParallel, window: Window) -> Tensor:
         if loop.step == 0 and hooked:
             next(iter(dp.module.parameters())).register_hook(lambda gradient: gradient * 0.5)
@@ -186,8 +152,9 @@ def test_gradients_that_are_left_at_the_ranks(loop: Loop, devices: int, hooked: 
         assert result.loss is not None
         return result.loss
 
-    loop.both(devices=devices, each=each)
+    loop.both(each=each)
     assert (loop.events == []) is not hooked
+    assert hooked or loop.runs
 
 
 def test_gradients_that_the_user_keeps_are_not_written_to(loop: Loop) -> None:
@@ -206,10 +173,9 @@ def test_gradients_that_the_user_keeps_are_not_written_to(loop: Loop) -> None:
         assert result.loss is not None
         return result.loss
 
-    for devices in (1, 2):
-        loop.both(devices=devices, each=each)
-        assert loop.events == []
-        assert loop.runs
+    loop.both(each=each)
+    assert loop.events == []
+    assert loop.runs
     for gradients, values in kept:
         assert_same(gradients, values)
 
@@ -244,42 +210,33 @@ CHANGES: dict[str, tuple[Callable[..., object], str]] = {
 }
 
 
-@DEVICES
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_takes_effect_in_its_step(
-    loop: Loop, name: str, devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_takes_effect_in_its_step(loop: Loop, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, told = CHANGES[name]
-    eager = loop.run(False, plant, devices=devices)
+    eager = loop.run(False, plant)
     monkeypatch.setattr(f"{__name__}.SCALE", 1.0)
-    captured = loop.run(True, plant, devices=devices)
+    captured = loop.run(True, plant)
     assert {(step, kind) for step, kind, _ in loop.events} == {(PLANT, "_void")}
     assert all(told in text for _, _, text in loop.events)
-    assert loop.runs > 12 * devices  # before and behind it
+    assert loop.runs > 12  # before and behind it
     assert_same(eager, captured)
 
 
-@DEVICES
-def test_another_loss_gets_graphs_of_its_own(loop: Loop, devices: int) -> None:
-    loop.both(other_loss, devices=devices)
+def test_another_loss_gets_graphs_of_its_own(loop: Loop) -> None:
+    loop.both(other_loss)
     assert loop.events == []
-    assert loop.runs > 12 * devices
+    assert loop.runs > 12
 
 
-@DEVICES
-def test_a_hook_on_a_parameter_runs_once_on_the_sum_or_ends_capture(loop: Loop, devices: int) -> None:
-    loop.both(hook, devices=devices)
-    if devices == 1:
-        assert "has hooks" in loop.uncaptured[0]
-    else:  # held back while the ranks compute
-        assert loop.uncaptured == ()
+def test_a_hook_on_a_parameter_ends_capture(loop: Loop) -> None:
+    loop.both(hook)
+    assert "has hooks" in loop.uncaptured[0]
 
 
-@DEVICES
-def test_a_ragged_batch_gets_a_graph_of_its_own_or_runs_eagerly(loop: Loop, devices: int) -> None:
+def test_a_ragged_batch_gets_a_graph_of_its_own_or_runs_eagerly(loop: Loop) -> None:
     sizes = (9, 9, 9, 5)
-    loop.both(devices=devices, sizes=sizes, steps=48)
-    loop.both(devices=devices, sizes=sizes, steps=48, capture=flowdp.CaptureOptions(graphs=1))
+    loop.both(sizes=sizes, steps=48)
+    loop.both(sizes=sizes, steps=48, capture=flowdp.CaptureOptions(graphs=1))
     assert loop.uncaptured == ()
 
 
@@ -295,18 +252,16 @@ def test_under_autocast(loop: Loop) -> None:
         return result.loss
 
     for dtypes in ([torch.bfloat16], [None, torch.bfloat16, torch.float16]):
-        # Torch's cache of casts is per process: a weight used twice may be cast twice on two ranks.
-        for devices, model in ((1, Net), (2, small)):
-            loop.both(devices=devices, each=partial(each, dtypes=dtypes), model=model)
-            assert loop.uncaptured == ()
-            assert loop.runs
+        loop.both(each=partial(each, dtypes=dtypes))
+        assert loop.uncaptured == ()
+        assert loop.runs
 
 
 def test_a_model_in_half_precision(loop: Loop) -> None:
     def half(context: flowdp.LossContext) -> Tensor:
         return context.output.square().mean()
 
-    loop.both(model=lambda: small().bfloat16(), inputs=lambda b: b[0].bfloat16(), loss_fn=half, devices=3)
+    loop.both(model=lambda: small().bfloat16(), inputs=lambda b: b[0].bfloat16(), loss_fn=half)
     assert loop.events == []
 
 
@@ -335,7 +290,7 @@ def test_what_looks_at_graphs_runs_eagerly(loop: Loop) -> None:
         assert result.loss is not None
         return result.loss
 
-    loop.both(each=each, devices=1)
+    loop.both(each=each)
     assert loop.events == []
     assert 0 < loop.runs < PLANT
 
@@ -369,7 +324,7 @@ def test_losses_that_cannot_be_captured_say_why_once(
     if loss is by_item:
         loop.both(loss_fn=loss)
     else:
-        loop.run(True, loss_fn=loss, devices=1)
+        loop.run(True, loss_fn=loss)
     assert told in loop.uncaptured[0]
     assert len([line for line in caplog.messages if told in line]) == 1
 
@@ -411,45 +366,48 @@ def test_outputs_that_are_inputs_numbers_and_nothing(loop: Loop) -> None:
         assert torch.equal(result.output["x"], before)
         return torch.cat([result.output["twice"][1].flatten(), result.output["x"].flatten()])
 
-    loop.both(model=Several, loss_fn=loss, each=each, devices=1)
+    loop.both(model=Several, loss_fn=loss, each=each)
     assert loop.events == []
     assert loop.runs
 
 
-def test_a_teacher_that_all_ranks_read(loop: Loop) -> None:
-    """It is not captured while one of them records; a trainable one is no part of a graph."""
+def test_a_teacher(loop: Loop) -> None:
+    """A trainable one is no part of a graph."""
     torch.manual_seed(1)
     teacher = small().requires_grad_(False)
 
     def loss(context: flowdp.LossContext) -> Tensor:
         return F.mse_loss(context.output, teacher(context.batch[0]))
 
-    for devices in (1, 2, 3):
-        loop.both(loss_fn=loss, devices=devices)
-        assert loop.events == []
-        assert loop.runs > 12
+    loop.both(loss_fn=loss)
+    assert loop.events == []
+    assert loop.runs > 12
     teacher.requires_grad_(True)
-    loop.run(True, loss_fn=loss)
+    sums = []
+    for capture in (False, True):
+        teacher.zero_grad()
+        loop.run(capture, loss_fn=loss)
+        sums.append([parameter.grad for parameter in teacher.parameters()])
+    assert_same(*sums)
     assert "teacher.requires_grad_(False)" in loop.uncaptured[0]
 
 
-def test_forwards_that_meet_are_not_captured(loop: Loop) -> None:
-    def synchronised() -> nn.Module:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(Net())
+def test_a_loss_with_parameters_of_its_own(loop: Loop) -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
 
-    loop.both(model=synchronised)
-    assert loop.uncaptured == ("its forwards meet those of the other ranks (SyncBatchNorm)",)
+        def forward(self, context: flowdp.LossContext) -> Tensor:
+            return cross_entropy(context) * self.scale
 
-
-def test_shares_by_measured_speed_and_a_generator_of_all(loop: Loop) -> None:
-    loop.run(flowdp.CaptureOptions(compare_every=1), partition_ratios=None, cadence=False, steps=40)
+    weighted = Weighted()
+    loop.run(True, loss_fn=weighted)
+    assert "is none of the model's" in loop.uncaptured[0]
+    weighted.requires_grad_(False)
+    loop.both(loss_fn=weighted)
     assert loop.uncaptured == ()
-
-
-@pytest.mark.parametrize("buffers", ["broadcast", "average"])
-def test_buffers_are_those_of_an_eager_loop(loop: Loop, buffers: Any) -> None:
-    loop.both(buffers=buffers, devices=3, steps=40)
-    assert loop.events == []
+    assert loop.runs
 
 
 def test_a_state_goes_on_with_capture_and_without(loop: Loop) -> None:
@@ -483,8 +441,15 @@ def test_a_loss_is_needed() -> None:
         flowdp.setup(model, optimizer, devices=["cpu"], capture=True)
     with pytest.raises(flowdp.OptionError, match="capture must be True, False or"):
         flowdp.setup(model, optimizer, devices=["cpu"], capture=1, loss_fn=cross_entropy)
-    with flowdp.setup(model, optimizer, devices=["cpu"] * 2, capture=True, loss_fn=cross_entropy) as dp:
+    with flowdp.setup(model, optimizer, devices=["cpu"], capture=True, loss_fn=cross_entropy) as dp:
         with pytest.raises(flowdp.OptionError, match="give loss_fn="):
             dp.set_loss_fn(None)
         assert dp.loss_fn is cross_entropy
         assert dp(batch()[0]).requires_grad  # a plain call stays as it is
+
+
+def test_several_devices_capture_nothing() -> None:
+    with pytest.raises(
+        flowdp.OptionError, match=r"the steps of one device, and there are 2: .*flowdp.Trainer"
+    ):
+        flowdp.setup(small(), devices=["cpu"] * 2, capture=True, loss_fn=cross_entropy)

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,9 +51,8 @@ class World:
         self.twin: Any = copy.deepcopy(module)
         self.plan = plan_of(module, tags=("0", "2"))
 
-    def run(self, window: Window, *, sync: bool = True, **changes: Any) -> WindowResult:
-        modules = (self.module,) if self.replicas is None else self.replicas.modules
-        return run_window(modules, window, replace(self.plan, **changes), self.replicas, sync=sync)
+    def run(self, window: Window, **changes: Any) -> WindowResult:
+        return run_window(window, replace(self.plan, **changes), self.module, self.replicas)
 
     def check(self) -> None:
         assert_equal(gradients(self.module), gradients(self.twin))
@@ -91,8 +91,6 @@ def test_gradients_loss_and_outputs_are_those_of_one_big_batch(world: World) -> 
     )
     assert result.samples == window.samples == len(x)
     assert not any(t.requires_grad for t in (result.loss, result.output, result.tags["0"]))
-    if world.replicas is not None:
-        assert not any(world.replicas.has_unsummed(rank) for rank in range(len(world.replicas.modules)))
 
 
 def test_without_a_loss_function_the_output_has_its_graph(world: World) -> None:
@@ -105,21 +103,32 @@ def test_without_a_loss_function_the_output_has_its_graph(world: World) -> None:
     assert result.tags["0"].shape == (window.samples, 8)
 
 
-def test_gradients_accumulate_over_windows_summed_or_not(world: World) -> None:
-    windows = [ragged(world), window_of((0, 2))]
-    for number, window in enumerate(windows):
-        world.run(window, sync=number == 1)
+def test_gradients_accumulate_over_windows(world: World) -> None:
+    for window in (ragged(world), window_of((0, 2))):
+        world.run(window)
         F.cross_entropy(world.twin(window[0]), window[1]).backward()
-    world.check()
+        world.check()
 
 
-def test_what_is_zeroed_between_windows_is_not_added(world: World) -> None:
-    window = ragged(world)
-    world.run(window, sync=False)
-    torch.optim.SGD(world.module.parameters(), 0.1).zero_grad()
-    world.run(window)
-    F.cross_entropy(world.twin(window[0]), window[1]).backward()
-    world.check()
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_see_the_sum_once(world: World, register: str) -> None:
+    seen: dict[nn.Module, list[Tensor]] = {world.module: [], world.twin: []}
+
+    def clamp(module: nn.Module, gradient: Tensor) -> Tensor:
+        seen[module].append(gradient.clone())
+        return gradient.clamp(-0.01, 0.01)
+
+    def note(module: nn.Module, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen[module].append(parameter.grad.clone())
+
+    for module in seen:
+        getattr(module[0].bias, register)(partial(clamp if register == "register_hook" else note, module))
+    for window in (ragged(world), window_of((0, 2))):
+        world.run(window)
+        F.cross_entropy(world.twin(window[0]), window[1]).backward()
+        world.check()
+    assert_equal(seen[world.module], seen[world.twin])
 
 
 def test_without_gradients_the_loss_alone_is_computed(world: World) -> None:
@@ -178,7 +187,7 @@ def test_a_module_that_is_called_twice_has_two_traces() -> None:
     module = Twice()
     with replicas_of(module) as replicas:
         window = window_of((0, 4), (1, 3))
-        result = run_window(replicas.modules, window, plan_of(module, tags=("inner",)), replicas)
+        result = run_window(window, plan_of(module, tags=("inner",)), module, replicas)
         first, second = result.traces["inner"]
         assert_equal([first, second], [module.inner(window[0]).detach(), result.output])
         assert result.tags["inner"] is second
@@ -205,7 +214,7 @@ def test_each_device_has_one_graph_at_a_time() -> None:
 
     module = Mark()
     with replicas_of(module) as replicas:
-        result = run_window(replicas.modules, window_of(*[(0, 2), (1, 2)] * 4), plan_of(module), replicas)
+        result = run_window(window_of(*[(0, 2), (1, 2)] * 4), plan_of(module), module, replicas)
         gc.collect()
         assert most == {"flowdp-replica-0": 1, "flowdp-replica-1": 1}
         assert not any(map(len, alive.values()))
@@ -219,11 +228,9 @@ def test_devices_work_at_once() -> None:
         met.wait(WAIT_S)
         return cross_entropy(context)
 
-    with replicas_of(mlp()) as replicas:
-        module = replicas.modules[0]
-        run_window(
-            replicas.modules, window_of((0, 2), (1, 2), (1, 2), (0, 2)), plan_of(module, loss), replicas
-        )
+    module = mlp()
+    with replicas_of(module) as replicas:
+        run_window(window_of((0, 2), (1, 2), (1, 2), (0, 2)), plan_of(module, loss), module, replicas)
 
 
 # ---------------------------------------------------------------- errors
@@ -242,9 +249,8 @@ def test_a_loss_that_is_none(world: World, loss: Any, message: str) -> None:
     assert world.run(ragged(world)).loss is not None
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_after_an_error_nothing_of_it_is_left(sync: bool) -> None:
-    """The last batch of the second device fails when its first one has left a gradient there."""
+def test_after_an_error_nothing_of_it_is_left() -> None:
+    """The last batch of the second device fails when its first one has gone through its backward."""
 
     def loss(context: LossContext) -> Tensor:
         if len(context.output) == 3:
@@ -256,9 +262,9 @@ def test_after_an_error_nothing_of_it_is_left(sync: bool) -> None:
         world = World(module, replicas)
         window = ragged(world)
         with pytest.raises(KeyError, match="mine") as caught:
-            world.run(window, loss=loss, sync=sync)
+            world.run(window, loss=loss)
         assert caught.value.__notes__ == ["flowdp: on rank 1, cpu"]
-        torch.optim.SGD(module.parameters(), 0.1).zero_grad()
+        assert not any(gradient is not None for gradient in gradients(module))
         world.run(window)
         F.cross_entropy(world.twin(window[0]), window[1]).backward()
         world.check()
@@ -277,7 +283,7 @@ def test_outputs_that_cannot_be_joined_are_an_error_only_where_they_are_asked_fo
     module = Pairs()
     loss = lambda context: F.cross_entropy(context.output[0], context.batch[1])  # noqa: E731
     with replicas_of(module) as replicas:
-        result = run_window(replicas.modules, window_of((0, 2), (1, 3)), plan_of(module, loss), replicas)
+        result = run_window(window_of((0, 2), (1, 3)), plan_of(module, loss), module, replicas)
         assert result.loss is not None
         with pytest.raises(FlowdpError, match=r"output\[0\]\[1\] cannot be gathered"):
             _ = result.output
@@ -296,9 +302,10 @@ def test_fields_of_a_window_are_joined_in_order() -> None:
 def test_batches_arrive_before_they_are_used() -> None:
     arrived: list[int] = []
     pieces = [Piece(r, batch(2), 2, lambda r=r: arrived.append(r)) for r in (0, 1)]  # type: ignore[misc]
-    with replicas_of(mlp()) as replicas:
+    module = mlp()
+    with replicas_of(module) as replicas:
         for loss in (cross_entropy, None):
-            run_window(replicas.modules, Window(pieces, CPU), plan_of(replicas.modules[0], loss), replicas)
+            run_window(Window(pieces, CPU), plan_of(module, loss), module, replicas)
             assert sorted(arrived) == [0, 1]
             arrived.clear()
     _ = Window(pieces, CPU)[0]

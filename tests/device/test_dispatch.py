@@ -285,11 +285,14 @@ def by_trainer(overlap: Overlap) -> None:
 
 
 def by_setup(overlap: Overlap) -> None:
-    model = nn.Linear(2, 1)
+    class Overlapping(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            overlap()
+            return super().forward(input)
+
+    model = Overlapping(2, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with flowdp.setup(model, sgd, devices=["cpu"] * 2, check=False) as dp:
-        for replica in (dp.module, *dp.replicas):
-            replica.register_forward_pre_hook(lambda *_: overlap())
         dp(torch.ones(4, 2))
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowdp.device.draws import OwnDraws, draw_seed
+from flowdp.device.draws import OwnDraws, SeededCalls, draw_seed, drawing_names
 from flowdp.errors import FlowdpError
 
 X = torch.ones(4, 6)
 HEADS = torch.ones(1, 2, 4, 8)
+STACKED = nn.LSTM(6, 6, 2, dropout=0.5)
+
+
+def FIXED() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "dropout": lambda: F.dropout(X),
     "feature dropout": lambda: F.dropout1d(X),
@@ -32,27 +41,80 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "gumbel": lambda: F.gumbel_softmax(X),
     "gamma": lambda: torch.distributions.Gamma(X, X).sample(),
     "in place": lambda: torch.empty(9).exponential_(),
+    "recurrent": lambda: STACKED(X)[0],
+    "method": lambda: torch.empty(9).normal_(),
+    "channels": lambda: nn.Dropout2d()(X[None, None].expand(4, 8, 4, 6)),
+    "fractional": lambda: nn.FractionalMaxPool2d(2, output_size=3)(torch.randn(2, 9, 9, generator=FIXED())),
+    "svd": lambda: torch.svd_lowrank(torch.arange(48.0).reshape(6, 8).sin(), 2)[0],
+    "fractional in 3d": lambda: F.fractional_max_pool3d(
+        torch.randn(2, 9, 9, 9, generator=FIXED()), 2, output_size=3
+    ),
+    "eigenvectors": lambda: torch.lobpcg(torch.diag(torch.arange(1.0, 13.0)), niter=1)[1],
     "layer": lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5)(X[None]),
 }
 
 
-def drawn(draw: Callable[[], Tensor], seed: int, rank: int) -> Tensor:
-    with OwnDraws(seed, rank):
+Mode = Callable[[OwnDraws], AbstractContextManager[Any]]
+
+
+def drawn(draw: Callable[[], Tensor], seed: int, rank: int, mode: Mode = lambda draws: draws) -> Tensor:
+    with mode(OwnDraws(seed, rank)):
         return draw()
 
 
+@pytest.mark.parametrize("mode", [lambda draws: draws, SeededCalls], ids=["operations", "functions"])
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_rank_draws_from_its_own_generator(name: str) -> None:
+def test_a_rank_draws_from_its_own_generator(name: str, mode: Mode) -> None:
     if name.endswith("_like") and torch.__version__ < "2.13":
         pytest.skip("older torch has no generator for it: an error says so")
     draw = DRAWS[name]
     before = torch.get_rng_state()
-    first = drawn(draw, 7, 0)
+    first = drawn(draw, 7, 0, mode)
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(3)  # draws of others do not matter
-    assert torch.equal(drawn(draw, 7, 0), first)
-    assert not torch.equal(drawn(draw, 7, 1), first)
-    assert not torch.equal(drawn(draw, 8, 0), first)
+    assert torch.equal(drawn(draw, 7, 0, mode), first)
+    assert not torch.equal(drawn(draw, 7, 1, mode), first)
+    assert not torch.equal(drawn(draw, 8, 0, mode), first)
+
+
+def test_functions_go_on_where_the_last_has_stopped() -> None:
+    with SeededCalls(OwnDraws(7, 0)):
+        found = [torch.rand(3), F.dropout(X), torch.rand(3)]
+    with OwnDraws(7, 0):
+        wanted = [torch.rand(3), F.dropout(X), torch.rand(3)]
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_functions_that_draw_nothing_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    real = OwnDraws.__torch_dispatch__
+
+    def dispatch(self: OwnDraws, func: Any, *args: Any) -> Any:
+        seen.append(str(func))
+        return real(self, func, *args)
+
+    monkeypatch.setattr(OwnDraws, "__torch_dispatch__", dispatch)
+    with SeededCalls(OwnDraws(7, 0)):
+        (F.linear(X, torch.ones(3, 6)).relu() + 1).sum()
+        assert seen == []
+        F.dropout(X)
+        assert seen != []
+
+
+def test_dropout_that_draws_nothing_is_no_draw() -> None:
+    for mode in (lambda draws: draws, SeededCalls):
+        with mode(OwnDraws(None, 0)), torch.inference_mode():
+            assert torch.equal(nn.Dropout().eval()(X), X)
+            F.scaled_dot_product_attention(HEADS, HEADS, HEADS)
+
+
+def test_a_function_without_a_form_with_a_generator_is_refused_in_words() -> None:
+    assert {"dropout", "rand", "bernoulli_", "rrelu", "multi_head_attention_forward"} <= drawing_names()
+    with (
+        SeededCalls(OwnDraws(7, 0)),
+        pytest.raises(FlowdpError, match=r"takes no generator.*partition_ratios"),
+    ):
+        torch.native_dropout(X, 0.5, True)
 
 
 def test_a_generator_of_the_users_own_stays() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from flowdp.device.torch_modes import caller_modes, unhooked
+from flowdp.device.torch_modes import caller_modes, unhooked, watcher
 
 CPU = frozenset({"cpu"})
 State = tuple[bool, bool, bool, torch.dtype, bool]
@@ -105,3 +110,98 @@ def test_hooks_on_saved_tensors_are_held_back_and_come_back_in_order() -> None:
             assert heard == ["inner"]
         x.exp()
         assert heard == ["inner", "outer"]
+
+
+# ---------------------------------------------------------------- what watches the thread
+class Function(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def module_hook() -> Iterator[None]:
+    handle = register_module_forward_hook(lambda *_: None)
+    yield
+    handle.remove()
+
+
+WATCHERS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+    "a counter": (lambda: FlopCounterMode(display=False), "FlopCounter"),
+    "a function mode": (Function, "Function"),
+    "saved tensors": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        "a hook on saved tensors",
+    ),
+    "offloading": (torch.autograd.graph.save_on_cpu, "a hook on saved tensors"),
+    "a profiler": (torch.profiler.profile, "torch.profiler"),
+    "a dual level": (forward_ad.dual_level, "forward-mode differentiation"),
+    "a hook on all modules": (module_hook, "a hook on all modules"),
+}
+
+
+OF_ALL_THREADS = ("a counter", "a hook on all modules", "a dual level")
+"""Those that others have, too: a counter hooks all modules, and torch counts levels for the process."""
+
+
+@pytest.mark.parametrize("kind", WATCHERS)
+def test_what_sees_the_calling_thread_alone_is_named_while_it_does(kind: str) -> None:
+    make, name = WATCHERS[kind]
+    assert watcher() is None
+    with make():
+        assert name in str(watcher())
+        thread = threading.Thread(target=lambda: seen.append(watcher()))
+        seen: list[str | None] = []
+        thread.start()
+        thread.join()
+        assert (seen == [None]) is (kind not in OF_ALL_THREADS)
+    assert watcher() is None
+
+
+def test_traces_and_transforms_are_named() -> None:
+    seen: list[str | None] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(watcher())
+        return x.sum()
+
+    x = torch.ones(2)
+    torch.func.grad(note)(x)
+    torch.vmap(note)(x[None])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(note, x, check_trace=False)
+    assert seen == ["a transform of torch.func"] * 2 + ["a trace"]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.device("cpu"),
+        lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ],
+    ids=["no grad", "inference", "autocast", "device", "anomaly"],
+)
+def test_modes_that_all_threads_enter_are_no_watchers(context: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with context():
+            assert watcher() is None
+
+
+def test_the_callers_device_is_entered_where_it_is_set() -> None:
+    found: list[torch.device] = []
+    with torch.device("meta"):
+        modes = caller_modes(CPU)
+
+    def body() -> None:
+        with modes():
+            found.append(torch.ones(1).device)
+        found.append(torch.ones(1).device)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert [device.type for device in found] == ["meta", "cpu"]

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
-from flowdp.data_parallel import unseen_writes
 from flowdp.data_parallel.stopwatch import KEPT_LAPS, Stopwatch
 from flowdp.device.frozen_parameters import FrozenParameters
 from flowdp.device.streams import StreamLane
@@ -172,24 +171,57 @@ def setup_watched(_cuda: LateCuda) -> list[str]:
     return [f"the replica has other parameters before calls {wrong}"] if wrong else []
 
 
-def setup_written(_cuda: LateCuda) -> list[str]:
-    """A loop that writes to parameters past their version counters, which an error tells soon."""
-    module = perceptron()
-    with (
-        flowdp.setup(module, devices=["cuda:0", "cuda:1"], check=False, progress=False) as dp,
-        torch.no_grad(),
-    ):
-        (x,) = late([samples()[0][:, 2:]])
-        for _ in range(unseen_writes.FIRST + 3):
-            dp(x)
-        for parameter in module.parameters():
-            parameter.data.add_(1)
-        try:
-            for _ in range(4):
-                dp(x)
-        except flowdp.FlowdpError:
-            return []
-    return ["the write was not noticed"]
+def setup_written(backend: Any, *, has_graph: bool) -> Any:
+    """A loop that writes to parameters past their version counters; graphs may live that have saved them."""
+
+    def work(_cuda: LateCuda) -> list[str]:
+        module, plain = perceptron().to("cuda:0"), perceptron()
+        optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+        places = ["cuda:0", "cuda:1"]
+        with flowdp.setup(module, optimizer, devices=places, backend=backend, progress=False) as dp:
+            graphs, found = [], []
+            for number, (x, _) in enumerate(batches()):
+                for parameter, value in zip(module.parameters(), plain.parameters(), strict=True):
+                    value.data.add_(number)
+                    parameter.data.copy_(next(late([value.detach()])))
+                (rows,) = late([x[:, 2:]])
+                outputs = dp(rows)
+                graphs += [outputs] * has_graph
+                found.append((outputs.detach(), plain(x[:, 2:]).detach()))
+        wrong = [number for number, (mine, its) in enumerate(found) if not torch.allclose(mine.cpu(), its)]
+        return [f"the outputs of calls {wrong} are wrong"] if wrong else []
+
+    return work
+
+
+def setup_two_calls(backend: Any) -> Any:
+    """A loop of two calls before a backward, between which the caller swaps parameters for others."""
+
+    def loop(net: Any, module: nn.Module, place: str) -> None:
+        optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+        for x, y in batches():
+            rows, labels = late([x[:, 2:], y], place)
+            outputs = net(rows)
+            with torch.no_grad():
+                weights = {name: parameter * 0.5 for name, parameter in module.named_parameters()}
+                with torch.nn.utils.stateless._reparametrize_module(module, weights):
+                    teacher = net(rows)
+            (F.mse_loss(outputs, labels) + F.mse_loss(net(rows), teacher)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def work(_cuda: LateCuda) -> list[str]:
+        module, expected = perceptron().to("cuda:0"), perceptron()
+        places = ["cuda:0", "cuda:1"]
+        with flowdp.setup(
+            module, torch.optim.SGD(module.parameters(), lr=RATE), devices=places, backend=backend,
+            progress=False,
+        ) as dp:  # fmt: skip
+            loop(dp, module, "cuda:0")
+        loop(expected, expected, "cpu")
+        return differences(module, expected)
+
+    return work
 
 
 def laps(_cuda: LateCuda) -> list[str]:
@@ -504,7 +536,15 @@ DOORS = [
     Door("setup over NCCL on a stream of the user's", setup_loop("nccl", has_own=True)),
     Door("setup, batches elsewhere", setup_elsewhere),
     Door("setup, the replica watched", setup_watched),
-    Door("setup, an unseen write", setup_written),
+    *(
+        Door(
+            f"setup, unseen writes, {backend}{', graphs alive' * has_graph}",
+            setup_written(backend, has_graph=has_graph),
+        )
+        for backend in ("local", "nccl")
+        for has_graph in (False, True)
+    ),
+    *(Door(f"setup, two calls, {backend}", setup_two_calls(backend)) for backend in ("local", "nccl")),
     Door("laps", laps),
     Door("frozen parameters", frozen),
     Door("windows", setup_windows("local", cadence=False)),

@@ -29,7 +29,6 @@ from flowdp.data_parallel.batches import LoaderBatches, ResidentBatches
 from flowdp.data_parallel.loader import Windows
 from flowdp.device.streams import StreamLane
 from flowdp.engine.shared_batches import SharedBatches
-from flowdp.modules.copying import make_replica
 from flowdp.policy.efficiency import Activity
 from flowdp.replica.factories import build_models
 from flowdp.timeline.spans import RankSpans
@@ -293,10 +292,6 @@ def models(copy_to: Callable[[nn.Module, Sequence[StreamLane]], Sequence[nn.Modu
     return Door(f"models of {copy_to.__name__}", work)
 
 
-def copies(module: nn.Module, lanes: Sequence[StreamLane]) -> Sequence[nn.Module]:
-    return [make_replica(module, None, lane) for lane in lanes]
-
-
 FEEDS = [
     Door("resident by hand", resident),
     Door("resident, closed", closed),
@@ -314,5 +309,4 @@ FEEDS = [
     Door("batches of a loader, made late", made(ahead=False)),
     Door("spans of copies", spans),
     models(build_models),
-    models(copies),
 ]

@@ -15,6 +15,7 @@ from flowdp.collective import nccl, nccl_loop
 from flowdp.device import discovery, peer_copies, streams
 from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveError
+from tests.fakes import hide_modes
 from tests.late.device import LateCuda
 from tests.late.dispatch import LateMode
 from tests.late.nccl import LateNccl
@@ -55,6 +56,7 @@ def installed(cuda: LateCuda) -> Iterator[LateCuda]:
         patch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
         for name, method in methods(cuda, moves).items():
             patch.setattr(torch.Tensor, name, method)
+        hide_modes(patch.setattr, LateMode)
         _patch_autocast(patch)
         _patch_groups(patch)
         _patch_lanes(patch, cuda)

@@ -55,11 +55,27 @@ def methods(cuda: LateCuda, moves: threading.local) -> dict[str, Any]:
         if "meta" in (device.type, TRUE.device.__get__(tensor).type):
             shape: Tensor = TRUE.to(tensor, device=device, dtype=dtype or tensor.dtype, copy=copy, **named)
             return shape
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            cast: Tensor = TRUE.to(tensor, dtype=dtype or tensor.dtype, **named)
+            far: Tensor = Moved.apply(cast, device, non_blocking)  # type: ignore[no-untyped-call]
+            return far
         with moving():
             moved: Tensor = torch.ops.aten._to_copy.default(
                 tensor, dtype=dtype, device=device, non_blocking=non_blocking, **named
             )
         return moved
+
+    class Moved(torch.autograd.Function):
+        """A move whose gradient comes back to the source's device: C++ takes both for the CPU."""
+
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+            ctx.source = device_of(tensor)
+            return to(tensor, device, non_blocking=non_blocking)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+            return to(gradient, ctx.source), None, None
 
     @contextmanager
     def moving() -> Iterator[None]:

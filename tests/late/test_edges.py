@@ -147,19 +147,12 @@ CAUGHT: dict[str, Sequence[Trial]] = {
         "a window that is let go of"
     ),
     "data_parallel/replicas.py Replicas.each: asked.record(stream)": WATCHED,
-    "data_parallel/replicas.py Replicas.each: lane.compute.wait_event(self._asked[rank])": WATCHED,
-    "data_parallel/replicas.py Replicas.each: home.aside(rank).wait_event(self._asked[0])": WATCHED,
+    "data_parallel/replicas.py Replicas.each: home.aside(rank).wait_event(self._asked[0])": late("windows"),
     "data_parallel/replicas.py Replicas.each: computed.record(lane.compute)": WATCHED,
     "data_parallel/replicas.py Replicas.each: here[rank].wait_event(computed)": WATCHED,
     "data_parallel/stopwatch.py Stopwatch.running: start.record(lane.current())": late("laps"),
     "data_parallel/stopwatch.py Stopwatch.running: stop.record(lane.current())": late("laps"),
     "data_parallel/stopwatch.py Stopwatch.take_ms: stop.synchronize()": late("laps"),
-    "data_parallel/unseen_writes.py UnseenWrites._ask: self._event.record(self._lane.current())": late(
-        "setup, an unseen write"
-    ),
-    "data_parallel/unseen_writes.py UnseenWrites._read: self._event.synchronize()": late(
-        "setup, an unseen write"
-    ),
     "device/frozen_parameters.py FrozenParameters._read: self._passed.record(self._lane.compute)": late(
         "frozen parameters"
     ),
@@ -174,7 +167,6 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "engine/device_meter.py DeviceMeter.wait_for: event.synchronize()": late("steered"),
     "engine/device_meter.py DeviceMeter._mark: event.record(self._lane.compute)": late("steered"),
     "engine/nan_guard.py NanGuard.judge: self._passed.record(self._lane.compute)": late("not finite") * OFTEN,
-    "modules/copying.py make_replica: lane.await_caller()": late("models of copies"),
     "replica/factories.py build_models: lane.await_caller()": late("models of build_models"),
     "replica/replica.py _after: mark.record(other.compute)": late("copied replicas"),
     "replica/replica.py _after: lane.compute.wait_event(mark)": late("copied replicas"),
@@ -220,6 +212,10 @@ REDUNDANT = {
     "collective/async_mean.py SnapshotMean.average: other.comm.synchronize()": (
         "the mean lies in pageable memory of the host: torch itself waits for a copy out of it"
     ),
+    EACH + "lane.compute.wait_event(self._asked[rank])": (
+        "each call sends the parameters, and torch lets the first device's stream wait for the other's "
+        "before a copy; so does NCCL"
+    ),
     "engine/device_meter.py DeviceMeter.settle: self._last.record(self._lane.compute)": (
         "a time alone: from here on the next step's wait for data counts"
     ),
@@ -231,8 +227,8 @@ CAPTURED = "captured steps, which tests/fake_graphs.py has"
 ELSEWHERE = {
     "collective/host.py HostMean.settle: "
     "lane.compute.wait_event(self._copies[rank][0].up[1])": "several machines",
-    "data_parallel/replicas.py Replicas.hold: "
-    "keep_for(lane.compute, list(tensors_of(tree)))": "a race of two threads: tests/data_parallel has it",
+    "data_parallel/replicas.py Replicas.call: "
+    "keep_for(lane.compute, list(tensors_of(given)))": "a race of two threads: tests/data_parallel has it",
     "device/cuda_graphs.py GraphPool.capture: self._before.record(here)": CAPTURED,
     "device/cuda_graphs.py GraphPool.capture: lane.capturing.wait_event(self._before)": CAPTURED,
     "device/cuda_graphs.py GraphPool.capture: self._behind.record(lane.capturing)": CAPTURED,

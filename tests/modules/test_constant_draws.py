@@ -53,6 +53,21 @@ def test_draws_are_the_same_in_every_row_and_run(has_grad: bool) -> None:
     assert attended.abs().sum() > 0
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_gradient_of_a_random_slope_is_its_mean(in_place: bool) -> None:
+    x = torch.linspace(-2, 2, 8).requires_grad_()
+    noise = torch.full((8,), torch.nan)  # what its memory may hold
+    with ConstantDraws():
+        if in_place:
+            out = torch.ops.aten.rrelu_with_noise_(x * 1, noise, 0.1, 0.3, True)
+        else:
+            out = torch.ops.aten.rrelu_with_noise(x, noise, 0.1, 0.3, True)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    slope = torch.where(x <= 0, 0.2, 1.0).detach()
+    torch.testing.assert_close(out.detach(), x.detach() * slope)
+    torch.testing.assert_close(gradient, slope)
+
+
 X = torch.randn(4, 2, 3)
 DRAWN: list[tuple[Callable[[], Any], bool]] = [
     (lambda: torch.randn(3), True),

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
-from flowdp import FlowdpError, OptionError
+from flowdp import FlowdpError
 from tests.real.ways import (
     SHARES,
     Script,
@@ -541,7 +541,7 @@ def test_layers_in_a_plain_list_are_no_parameters() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[1](self.layers[0](x))
 
-    with spreading((0.5, 0.5)) as spread, pytest.raises(OptionError, match="ModuleList"):
+    with spreading((0.5, 0.5)) as spread, pytest.raises(FlowdpError, match="ModuleList"):
         spread(Net())(torch.randn(4, 4))
 
 

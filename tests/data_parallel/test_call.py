@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -13,13 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.scatter import Arguments, ArgumentTensor, CallArguments
-from flowdp.data_parallel.sharded_call import bring_back, call_sharded, collect_gradients, cut
+import flowdp
+from flowdp.data_parallel.call import call_parts
+from flowdp.data_parallel.cut import Arguments
+from flowdp.data_parallel.layout import PLAIN, Callee
+from flowdp.data_parallel.replicas import Isolated, Replicas
 from flowdp.device.streams import StreamLane
 from flowdp.errors import FlowdpError
 from tests.fakes import FakeCuda
-from tests.loops import CPU, assert_equal, gradients, mlp, numbers, replicas_of
+from tests.loops import CPU, assert_equal, called, gradients, mlp, numbers, replicas_of
 from tests.wired import wired
 
 
@@ -28,41 +32,30 @@ class World:
 
     def __init__(self, replicas: Replicas, sizes: tuple[int, ...] = (3, 2)) -> None:
         self.replicas = replicas
-        self.module: Any = replicas.modules[0]
+        self.module: Any = replicas.module
         self.twin: Any = copy.deepcopy(self.module)
         self.sizes = sizes
-        self.sync = True
 
     def __call__(self, *args: Any, sizes: tuple[int, ...] | None = None, **kwargs: Any) -> Any:
-        shards = cut(Arguments(args, kwargs), sizes or self.sizes)
-        return call_sharded(self.replicas, shards, _run, sync=self.sync)
+        return called(self.replicas, sizes or self.sizes, *args, **kwargs)
 
     def check(self) -> None:
-        """Assert that the gradients are those of the copy, and that no replica has any."""
+        """Assert that the gradients are those of the copy."""
         assert_equal(gradients(self.module), gradients(self.twin))
-        assert not any(self.replicas.has_unsummed(rank) for rank in range(len(self.sizes)))
 
 
-def _run(module: nn.Module, part: CallArguments) -> Any:
-    return module(*part.args, **part.kwargs)
-
-
-@pytest.fixture(params=["2", "3", "2 on nccl", "3 on nccl"])
+@pytest.fixture(params=["2", "3", "2 on streams", "2 on nccl", "3 on nccl"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    count, _, on_nccl = request.param.partition(" on ")
-    with wired(mlp(), int(count)) if on_nccl else replicas_of(mlp(), int(count)) as replicas:
+    count, _, on = request.param.partition(" on ")
+    lanes = on == "streams" and [StreamLane(CPU, FakeCuda()) for _ in range(int(count))]
+    with (
+        wired(mlp(), int(count)) if on == "nccl" else replicas_of(mlp(), int(count), lanes=lanes or None)
+    ) as replicas:
         yield World(replicas, (3, 1, 1) if count == "3" else (3, 2))
 
 
 def loss_of(out: Tensor) -> Tensor:
     return (out.sin() * torch.arange(out.numel()).reshape(out.shape)).mean()
-
-
-# ---------------------------------------------------------------- shards
-def test_shards_follow_one_another_and_empty_ones_are_left_out() -> None:
-    arguments = Arguments((torch.ones(5),))
-    assert [(s.rank, s.start, s.samples) for s in cut(arguments, (2, 0, 3))] == [(0, 0, 2), (2, 2, 3)]
-    assert [(s.rank, s.start, s.samples) for s in cut(arguments, (0, 0))] == [(0, 0, 0)]
 
 
 # ---------------------------------------------------------------- gradients
@@ -96,7 +89,8 @@ def test_inputs_that_ask_for_gradients_get_them_cut_or_whole(world: World) -> No
             self.inner = mlp()
 
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-            return self.inner(x * scale)
+            out: Tensor = self.inner(x * scale)
+            return out
 
     found = []
     with replicas_of(Scaled(), len(world.sizes)) as replicas:
@@ -143,7 +137,7 @@ def test_a_parameter_that_has_no_part_has_no_gradient() -> None:
         world = World(replicas)
         x = numbers(5, 6)
         loss_of(world(x)).backward()
-        assert replicas.modules[0].idle.weight.grad is None
+        assert world.module.idle.weight.grad is None
         x[4] += 1e3  # only on the second device
         world.module.zero_grad()
         out = world(x)
@@ -251,9 +245,37 @@ def writing(*, head: bool = True) -> nn.Sequential:
 
 @pytest.fixture
 def writer(world: World) -> Iterator[World]:
-    """A model that begins with an in-place activation."""
+    """A model that begins with an in-place activation, which has been noticed."""
     with replicas_of(writing(), len(world.sizes)) as replicas:
+        replicas.writes_arguments = True
         yield World(replicas, world.sizes)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_that_a_module_writes_to_its_argument_is_noticed(check: bool) -> None:
+    module = writing()
+    twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    with flowdp.setup(module, optimizer, devices=["cpu"] * 3, check=check, progress=False) as dp:
+        module.eval()
+        if not check:  # the first call tells, else the comparison before it
+            with torch.no_grad():
+                dp(numbers(9, 6))
+        for call, net in ((dp, module), (twin, twin)):
+            x = numbers(9, 6)
+            loss_of(call(x)).backward()
+            assert x.min() == 0
+            assert all(one.grad is not None for one in net.parameters())
+    assert_equal(gradients(module), gradients(twin))
+
+
+def test_a_write_by_the_caller_after_one_by_the_module_is_found(writer: World) -> None:
+    for call in (writer, writer.twin):
+        x = numbers(5, 6)
+        loss = loss_of(call(x))
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_a_module_may_write_to_its_argument(writer: World) -> None:
@@ -264,31 +286,19 @@ def test_a_module_may_write_to_its_argument(writer: World) -> None:
             loss_of(call(x)).backward()
         with torch.no_grad():
             call(x.neg_())
-        found.append([x, torch.tensor(x._version)])
+        found.append([x])
     assert_equal(*found)
     writer.check()
 
 
-def test_a_module_may_write_to_what_another_one_computed(writer: World) -> None:
-    found = []
-    for call in (writer, writer.twin):
-        z = numbers(5, 6).requires_grad_()
-        x = z * 2
-        out = call(x)
-        (loss_of(out) + x.square().sum()).backward()
-        found.append([z.grad, x.detach()])
-    assert_equal(*found)
-    writer.check()
-    for call in (writer, writer.twin):  # only its output is used
-        x = numbers(5, 6).requires_grad_() * 2
-        loss_of(call(x)).backward()
-    writer.check()
+def test_a_write_to_an_argument_that_asks_for_a_gradient_is_refused_with_a_remedy(writer: World) -> None:
+    for x in (numbers(5, 6).requires_grad_(), numbers(5, 6).requires_grad_() * 2):
+        with pytest.raises(FlowdpError, match=r"argument\.clone\(\)"):
+            writer(x)
 
 
-def test_a_write_that_one_device_refuses_is_refused(writer: World) -> None:
+def test_a_write_to_what_the_caller_has_saved_is_found(writer: World) -> None:
     for call in (writer, writer.twin):
-        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-            call(numbers(5, 6).requires_grad_())
         x, weight = numbers(5, 6), torch.ones(6).double().requires_grad_()
         loss = (weight * x).sum() + call(x).sum()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -311,33 +321,11 @@ def test_a_write_that_all_devices_would_do_is_refused() -> None:
             self.inner = mlp()
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.inner(x * mask.add_(1))
+            out: Tensor = self.inner(x * mask.add_(1))
+            return out
 
     with replicas_of(Masked()) as replicas, pytest.raises(FlowdpError, match=r"\(6,\) that goes whole"):
         World(replicas)(numbers(5, 6), torch.ones(6))
-
-
-def test_what_was_written_on_another_device_comes_back() -> None:
-    x = numbers(5, 6)
-    (one,) = Arguments((x,)).part(1, 3, CPU).tensors
-    given = one.given.clone()
-    there = ArgumentTensor(x, one.memory, given, given._version, None, is_cut=True)
-    part = CallArguments((given,), {}, [there])
-    bring_back(part, CPU)
-    given.zero_()
-    wanted = x.clone()
-    wanted[1:4] = 0
-    for is_copy in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ArgumentTensor, "is_copy", is_copy)
-            bring_back(part, CPU)
-        assert torch.equal(x, wanted) == is_copy
-
-
-def test_gradients_of_gradients_through_a_write_are_refused(writer: World) -> None:
-    z = numbers(5, 6).requires_grad_()
-    with pytest.raises(FlowdpError, match=r"argument.clone\(\)"):
-        torch.autograd.grad(writer(z * 2).sum(), z, create_graph=True)
 
 
 # ---------------------------------------------------------------- ways to call autograd
@@ -369,27 +357,13 @@ def test_gradients_that_are_asked_for_are_not_accumulated(world: World) -> None:
 def test_hooks_see_the_sum_once(world: World) -> None:
     seen: dict[int, list[Tensor]] = {0: [], 1: []}
     for number, (call, module) in enumerate(((world, world.module), (world.twin, world.twin))):
-        module[0].weight.register_hook(lambda g, n=number: [seen[n].append(g), g * 2][1])
+        module[0].weight.register_hook(lambda g, n=number: (seen[n].append(g), g * 2)[1])
         module[2].bias.register_post_accumulate_grad_hook(lambda p, n=number: seen[n].append(p.grad.clone()))
         loss_of(call(numbers(5, 6))).backward()
     assert [len(found) for found in seen.values()] == [2, 2]
     assert_equal(*(sorted(found, key=len) for found in seen.values()))
     world.check()
     assert len(world.module[0].weight._backward_hooks) == 1
-
-
-def test_hooks_that_a_constructor_registers_run_on_the_sum_alone() -> None:
-    def make() -> nn.Module:
-        net = mlp()
-        net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[operator]
-        return net
-
-    with replicas_of(make(), factory=lambda device: make()) as replicas:
-        world = World(replicas)
-        world.twin = make()
-        for call in (world, world.twin):
-            loss_of(call(numbers(5, 6))).backward()
-        world.check()
 
 
 def test_modes_of_the_caller(world: World) -> None:
@@ -457,17 +431,114 @@ def test_a_loss_that_is_kept_keeps_no_batch(world: World) -> None:
     assert loss.requires_grad
 
 
+class Backwards(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Any) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.function()
+        return gradient, None
+
+
+class Noting(nn.Module):
+    """Calls a function of the caller's in forward and backward."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.inner, self.function = mlp(), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.function()
+        out: Tensor = Backwards.apply(self.inner(x), self.function)
+        return out
+
+
 def test_ranks_walk_their_graphs_in_their_own_threads(world: World) -> None:
     """Autograd's thread of a device may be the one that waits for them."""
-    seen: list[bool] = []
+    seen: list[tuple[str, bool]] = []
 
-    def note(_module: nn.Module, _inputs: Any) -> None:
-        seen.append(torch._C._is_multithreading_enabled())
+    def note() -> None:
+        seen.append((threading.current_thread().name, torch._C._is_multithreading_enabled()))
 
-    for module in world.replicas.modules[1:]:
-        module.register_forward_pre_hook(note)
+    count = len(world.sizes)
+    with replicas_of(Noting(note), count) as replicas:
+        loss_of(called(replicas, world.sizes, numbers(5, 6))).backward()
+    assert sorted(seen) == [(f"flowdp-replica-{rank}", False) for rank in range(count) for _ in "fb"]
+
+
+def test_contexts_of_the_caller_are_entered_in_forward_and_backward(world: World) -> None:
+    word: ContextVar[str] = ContextVar("word")
+    seen: list[str] = []
+    with replicas_of(Noting(lambda: seen.append(word.get())), len(world.sizes)) as replicas:
+        for now in ("one", "two"):
+            word.set(now)
+            loss = loss_of(called(replicas, world.sizes, numbers(5, 6)))
+            assert seen == [now] * len(world.sizes)
+            word.set("later")
+            loss.backward()
+            assert seen[len(world.sizes) :] == ["later"] * len(world.sizes)
+            seen.clear()
+
+
+# ---------------------------------------------------------------- gradients of gradients
+def penalty(call: Any, x: Tensor) -> Tensor:
+    out: Tensor = call(x)
+    (slope,) = torch.autograd.grad(loss_of(out), x, create_graph=True)
+    return slope.square().sum() + out.mean()
+
+
+def test_a_penalty_on_a_gradient(world: World) -> None:
+    found = []
+    for call in (world, world.twin):
+        x = numbers(5, 6).requires_grad_()
+        penalty(call, x).backward()
+        found.append([x.grad])
+    assert_equal(*found)
+    world.check()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_graph_of_gradients_of_parameters(world: World) -> None:
+    for call, module in ((world, world.module), (world.twin, world.twin)):
+        own = list(module.parameters())
+        slopes = torch.autograd.grad(loss_of(call(numbers(5, 6))), own, create_graph=True)
+        more = torch.autograd.grad(
+            torch.stack([one.square().sum() for one in slopes]).sum(), own[:2], create_graph=True
+        )
+        torch.stack([one.square().sum() for one in more]).sum().backward()
+    world.check()
+
+
+# ---------------------------------------------------------------- other tensors in the module's place
+def test_weights_of_the_callers_own_get_the_gradients(world: World) -> None:
+    found = []
+    for call, module in ((world, world.module), (world.twin, world.twin)):
+        loss_of(call(numbers(5, 6))).backward()  # from then on CPU devices share the parameters
+        weights = {name: (2 * p.detach()).requires_grad_() for name, p in module.named_parameters()}
+        with torch.nn.utils.stateless._reparametrize_module(module, weights):
+            loss_of(call(numbers(5, 6))).backward()
+        found.append([weight.grad for weight in weights.values()])
+    assert_equal(*found)
     loss_of(world(numbers(5, 6))).backward()
-    assert seen == [False] * (len(world.sizes) - 1)
+    loss_of(world.twin(numbers(5, 6))).backward()
+    world.check()
+
+
+def test_two_sets_of_parameters_in_one_graph(world: World) -> None:
+    """As in MAML, which calls the module with its own weights."""
+    for call, module in ((world, world.module), (world.twin, world.twin)):
+        losses = []
+        for factor in (1.0, 2.0):
+            weights = {name: p * factor for name, p in module.named_parameters()}
+            with torch.nn.utils.stateless._reparametrize_module(module, weights):
+                losses.append(loss_of(call(numbers(5, 6))))
+        torch.stack(losses).sum().backward()
+    world.check()
 
 
 # ---------------------------------------------------------------- errors
@@ -497,12 +568,10 @@ class Fragile(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_after_an_error_in_backward_nothing_of_it_is_left(rank: int, sync: bool) -> None:
+def test_after_an_error_in_backward_nothing_of_it_is_left(rank: int) -> None:
     with replicas_of(Fragile()) as replicas:
         world = World(replicas)
-        world.sync = sync
         x = numbers(5, 6)
         bad = x.clone()
         bad[4 * rank] = 1e3
@@ -510,89 +579,81 @@ def test_after_an_error_in_backward_nothing_of_it_is_left(rank: int, sync: bool)
             loss_of(world(bad)).backward()
         assert caught.value.__notes__ == [f"flowdp: on rank {rank}, cpu"]
         world.module.zero_grad()  # as `optimizer.zero_grad` does
-        world.sync = True
         loss_of(world(x)).backward()
         loss_of(world.twin(x)).backward()
         world.check()
 
 
-# ---------------------------------------------------------------- without a sum
-def test_gradients_wait_for_the_backward_that_sums(world: World) -> None:
-    world.sync = False
-    loss_of(world(numbers(5, 6))).backward()
-    assert all(world.replicas.has_unsummed(rank) for rank in range(1, len(world.sizes)))
-    world.sync = True
-    loss_of(world(numbers(5, 6, seed=6))).backward()
-    for seed in (5, 6):
-        loss_of(world.twin(numbers(5, 6, seed=seed))).backward()
-    world.check()
+class Saved(nn.Module):
+    """Keeps a tensor of its forward in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.aux = out.square().mean()
+        return out
 
 
-def test_a_backward_that_sums_takes_those_of_ranks_that_have_no_part_in_it(world: World) -> None:
-    world.sync = False
-    loss_of(world(numbers(5, 6))).backward()
-    world.sync = True
-    loss_of(world(numbers(1, 6), sizes=(1, 0, 0)[: len(world.sizes)])).backward()
-    for samples in (5, 1):
-        loss_of(world.twin(numbers(samples, 6))).backward()
-    world.check()
+def run(module: nn.Module, part: Any) -> Any:
+    return module(*part.args, **part.kwargs)
 
 
-def test_two_calls_of_one_graph_without_a_sum(world: World) -> None:
-    for call in (world, world.twin):
-        world.sync = False
-        (loss_of(call(numbers(5, 6))) + loss_of(call(numbers(5, 6, seed=6)))).backward()
-    collect_gradients(world.replicas)
-    world.check()
+@pytest.mark.parametrize("guards", [True, False])
+def test_a_backward_through_an_attribute_that_forward_has_set(guards: bool) -> None:
+    module = Saved()
+    with replicas_of(module) as replicas:
+        arguments = Arguments(PLAIN, Callee(module.forward), (numbers(4, 6),), {})
+        parts = list(enumerate(arguments.parts((2, 2))))
+        first, _ = call_parts(replicas, parts, run, guards=guards)
+        assert module.aux is not None
+        first.sum().backward()  # the call's own is right
+        if guards:
+            with pytest.raises(FlowdpError, match="the attribute 'aux' has been set by a forward"):
+                (module.aux * 2).backward()
 
 
-def test_collected_gradients_are_seen_by_hooks_once(world: World) -> None:
-    seen: list[Tensor] = []
-    world.sync = False
-    loss_of(world(numbers(5, 6))).backward()
-    own = world.module[0].bias.grad.clone()
-    world.module[0].bias.register_hook(seen.append)
-    collect_gradients(world.replicas)
-    collect_gradients(world.replicas)
-    loss_of(world.twin(numbers(5, 6))).backward()
-    world.check()
-    assert_equal(seen, [world.module[0].bias.grad - own])
+def test_reentrant_checkpoints_are_refused_with_a_remedy() -> None:
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    with replicas_of(Saving()) as replicas:
+        out = called(replicas, (3, 2), numbers(5, 6).requires_grad_())
+        with pytest.raises(FlowdpError, match="use_reentrant=False"):
+            out.sum().backward()
 
 
-def test_what_the_user_has_zeroed_is_not_added_again(world: World) -> None:
-    world.sync = False
-    out = world(numbers(5, 6))
-    loss_of(out).backward()
-    torch.optim.SGD(world.module.parameters(), 0.1).zero_grad()
-    world.sync = True
-    loss_of(world(numbers(5, 6))).backward()
-    loss_of(world.twin(numbers(5, 6))).backward()
-    world.check()
+def test_an_isolated_run_leaves_no_trace() -> None:
+    module: Any = nn.Sequential(mlp(), nn.BatchNorm1d(3).double())
+    module.seen = []
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    own = [*module.parameters(), *module.buffers()]
+    instead = [t.detach().clone().requires_grad_(t.requires_grad) for t in own]
+    prepared: list[int] = []
+    with replicas_of(module) as replicas:
 
+        def note(net: Any, part: Any) -> Any:
+            net.seen.append(1)
+            net.mood = 2
+            return net(*part.args)
 
-def test_weights_of_the_callers_own_get_the_gradients(world: World) -> None:
-    found = []
-    for call, module in ((world, world.module), (world.twin, world.twin)):
-        loss_of(call(numbers(5, 6))).backward()  # from then on CPU devices share the parameters
-        weights = {name: (2 * p.detach()).requires_grad_() for name, p in module.named_parameters()}
-        with torch.nn.utils.stateless._reparametrize_module(module, weights):
-            loss_of(call(numbers(5, 6))).backward()
-        found.append([weight.grad for weight in weights.values()])
-    assert_equal(*found)
-    loss_of(world(numbers(5, 6))).backward()
-    loss_of(world.twin(numbers(5, 6))).backward()
-    world.check()
-
-
-def test_two_sets_of_parameters_in_one_graph_are_refused_with_a_way_out(world: World) -> None:
-    """As in MAML, which calls the module with its own weights."""
-    losses = []
-    for factor in (1.0, 2.0):
-        weights = {
-            name: (p.detach() * factor).requires_grad_() for name, p in world.module.named_parameters()
-        }
-        with torch.nn.utils.stateless._reparametrize_module(world.module, weights):
-            losses.append(loss_of(world(numbers(5, 6))))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
-        sum(losses).backward()
-    assert any("as in MAML, call dp.module" in note for note in caught.value.__notes__)
+        arguments = Arguments(PLAIN, Callee(module.forward), (numbers(4, 6),), {})
+        isolated = Isolated(
+            lambda _, rank: prepared.append(rank), dict(zip(map(id, own), instead, strict=True))
+        )
+        made = call_parts(replicas, list(enumerate(arguments.parts((2, 2)))), note, isolated=isolated)
+        torch.cat(made).sin().sum().backward()
+    assert prepared == [0, 1]
+    assert module.seen == []
+    assert not hasattr(module, "mood")
+    assert not any(map(torch.is_tensor, gradients(module)))
+    assert all(one.grad is not None for one in instead if one.requires_grad)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())

@@ -1,0 +1,241 @@
+"""Shallow replicas of a module: modules with the same attributes, and tables of tensors of their own.
+
+Hooks and configurations are the module's own objects, so a replica follows them by construction; lists,
+dicts, sets and deques are copied. What a forward sets on a replica is dropped when the replica is renewed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from copy import copy
+from functools import partial
+from operator import eq, is_, is_not
+from types import CellType, FunctionType, MethodType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from flowdp.device.compiled import compiled_attributes
+
+__all__ = ["CONTAINERS", "SHARED", "ShallowReplicas"]
+
+SHARED = frozenset(vars(nn.Module()))
+"""Attributes of torch's own, to which no forward writes, but for tables of hooks."""
+
+CONTAINERS = (list, tuple, dict, set, deque, Counter, OrderedDict, defaultdict)
+
+MOST_ENTRIES = 256
+"""Longest container whose entries are looked at: layers are listed, not numbers."""
+
+MOST_DEPTH = 8
+"""Most containers and functions inside one another that are looked at: they may contain themselves."""
+
+
+class ShallowReplicas:
+    """Shallow replicas of one module, kept from call to call.
+
+    A replica has twins of all parts of the module. Attributes that are bound methods of a part, functions
+    that close over one, or lists, tuples, dicts and partial functions with parts in them, have the twins in
+    their place. Scripted parts are shared.
+
+    Args:
+        module: The module; its parts and attributes may change at any time.
+        count: Number of replicas.
+
+    Threads: one at a time; none may be inside a replica.
+    """
+
+    def __init__(self, module: nn.Module, count: int) -> None:
+        self._module = module
+        self._count = count
+        self._parts: list[_Part] = []
+        self._twins: list[dict[int, nn.Module]] = []
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The module and its parts, each once, as they were at the last `look`."""
+        return [part.module for part in self._parts]
+
+    def look(self) -> None:
+        """Follow changes of the module's parts and attributes."""
+        if not self.is_same():
+            known = {id(part.module): part for part in self._parts if part.is_same_class}
+            modules = [one for one in self._module.modules() if not isinstance(one, torch.jit.ScriptModule)]
+            self._parts = [known.get(id(one)) or _Part(one, self._count) for one in modules]
+            for part in self._parts:
+                part.children, part.attributes = dict(part.module._modules), {}
+            self._twins = [
+                {id(part.module): part.twins[number] for part in self._parts} for number in range(self._count)
+            ]
+        for part in self._parts:
+            own = vars(part.module)
+            if not _is_same(own, part.attributes):
+                part.attributes = dict(own)
+                part.hooks = [key for key in own if key.endswith("_hooks") and "ward" in key]
+                part.containers = [key for key in own if key not in SHARED and _holds_entries(own[key])]
+                part.templates = [self._template(part, number) for number in range(self._count)]
+
+    def is_same(self) -> bool:
+        """Whether the module has the same parts as at the last look."""
+        return bool(self._parts) and all(
+            part.is_same_class and _is_same(part.module._modules, part.children) for part in self._parts
+        )
+
+    def renew(self, number: int, instead: Mapping[int, Tensor]) -> nn.Module:
+        """A replica with the module's attributes as they are now.
+
+        Args:
+            number: Number of the replica.
+            instead: Tensors in the place of the module's, by the identity of those.
+        """
+        follow = _Follow(self._twins[number])
+        for part in self._parts:
+            own = part.templates[number].copy()
+            own["_parameters"] = _replaced(part.module._parameters, instead)
+            own["_buffers"] = _replaced(part.module._buffers, instead)
+            own["_modules"] = own["_modules"].copy()
+            for key in part.containers:
+                own[key] = follow(part.attributes[key])  # a forward may write to it, and read it
+            for key in part.hooks:
+                own[key] = own[key].copy()  # a forward may register some
+            object.__setattr__(part.twins[number], "__dict__", own)
+        return self._parts[0].twins[number]
+
+    def hooks(self) -> Iterator[tuple[nn.Module, Any]]:
+        """The hooks of the module's parts, but for those of its state."""
+        for part in self._parts:
+            for key in part.hooks:
+                for hook in part.attributes[key].values():
+                    yield part.module, hook
+
+    def tables(self, number: int) -> list[dict[str, Tensor | None]]:
+        """The tables of buffers of a replica's parts, as its last forward has left them."""
+        return [part.twins[number]._buffers for part in self._parts]
+
+    def _template(self, part: _Part, number: int) -> dict[str, Any]:
+        """The attributes of a twin, but for its tensors."""
+        twins, twin = self._twins[number], part.twins[number]
+        follow = _Follow(twins)
+        own = {key: value if key in SHARED else follow(value) for key, value in part.attributes.items()}
+        own["_modules"] = {key: twins.get(id(child), child) for key, child in part.children.items()}
+        return own | compiled_attributes(part.module, twin, own)
+
+
+class _Part:
+    """A part of the module, and its twins.
+
+    Attributes:
+        children: Its submodules at the last look.
+        attributes: Its attributes then.
+        containers: Names of the attributes that are lists, dicts, sets or deques.
+        hooks: Names of the tables of forward and backward hooks.
+        templates: Attributes of each twin, but for tensors.
+    """
+
+    def __init__(self, module: nn.Module, count: int) -> None:
+        self.module = module
+        self.twins: list[nn.Module] = [type(module).__new__(type(module)) for _ in range(count)]
+        self.children: dict[str, nn.Module | None] = {}
+        self.attributes: dict[str, Any] = {}
+        self.containers: list[str] = []
+        self.hooks: list[str] = []
+        self.templates: list[dict[str, Any]] = []
+
+    @property
+    def is_same_class(self) -> bool:
+        """Whether the module is of the class of its twins: a parametrization gives it another."""
+        return type(self.module) is type(self.twins[0])
+
+
+def _is_same(mine: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two tables have the same objects by the same names, in the same order."""
+    return (
+        len(mine) == len(other) and all(map(is_, mine.values(), other.values())) and all(map(eq, mine, other))
+    )
+
+
+def _replaced(table: Mapping[str, Tensor | None], instead: Mapping[int, Tensor]) -> dict[str, Tensor | None]:
+    return {name: instead.get(id(tensor), tensor) for name, tensor in table.items()}
+
+
+def _holds_entries(value: Any) -> bool:
+    """Whether an attribute is a container that can be written to, or has one in it."""
+    if type(value) is tuple:
+        return any(map(_holds_entries, value))
+    return type(value) in CONTAINERS
+
+
+class _Follow:
+    """Values with twins in the place of the module's parts, and containers of their own.
+
+    Args:
+        twins: By the identity of the parts.
+    """
+
+    def __init__(self, twins: Mapping[int, nn.Module]) -> None:
+        self._twins = twins
+        self._copies: dict[int, Any] = {}  # of containers: two attributes may be one list
+
+    def __call__(self, value: Any, depth: int = MOST_DEPTH) -> Any:
+        """A value; itself where it holds neither parts nor containers."""
+        if isinstance(value, nn.Module):
+            return self._twins.get(id(value), value)
+        if type(value) is MethodType:
+            own = self._twins.get(id(value.__self__))
+            return value if own is None else MethodType(value.__func__, own)
+        if type(value) is ref:
+            own = self._twins.get(id(value()))
+            return value if own is None else ref(own)
+        if not depth:
+            return value
+        if type(value) is FunctionType and (value.__closure__ or value.__defaults__):
+            return self._function(value, depth - 1)
+        if type(value) is partial:
+            before = (value.func, value.args, value.keywords)
+            function, args, keywords = (self(one, depth - 1) for one in before)
+            is_own = function is value.func and args is value.args and keywords == value.keywords
+            return value if is_own else partial(function, *args, **keywords)
+        if type(value) is tuple:
+            entries = self._entries(value, depth - 1)
+            return entries if any(map(is_not, entries, value)) else value
+        return self._container(value, depth - 1) if type(value) in CONTAINERS else value
+
+    def _container(self, value: Any, depth: int) -> Any:
+        if id(value) not in self._copies:
+            made = self._copies[id(value)] = copy(value)
+            if len(value) > MOST_ENTRIES:
+                pass
+            elif isinstance(value, dict):
+                made.clear()
+                for key, one in value.items():  # a Counter's update() counts
+                    made[self(key, depth)] = self(one, depth)
+            elif isinstance(value, set):
+                self._copies[id(value)] = {self(one, depth) for one in value}
+            else:
+                for place, one in enumerate(value):
+                    made[place] = self(one, depth)
+        return self._copies[id(value)]
+
+    def _function(self, function: FunctionType, depth: int) -> FunctionType:
+        """A function, with twins in the place of parts among what it closes over, and its defaults."""
+        cells = function.__closure__ or ()
+        try:
+            held = [cell.cell_contents for cell in cells]
+        except ValueError:  # an empty one
+            return function
+        # Containers that it closes over stay its own: it may write to them.
+        found = [one if type(one) in CONTAINERS else self(one, depth) for one in held]
+        defaults = self._entries(function.__defaults__ or (), depth)
+        if not any(map(is_not, found, held)) and not any(map(is_not, defaults, function.__defaults__ or ())):
+            return function
+        pairs = zip(cells, found, held, strict=True)
+        own = tuple(cell if one is before else CellType(one) for cell, one, before in pairs)
+        made = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, own)
+        made.__kwdefaults__ = function.__kwdefaults__
+        return made
+
+    def _entries(self, values: tuple[Any, ...], depth: int) -> tuple[Any, ...]:
+        return tuple(self(value, depth) for value in values)

@@ -1,0 +1,92 @@
+"""Whether it pays to cut batches over the devices: found by the time from step to step."""
+
+from __future__ import annotations
+
+__all__ = ["Worth"]
+
+WARM_STEPS = 2
+"""Steps behind a change that are not timed: caches fill, and pools of threads begin or end."""
+
+BLOCK_STEPS, BLOCKS = 3, 3
+"""Steps that are timed together, and such blocks of each way; the fastest counts. The others may hold an
+evaluation, or another program's work."""
+
+PRICE = 50.0
+"""The slower way is tried again after so many times the cost of its last trial: it costs 2 % at most."""
+
+LEAST_STEPS = 100
+"""Steps before it is tried again, at least; twice as many after each trial that confirms the faster way."""
+
+
+class Worth:
+    """Chooses between cut batches and the first device alone, by trying both, one after the other.
+
+    It begins with cut batches.
+
+    Attributes:
+        is_cut: Whether the next step's batches are cut.
+        ms: Milliseconds per sample of each way, by `is_cut`, as they were last measured; empty at first.
+        is_chosen: Whether the faster way is known, and taken.
+    """
+
+    def __init__(self) -> None:
+        self.is_cut = True
+        self.ms: dict[bool, float] = {}
+        self.is_chosen = False
+        self._winner: bool | None = None
+        self._pause = LEAST_STEPS
+        self._left = 0  # steps until the next trial
+        self._blocks: dict[bool, list[float]] = {}
+        self._steps = 0  # of the way that is tried, since the change
+        self._block = (0.0, 0)  # milliseconds and samples of the block under way
+
+    @property
+    def is_block_edge(self) -> bool:
+        """Whether a block of timed steps begins or ends with the end of the step under way, before `stepped`.
+
+        Devices should have no work left over then.
+        """
+        timed = self._steps + 1 - WARM_STEPS
+        return not self.is_chosen and timed >= 0 and timed % BLOCK_STEPS == 0
+
+    def stepped(self, took_ms: float, samples: int) -> None:
+        """Learn from a step.
+
+        Args:
+            took_ms: Milliseconds from the end of the step before to its own.
+            samples: Samples of the step.
+        """
+        if self.is_chosen:
+            self._left -= 1
+            if self._left <= 0:  # the way that is taken is measured first
+                self.is_chosen, self._blocks = False, {}
+                self._begin(self.is_cut)
+            return
+        self._steps += 1
+        timed = self._steps - WARM_STEPS
+        if timed <= 0 or samples <= 0:
+            return
+        ms, count = self._block
+        self._block = ms + took_ms, count + samples
+        if timed % BLOCK_STEPS:
+            return
+        ms, count = self._block
+        self._blocks.setdefault(self.is_cut, []).append(ms / count)
+        self._block = 0.0, 0
+        if timed == BLOCK_STEPS * BLOCKS:
+            self._begin(not self.is_cut)
+            if len(self._blocks) == 2:
+                self._choose()
+
+    def _begin(self, is_cut: bool) -> None:
+        self.is_cut, self._steps, self._block = is_cut, 0, (0.0, 0)
+
+    def _choose(self) -> None:
+        self.ms = {way: min(blocks) for way, blocks in self._blocks.items()}
+        winner = self.ms[True] < self.ms[False]
+        self._pause = self._pause * 2 if winner is self._winner else LEAST_STEPS
+        low, high = sorted(self.ms.values())
+        cost = (high / low - 1) * (WARM_STEPS + BLOCK_STEPS * BLOCKS) if low else 0.0
+        self._left = max(self._pause, int(PRICE * cost))
+        self._winner, self.is_chosen = winner, True
+        self._begin(winner)

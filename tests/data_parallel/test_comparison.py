@@ -1,0 +1,816 @@
+"""Tests of the comparison of calls that are cut with the same on one device."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import flowdp
+from flowdp import DataParallel, FlowdpError, OptionError
+from flowdp.data_parallel import comparison, wrapper
+from flowdp.data_parallel.comparison import Call, check_call
+from flowdp.data_parallel.layout import Callee, Layout
+from tests.data_parallel.test_layout import Tagger, padded
+from tests.loops import WAIT_S, assert_equal, gradients, mlp, numbers, replicas_of
+
+
+@pytest.fixture
+def setup() -> Iterator[Any]:
+    """`flowdp.setup` on two devices, closed at the end."""
+    made: list[DataParallel] = []
+
+    def setup(model: nn.Module, **options: Any) -> DataParallel:
+        options = {"devices": ["cpu"] * 2, "cadence": False, "progress": False} | options
+        made.append(flowdp.setup(model, SGD(model.parameters(), 0.1), **options))
+        return made[-1]
+
+    yield setup
+    for dp in made:
+        dp.close()
+
+
+class Giving(nn.Module):
+    """Returns a function of its layer's outputs."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.inner, self.function = mlp(), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.inner(x))
+
+
+# ---------------------------------------------------------------- outputs
+class Contrastive(nn.Module):
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.inner, self.reduction = mlp(), reduction
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        likeness = self.inner(x) @ self.inner(y).t()
+        return F.cross_entropy(likeness, torch.arange(len(x)), reduction=self.reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_that_looks_across_the_batch(setup: Any, reduction: str) -> None:
+    with pytest.raises(
+        FlowdpError, match=r"Contrastive.forward gives another result .*: output .*looks across"
+    ):
+        setup(Contrastive(reduction))(numbers(8, 6), numbers(8, 6, seed=1))
+
+
+class Experts(nn.Module):
+    """Each sample goes to its best two of four experts.
+
+    Args:
+        balances: Whether it returns the loss that keeps experts in balance, a product of two means.
+    """
+
+    def __init__(self, balances: bool) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 4), nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+        self.balances = balances
+
+    def forward(self, x: Tensor) -> Any:
+        odds = self.router(x).softmax(-1)
+        best, places = odds.topk(2)
+        out = x.new_zeros(len(x), 3)
+        for number, expert in enumerate(self.experts):
+            rows, rank = (places == number).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, expert(x[rows]) * best[rows, rank, None])
+        used = F.one_hot(places, 4).to(x).mean((0, 1))
+        return (out, (used * odds.mean(0)).sum()) if self.balances else out
+
+
+def test_a_mixture_of_experts(setup: Any) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(16, 6)
+    model = Experts(balances=False)
+    assert torch.allclose(setup(model)(x), model(x), atol=1e-6)
+    with pytest.raises(FlowdpError, match=r"output\[1\] is .* for the whole batch"):
+        setup(Experts(balances=True))(x)
+
+
+class Squeezed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).squeeze()
+
+
+def test_a_squeeze_with_one_sample_a_device(setup: Any) -> None:
+    message = r"output has shape \(2,\) for the whole batch, and \(\) for its parts"
+    with pytest.raises(FlowdpError, match=message):
+        setup(Squeezed())(numbers(2, 6))
+    dp = setup(Squeezed())
+    for samples in (8, 8, 6):
+        assert dp(numbers(samples, 6)).shape == (samples,)
+    with pytest.raises(FlowdpError, match=message):
+        dp(numbers(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("function", "difference"),
+    [
+        (
+            lambda out: (out, len(out)),
+            r"Giving.forward gives another result .*output\[1\] is 8 for the whole batch, and 4 for ",
+        ),
+        (lambda out: {"n": len(out)}, r"output\['n'\] is 8 for the whole batch, and 4 for its parts"),
+        (
+            lambda out: (out, (out > 0).sum()),
+            r"output\[1\] cannot be gathered: it is one number of torch.int64",
+        ),
+        (lambda out: out.mean().reshape(1), r"output cannot be .* return loss.mean\(\) or loss.squeeze\(\)"),
+        (lambda out: list(out), r"part 1 returned .*part 2|output\[0\] cannot be gathered"),
+        (lambda out: out - out.mean(0), r"output differs by up to .* A module that looks across the batch"),
+        (lambda out: out.flip(0), r"output differs by up to"),
+        (lambda out: out.std(), r"output is .* for the whole batch"),
+    ],
+)
+def test_outputs_that_depend_on_the_cut(setup: Any, function: Any, difference: str) -> None:
+    with pytest.raises(FlowdpError, match=difference):
+        setup(Giving(function))(numbers(8, 6))
+
+
+def test_a_loss_of_one_entry_and_parts_of_one_sample(setup: Any) -> None:
+    with pytest.raises(FlowdpError, match=r"shape \(1,\) for the whole batch, and \(2,\) for its parts"):
+        setup(Giving(lambda out: out.mean().reshape(1)))(numbers(2, 6))
+
+
+def test_parts_that_raise_where_the_whole_batch_does_not(setup: Any) -> None:
+    class Fixed(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if len(input) < 8:
+                raise ValueError("eight at a time")
+            return super().forward(input)
+
+    with pytest.raises(
+        FlowdpError, match=r"a part raises ValueError: eight at a time .*8 samples as 4"
+    ) as told:
+        setup(Fixed(6, 2))(torch.randn(8, 6))
+    assert isinstance(told.value.__cause__, ValueError)
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Linear(4, 3), nn.EmbeddingBag(10, 4)
+
+    def forward(self, table: Tensor, places: Tensor) -> Tensor:
+        if table.is_floating_point():
+            return self.table(table[places])
+        return self.bag(table, places)
+
+
+def test_arguments_that_are_no_part_of_the_batch(setup: Any) -> None:
+    table, places = torch.randn(10, 4), torch.arange(9, 1, -1)
+    with pytest.raises(FlowdpError, match=r"a part raises IndexError: .* say dim=\{'table': None\} in setup"):
+        setup(Bag())(table, places)
+    assert setup(Bag(), dim={"table": None})(table, places).shape == (8, 3)
+    with pytest.raises(FlowdpError, match="If an argument is no part of the batch, say dim="):
+        setup(Bag())(torch.arange(10).repeat(2), torch.arange(0, 20, 4))
+
+
+# ---------------------------------------------------------------- gradients, and writes to parameters
+class Centred(nn.Module):
+    """Depends on the whole batch only in training mode, by a weight."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("weight", torch.tensor(weight).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out + self.weight * (out - out.mean(0)) if self.training else out
+
+
+def test_training_is_compared_behind_a_validation(setup: Any) -> None:
+    dp = setup(Centred(1.0))
+    dp.eval()
+    dp(numbers(8, 6))
+    dp.train()
+    with pytest.raises(FlowdpError, match="looks across the batch"):
+        dp(numbers(8, 6))
+
+
+def test_a_branch_that_is_0_at_the_start_is_found_later(setup: Any) -> None:
+    model = Centred(0.0)
+    dp = setup(model)
+    dp(numbers(8, 6)).square().mean().backward()
+    dp.step()
+    model.weight.fill_(1.0)
+    with pytest.raises(FlowdpError, match="looks across the batch"):
+        dp(numbers(8, 6))
+
+
+class Reversed(torch.autograd.Function):
+    """Turns gradients around, and multiplies them with the number of samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient * len(gradient)
+
+
+def test_gradients_that_depend_on_the_cut(setup: Any) -> None:
+    def function(out: Tensor) -> Tensor:
+        made: Tensor = Reversed.apply(out)  # type: ignore[no-untyped-call]
+        return made
+
+    with pytest.raises(
+        FlowdpError, match=r"the gradient of inner.0.weight differs by up to .*8 samples as 4 \+ 4"
+    ):
+        setup(Giving(function))(numbers(8, 6))
+    with torch.no_grad():
+        setup(Giving(function))(numbers(8, 6))
+    frozen = Giving(function).requires_grad_(False)
+    with flowdp.setup(frozen, devices=["cpu"] * 2, progress=False) as dp:
+        dp(numbers(8, 6))
+        with pytest.raises(FlowdpError, match="the gradient of an argument differs"):
+            dp(numbers(8, 6).requires_grad_())
+
+
+def test_a_penalty_of_gradients_inside_forward(setup: Any) -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            out = self.inner(x).sum()
+            (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+            return (gradient.norm(dim=1) - 1).square().mean()
+
+    model, twin = Penalised(), Penalised()
+    dp = setup(model)
+    for one in (dp, twin):
+        one(numbers(8, 6)).backward()
+    assert_equal(gradients(model), gradients(twin))
+
+
+class Codebook(nn.Module):
+    """Quantises by a table that follows the batch, as in VQ-VAE with a moving average."""
+
+    def __init__(self, is_parameter: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 2).double()
+        table = numbers(5, 2)
+        if is_parameter:
+            self.table = nn.Parameter(table, requires_grad=False)
+        else:
+            self.register_buffer("table", table)
+        self.register_buffer("sizes", torch.ones(5).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.inner(x)
+        places = torch.cdist(z, self.table).argmin(1)
+        chosen = F.one_hot(places, 5).double()
+        found: Tensor = self.table[places].clone()
+        if self.training:
+            with torch.no_grad():
+                self.sizes.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+                self.table.data.lerp_(chosen.t() @ z / self.sizes[:, None], 0.1)
+        return z + (found - z).detach()
+
+
+def test_a_codebook_of_buffers_is_logged(setup: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = Codebook(is_parameter=False)
+    dp = setup(model)
+    for _ in range(4):
+        dp(numbers(8, 6)).square().mean().backward()
+    (told,) = warnings_of(caplog)
+    assert "Codebook.forward keeps values of the batch in 'sizes', 'table'" in told
+
+
+def test_a_parameter_to_which_forward_writes_values_of_the_batch(setup: Any) -> None:
+    model = Codebook(is_parameter=True)
+    before = model.table.clone()
+    with pytest.raises(
+        FlowdpError, match="its forward writes to its parameter 'table', which all devices share"
+    ):
+        setup(model)(numbers(8, 6))
+    assert_equal([model.table], [before])
+
+
+def test_a_tensor_to_train_that_is_no_parameter(setup: Any) -> None:
+    scale = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    dp = setup(Giving(lambda out: out * scale))
+    with pytest.raises(FlowdpError, match=r"uses a tensor of shape \(3,\) that requires grad and is neither"):
+        dp(numbers(8, 6))
+    scale.requires_grad_(False)
+    dp(numbers(8, 6)).sum().backward()
+
+
+# ---------------------------------------------------------------- windows
+def test_batches_that_are_cut_for_windows(setup: Any) -> None:
+    def loss(context: Any) -> Tensor:
+        labels = context.batch["labels"][:, 1:].flatten()
+        return F.cross_entropy(context.output["logits"][:, :-1].flatten(0, 1), labels)
+
+    full = padded()
+    full["labels"] = full["input_ids"]
+    dp = setup(Tagger(), loss_fn=loss, inputs="input_ids")
+    windows = iter(dp.epoch([full, padded()]))
+    dp.forward_batch(next(windows))
+    message = r"the loss of a window gives another result .* compute it of result\.output"
+    with pytest.raises(FlowdpError, match=message):
+        dp.forward_batch(next(windows))
+    dp = setup(Tagger(), inputs="input_ids")
+    for window in dp.epoch([full, padded()]):
+        dp.forward_batch(window)
+    dp = setup(nn.LSTM(3, 5))
+    for window in dp.epoch([torch.randn(4, 6, 3)]):
+        with pytest.raises(FlowdpError, match="the module gives another result"):
+            dp.forward_batch(window)
+
+
+def test_whole_batches_in_windows_are_not_checked(setup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapper, "check_call", None)
+    dp = setup(Squeezed(), cadence=True)
+    for window in dp.epoch([numbers(4, 6)] * 2):
+        dp.forward_batch(window)
+
+
+# ---------------------------------------------------------------- calls that pass, without a trace
+class Variational(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 4), nn.Linear(2, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        mean, log_variance = self.encode(x).chunk(2, dim=1)
+        z = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+        return self.decode(z), mean, log_variance
+
+
+class Everything(nn.Module):
+    """Dropout, batch norm, a count of calls, and three kinds of random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.ReLU(True), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.loose = nn.BatchNorm1d(4, track_running_stats=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = self.loose(self.layers(x.clone()))
+        return F.dropout(out, 0.2, self.training) * random.random()
+
+
+@pytest.mark.parametrize("make", [Variational, Everything])
+@pytest.mark.parametrize("casts", [False, True])
+def test_modules_that_draw_pass(setup: Any, make: Any, casts: bool) -> None:
+    dp = setup(make())
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        for _ in range(2):
+            dp(torch.randn(8, 6))
+
+
+@pytest.mark.parametrize("is_rows", [True, False])
+def test_a_run_with_the_check_has_the_bits_of_one_without(setup: Any, is_rows: bool) -> None:
+    class Counting(nn.Sequential):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            out = super().forward(x)
+            return out if is_rows else out.mean()
+
+    def state(check: bool) -> Any:
+        torch.manual_seed(1)
+        model = Counting(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+        dp = setup(model, check=check, partition_ratios=(1, 1))
+        for _ in range(4):
+            # The second call is checked before the backward of the first.
+            (dp(torch.randn(8, 6)).mean() + dp(torch.randn(8, 6)).square().mean()).backward()
+            dp.step()
+        return [tensor.tolist() for tensor in model.state_dict().values()], model.calls
+
+    checked = state(True)
+    assert checked == state(False)
+    assert checked[1] == 8
+
+
+def test_generators_go_on_as_if_there_were_no_check(setup: Any) -> None:
+    def states(check: bool) -> Any:
+        torch.manual_seed(1)
+        random.seed(1)
+        dp = setup(Everything(), check=check)
+        for _ in range(2):
+            dp(torch.randn(8, 6))
+        return torch.random.get_rng_state().tolist(), random.getstate()
+
+    assert states(True) == states(False)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_the_check_runs_in_every_mode(setup: Any, mode: Any) -> None:
+    model = Everything()
+    with mode():
+        dp = setup(model)
+        for _ in range(2):
+            dp(torch.randn(8, 6))
+        with pytest.raises(FlowdpError, match="say dim=1"):
+            setup(nn.LSTM(3, 5).bfloat16())(torch.randn(4, 6, 3).bfloat16())
+    assert not any(tensor.is_inference() for tensor in model.state_dict().values())
+
+
+def test_check_false_compares_nothing(setup: Any) -> None:
+    assert setup(Squeezed(), check=False)(numbers(2, 6)).shape == ()
+    with pytest.raises(OptionError, match="check must be True or False"):
+        setup(mlp(), check=1)
+
+
+def test_one_device_and_one_sample_are_not_checked(setup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapper, "check_call", None)
+    setup(Squeezed(), devices=["cpu"])(numbers(2, 6))
+    setup(Squeezed())(numbers(1, 6))
+
+
+# ---------------------------------------------------------------- what forward keeps
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+class Queue(nn.Module):
+    """Keeps its last outputs, as in momentum contrast, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("queue", torch.zeros(8, 3).double())
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.queue = torch.cat([out.detach(), self.queue])[:8]
+        self.calls += 1
+        return out
+
+
+def test_buffers_that_hold_something_of_the_batch_are_named_once(
+    setup: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dp = setup(Queue())
+    for _ in range(3):
+        dp(numbers(8, 6))
+    (told,) = warnings_of(caplog)
+    assert "Queue.forward keeps values of the batch in 'queue': a state that forward keeps is that" in told
+    assert dp.module.calls == 3
+
+
+class Noting(nn.Module):
+    """Keeps an auxiliary loss, a list of features and a count, as in mixtures of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.features: list[Tensor] = []
+        self.calls = 0
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.aux = out.square().mean()
+        self.width = out.shape[1]
+        self.features = [out.detach()]
+        self.calls += 1
+        self.seen += len(x)
+        return out.sum() / len(x)
+
+
+def test_attributes_that_hold_a_result_of_the_batch_are_named_once(
+    setup: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dp = setup(nn.Sequential(Noting()))
+    for _ in range(4):
+        dp(numbers(8, 6))
+    (told,) = warnings_of(caplog)
+    assert "keeps values of the batch in '0.aux', '0.features', '0.seen'" in told
+    assert dp.module[0].calls == 4
+
+
+class Keeping(nn.Module):
+    """Appends to whatever it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.lengths: list[int] = []
+        self.by_name: dict[str, Any] = {"calls": 0, "lengths": []}
+        self.kinds = set[str]()
+        self.recent = deque[int](maxlen=4)
+        self.counts = Counter[str]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lengths.append(len(x))
+        self.by_name["calls"] += 1
+        self.by_name["lengths"].append(len(x))
+        self.kinds.add(f"{len(x)} {len(self.lengths)}")
+        self.recent.append(len(x))
+        self.counts["calls"] += 1
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_containers_have_nothing_of_a_comparison(setup: Any) -> None:
+    model, twin = Keeping(), Keeping()
+    names = ("lengths", "by_name", "kinds", "recent", "counts")
+    held = [getattr(model, name) for name in names]
+    setup(model)
+    with replicas_of(model) as replicas:
+        assert check_call(replicas, call(model, numbers(8, 6), (4, 4)))
+    for name, own in zip(names, held, strict=True):
+        assert getattr(model, name) is own
+        assert own == getattr(twin, name), name
+
+
+def test_two_attributes_that_are_one_list_stay_one(setup: Any) -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+            self.written: list[int] = []
+            self.read = (self.written,)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.written.append(1)
+            out: Tensor = self.inner(x)
+            return out * self.read[0][-1]
+
+    setup(Reading())(numbers(8, 6))
+
+
+class Loose(nn.Module):
+    """Writes to a buffer, and the same in each part to a parameter that is not trained; sets attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.mean.lerp_(out.detach().mean(0), 0.1)
+        self.calls.data.fill_(7.0)
+        self.last, self.register = out, len(x)
+        return out
+
+
+def test_a_comparison_leaves_the_module_as_it_was() -> None:
+    model = Loose()
+    model(numbers(8, 6)).sum().backward()
+    model.calls.data.zero_()
+    before, state = dict(vars(model)), copy.deepcopy(model.state_dict())
+    tensors = [*model.parameters(), *model.buffers()]
+    versions, grads = [tensor._version for tensor in tensors], gradients(model)
+    x = numbers(8, 6).requires_grad_()
+    with replicas_of(model) as replicas:
+        assert check_call(replicas, call(model, x, (4, 4)))
+    assert all(vars(model)[name] is value for name, value in before.items())
+    assert vars(model).keys() == before.keys()
+    assert all(
+        mine is own for mine, own in zip(tensors, [*model.parameters(), *model.buffers()], strict=True)
+    )
+    assert versions == [tensor._version for tensor in tensors]
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(mine, own) for mine, own in zip(grads, gradients(model), strict=True) if own is not None
+    )
+    assert x.grad is None
+
+
+def test_another_thread_may_step_meanwhile() -> None:
+    model = mlp()
+
+    class Stepping(nn.Module):
+        """As if the optimizer stepped in another thread."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 1.0
+            out: Tensor = self.inner(x)
+            return out
+
+    stepping = Stepping()
+    with replicas_of(stepping) as replicas:
+        assert check_call(replicas, call(stepping, numbers(8, 6), (4, 4)))
+
+
+def test_other_threads_wait_for_a_comparison(setup: Any) -> None:
+    is_free: list[bool] = []
+
+    class Looking(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if len(input) == 8:  # the whole batch
+                with ThreadPoolExecutor(1) as other:
+                    is_free.append(other.submit(dp._replicas.turn.acquire, blocking=False).result(WAIT_S))
+            return super().forward(input)
+
+    dp = setup(Looking(6, 2))
+    dp(torch.randn(8, 6))
+    assert is_free == [False]
+
+
+# ---------------------------------------------------------------- calls that cannot be checked
+def test_a_module_that_cannot_take_the_whole_batch(setup: Any) -> None:
+    class Small(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            assert len(input) <= 4, "four at most"
+            return super().forward(input).sum()
+
+    with pytest.raises(FlowdpError, match=r"raises an error for the whole batch, which is cut .*four at"):
+        setup(Small(6, 2))(torch.randn(8, 6))
+
+
+class Rounding(nn.Module):
+    """Amplifies a rounding that depends on the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.kinds = nn.Linear(6, 3), set[torch.dtype]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.kinds = self.kinds | {out.dtype}
+        return out + (out / len(x) * len(x) - out) * 5e5
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_difference_by_rounding_is_none(setup: Any, kind: torch.dtype) -> None:
+    torch.manual_seed(1)
+    model = Rounding()
+    x = torch.randn(48, 6)
+    whole = model(x)
+    assert not torch.allclose(whole, torch.cat([model(part) for part in x.split(16)]), rtol=1e-3, atol=1e-3)
+    model.to(kind)
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    setup(model, devices=["cpu"] * 3)(x.to(kind))
+    assert model.kinds == {torch.float32, kind}
+    assert_equal(list(model.state_dict().values()), before)
+
+
+def test_a_code_that_is_chosen_by_a_rounding_is_no_difference(setup: Any) -> None:
+    class Chosen(nn.Module):
+        """Takes the other entry of a codebook where a rounding has made the first the farther one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.table = nn.Linear(6, 3), nn.Embedding(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.inner(x)
+            gap = (z / len(x) * len(x) - z).abs().sum(1)
+            codes: Tensor = self.table((gap > 1e-9).long())
+            return z + (codes - z).detach()
+
+    torch.manual_seed(1)
+    model, x = Chosen(), torch.randn(48, 6)
+    assert not torch.allclose(model(x), torch.cat([model(part) for part in x.split(16)]), rtol=0.1, atol=0.1)
+    setup(model, devices=["cpu"] * 3)(x)
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_codes_that_lie_closer_than_16_bits_can_tell(setup: Any, casts: bool) -> None:
+    class Near(nn.Module):
+        """Takes the nearest of many numbers, and what belongs to it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.values = nn.Linear(6, 1), nn.Embedding(999, 3)
+            self.register_buffer("table", torch.linspace(-1, 1, 999))
+
+        def forward(self, x: Tensor) -> Tensor:
+            codes: Tensor = self.values((self.inner(x) - self.table).abs().argmin(1))
+            return codes
+
+    torch.manual_seed(1)
+    model, x = Near(), torch.randn(64, 6)
+    if not casts:
+        model, x = model.bfloat16(), x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        setup(model)(x)
+
+
+def test_numbers_drawn_for_each_sample_in_python(setup: Any, caplog: pytest.LogCaptureFixture) -> None:
+    last = threading.Semaphore(0)
+
+    class Noisy(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            if len(input) == 4 and not input[0, 0]:
+                assert last.acquire(timeout=WAIT_S)  # or all would draw what one device draws
+            noise = [row * random.random() for row in input]
+            if len(input) == 4 and input[0, 0]:
+                last.release()
+            return super().forward(torch.stack(noise))
+
+    x = torch.randn(8, 6)
+    x[0, 0] = 0.0
+    setup(Noisy(6, 2))(x)
+    (told,) = warnings_of(caplog)
+    assert "its results differ from call to call, by random numbers that cannot be held" in told
+
+
+@pytest.mark.parametrize(
+    ("room", "tried"),
+    [(9, [9, 5, 4]), (4, [9, 4, 2, 2]), (1, [9, 4, 2])],
+)
+def test_a_device_without_room_for_the_whole_batch(
+    caplog: pytest.LogCaptureFixture, room: int, tried: list[int]
+) -> None:
+    seen: list[int] = []
+
+    class Large(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(len(input))
+            if len(input) > room:
+                raise torch.OutOfMemoryError("no room")
+            return super().forward(input)
+
+    model = Large(6, 2)
+    with replicas_of(model) as replicas:
+        assert bool(check_call(replicas, call(model, torch.randn(9, 6), (5, 4)))) is (room > 1)
+    assert sorted(seen, reverse=True) == tried
+    told = warnings_of(caplog)
+    assert (not told) if room > 1 else ("the first device has no memory for it beside what it" in told[0])
+
+
+def test_half_of_a_batch_of_lists() -> None:
+    images = [numbers(3, 4, size) for size in range(6)]
+    records = [{"boxes": numbers(count, 4)} for count in range(6)]
+    callee, layout = Callee(lambda images, records: 0), Layout()
+    args = (images, records)
+    given = Call(layout, callee, lambda *_: 0, args, {}, (4, 2), set(), lambda *_: "")
+    half = given.fewer()
+    assert half is not None
+    assert half.args == (images[:3], records[:3])
+    assert half.sizes == (2, 1)
+    assert [len(part.args[0]) for part in half.arguments.parts(half.sizes)] == [2, 1]
+    assert half.fewer() is None
+    assert given.arguments.in_words(given.sizes) == "6 samples as 4 + 2, by the entries of its lists"
+
+
+def call(model: nn.Module, x: Any, sizes: tuple[int, ...]) -> Call:
+    def run(module: nn.Module, part: Any) -> Any:
+        return module(*part.args, **part.kwargs)
+
+    return Call(Layout(), Callee(model.forward), run, (x,), {}, sizes, set(), lambda *_: "")
+
+
+# ---------------------------------------------------------------- the calls checked
+def test_methods_have_a_schedule_each(setup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    monkeypatch.setattr(
+        wrapper,
+        "check_call",
+        lambda module, call: checked.append(call.callee.name) or comparison.check_call(module, call),
+    )
+
+    def twice(module: Any, x: Tensor, n: int) -> Tensor:
+        return module.inner(x) * n
+
+    dp = setup(Contrastive("none"))
+    x = numbers(8, 6)
+    for _ in range(3):
+        dp.call(lambda module, x: module.inner(x), x)
+        dp.call("inner", x)
+        dp.call(partial(twice, n=3), x)
+    assert checked == ["<lambda>", "Contrastive.inner", "partial"] * 2
+
+
+def test_gradients_are_those_of_one_device_behind_a_check(setup: Any) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    dp = setup(model)
+    for one in (dp, twin):
+        x = numbers(8, 6).requires_grad_()
+        one(x * 2).sin().sum().backward()
+    assert_equal(gradients(model), gradients(twin))

@@ -1,0 +1,277 @@
+"""Tests of the choice between cut batches and the first device alone, in loops."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import flowdp
+from flowdp import DataParallel
+from flowdp.data_parallel import pace
+from flowdp.data_parallel.pace import Pace
+from flowdp.policy.worth import BLOCK_STEPS, BLOCKS, WARM_STEPS
+from tests.loops import assert_equal, gradients, mlp, numbers
+
+pytestmark = pytest.mark.pace
+
+TRIAL = WARM_STEPS + BLOCK_STEPS * BLOCKS
+SETTLED = 2 * TRIAL + 1  # steps: the first has no step before it
+
+
+class Clock:
+    """The clock of a machine on which steps take a time by whether their batches are cut.
+
+    Args:
+        cut_s: Seconds of a step that is cut.
+        alone_s: Seconds of one that is not.
+    """
+
+    def __init__(self, cut_s: float, alone_s: float) -> None:
+        self.now_s = 0.0
+        self.took_s = {True: cut_s, False: alone_s}
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class FakeLane:
+    """A lane that counts how often the host waits for it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.drained = 0
+
+    def drain(self) -> None:
+        self.drained += 1
+
+
+def stepped(own: Pace, clock: Clock, steps: int, samples: int = 8) -> list[bool]:
+    ways = []
+    for _ in range(steps):
+        ways.append(own.is_cut)
+        own.note(samples)
+        clock.now_s += clock.took_s[own.is_cut]
+        own.step()
+    return ways
+
+
+@pytest.fixture
+def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock(*request.param)
+    monkeypatch.setattr(pace, "perf_counter", made)
+    return made
+
+
+faster = pytest.mark.parametrize("clock", [(0.6, 1.0)], indirect=True)
+slower = pytest.mark.parametrize("clock", [(1.5, 1.0)], indirect=True)
+
+
+# ---------------------------------------------------------------- by itself
+@slower
+def test_the_first_device_alone(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    lanes: Any = [FakeLane(), FakeLane()]
+    own = Pace(lanes, "Net")
+    assert str(own) == "batches are cut, and not yet timed"
+    ways = stepped(own, clock, SETTLED)
+    assert ways == [True] * (TRIAL + 1) + [False] * TRIAL
+    assert own.is_settled
+    assert not own.is_cut
+    assert str(own) == "a step takes 1.50 times as long when its batches are cut"
+    stepped(own, clock, 2000)
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told.startswith("calls of Net go to cpu alone: a step takes 1.50 times as long when")
+
+
+@faster
+def test_cutting_pays(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    lanes: Any = [FakeLane(), FakeLane()]
+    own = Pace(lanes, "Net")
+    stepped(own, clock, SETTLED)
+    assert own.is_cut
+    assert not own.is_settled
+    assert str(own) == "a step takes 0.60 times as long when its batches are cut"
+    assert not caplog.records
+
+
+@slower
+def test_the_host_waits_for_devices_at_the_edges_of_what_is_timed_alone(clock: Clock) -> None:
+    lanes: Any = [FakeLane(), FakeLane()]
+    own = Pace(lanes, "Net")
+    stepped(own, clock, SETTLED)
+    assert [lane.drained for lane in lanes] == [2 * (BLOCKS + 1)] * 2
+    stepped(own, clock, 50)
+    assert [lane.drained for lane in lanes] == [2 * (BLOCKS + 1)] * 2
+
+
+@slower
+def test_a_settled_way_is_tried_again(clock: Clock) -> None:
+    own = Pace([], "Net")
+    own._told = True
+    stepped(own, clock, SETTLED)
+    clock.took_s = {True: 0.6, False: 1.0}
+    ways = stepped(own, clock, 600)
+    assert ways[0] is False
+    assert ways[-1] is True
+    assert own.is_cut
+    assert not own.is_settled
+
+
+# ---------------------------------------------------------------- in a loop
+@pytest.fixture
+def setup(clock: Clock) -> Iterator[Any]:
+    """`flowdp.setup` of a model on two devices, closed at the end."""
+    made: list[DataParallel] = []
+
+    def setup(model: nn.Module, *, trains: bool = True, **options: Any) -> DataParallel:
+        options = {"devices": ["cpu"] * 2, "cadence": False, "progress": False, "check": False} | options
+        made.append(flowdp.setup(model, SGD(model.parameters(), 0.1) if trains else None, **options))
+        return made[-1]
+
+    yield setup
+    for dp in made:
+        dp.close()
+
+
+class Notes:
+    """What replicas have in common: containers they have of their own."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+
+class Counting(nn.Module):
+    """Notes the samples of its calls, those of all its replicas together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.notes = Notes()
+
+    @property
+    def seen(self) -> list[int]:
+        return self.notes.seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        out: Tensor = self.inner(x)
+        return out
+
+
+def train(dp: DataParallel, clock: Clock, steps: int) -> list[bool]:
+    """Whether each step was cut."""
+    ways = []
+    for step in range(steps):
+        seen = len(dp.module.seen)
+        dp(numbers(8, 6, seed=step)).square().mean().backward()
+        ways.append(len(dp.module.seen) - seen == 2)
+        clock.now_s += clock.took_s[ways[-1]]
+        dp.step()
+    return ways
+
+
+@slower
+def test_a_loop_goes_to_one_device_with_the_same_results(setup: Any, clock: Clock) -> None:
+    model, twin = Counting(), mlp()
+    dp = setup(model)
+    optimizer = SGD(twin.parameters(), 0.1)
+    ways = train(dp, clock, SETTLED + 20)
+    for step in range(SETTLED + 20):
+        twin(numbers(8, 6, seed=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ways == [True] * (TRIAL + 1) + [False] * (TRIAL + 20)
+    assert_equal(list(model.parameters()), list(twin.parameters()))
+    assert dp.shard_sizes == (8, 0)
+    assert repr(dp) == (
+        "<DataParallel of Counting on cpu alone, of cpu, cpu; "
+        "a step takes 1.50 times as long when its batches are cut>"
+    )
+
+
+@faster
+def test_a_loop_stays_cut(setup: Any, clock: Clock) -> None:
+    dp = setup(Counting())
+    assert repr(dp) == "<DataParallel of Counting on cpu, cpu; batches are cut, and not yet timed>"
+    ways = train(dp, clock, SETTLED + 20)
+    assert ways == [True] * (TRIAL + 1) + [False] * TRIAL + [True] * 20
+    assert "on cpu, cpu; a step takes 0.60 times as long" in repr(dp)
+
+
+@slower
+def test_one_backward_of_a_call_of_each_kind(setup: Any, clock: Clock) -> None:
+    dp, twin = setup(Counting()), mlp()
+    first = dp(numbers(8, 6))
+    dp._pace.is_cut = False
+    (first * dp(numbers(8, 6, seed=1))).square().mean().backward()
+    assert dp.module.seen == [4, 4, 8]
+    (twin(numbers(8, 6)) * twin(numbers(8, 6, seed=1))).square().mean().backward()
+    assert_equal(gradients(dp.module), gradients(twin))
+
+
+@slower
+def test_windows_of_one_batch_go_to_one_device_too(setup: Any, clock: Clock) -> None:
+    def loss(context: Any) -> Tensor:
+        return context.output.square().mean()
+
+    model, twin = Counting(), mlp()
+    dp = setup(model, loss_fn=loss)
+    optimizer = SGD(twin.parameters(), 0.1)
+    batches = [numbers(8, 6, seed=step) for step in range(SETTLED + 5)]
+    ways = []
+    for window in dp.epoch(batches):
+        seen = len(model.seen)
+        result = dp.forward_batch(window)
+        assert result.samples == 8
+        ways.append(len(model.seen) - seen == 2)
+        clock.now_s += clock.took_s[ways[-1]]
+        dp.step()
+    for batch in batches:
+        twin(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ways == [True] * (TRIAL + 1) + [False] * (TRIAL + 5)
+    assert_equal(list(model.parameters()), list(twin.parameters()))
+
+
+@slower
+@pytest.mark.parametrize("options", [{"partition_ratios": (1.0, 1.0)}, {"cadence": True}])
+def test_fixed_shares_and_windows_of_whole_batches_stay(
+    setup: Any, clock: Clock, options: dict[str, Any]
+) -> None:
+    dp = setup(Counting(), **options)
+    assert train(dp, clock, SETTLED + 5) == [True] * (SETTLED + 5)
+    assert repr(dp) == "<DataParallel of Counting on cpu, cpu>"
+
+
+@slower
+def test_without_an_optimizer_each_call_is_a_step(setup: Any, clock: Clock) -> None:
+    model = Counting()
+    dp = setup(model, trains=False)
+    ways = []
+    for _ in range(SETTLED + 5):
+        seen = len(model.seen)
+        clock.now_s += clock.took_s[dp._pace.is_cut]
+        with torch.no_grad():
+            dp(numbers(8, 6))
+        ways.append(len(model.seen) - seen == 2)
+    assert ways == [True] * (TRIAL + 1) + [False] * (TRIAL + 5)
+
+
+@slower
+def test_all_calls_of_a_settled_loop_are_done_alone(setup: Any, clock: Clock) -> None:
+    dp = setup(Counting())
+    train(dp, clock, SETTLED)
+    assert dp._pace.is_settled
+    dp.module.seen.clear()
+    assert dp.call("forward", numbers(8, 6)).shape == (8, 3)
+    assert dp.shard_sizes == (8, 0)
+    with torch.no_grad():
+        assert dp.predict(numbers(16, 6), 8).shape == (16, 3)
+    assert dp.module.seen == [8, 8, 8]

@@ -1,0 +1,561 @@
+"""Loops as people write them: where forward runs, and what a model writes, keeps and reaches."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import flowdp
+from tests.data_parallel.pairs import (
+    TOLERANCE,
+    Make,
+    Shares,
+    Side,
+    check,
+    draw,
+    everywhere,
+    mlp,
+    plain,
+    same,
+    spread,
+    square,
+    train,
+)
+
+WAIT_S = 60.0
+CHECKED = 8  # calls, after which a rule that compares calls 1, 2, 4, 8 has seen what they do
+
+
+# ---------------------------------------------------------------- the caller's context
+scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
+local = threading.local()
+
+
+class InContext(nn.Module):
+    def __init__(self, factor: Callable[[], float], is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.factor = factor
+        self.is_checkpointed = is_checkpointed
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) * self.factor())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.inner, x, use_reentrant=False) if self.is_checkpointed else self.inner(x)
+        return self.out(hidden) * self.factor()
+
+
+@everywhere
+def test_a_context_variable_that_is_set_around_a_call(shares: Shares) -> None:
+    def loop(side: Side) -> list[Tensor]:
+        seen = []
+        for value in (3.0, 0.5, 2.0):
+            token = scale.set(value)
+            first = side.model(draw())
+            scale.reset(token)
+            second = side.model(draw())
+            seen += [first, second]
+            square(first + 2 * second).backward()
+            side.step()
+        return seen
+
+    check(loop, shares, functools.partial(InContext, scale.get))
+
+
+@everywhere
+def test_a_context_variable_that_is_read_again_in_the_backward(shares: Shares) -> None:
+    def loop(side: Side) -> None:
+        for value in (3.0, 0.5, 2.0):
+            token = scale.set(value)
+            square(side.model(draw())).backward()
+            scale.reset(token)
+            side.step()
+
+    check(loop, shares, functools.partial(InContext, scale.get, is_checkpointed=True))
+
+
+@pytest.mark.parametrize("since", [1, 2, 3, 5])
+@everywhere
+def test_a_thread_local_value(shares: Shares, since: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread but the caller's has it: a call that is compared with the whole batch must notice."""
+    refusal = None
+    with spread(functools.partial(InContext, lambda: getattr(local, "factor", 1.0)), shares) as side:
+        for number in range(1, CHECKED + 1):
+            if number == since:
+                monkeypatch.setattr(local, "factor", 3.0, raising=False)
+            try:
+                y = side.model(draw(seed=number))
+            except flowdp.FlowdpError as error:
+                refusal = str(error).lower()
+                break
+        if refusal is None:
+            torch.testing.assert_close(y, side.module(draw(seed=number)), rtol=0, atol=TOLERANCE)
+        else:
+            assert number >= since
+            assert shares.devices > 1
+            assert any(word in refusal for word in ("thread", "differ", "cut"))
+
+
+# ---------------------------------------------------------------- a forward that writes to parameters
+class Writing(nn.Module):
+    def __init__(self, write: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.write = write
+        self.is_writing = True
+        with torch.no_grad():
+            self.layer.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_writing:
+            self.write(self)
+        return self.out(torch.tanh(self.layer(x)))
+
+
+def clamp(model: Any) -> None:
+    model.layer.weight.data.clamp_(-0.2, 0.2)
+
+
+def clamp_under_no_grad(model: Any) -> None:
+    with torch.no_grad():
+        model.layer.weight.clamp_(-0.2, 0.2)
+
+
+def copy_in(model: Any) -> None:
+    model.layer.bias.data.copy_(model.out.weight.data[0])
+
+
+def replace_data(model: Any) -> None:
+    model.layer.weight.data = model.layer.weight.data.clamp(-0.2, 0.2)
+
+
+def shrink(model: Any) -> None:
+    model.layer.weight.data.mul_(0.9)
+
+
+def shrink_bias(model: Any) -> None:
+    """A bias of zeros does not change until it is trained."""
+    model.layer.bias.data.mul_(0.5)
+
+
+def shrink_under_no_grad(model: Any) -> None:
+    with torch.no_grad():
+        model.layer.weight.mul_(0.9)
+
+
+def shrink_anew(model: Any) -> None:
+    model.layer.weight.data = model.layer.weight.data * 0.9
+
+
+@pytest.mark.parametrize("write", [clamp, clamp_under_no_grad, copy_in, replace_data])
+@everywhere
+def test_a_forward_that_writes_the_same_to_a_parameter_however_often(
+    write: Callable[[Any], None], shares: Shares
+) -> None:
+    check(train, shares, functools.partial(Writing, write))
+
+
+WRITES = r"writ|layer\.(weight|bias)|parameter"
+
+
+@pytest.mark.parametrize("write", [shrink, shrink_bias, shrink_under_no_grad, shrink_anew])
+@everywhere
+def test_a_forward_whose_write_counts(write: Callable[[Any], None], shares: Shares) -> None:
+    check(train, shares, functools.partial(Writing, write), refused=WRITES)
+
+
+@pytest.mark.parametrize("write", [shrink, shrink_under_no_grad])
+@pytest.mark.parametrize("since", [2, 3])
+@everywhere
+def test_a_forward_that_begins_to_write(write: Callable[[Any], None], shares: Shares, since: int) -> None:
+    def loop(side: Side) -> list[Tensor]:
+        module: Any = side.module
+        seen = []
+        for step in range(CHECKED):
+            module.is_writing = step >= since
+            seen += train(side, 1)
+        return seen
+
+    check(loop, shares, functools.partial(Writing, write), refused=WRITES)
+
+
+class Momentum(nn.Module):
+    """The key encoder follows the query encoder in forward, as momentum encoders do."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.query, self.key = mlp(), mlp()
+        self.in_place = in_place
+        self.key.requires_grad_(False)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                if self.in_place:
+                    k.data.mul_(0.7).add_(q.data, alpha=0.3)
+                else:
+                    k.data = k.data * 0.7 + q.data * 0.3
+            keys = self.key(b)
+        return self.query(a), keys
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@everywhere
+def test_a_momentum_encoder(shares: Shares, in_place: bool) -> None:
+    def loop(side: Side) -> list[Any]:
+        seen = []
+        for step in range(6):
+            query, key = side.model(draw(seed=step), draw(seed=step + 9))
+            seen += [query, key]
+            F.cross_entropy(query @ key.T, torch.arange(len(key))).backward()
+            side.step()
+        return seen
+
+    refused = "writ|key|parameter" if in_place else None
+    check(loop, shares, functools.partial(Momentum, in_place), refused=refused)
+
+
+# ---------------------------------------------------------------- evaluation
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 5, num_layers=2, dropout=0.5, batch_first=True)
+        self.out = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x.view(len(x), 2, 3))[0][:, -1])
+
+
+def dropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 2), nn.AlphaDropout(0.3))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("make", [dropped, Recurrent])
+@everywhere
+def test_dropout_in_evaluation(make: Make, mode: Callable[[], Any], shares: Shares) -> None:
+    def loop(side: Side) -> list[Tensor]:
+        side.model.eval()
+        with mode():
+            return [side.model(draw(samples)).clone() for samples in (8, 3, 1, 8)]
+
+    check(loop, shares, make)
+
+
+# ---------------------------------------------------------------- what forward keeps in the module
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.aux: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).sigmoid()
+        self.aux = gate.square().mean()
+        return x + gate * self.value(x)
+
+
+class Mixture(nn.Module):
+    """Layers that set a loss of their own, which the model sums up."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Expert(), Expert()])
+        self.returns = returns
+        self.aux: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        y = x
+        for layer in self.layers:
+            y = layer(y)
+        aux = sum(layer.aux for layer in self.layers if isinstance(layer, Expert))
+        if self.returns == "pair":
+            return y, aux
+        if self.returns == "loss":
+            return square(y) + 0.1 * aux
+        self.aux = aux
+        return y
+
+
+@pytest.mark.parametrize("returns", ["pair", "loss"])
+@everywhere
+def test_losses_that_layers_set_and_the_model_sums(shares: Shares, returns: str) -> None:
+    def loop(side: Side) -> list[Any]:
+        seen = []
+        for step in range(5):
+            outputs = side.model(draw(7, seed=step))
+            seen.append(outputs)
+            loss = outputs if returns == "loss" else square(outputs[0]) + 0.1 * outputs[1]
+            loss.backward()
+            side.step()
+        return seen
+
+    check(loop, shares, functools.partial(Mixture, returns))
+
+
+@pytest.mark.parametrize("place", ["model", "module", "layer"])
+@everywhere
+def test_a_loss_that_the_loop_reads_from_the_model(shares: Shares, place: str) -> None:
+    def loop(side: Side) -> list[Tensor]:
+        seen = []
+        for step in range(5):
+            y = side.model(draw(7, seed=step))
+            places: dict[str, Any] = {"model": side.model, "module": side.module}
+            places["layer"] = side.module.get_submodule("layers.0")
+            loss = square(y) + 0.1 * places[place].aux
+            loss.backward()
+            seen.append(loss)
+            side.step()
+        return seen
+
+    check(loop, shares, functools.partial(Mixture, "output"), refused="aux")
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(6, 5), nn.Linear(5, 2)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.cell(x, self.hidden)
+        self.hidden = hidden.detach()
+        return self.out(hidden)
+
+
+SAMPLES = 64  # so many that a small difference in speed moves a sample
+
+
+@pytest.mark.parametrize("shares", [Shares(1), Shares(2), Shares(3), Shares(2, (2.0, 1.0))], ids=str)
+def test_a_hidden_state_that_forward_keeps(shares: Shares) -> None:
+    """Shares begin unequal, so that they move when the speed has been measured."""
+    twin = plain(Stateful)
+    options: dict[str, Any] = {}
+    if shares.devices > 1 and shares.ratios is None:
+        hint = flowdp.CadenceOptions(speed_hint=(0, 3.0), max_anchor=0)
+        options = {"cadence": hint}
+    refusal = None
+    with spread(Stateful, shares, **options) as side:
+        for number in range(1, 16):
+            expected = twin.model(draw(SAMPLES, seed=number))
+            square(expected).backward()
+            try:
+                y = side.model(draw(SAMPLES, seed=number))
+                square(y).backward()
+            except flowdp.FlowdpError as error:
+                refusal = str(error)
+                break
+            torch.testing.assert_close(y, expected, rtol=0, atol=TOLERANCE)
+            side.step()
+            twin.step()
+        if refusal is None:
+            same(side.all(), twin.all())
+        else:
+            assert "hidden" in refusal
+            assert number <= CHECKED
+            assert shares.devices > 1
+
+
+@everywhere
+def test_a_hidden_state_that_the_loop_resets_before_each_call(shares: Shares) -> None:
+    def loop(side: Side) -> list[Tensor]:
+        module: Any = side.module
+        seen = []
+        for step in range(12):
+            module.hidden = None
+            seen += train(Side(side.model, module, side.optimizer), 1)
+            with torch.no_grad():
+                module.hidden = None
+                seen.append(side.model(draw(5, seed=step)))
+        return seen
+
+    check(loop, shares, Stateful, refused="hidden")
+
+
+# ---------------------------------------------------------------- threads
+@pytest.mark.parametrize("what", ["model", "module"])
+@everywhere
+def test_a_second_thread_evaluates(shares: Shares, what: str) -> None:
+    began, stop = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def evaluate(model: nn.Module) -> None:
+        try:
+            while not stop.is_set():
+                with torch.no_grad():
+                    assert model(draw(5, seed=3)).shape == (5, 3)
+                began.set()
+        except BaseException as error:
+            errors.append(error)
+            began.set()
+
+    def loop(side: Side) -> list[Tensor]:
+        began.clear()
+        stop.clear()
+        model: nn.Module = getattr(side, what)
+        thread = threading.Thread(target=evaluate, args=(model,))
+        thread.start()
+        try:
+            assert began.wait(WAIT_S)
+            return train(side, 60)
+        finally:
+            stop.set()
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+    check(loop, shares, mlp)
+    assert errors == []
+
+
+# ---------------------------------------------------------------- functions and containers as attributes
+class Attributes(nn.Module):
+    """Layers and methods that are reached by attributes of other kinds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.slope = 0.5
+        self.kind = kind
+        way: Any = {
+            "bound method": self._inner,
+            "lambda": lambda x: torch.tanh(self.b(self.a(x)) * self.slope),
+            "partial of a method": functools.partial(self._inner, times=1),
+            "closure of a layer": _closure(self.a, self.b, self),
+            "plain list": [self.a, self.b],
+            "dict": {"first": self.a, "second": self.b},
+            "tuple": (self.a, self.b),
+            "object": _Holder(self),
+            "list of the parent": [self],
+            "dict of methods": {"run": self._inner},
+        }[kind]
+        self.way = way
+
+    def _inner(self, x: Tensor, times: int = 1) -> Tensor:
+        return torch.tanh(self.b(self.a(x)) * self.slope * times)
+
+    def forward(self, x: Tensor) -> Tensor:
+        way: Any = self.way
+        if isinstance(way, _Holder):
+            way = way.model._inner
+        elif self.kind == "list of the parent":
+            way = way[0]._inner
+        elif self.kind == "dict of methods":
+            way = way["run"]
+        elif not callable(way):
+            first, second = way.values() if isinstance(way, dict) else way
+            return self.c(torch.tanh(second(first(x)) * self.slope))
+        return self.c(way(x))
+
+
+class _Holder:
+    def __init__(self, model: Attributes) -> None:
+        self.model = model
+
+
+def _closure(a: nn.Module, b: nn.Module, model: Any) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        return torch.tanh(b(a(x)) * model.slope)
+
+    return run
+
+
+KINDS = [
+    *("bound method", "lambda", "partial of a method", "closure of a layer", "plain list", "dict", "tuple"),
+    *("object", "list of the parent", "dict of methods"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@everywhere
+def test_attributes_that_reach_layers(kind: str, shares: Shares) -> None:
+    def loop(side: Side) -> list[Tensor]:
+        module: Any = side.module
+        seen = train(side, 3)
+        module.slope = 0.7
+        seen += train(side, 2)
+        module.eval()
+        with torch.no_grad():
+            return [*seen, side.model(draw(5))]
+
+    check(loop, shares, functools.partial(Attributes, kind))
+
+
+def _louder(self: Any, x: Tensor) -> Tensor:
+    return self[2](torch.sin(self[0](x))) * 2
+
+
+def _replaced(layer: str, way: str) -> nn.Module:
+    model = mlp()
+    module: Any = model.get_submodule(layer)
+    before = module.forward
+    if way == "method":
+        module.forward = types.MethodType(_louder if layer == "" else _doubled, module)
+    elif way == "lambda":
+        module.forward = lambda x: 2 * type(module).forward(module, x)
+    else:
+        module.forward = functools.partial(_around, before)
+    return model
+
+
+def _doubled(self: Any, x: Tensor) -> Tensor:
+    return 2 * F.linear(x, self.weight, self.bias)
+
+
+def _around(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return 3 * forward(x)
+
+
+@pytest.mark.parametrize("way", ["method", "lambda", "partial"])
+@pytest.mark.parametrize("layer", ["", "0"])
+@pytest.mark.parametrize("when", ["before", "behind"])
+@everywhere
+def test_a_forward_that_is_replaced(way: str, layer: str, when: str, shares: Shares) -> None:
+    """Before `setup`, and by the loop behind the first calls."""
+
+    def loop(side: Side) -> list[Tensor]:
+        seen = train(side, 3)
+        if when == "behind":
+            module: Any = side.module.get_submodule(layer)
+            module.forward = types.MethodType(_louder if layer == "" else _doubled, module)
+        return seen + train(side, 3)
+
+    check(loop, shares, functools.partial(_replaced, layer, way) if when == "before" else mlp)
+
+
+class Remembering(nn.Module):
+    """A function as an attribute reads what forward has just set: each device has another part there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.skip: Any = None
+        self.way = self._way if kind == "method" else lambda y: y + self.skip
+
+    def _way(self, y: Tensor) -> Tensor:
+        return y + self.skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        self.skip = hidden.sin()
+        hidden = self.way(torch.tanh(hidden))
+        self.skip = None
+        return self.out(hidden)
+
+
+@pytest.mark.parametrize("kind", ["method", "lambda"])
+@everywhere
+def test_a_function_that_reads_what_forward_has_set(kind: str, shares: Shares) -> None:
+    check(
+        functools.partial(train, steps=12), shares, functools.partial(Remembering, kind), refused="skip|way"
+    )

@@ -1,0 +1,495 @@
+"""Loops as people write them, on several devices: as by plain PyTorch, or refused by an error that names why.
+
+Here: buffers, and what changes between a forward and its backward. Beside it: `test_pattern_state.py`, what a
+model keeps and where forward runs; `test_pattern_graphs.py`, what loops do with graphs; and
+`test_pattern_hooks.py`, what watches a model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tests.data_parallel.pairs import (
+    TOLERANCE,
+    Make,
+    Shares,
+    Side,
+    check,
+    draw,
+    everywhere,
+    mlp,
+    spread,
+    square,
+    where_cut,
+)
+
+
+# ---------------------------------------------------------------- buffers that a graph has saved
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("std", torch.rand(4) + 1)
+        self.std: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / self.std
+
+
+class Masked(nn.Module):
+    """Two masks: one that is filled in, one that is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("causal", torch.ones(6, 6).tril(), persistent=False)
+        self.register_buffer("seen", torch.arange(6) < 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.layer(x)[:, :, None] * x[:, None] * self.causal
+        scores = scores.masked_fill(self.causal == 0, -1e9).softmax(-1)
+        return (scores * torch.where(self.seen, x, x * 0)[:, None]).sum(-1)
+
+
+class Rope(nn.Module):
+    """Rotary positions from a cache that forward makes anew for a longer sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 4)
+        self.register_buffer("cos", torch.zeros(0, 4), persistent=False)
+        self.register_buffer("sin", torch.zeros(0, 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = x.shape[1]
+        if len(self.cos) < steps:
+            angles = torch.arange(steps, dtype=x.dtype)[:, None] / torch.arange(1, 5, dtype=x.dtype)
+            self.cos, self.sin = angles.cos(), angles.sin()
+        y = self.layer(x[..., None])
+        turned = torch.cat([-y[..., 2:], y[..., :2]], -1)
+        return y * self.cos[:steps] + turned * self.sin[:steps]
+
+
+class FixedRope(Rope):
+    """Rotary positions from a cache made with the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.arange(6.0)[:, None] / torch.arange(1.0, 5.0)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(5, 4), nn.Embedding(10, 4)
+        self.out = nn.Linear(4, 2)
+        # As transformers has it: one row, expanded.
+        self.register_buffer("position_ids", torch.arange(10).expand((1, -1)), persistent=False)
+        self.position_ids: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = (x.abs() * 10).long() % 5
+        return self.out(torch.tanh(self.words(words) + self.places(self.position_ids[:, : x.shape[1]])))
+
+
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("mask", torch.rand(1, 4).expand(4, 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) @ self.mask
+
+
+class Overlapping(nn.Module):
+    """Two buffers in one memory, and one buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("table", torch.rand(2, 4))
+        self.register_buffer("row", self.table[1])
+        self.register_buffer("same", self.table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.row + self.layer(x).sin() * self.same[0]
+
+
+class Normed(nn.Sequential):
+    """BatchNorm in evaluation, with running statistics that say something."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+        norm = self[1]
+        norm.running_mean, norm.running_var = torch.rand(4), torch.rand(4) + 0.5
+
+
+BUFFERED = [Scaled, Masked, Rope, FixedRope, Positions, Expanded, Overlapping, Normed]
+
+
+def in_mode(side: Side) -> None:
+    side.model.train(not isinstance(side.module, Normed))
+
+
+def two_calls(side: Side) -> None:
+    in_mode(side)
+    for step in range(3):
+        a, b = draw(seed=step), draw(6, seed=step + 9)
+        (square(side.model(a)) + side.model(b).abs().mean()).backward()
+        side.step()
+
+
+def triplet(side: Side) -> None:
+    in_mode(side)
+    for step in range(3):
+        near, far, anchor = (side.model(draw(seed=3 * step + number)).flatten(1) for number in range(3))
+        F.triplet_margin_loss(anchor, near, far, margin=5.0).backward()
+        side.step()
+
+
+def evaluation_between(side: Side) -> Tensor:
+    in_mode(side)
+    for step in range(3):
+        y = side.model(draw(seed=step))
+        side.model.eval()
+        with torch.no_grad():
+            side.model(draw(5, seed=step + 7))
+        with torch.inference_mode():
+            seen = side.model(draw(5, seed=step + 8))
+        in_mode(side)
+        square(y).backward()
+        side.step()
+    return seen.clone()
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "average"])
+@pytest.mark.parametrize("loop", [two_calls, triplet, evaluation_between])
+@pytest.mark.parametrize("make", BUFFERED)
+@everywhere
+def test_buffers_that_a_graph_has_saved(
+    make: Make, loop: Callable[[Side], Any], shares: Shares, buffers: str
+) -> None:
+    check(loop, shares, make, buffers=buffers)
+
+
+@pytest.mark.parametrize("buffers", ["broadcast", "average"])
+@where_cut
+def test_two_calls_of_batch_norm_in_training(shares: Shares, buffers: str) -> None:
+    """The parts are normalised by themselves, so there is nothing to compare with."""
+    with spread(Normed, shares, buffers=buffers) as side:
+        for step in range(3):
+            (square(side.model(draw(12, seed=step))) + side.model(draw(12, seed=step + 5)).sum()).backward()
+            side.step()
+        norm: Any = side.module[1]  # type: ignore[index]
+        assert norm.num_batches_tracked == 6
+        assert norm.running_var.isfinite().all()
+        side.model.eval()
+        torch.testing.assert_close(side.model(draw()), side.module(draw()), rtol=0, atol=TOLERANCE)
+
+
+@everywhere
+def test_a_buffer_that_the_loop_replaces_between_two_calls(shares: Shares) -> None:
+    def loop(side: Side) -> None:
+        for step in range(4):
+            module: Any = side.module
+            first = side.model(draw(seed=step))
+            module.std = module.std * 1.5
+            (square(first) + square(side.model(draw(seed=step + 5)))).backward()
+            side.step()
+
+    check(loop, shares, Scaled)
+
+
+@everywhere
+def test_a_buffer_that_the_loop_writes_to_between_steps(shares: Shares) -> None:
+    def loop(side: Side) -> None:
+        for step in range(4):
+            square(side.model(draw(seed=step))).backward()
+            side.step()
+            side.module.get_buffer("std").mul_(1.5)
+
+    check(loop, shares, Scaled)
+
+
+class Counting(nn.Module):
+    """A forward that writes to a buffer: in place, or with a new tensor."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("steps", torch.ones(()))
+        self.steps: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            if self.in_place:
+                self.steps += 1
+            else:
+                self.steps = self.steps + 1
+        return self.layer(x) * (1 / self.steps)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@everywhere
+def test_a_buffer_that_counts_calls(shares: Shares, in_place: bool) -> None:
+    """Each device counts the same, and a buffer that forward writes to is not one that a graph has saved."""
+
+    def loop(side: Side) -> Tensor:
+        for step in range(3):
+            square(side.model(draw(seed=step))).backward()
+            first = side.model(draw(seed=step + 3))
+            side.model.eval()
+            with torch.no_grad():
+                side.model(draw(seed=step + 6))
+            side.model.train()
+            square(first).backward()
+            side.step()
+        return side.module.get_buffer("steps")
+
+    check(loop, shares, functools.partial(Counting, in_place))
+
+
+# ---------------------------------------------------------------- between a forward and its backward
+def freeze(module: nn.Module, *, thaw: bool = False) -> None:
+    module.requires_grad_(thaw)
+
+
+def no_grad_call_while_frozen(side: Side) -> None:
+    y = side.model(draw())
+    freeze(side.model)
+    with torch.no_grad():
+        side.model(draw(seed=1))
+    freeze(side.model, thaw=True)
+    square(y).backward()
+
+
+def call_with_gradients_while_frozen(side: Side) -> Tensor:
+    """One backward of a GAN: the generator's loss goes through a critic that is frozen for it."""
+    x = draw(seed=1).requires_grad_()
+    real = side.model(draw())
+    freeze(side.model)
+    fake = side.model(x)
+    freeze(side.model, thaw=True)
+    (square(real) - fake.mean()).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def frozen_behind_the_forward(side: Side) -> None:
+    """Torch gives no gradient to a parameter that is frozen when it arrives."""
+    y = side.model(draw())
+    freeze(side.module.get_submodule("2"))
+    square(y).backward()
+    freeze(side.module.get_submodule("2"), thaw=True)
+
+
+def thawed_behind_the_forward(side: Side) -> None:
+    freeze(side.module.get_submodule("0"))
+    y = side.model(draw())
+    freeze(side.module.get_submodule("0"), thaw=True)
+    square(y).backward()
+
+
+def frozen_for_good_between(side: Side) -> None:
+    first = side.model(draw())
+    freeze(side.module.get_submodule("0"))
+    second = side.model(draw(seed=1))
+    freeze(side.module.get_submodule("0"), thaw=True)
+    (square(first) + second.abs().mean()).backward()
+
+
+def all_frozen_in_the_first_of_two(side: Side) -> None:
+    freeze(side.model)
+    reference = side.model(draw())
+    freeze(side.model, thaw=True)
+    (side.model(draw()) - reference).add(0.1).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        no_grad_call_while_frozen,
+        call_with_gradients_while_frozen,
+        frozen_behind_the_forward,
+        thawed_behind_the_forward,
+        frozen_for_good_between,
+        all_frozen_in_the_first_of_two,
+    ],
+)
+@everywhere
+def test_parameters_frozen_between(way: Callable[[Side], Any], shares: Shares) -> None:
+    def loop(side: Side) -> list[Any]:
+        seen = []
+        for _ in range(3):
+            seen.append(way(side))
+            side.step()
+        return seen
+
+    check(loop, shares, mlp)
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.base.requires_grad_(False)
+        self.is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapter(x) if self.is_on else self.base(x)
+
+
+@everywhere
+def test_an_adapter_switched_off_for_a_reference(shares: Shares) -> None:
+    def loop(side: Side) -> None:
+        module: Any = side.module
+        for step in range(4):
+            y = side.model(draw(seed=step))
+            module.is_on = False
+            module.adapter.requires_grad_(False)
+            with torch.no_grad():
+                reference = side.model(draw(seed=step))
+            module.is_on = True
+            module.adapter.requires_grad_(True)
+            F.kl_div(y.log_softmax(1), reference.softmax(1), reduction="batchmean").backward()
+            side.step()
+
+    check(loop, shares, Adapted)
+
+
+# ---------------------------------------------------------------- other weights
+def averaged(side: Side, factor: float = 0.5) -> dict[str, Tensor]:
+    return {name: p.detach() * factor for name, p in side.module.named_parameters()}
+
+
+def mean_teacher(side: Side) -> None:
+    y = side.model(draw())
+    with torch.no_grad():
+        wanted = functional_call(side.model, averaged(side), (draw(),))
+    square(y - wanted).backward()
+
+
+def two_calls_behind_other_weights(side: Side) -> None:
+    with torch.no_grad():
+        functional_call(side.model, averaged(side), (draw(),))
+    (square(side.model(draw())) + side.model(-draw()).abs().mean()).backward()
+
+
+def gradient_of_other_weights(side: Side) -> dict[str, Tensor | None]:
+    weights = {name: w.requires_grad_() for name, w in averaged(side).items()}
+    square(functional_call(side.model, weights, (draw(),))).backward()
+    return {name: w.grad for name, w in weights.items()}
+
+
+def own_and_other_weights_in_one_loss(side: Side) -> dict[str, Tensor | None]:
+    y = side.model(draw())
+    weights = {name: w.requires_grad_() for name, w in averaged(side).items()}
+    other = functional_call(side.model, weights, (draw(),))
+    (square(y - other) + square(side.model(draw(5, seed=2)))).backward()
+    return {name: w.grad for name, w in weights.items()}
+
+
+def weights_of_a_graph(side: Side) -> Tensor:
+    """A network that makes another's weights: their gradients go on into `scale`."""
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    weights = {name: p * scale for name, p in side.module.named_parameters()}
+    square(functional_call(side.model, weights, (draw(),))).backward()
+    assert scale.grad is not None
+    return scale.grad
+
+
+def some_weights(side: Side) -> None:
+    """Weights that are not given are the model's own."""
+    name = next(name for name, _ in side.module.named_parameters())
+    square(functional_call(side.model, {name: averaged(side)[name]}, (draw(),))).backward()
+
+
+def two_other_weights(side: Side) -> dict[str, Tensor | None]:
+    first, second = ({n: w.requires_grad_() for n, w in averaged(side, f).items()} for f in (0.5, 2.0))
+    outputs = [functional_call(side.model, weights, (draw(),)) for weights in (first, second)]
+    square(outputs[0] - outputs[1]).backward()
+    return {name: w.grad for weights in (first, second) for name, w in weights.items()}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        mean_teacher,
+        two_calls_behind_other_weights,
+        gradient_of_other_weights,
+        own_and_other_weights_in_one_loss,
+        weights_of_a_graph,
+        some_weights,
+        two_other_weights,
+    ],
+)
+@everywhere
+def test_functional_call(way: Callable[[Side], Any], shares: Shares) -> None:
+    def loop(side: Side) -> list[Any]:
+        seen = []
+        for _ in range(3):
+            seen.append(way(side))
+            side.step()
+        return seen
+
+    check(loop, shares, mlp)
+
+
+@everywhere
+def test_functional_call_with_other_buffers(shares: Shares) -> None:
+    def loop(side: Side) -> list[Tensor]:
+        seen = []
+        for step in range(3):
+            y = side.model(draw(seed=step))
+            other = {"std": torch.full((4,), 7.0, dtype=torch.float64)}
+            seen.append(functional_call(side.model, other, (draw(seed=step),)))
+            square(y).backward()
+            side.step()
+        return seen
+
+    check(loop, shares, Scaled)
+
+
+@pytest.mark.parametrize("first_order", [False, True])
+@pytest.mark.parametrize("inner", [1, 2])
+@pytest.mark.parametrize("tasks", [1, 3])
+@everywhere
+def test_maml(shares: Shares, inner: int, tasks: int, first_order: bool) -> None:
+    def loop(side: Side) -> None:
+        for step in range(3):
+            for task in range(tasks):
+                x, y = draw(seed=10 * step + task), draw(8, 3, seed=task)
+                weights: dict[str, Tensor] = dict(side.model.named_parameters())
+                for _ in range(inner):
+                    loss = F.mse_loss(functional_call(side.model, weights, (x,)), y)
+                    steps = torch.autograd.grad(loss, list(weights.values()), create_graph=not first_order)
+                    named = zip(weights.items(), steps, strict=True)
+                    weights = {name: weight - 0.1 * change for (name, weight), change in named}
+                F.mse_loss(functional_call(side.model, weights, (x + 1,)), y).backward()
+            side.step()
+
+    check(loop, shares, mlp)
+
+
+@where_cut
+def test_torch_func_around_functional_call(shares: Shares) -> None:
+    """The transforms of torch.func look into the thread of the caller."""
+
+    def loop(side: Side) -> dict[str, Tensor]:
+        def loss(weights: dict[str, Tensor]) -> Tensor:
+            return square(functional_call(side.model, weights, (draw(),)))
+
+        return torch.func.grad(loss)(averaged(side))
+
+    check(loop, shares, mlp, refused=r"torch\.func|module")

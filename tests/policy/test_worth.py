@@ -1,0 +1,187 @@
+"""Tests of the choice between cut batches and one device, on virtual machines."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from flowdp.policy.worth import BLOCK_STEPS, BLOCKS, LEAST_STEPS, WARM_STEPS, Worth
+
+TRIAL = WARM_STEPS + BLOCK_STEPS * BLOCKS  # steps of a way in one trial
+SAMPLES = 32
+
+Machine = Callable[[int, bool], float]
+"""(step, whether its batches are cut) -> milliseconds."""
+
+
+@dataclass
+class Loop:
+    """A loop on a virtual machine.
+
+    Args:
+        noise: Standard deviation of the logarithm of what the measured times are multiplied with.
+
+    Attributes:
+        ways: Per step: whether its batches were cut.
+        lost_ms: Time that the loop has spent on the slower way, beyond that of the faster one.
+        least_ms: Time of the faster way at each step.
+        trials: Steps at which a trial has ended.
+    """
+
+    machine: Machine
+    noise: float = 0.0
+    seed: int = 0
+    worth: Worth = field(default_factory=Worth)
+    ways: list[bool] = field(default_factory=list)
+    lost_ms: float = 0.0
+    least_ms: float = 0.0
+    trials: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._generator = random.Random(self.seed)
+
+    def run(self, steps: int) -> Loop:
+        for _ in range(steps):
+            step, is_cut, was_chosen = len(self.ways), self.worth.is_cut, self.worth.is_chosen
+            ms = self.machine(step, is_cut)
+            least_ms = min(ms, self.machine(step, not is_cut))
+            self.lost_ms += ms - least_ms
+            self.least_ms += least_ms
+            self.ways.append(is_cut)
+            self.worth.stepped(ms * self._generator.lognormvariate(0.0, self.noise), SAMPLES)
+            if self.worth.is_chosen and not was_chosen:
+                self.trials.append(step)
+        return self
+
+
+def steady(cut_ms: float, alone_ms: float) -> Machine:
+    return lambda _, is_cut: cut_ms if is_cut else alone_ms
+
+
+def test_it_begins_with_cut_batches_and_tries_both_ways() -> None:
+    loop = Loop(steady(2.0, 1.0)).run(2 * TRIAL)
+    assert loop.ways == [True] * TRIAL + [False] * TRIAL
+    assert loop.trials == [2 * TRIAL - 1]
+    assert not loop.worth.is_cut
+    assert loop.worth.ms == {True: 2.0 / SAMPLES, False: 1.0 / SAMPLES}
+
+
+@pytest.mark.parametrize(("cut_ms", "winner"), [(0.6, True), (1.5, False), (20.0, False)])
+def test_it_takes_the_faster_way(cut_ms: float, winner: bool) -> None:
+    loop = Loop(steady(cut_ms, 1.0)).run(2 * TRIAL + 50)
+    assert loop.worth.is_chosen
+    assert loop.worth.is_cut is winner
+    assert loop.ways[2 * TRIAL :] == [winner] * 50
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.55, 0.9, 0.99, 1.0, 1.01, 1.1, 1.5, 3.0, 20.0])
+@pytest.mark.parametrize(("noise", "most"), [(0.0, 0.022), (0.1, 0.022), (0.3, 0.04)])
+def test_the_slower_way_costs_little(ratio: float, noise: float, most: float) -> None:
+    for seed in range(4):
+        loop = Loop(steady(ratio, 1.0), noise, seed).run(2 * TRIAL)
+        loop.lost_ms = 0.0  # of the first trial
+        loop.run(20_000)
+        assert loop.lost_ms < most * loop.least_ms
+
+
+def test_warm_steps_do_not_count() -> None:
+    def machine(step: int, is_cut: bool) -> float:
+        is_warm = step % TRIAL < WARM_STEPS
+        return 1e6 if is_warm and is_cut else 0.6 if is_cut else 1.0
+
+    assert Loop(machine).run(2 * TRIAL).worth.is_cut
+
+
+@pytest.mark.parametrize("at", range(2 * TRIAL))
+@pytest.mark.parametrize("winner", [True, False])
+def test_an_evaluation_between_two_steps_decides_nothing(at: int, winner: bool) -> None:
+    machine = steady(0.9 if winner else 1.1, 1.0)
+    loop = Loop(lambda step, is_cut: machine(step, is_cut) + 5000.0 * (step == at)).run(2 * TRIAL)
+    assert loop.worth.is_chosen
+    assert loop.worth.is_cut is winner
+
+
+@pytest.mark.parametrize("every", [7, 9, 11])
+@pytest.mark.parametrize("winner", [True, False])
+def test_evaluations_at_regular_distances_decide_nothing(every: int, winner: bool) -> None:
+    machine = steady(0.8 if winner else 1.25, 1.0)
+    loop = Loop(lambda step, is_cut: machine(step, is_cut) + 100.0 * (step % every == 0)).run(2000)
+    assert loop.ways[2 * TRIAL :].count(winner) > 0.8 * len(loop.ways[2 * TRIAL :])
+    assert loop.worth.is_cut is winner or not loop.worth.is_chosen
+
+
+def test_batches_of_many_sizes_are_compared_by_sample() -> None:
+    worth = Worth()
+    for step in range(2 * TRIAL):
+        samples = 8 if step < TRIAL else 64  # of the way that is tried second, more
+        worth.stepped(samples * (0.6 if worth.is_cut else 1.0), samples)
+    assert worth.is_cut
+    assert worth.ms == {True: pytest.approx(0.6), False: pytest.approx(1.0)}
+
+
+def test_steps_without_samples_are_not_timed() -> None:
+    worth = Worth()
+    for _ in range(1000):
+        worth.stepped(1.0, 0)
+    assert not worth.is_chosen
+    assert not worth.ms
+
+
+def test_pauses_grow_while_the_answer_stays_the_same() -> None:
+    loop = Loop(steady(1.05, 1.0)).run(8000)
+    pauses = [after - before - 2 * TRIAL for before, after in zip(loop.trials, loop.trials[1:], strict=False)]
+    assert pauses[:5] == [LEAST_STEPS * 2**k for k in range(5)]
+
+
+def test_a_dear_trial_waits_longer() -> None:
+    loop = Loop(steady(11.0, 1.0)).run(20_000)
+    first, second, *_ = loop.trials
+    # A trial costs ten times the steps of the slower way: it may be 2 % of what lies between two.
+    assert second - first >= 50 * 10 * TRIAL
+
+
+@pytest.mark.parametrize("at", [500, 3000, 20_000])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_machine_that_changes_its_mind(at: int, first: bool) -> None:
+    def machine(step: int, is_cut: bool) -> float:
+        return 1.0 if is_cut is (first if step < at else not first) else 1.5
+
+    loop = Loop(machine).run(at)
+    assert loop.ways[2 * TRIAL :].count(first) > 0.95 * (at - 2 * TRIAL)
+    # It is found in the time for which the other answer was right.
+    loop.run(at + 4 * TRIAL + LEAST_STEPS)
+    assert loop.worth.is_chosen
+    assert loop.worth.is_cut is not first
+    # And a new answer is asked again soon.
+    found = next(step for step in loop.trials if step >= at)
+    loop.run(LEAST_STEPS + 2 * TRIAL + 300)
+    assert any(0 < step - found <= 50 * 0.5 * TRIAL + 2 * TRIAL + 1 for step in loop.trials)
+
+
+def test_a_trial_that_another_program_has_spoilt_is_mended_at_the_next() -> None:
+    def machine(step: int, is_cut: bool) -> float:
+        return (0.7 if is_cut else 1.0) * (3.0 if step < TRIAL else 1.0)
+
+    loop = Loop(machine).run(2 * TRIAL)
+    assert not loop.worth.is_cut
+    loop.run(3000)
+    assert loop.worth.is_cut
+
+
+def test_edges_of_blocks_are_the_ends_of_steps() -> None:
+    worth, edges = Worth(), []
+    for step in range(2 * TRIAL + LEAST_STEPS):
+        if worth.is_block_edge:
+            edges.append(step)
+        worth.stepped(1.0, SAMPLES)
+    # The last step that is not timed, and the last of each block.
+    of_one = [WARM_STEPS - 1 + BLOCK_STEPS * block for block in range(BLOCKS + 1)]
+    assert edges == [*of_one, *(TRIAL + step for step in of_one)]
+
+
+def test_times_of_zero() -> None:
+    loop = Loop(steady(0.0, 0.0)).run(1000)
+    assert loop.worth.ms == {True: 0.0, False: 0.0}
