@@ -191,7 +191,8 @@ def _can_compare(replicas: Replicas, call: Call) -> Verdict:
     if isinstance(parts.error, FlowdpError) and not trial.has_joined:
         raise parts.error
     if whole.error is not None:
-        keeps = ", ".join(map(repr, sorted(call.told)))
+        # The log has had reasons, too, which are no names.
+        keeps = ", ".join(repr(name) for name in sorted(call.told) if " " not in name)
         if parts.error is not None and not keeps:
             return _warn(call, f"with the whole batch it raises {_words(whole.error)}")
         because = (
