@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 from typing import Any
@@ -11,17 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from flowdp import (
     Callback,
     FailureOptions,
-    LossContext,
     RuntimeOptions,
     Status,
     Trainer,
     current_worker,
-    setup,
 )
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.policy.launch_limit import LaunchLimit, Window
@@ -240,46 +236,3 @@ class Counted(nn.Module):
         with Counted.lock:
             Counted.inside -= 1
         return y
-
-
-def test_devices_of_a_loop_of_ones_own_take_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_turn, "LaunchLimit", OneAtATime)
-    monkeypatch.setattr(launch_turn, "TIMEOUT_S", WAIT_S)
-    monkeypatch.setattr(Counted, "most", 0)
-    torch.manual_seed(0)
-    model = Counted()
-    twin = copy.deepcopy(model)
-    x = torch.randn(9, 3, dtype=torch.float64)
-    with setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=["cpu"] * 3, cadence=False) as dp:
-        for module in (dp, twin):
-            optimizer = torch.optim.SGD((model if module is dp else twin).parameters(), 0.1)
-            for _ in range(5):
-                loss = module(x).square().mean()
-                loss.backward(retain_graph=True)
-                loss.backward()  # the graph is kept, as requested
-                optimizer.step()
-                optimizer.zero_grad()
-            with pytest.raises(RuntimeError, match="second time"):
-                loss.backward()
-    assert Counted.most == 1
-    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=1e-12)
-
-
-def test_a_window_gives_its_turn_away_in_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_turn, "LaunchLimit", OneAtATime)
-    monkeypatch.setattr(launch_turn, "TIMEOUT_S", 6 * WAIT_S)
-    met = threading.Barrier(2)
-    model = nn.Linear(3, 1)
-
-    def loss(context: LossContext) -> Tensor:
-        value = context.output.square().mean()
-        if value.requires_grad:
-            value.register_hook(lambda gradient: [met.wait(WAIT_S), gradient][1])
-        return value
-
-    data = DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4)
-    with setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=2, loss_fn=loss, cadence=False) as dp:
-        for window in dp.epoch(data):
-            dp.forward_batch(window)
-            dp.step()
-    assert not met.broken

@@ -12,7 +12,8 @@ from bench.peers.job import Job
 
 def device_index() -> int:
     """Index of the device whose thread this is."""
-    return int(threading.current_thread().name.removeprefix("flowdp-replica-"))
+    _, _, number = threading.current_thread().name.rpartition("flowdp-replica-")
+    return int(number) if number.isdecimal() else 0  # the calling thread compares on the first device
 
 
 def main() -> None:
