@@ -387,6 +387,8 @@ class DataParallel(StandInModule):
             FlowdpError: The outputs cannot be joined.
             Exception: Raised by the module, with a note that names rank and device.
         """
+        if self._replicas is None:
+            return self._call_alone(self.module, "forward", args, kwargs)
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
         if self._is_alone:
