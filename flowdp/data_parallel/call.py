@@ -69,14 +69,13 @@ def call_parts(
         As `Replicas.each`, in forward and in backward.
     """
     has_graph = torch.is_grad_enabled()
-    replicas.follow(isolated)
-    wanted = replicas.trained() if has_graph else []
+    wanted = replicas.wanted(isolated) if has_graph else []
     with ExitStack() as stack:
         if has_hooks(wanted) or not all(tensor.is_leaf for tensor in wanted):
             # The devices' graphs end at leaves without hooks.
             leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in wanted}
             stack.enter_context(replicas.standing_in(leaves))
-            replicas.follow()
+        replicas.follow(isolated)
         known = [pair for part in replicas.module.modules() for pair in vars(part).items()] if guards else []
         before = {id(tensor) for pair in known for tensor in _graph_tensors(*pair)}
         given = [

@@ -144,6 +144,12 @@ class Replicas:
         """The tensors of the module that require grad, as they are on a rank since `follow`."""
         return self._tensors[rank]
 
+    def wanted(self, isolated: Isolated | None = None) -> list[Tensor]:
+        """The tensors of the module that require grad, or those that stand for them in an isolated run."""
+        known = {} if isolated is None else isolated.instead
+        now = (known.get(id(tensor), tensor) for tensor in (*self.parameters(), *self.buffers()))
+        return [tensor for tensor in now if tensor.requires_grad]
+
     def follow(self, isolated: Isolated | None = None) -> None:
         """Renew the replicas: they are like the user's module as it is now.
 

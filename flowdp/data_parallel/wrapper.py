@@ -656,17 +656,22 @@ class DataParallel(StandInModule):
         with nullcontext() if self._sums is None else self._sums.held():
             if replicas is None:
                 result = run_window(batch, plan, self.module, capture=self._capture)
+                self._did(*batch.per_rank(1))
             else:
                 with replicas.turn:
                     replicas.look()
-                    if self._is_for_one(batch, plan):
-                        result = run_window(self._uncut(batch), plan, self.module)
-                    else:
-                        result = run_window(batch, plan, self.module, replicas)
+                    result = self._run_window(replicas, batch, plan)
         if self._sums is not None and torch.is_grad_enabled():
             self._sum_window(self._sums, batch, result)
+        return result
+
+    def _run_window(self, replicas: Replicas, batch: Window, plan: BatchPlan) -> WindowResult:
+        if self._is_for_one(batch, plan):
+            self._did_alone(batch.samples)
+            return run_window(self._uncut(batch), plan, self.module)
+        result = run_window(batch, plan, self.module, replicas)
         samples, batches = batch.per_rank(self.world_size)
-        if replicas is not None and self._averages:
+        if self._averages:
             replicas.average_buffers(samples)
         self._did(samples, batches)
         return result

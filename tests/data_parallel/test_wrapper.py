@@ -1320,3 +1320,24 @@ def test_scripted_modules_are_refused(setup: Setup) -> None:
     ):
         with pytest.raises(OptionError, match=f"model: {whose}.* give the module that it was made from"):
             setup(model)
+
+
+def test_buffers_of_a_window_that_the_first_device_does_alone_are_its_own() -> None:
+    x = torch.randn(16, 3, dtype=torch.float64)
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    with flowdp.setup(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        devices=["cpu"] * 2,
+        buffers="average",
+        cadence=False,
+        loss_fn=lambda context: context.output.square().mean(),
+    ) as dp:
+        cut, whole = dp.epoch([x[:8], x[8:]])
+        dp.forward_batch(cut)
+        twin = copy.deepcopy(model)
+        model[0].register_forward_hook(lambda *_: None)  # hooks are for one device
+        dp.forward_batch(whole)
+        assert dp.shard_sizes == (8, 0)
+        twin(x[8:])
+        torch.testing.assert_close(model[1].state_dict(), twin[1].state_dict())
