@@ -17,19 +17,10 @@ __all__ = [
     "added",
     "give_gradients",
     "has_hooks",
-    "take_gradients",
     "without_hooks",
 ]
 
 Gradients = list[Tensor | None]
-
-
-def take_gradients(tensors: Sequence[Tensor]) -> Gradients:
-    """The gradients of leaves, taken away from them."""
-    taken = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    return taken
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from flowdp.data_parallel.check_schedule import Schedule, Schedules
 from flowdp.data_parallel.comparison import Call, Verdict, check_call
 from flowdp.data_parallel.cut import Arguments, Part
 from flowdp.data_parallel.join import join, output_form
-from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
+from flowdp.data_parallel.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.data_parallel.loader import Epoch
 from flowdp.data_parallel.loss_context import BatchPlan, Inputs, InputsOption, LossFunction, TaggedModules
 from flowdp.data_parallel.machine_start import (
@@ -487,7 +487,7 @@ class DataParallel(StandInModule):
                 verdict = self._compare(schedule, form, call)
                 if schedule.is_alone:
                     return self._run_alone(run, arguments)
-            outputs = self._run_cut(run, arguments, sizes, guards=verdict is not None)
+            outputs = self._run_cut(schedule.callee, run, arguments, sizes, guards=verdict is not None)
             if verdict is not None:
                 verdict.check(outputs, replicas.versions())
             if self._checks:
@@ -497,7 +497,9 @@ class DataParallel(StandInModule):
             self._did(sizes)
             return self._finish(outputs, arguments)
 
-    def _run_cut(self, run: Run, arguments: Arguments, sizes: Sequence[int], *, guards: bool) -> Any:
+    def _run_cut(
+        self, callee: Callee, run: Run, arguments: Arguments, sizes: Sequence[int], *, guards: bool
+    ) -> Any:
         """The outputs of a call, by all devices that have samples."""
         replicas = self._replicas
         assert replicas is not None
@@ -510,7 +512,6 @@ class DataParallel(StandInModule):
             error.add_note(f"flowdp: called with {arguments.in_words(sizes)} of {arguments.described()}")
             raise
         samples = [part.samples for part in parts]
-        callee = self._schedules.of("forward").callee
         outputs = join(made, samples, self._layout, callee, arguments.dim, weights)
         if self._averages:
             replicas.average_buffers(sizes)

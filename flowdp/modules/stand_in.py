@@ -11,7 +11,7 @@ from torch import nn
 __all__ = ["StandInModule"]
 
 TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""What torch keeps of a module's parts."""
+"""Attributes of a module in which torch keeps its parts."""
 
 METHODS = ("state_dict", "load_state_dict", "_load_from_state_dict")
 """Methods that are the module's own; a larger module that holds a part loads it by the last one."""
