@@ -334,11 +334,6 @@ class Graphs:
         self.watched: list[tuple[Tensor, int, Tensor]] = []
 
     @property
-    def is_alive(self) -> bool:
-        """Whether they have not been freed."""
-        return self._outputs is not None
-
-    @property
     def ends(self) -> list[Any]:
         """The last nodes of the graphs."""
         return [one.grad_fn for own in self._outputs or () for one in own if one.grad_fn is not None]
@@ -370,24 +365,23 @@ class Graphs:
         self._counts = [len(own) for own in outputs]
         if any(tensor.requires_grad for own in outputs for tensor in own):
             self._outputs = outputs
-            self._replicas.hold(self)
         return [tensor for own in outputs for tensor in own]
 
     def backward(self, gradients: Sequence[Tensor | None], asked: Sequence[bool], keep: bool) -> Gradients:
         """The gradients of the inputs; None for those that are not asked for."""
         replicas = self._replicas
-        is_whole = all(self._busy) and any(asked[: self._shared])
-        carrier = replicas.carrier(self._leaves[0][: self._shared], is_whole=is_whole)
         with self._turn():
             seeds = self._seeds(gradients)
+            is_whole = all(self._busy) and any(asked[: self._shared])
+            carrier = replicas.carrier(self._leaves[0][: self._shared], is_whole=is_whole)
             written = [own for tensor, version, own in self.watched if tensor._version != version]
             torch.autograd.graph.increment_version(written)  # so that torch finds them in the graphs
             walk = partial(self._walked, seeds, asked, keep or self._is_shared, carrier)
             found = replicas.each(
                 self._jobs(walk), None, self._parts, draws=False, walks=True, around=self._around
             )
-            if not keep:
-                self._outputs, self.watched = None, []
+            if not keep:  # the copies of parameters go, too
+                self._outputs, self._leaves, self.watched = None, [], []
             with replicas.summing.running():
                 summed = carrier.sum([answer[0] for answer in found if answer is not None])
         total: Gradients = [*summed, *[None] * (len(asked) - len(summed))]

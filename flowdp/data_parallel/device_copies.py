@@ -1,24 +1,21 @@
 """Parameters on their way to other devices than the first, and gradients on their way back.
 
-Between several CUDA devices NCCL carries both: the copies' parameters lie in one row of memory for each
-dtype, so that one broadcast sends them; gradients are put into a row on each device, summed by one reduction,
-and come out as views of the first device's row. What has no place in a row is copied.
+Between several CUDA devices NCCL carries both: parameters lie in one row of memory for each dtype, so that
+one broadcast sends them; gradients are put into a row on each device, summed by one reduction, and come out
+as views of the first device's row. What has no place in a row is copied.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import Gradients, add_up
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
-from flowdp.collective.rows import PackedRows, RowPlace
+from flowdp.collective.rows import PackedRows
 from flowdp.device.copies import carry
 from flowdp.device.streams import Lane
 
@@ -27,8 +24,7 @@ __all__ = ["Copying", "DeviceCopies", "Link", "Packed", "Reducing"]
 Link = Callable[[Sequence[Lane], Mapping[torch.dtype, int]], NcclLoop | None]
 """Opens NCCL for rows of these sizes; None: it is not used."""
 
-State = tuple[int, int, int]
-"""Identity, version and address of a tensor."""
+Form = tuple[type, torch.layout, torch.dtype, torch.Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +97,9 @@ class Reducing:
 
 
 class DeviceCopies:
-    """The module's parameters on the devices of the other ranks.
+    """The module's parameters on the devices of the other ranks: new copies for each call.
 
-    They are sent anew before each call, for not every write is counted (`parameter.data`). While a graph
-    lives that may have saved the copies, tensors that have been written to since, by torch's count or by
-    `note_writes`, get other copies, for one call; a write that is not counted reaches the graph, as it does
-    on one device.
+    So no later call writes to what a graph may have saved.
 
     Args:
         parameters: Those of the user's module.
@@ -121,28 +114,10 @@ class DeviceCopies:
 
     def __init__(self, parameters: Sequence[Tensor], lanes: Sequence[Lane], link: Link | None) -> None:
         self._lanes = tuple(lanes)
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._sent: list[State] = []
-        self._written: set[int] = set()  # identities of those that have been written to since
-        self._copies: list[list[Tensor]] = []
-        self._memories: list[list[Tensor]] = []
-        self._reducing: tuple[list[Tensor], Reducing] | None = None
-        counts = Counter(map(_memory, parameters))  # cuDNN's weights lie together, and stay so
-        is_free = [t.requires_grad and counts[_memory(t)] == 1 for t in parameters]
-        self._rows = PackedRows(parameters, SUMMED, is_free)
-        self._loop: NcclLoop | None = None
-        if link is not None and self._rows.sizes:
-            self._loop = link(lanes, PackedRows([t for t in parameters if t.requires_grad], SUMMED).sizes)
-        if self._loop is None:
-            self._rows = PackedRows([], SUMMED)
-
-    def hold(self, graph: Any) -> None:
-        """Leave the copies as they are while `graph.is_alive`."""
-        self._graphs.add(graph)
-
-    def note_writes(self, parameters: Sequence[Tensor]) -> None:
-        """Note writes to parameters that torch may not have counted, as those of fused optimizers."""
-        self._written.update(map(id, parameters))
+        self._reducing: tuple[list[Form], Reducing] | None = None
+        self._sending: tuple[list[Form], PackedRows] | None = None
+        sizes = PackedRows([one for one in parameters if one.requires_grad], SUMMED).sizes
+        self._loop = link(lanes, sizes) if link is not None and sizes else None
 
     def send(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Copies of the module's parameters for a call, leaves that require grad where those do.
@@ -156,109 +131,52 @@ class DeviceCopies:
         Streams:
             The caller's current ones of all devices.
         """
-        now = [_state(tensor) for tensor in parameters]
-        is_new = not self._copies or not _are_alike(self._copies[0], parameters)
-        if is_new:
-            self._open(parameters)
-        is_free = is_new or not any(graph.is_alive for graph in self._graphs)
-        if is_free:
-            self._sent = now
-            self._written.clear()
-        written = [i for i, one in enumerate(now) if one != self._sent[i] or one[0] in self._written]
-        self._fill(parameters, written, is_free=is_free)
-        columns = []
-        for lane, own in zip(self._lanes[1:], self._copies, strict=True):
-            column: list[Tensor] = list(own)
-            for i in written:
-                column[i] = parameters[i].detach().to(lane.device, non_blocking=_waits_not(lane), copy=True)
-            # A graph that lives keeps its leaves, with their flags.
-            columns.append(
-                [
-                    one
-                    if one.requires_grad is tensor.requires_grad
-                    else one.detach().requires_grad_(tensor.requires_grad)
-                    for one, tensor in zip(column, parameters, strict=True)
-                ]
-            )
-        return columns
+        sent = self._broadcast(parameters)
+        return [
+            [
+                (_copy(tensor, lane) if there is None else there).requires_grad_(tensor.requires_grad)
+                for tensor, there in zip(parameters, column, strict=True)
+            ]
+            for lane, column in zip(self._lanes[1:], sent, strict=True)
+        ]
 
     def carrier(self, tensors: Sequence[Tensor], *, is_whole: bool) -> Copying | Reducing:
         """The transfer of the gradients of tensors; `is_whole`: all ranks give some, which NCCL needs."""
+        home = self._lanes[0].device
         if self._loop is None or not is_whole:
-            return Copying(self._lanes[0].device)
-        known = self._reducing
-        if known is None or not _are_alike(known[0], tensors):
-            known = self._reducing = (
-                list(tensors),
-                Reducing(self._loop, tensors, self._lanes[0].device),
-            )
-        return known[1]
+            return Copying(home)
+        forms = list(map(_form, tensors))
+        if self._reducing is None or self._reducing[0] != forms:
+            self._reducing = forms, Reducing(self._loop, tensors, home)
+        return self._reducing[1]
 
     def close(self) -> None:
         """Give NCCL back."""
         if self._loop is not None:
             self._loop.close()
 
-    @torch.inference_mode(False)
-    def _open(self, parameters: Sequence[Tensor]) -> None:
-        """Make memory for copies: parameters that were trained at first lie in rows, for NCCL."""
-        self._copies, self._memories = [], []
-        for lane in self._lanes[1:]:
-            memories = [torch.zeros(n, dtype=d, device=lane.device) for d, n in self._rows.sizes.items()]
-            own = [torch.empty_like(tensor, device=lane.device).detach() for tensor in parameters]
-            for i, place in self._in_rows(parameters):
-                own[i] = place.view(memories[place.row])
-            self._memories.append(memories)
-            self._copies.append(own)
-
-    @torch.no_grad()
-    def _fill(self, parameters: Sequence[Tensor], written: Sequence[int], *, is_free: bool) -> None:
-        """Send all parameters but those in `written` into the memory of the copies.
-
-        Args:
-            parameters: All.
-            written: Indices of those that are not sent.
-            is_free: Whether no graph has saved the copies; else writes to them are not counted.
-        """
-        in_rows = [] if written else self._in_rows(parameters)
-        if self._loop is not None and in_rows:
-            sent: list[Tensor | None] = [None] * len(self._rows.places)
-            for i, _ in in_rows:
-                sent[i] = parameters[i].detach()
-            self._loop.broadcast([self._rows.pack(sent, self._lanes[0].device), *self._memories])
-            if is_free:  # NCCL's writes are not counted
-                torch.autograd.graph.increment_version([own[i] for own in self._copies for i, _ in in_rows])
-        rest = set(range(len(parameters))).difference(written, (i for i, _ in in_rows))
-        for lane, own in zip(self._lanes[1:], self._copies, strict=True):
-            for i in rest:
-                memory = own[i] if is_free else own[i].data
-                memory.copy_(parameters[i], non_blocking=_waits_not(lane))
-            for one, tensor in zip(own, parameters, strict=True):
-                if is_free:
-                    one.requires_grad_(tensor.requires_grad)
-
-    def _in_rows(self, parameters: Sequence[Tensor]) -> list[tuple[int, RowPlace]]:
-        """The parameters that have a place in a row, by their index."""
-        pairs = zip(self._rows.places, parameters, strict=False)  # the module may have got others since
-        return [(i, place) for i, (place, one) in enumerate(pairs) if place is not None and place.fits(one)]
+    def _broadcast(self, parameters: Sequence[Tensor]) -> list[Gradients]:
+        """The copies that NCCL has sent to each other rank; None for those without a place in a row."""
+        others = self._lanes[1:]
+        if self._loop is None:
+            return [[None] * len(parameters) for _ in others]
+        forms = list(map(_form, parameters))
+        if self._sending is None or self._sending[0] != forms:
+            is_plain = [type(one) in (Tensor, nn.Parameter) for one in parameters]
+            self._sending = forms, PackedRows(parameters, SUMMED, is_plain)
+        places = self._sending[1]
+        rows = [places.pack([one.detach() for one in parameters], self._lanes[0].device)]
+        for lane in others:
+            sizes = places.sizes.items()
+            rows.append([torch.empty(count, dtype=dtype, device=lane.device) for dtype, count in sizes])
+        self._loop.broadcast(rows)
+        return [places.views(own) for own in rows[1:]]
 
 
-def _waits_not(lane: Lane) -> bool:
-    """Whether the host need not wait for a copy to a lane's device."""
-    return lane.device.type != "cpu"
+def _copy(tensor: Tensor, lane: Lane) -> Tensor:
+    # The host waits for copies to its own memory alone.
+    return tensor.detach().to(lane.device, non_blocking=lane.device.type != "cpu", copy=True)
 
 
-def _state(tensor: Tensor) -> State:
-    version = 0 if tensor.is_inference() else tensor._version
-    return id(tensor), version, tensor.data_ptr() if tensor.layout is torch.strided else 0
-
-
-def _are_alike(mine: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(mine) == len(others) and all(
-        one.shape == other.shape and one.dtype == other.dtype for one, other in zip(mine, others, strict=True)
-    )
-
-
-def _memory(tensor: Tensor) -> int:
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel()
-    return tensor.untyped_storage().data_ptr() if is_plain else id(tensor)
+def _form(tensor: Tensor) -> Form:
+    return type(tensor), tensor.layout, tensor.dtype, tensor.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ class OptimizerHooks:
         module: The user's.
         stepped: Called after each step of the first optimizer; a bound method, which is not kept alive.
         sums: Sums over the machines of the job; None: there is one.
-        written: Called with the parameters of each optimizer after its steps, which torch may not count.
 
     Attributes:
         optimizers: The user's optimizers.
@@ -42,14 +41,12 @@ class OptimizerHooks:
         module: nn.Module,
         stepped: Callable[[], None],
         sums: MachineSum | None = None,
-        written: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         self.optimizers: tuple[Optimizer, ...] = ()
         self.count = 0
         self._module = module
         self._stepped = weakref.WeakMethod(stepped)
         self._sums = sums
-        self._written = written
         self._hooks: list[Any] = []
         self._held: list[float] = []  # rates before the last `set_lr`, which may have set them to 0
 
@@ -145,8 +142,6 @@ class OptimizerHooks:
         sums.check_step(optimizer)
 
     def _after(self, optimizer: Optimizer) -> None:
-        if self._written is not None:
-            self._written([tensor for group in optimizer.param_groups for tensor in group["params"]])
         if optimizer is not self.optimizers[0]:
             return
         self.count += 1

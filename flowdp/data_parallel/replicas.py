@@ -276,16 +276,6 @@ class Replicas:
             return Copying(self.devices[0])
         return self._copies.carrier(tensors, is_whole=is_whole)
 
-    def hold(self, graph: Any) -> None:
-        """Leave the copies that a graph has saved as they are for as long as its `is_alive` is true."""
-        if self._copies is not None:
-            self._copies.hold(graph)
-
-    def note_writes(self, parameters: Sequence[Tensor]) -> None:
-        """Note writes to the user's parameters that torch may not have counted."""
-        if self._copies is not None:
-            self._copies.note_writes(parameters)
-
     # ------------------------------------------------------------------ work
     def modes(self) -> Modes:
         """The calling thread's modes, for `each`."""

@@ -306,9 +306,7 @@ class DataParallel(StandInModule):
             if self._replicas is None
             else (Balancer(self._replicas, options, windows=windows, ratios=ratios))
         )
-        self._optimizer_hooks = OptimizerHooks(
-            module, self._stepped, sums, None if self._replicas is None else self._replicas.note_writes
-        )
+        self._optimizer_hooks = OptimizerHooks(module, self._stepped, sums)
         self._optimizer_hooks.use(optimizers or None)
         self._capture = self._open_capture()
         self._seal(setup, ("devices", "world_size", "module"))

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
-from flowdp.device.streams import StreamLane
 from flowdp.errors import FlowdpError, OptionError
-from tests.fakes import FakeCuda
-from tests.loops import CPU, assert_equal, mlp, replicas_of
+from tests.loops import assert_equal, mlp
 
 
 class Steps:
@@ -66,38 +64,6 @@ def test_the_first_optimizer_counts() -> None:
     assert (hooks.count, steps.count) == (0, 0)
     one.step()
     assert (hooks.count, steps.count) == (1, 1)
-
-
-@pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
-def test_steps_that_torch_does_not_count_are_sent_while_a_graph_lives(is_first: bool) -> None:
-    """Fused ones, for instance."""
-    module = mlp()
-    optimizers = [AdamW(module[n].parameters(), 0.1, fused=True) for n in (0, 2)]
-
-    class Graph:
-        is_alive = True
-
-    graph, cuda = Graph(), FakeCuda()
-    lanes = [StreamLane(CPU, cuda) for _ in range(2)]
-    with cuda.stream(cuda.default), replicas_of(module, lanes=lanes) as replicas:
-        hooks, _ = hooks_of(module, written=replicas.note_writes)
-        hooks.use(optimizers)
-        replicas.hold(graph)
-        saved = list(replicas.modules[1].parameters())
-        before, numbers = values(module), [tensor._version for tensor in saved]
-        grad(module)
-        optimizers[not is_first].step()
-        for _ in range(2):
-            replicas.look()
-            replicas.follow()
-            assert_equal(values(replicas.modules[1]), values(module))
-        assert_equal([tensor.detach() for tensor in saved], before)
-        assert numbers == [tensor._version for tensor in saved]
-        graph.is_alive = False
-        replicas.look()
-        replicas.follow()
-        assert_equal([tensor.detach() for tensor in saved], values(module))
-    assert hooks.count == is_first
 
 
 def test_optimizers_that_are_replaced_count_no_longer() -> None:
@@ -173,7 +139,7 @@ def test_a_scaler_unscales_once_and_skips_what_is_not_finite(max_norm: float | N
     before = module.weight.item()
     grad(module, 8.0)
     hooks.step(scaler, max_norm)
-    assert module.weight.item() == pytest.approx(before - 0.5 * (max_norm or 1.0))
+    assert module.weight.item() == pytest.approx(before - 0.5 * (max_norm or 1.0), abs=1e-5)
     grad(module, float("inf"))
     hooks.step(scaler, max_norm)
     assert module.weight.item() == pytest.approx(before - 0.5 * (max_norm or 1.0))
