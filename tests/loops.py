@@ -54,12 +54,7 @@ def called(replicas: Replicas, sizes: Sequence[int], *args: Any, **kwargs: Any) 
     """The joined outputs of the replicas for a batch, cut into parts of these sizes."""
     replicas.look()
     parts = Arguments(PLAIN, Callee(replicas.module.forward), args, kwargs).parts(sizes)
-    ranks = [rank for rank, size in enumerate(sizes) if size] or [0]
-    made = call_parts(
-        replicas,
-        list(zip(ranks, parts, strict=True)),
-        lambda module, part: module(*part.args, **part.kwargs),
-    )
+    made = call_parts(replicas, parts, lambda module, part: module(*part.args, **part.kwargs))
     return join(made, [part.samples for part in parts], PLAIN)
 
 

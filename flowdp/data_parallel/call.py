@@ -41,7 +41,7 @@ Around = Callable[[], AbstractContextManager[object]]
 
 def call_parts(
     replicas: Replicas,
-    parts: Sequence[tuple[int, Part]],
+    parts: Sequence[Part],
     run: Run,
     *,
     isolated: Isolated | None = None,
@@ -52,7 +52,7 @@ def call_parts(
 
     Args:
         replicas: The modules.
-        parts: (rank, part), in the order of the outputs. A rank does its own one after another.
+        parts: In the order of the outputs. A rank does its own one after another.
         run: Calls a module.
         isolated: Prepares replicas whose forwards leave no trace; see `Replicas.follow`.
         guards: Whether a backward through a tensor that the first device's forward leaves in an attribute is
@@ -81,18 +81,18 @@ def call_parts(
         given = [
             part.replaced(
                 [
-                    _begin(*pair, replicas.devices[rank])
+                    _begin(*pair, replicas.devices[part.rank])
                     for pair in zip(part.tensors, part.is_cut, strict=True)
                 ]
             )
-            for rank, part in parts
+            for part in parts
         ]
-        writes = _Writes([part for _, part in parts], given)
+        writes = _Writes(parts, given)
         containers = [_containers(part) for part in given] if guards else []
-        graphs = _graphs(replicas, [rank for rank, _ in parts], given, around)
-        inputs = [*wanted, *(t for _, part in parts for t in part.tensors if t.requires_grad and has_graph)]
+        graphs = _graphs(replicas, given, around)
+        inputs = [*wanted, *(t for part in parts for t in part.tensors if t.requires_grad and has_graph)]
         outputs: list[tuple[list[Any], Any]] = [([], None)] * len(parts)
-        forward = partial(_forward, replicas, [rank for rank, _ in parts], given, run, outputs)
+        forward = partial(_forward, replicas, given, run, outputs)
         made = graphs.run(forward, inputs)
     graphs.watched = writes.settle()
     if guards:
@@ -102,33 +102,30 @@ def call_parts(
             _guard(replicas.module, before)
     rest = [iter(own) for own in made]
     return [
-        unflatten([next(rest[rank]) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
-        for (rank, _), (leaves, form) in zip(parts, outputs, strict=True)
+        unflatten([next(rest[part.rank]) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+        for part, (leaves, form) in zip(parts, outputs, strict=True)
     ]
 
 
-def _graphs(replicas: Replicas, ranks: Sequence[int], parts: Sequence[Part], around: Around | None) -> Graphs:
+def _graphs(replicas: Replicas, parts: Sequence[Part], around: Around | None) -> Graphs:
     """The graphs of a call, before it is made: from the module's tensors and the parts' own."""
-    tensors = [
-        replicas.trained(rank) if torch.is_grad_enabled() else [] for rank in range(len(replicas.modules))
-    ]
-    shared = len(tensors[0])
-    leaves = [list(own) if rank in ranks else [] for rank, own in enumerate(tensors)]
+    ranks = range(len(replicas.modules))
+    busy = [any(part.rank == rank for part in parts) for rank in ranks]
+    shared = len(replicas.trained()) if torch.is_grad_enabled() else 0
+    leaves = [replicas.trained(rank)[:shared] if busy[rank] else [] for rank in ranks]
     places = [list(range(len(own))) for own in leaves]
     number = shared
-    for rank, part in zip(ranks, parts, strict=True):
+    for part in parts:
         for tensor in part.tensors:
             if tensor.requires_grad:
-                leaves[rank].append(tensor)
-                places[rank].append(number)
+                leaves[part.rank].append(tensor)
+                places[part.rank].append(number)
                 number += 1
-    busy = [rank in ranks for rank in range(len(tensors))]
     return Graphs(replicas, leaves, places, busy, shared, around)
 
 
 def _forward(
     replicas: Replicas,
-    ranks: Sequence[int],
     parts: Sequence[Part],
     run: Run,
     outputs: list[tuple[list[Any], Any]],
@@ -137,7 +134,7 @@ def _forward(
     """A rank's forwards; returns the tensors among their outputs, which go to `outputs`."""
     made: list[Tensor] = []
     for place, part in enumerate(parts):
-        if ranks[place] != rank:
+        if part.rank != rank:
             continue
         try:
             outputs[place] = flatten(replicas.call(rank, part.samples, run, part))

@@ -26,8 +26,7 @@ from flowdp.collective.batch_norm import plain_layers
 from flowdp.data.trees import tensors_of, tree_map
 from flowdp.data_parallel.call import Graphs, Run, call_parts
 from flowdp.data_parallel.cut import Arguments, Part
-from flowdp.data_parallel.join import join
-from flowdp.data_parallel.layout import Callee, Layout, WeightFunction
+from flowdp.data_parallel.layout import Callee, Layout
 from flowdp.data_parallel.replicas import Isolated, Replicas
 from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.compiled import Uncompiled, take_out
@@ -286,17 +285,11 @@ class Trial:
         call = self.call if layout is None else replace(self.call, layout=layout)
 
         def run(arguments: Arguments, isolated: Isolated) -> Any:
-            ranks, parts, weights = _cut(call, arguments)
+            parts = _cut(call, arguments)
             self.has_joined = False
-            made = call_parts(
-                self._replicas,
-                list(zip(ranks, parts, strict=True)),
-                call.run,
-                isolated=isolated,
-                around=self._constant,
-            )
+            made = call_parts(self._replicas, parts, call.run, isolated=isolated, around=self._constant)
             self.has_joined = True
-            return _join(call, arguments, parts, made, weights)
+            return arguments.join(made, parts)
 
         return self._run(call, run)
 
@@ -304,13 +297,12 @@ class Trial:
         """Run the parts one after another on the first device, in the calling thread."""
 
         def run(arguments: Arguments, isolated: Isolated) -> Any:
-            _, parts, weights = _cut(self.call, arguments)
-            made = []
+            parts, made = _cut(self.call, arguments), []
             for part in parts:
                 self._replicas.follow(isolated)
                 with self._draws[0]:
                     made.append(self.call.run(self._replicas.modules[0], part))
-            return _join(self.call, arguments, parts, made, weights)
+            return arguments.join(made, parts)
 
         return self._run(self.call, run)
 
@@ -442,30 +434,13 @@ class Trial:
         return found
 
 
-def _cut(
-    call: Call, arguments: Arguments
-) -> tuple[list[int], list[Part], list[dict[WeightFunction, Tensor]]]:
-    """The ranks of a call, the part of each, and its weights."""
+def _cut(call: Call, arguments: Arguments) -> list[Part]:
     sizes, samples = call.sizes, arguments.samples or 0
     if samples != sum(sizes):  # along another dim
         sizes = (samples - samples // 2, samples // 2, *(0 for _ in sizes[2:]))
-    parts = arguments.parts(sizes)
-    return (
-        [rank for rank, size in enumerate(sizes) if size],
-        parts,
-        [arguments.weigh(part) for part in parts],
-    )
-
-
-def _join(
-    call: Call,
-    arguments: Arguments,
-    parts: Sequence[Part],
-    made: Sequence[Any],
-    weights: Sequence[dict[WeightFunction, Tensor]],
-) -> Any:
-    samples = [part.samples for part in parts]
-    return join(made, samples, call.layout, call.callee, arguments.dim, weights)
+    if samples < 2:  # a remedy by which nothing is cut
+        raise ValueError(f"{samples} samples cannot be cut")
+    return arguments.parts(sizes)
 
 
 def _gradients(output: Any, inputs: Sequence[Tensor], draws: ConstantDraws) -> list[Tensor | None]:

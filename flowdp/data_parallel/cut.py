@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowdp.data.trees import Uncuttable, column, cut, described, flatten, is_cut, is_size, unflatten, walk
+from flowdp.data_parallel.join import join
 from flowdp.data_parallel.layout import Call, Callee, KeyPath, Layout, WeightFunction
 from flowdp.errors import FlowdpError
 
@@ -28,6 +29,7 @@ class Part:
 
     Args:
         call: Positional and named arguments.
+        rank: Rank of the device.
         samples: Samples of the part; 0 where nothing is cut.
         callers: Identities of the caller's tensors.
 
@@ -37,11 +39,12 @@ class Part:
         tensors: The tensors among the arguments, in order. Their number is the same in all parts of a call,
             unless the user's `split` made them, or they are entries of lists.
         is_cut: Flag per tensor: a view of some rows, or made by the user's `split`; else the caller's own.
-        weights: Weights of the part by the functions in `reduce`, after `Arguments.weigh`.
+        weights: Weights of the part by the functions in `reduce`.
     """
 
-    def __init__(self, call: Call, samples: int, callers: Container[int]) -> None:
+    def __init__(self, call: Call, rank: int, samples: int, callers: Container[int]) -> None:
         self.args, self.kwargs = call
+        self.rank = rank
         self.samples = samples
         self._leaves, self._form = flatten(call)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
@@ -129,30 +132,34 @@ class Arguments:
             if is_long and own is None:
                 raise FlowdpError(self._sparse(self._names[path[0]], path[1:]))
 
-    def whole(self) -> Part:
+    def whole(self, rank: int = 0) -> Part:
         """All arguments, as one part."""
-        return Part(self._call, self.samples or 0, self._own)
+        return self._part(self._call, rank, self.samples or 0)
 
     def parts(self, sizes: Sequence[int]) -> list[Part]:
         """The parts, of consecutive samples; for less than two that are not empty, the whole.
 
         Args:
-            sizes: Samples of each.
+            sizes: Samples of each rank; one with 0 has no part.
         """
-        own = tuple(size for size in sizes if size)
+        own = {rank: size for rank, size in enumerate(sizes) if size}
         if len(own) < 2:
-            return [self.whole()]
+            return [self.whole(next(iter(own), 0))]
         if self._layout.split is not None:
-            calls = self._layout.apart(*self._call, own)
+            calls = self._layout.apart(*self._call, tuple(own.values()))
         else:
-            calls = [self._rows(stop - size, size) for stop, size in zip(accumulate(own), own, strict=True)]
-        return [Part(call, size, self._own) for call, size in zip(calls, own, strict=True)]
+            stops = accumulate(own.values())
+            calls = [self._rows(stop - size, size) for stop, size in zip(stops, own.values(), strict=True)]
+        return [self._part(call, *one) for call, one in zip(calls, own.items(), strict=True)]
 
-    def weigh(self, part: Part) -> dict[WeightFunction, Tensor]:
-        """The weights of a part, but for functions in `reduce` for which the call has no arguments."""
-        names = self._callee.names(part.args, part.kwargs)
-        part.weights = self._layout.weigh(dict(zip(names, (*part.args, *part.kwargs.values()), strict=True)))
-        return part.weights
+    def join(self, outputs: Sequence[Any], parts: Sequence[Part]) -> Any:
+        """Put the outputs of parts together.
+
+        Raises:
+            FlowdpError: They cannot be.
+        """
+        samples, weights = [part.samples for part in parts], [part.weights for part in parts]
+        return join(outputs, samples, self._layout, self._callee, self.dim, weights)
 
     def in_words(self, sizes: Sequence[int]) -> str:
         """The cut in words, for messages."""
@@ -174,6 +181,12 @@ class Arguments:
         leaves = zip(self._paths, self._leaves, strict=True)
         words = ", ".join(f"{_shown(path)}: {described(leaf)}" for path, leaf in leaves)
         return f"{words:.1000}" or "no arguments"
+
+    def _part(self, call: Call, rank: int, samples: int) -> Part:
+        part = Part(call, rank, samples, self._own)
+        names = self._callee.names(part.args, part.kwargs)
+        part.weights = self._layout.weigh(dict(zip(names, (*part.args, *part.kwargs.values()), strict=True)))
+        return part
 
     def _rows(self, start: int, samples: int) -> Call:
         """The call for some samples."""

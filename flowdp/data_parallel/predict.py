@@ -67,20 +67,19 @@ def predict(
     outputs: list[Any] = []
     samples: list[int] = []
     weights: list[Mapping[WeightFunction, Tensor]] = []
-    dim = 0
     for batch in batches:
         args, kwargs = inputs.of(batch)
         arguments = Arguments(layout, callee, args, kwargs)
         if not arguments.samples:
             raise DataError(f"a batch has no samples ({arguments.described()})")
-        dim = arguments.dim
-        samples.append(arguments.samples)
-        weights.append(arguments.weigh(arguments.whole()))
+        whole = arguments.whole()
+        samples.append(whole.samples)
+        weights.append(whole.weights)
         outputs.append(tree_map(_on_host, call(*args, **kwargs)))
     if not outputs:
         raise DataError("there is no batch to predict from")
     try:
-        return join(outputs, samples, layout, callee, dim, weights)
+        return join(outputs, samples, layout, callee, arguments.dim, weights)
     except FlowdpError as error:
         raise FlowdpError(
             f"the outputs of {len(outputs)} batches cannot be put together ({error}); call the module batch "

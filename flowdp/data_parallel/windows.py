@@ -268,7 +268,7 @@ def _train(
 def _forward_all(window: Window, plan: BatchPlan, replicas: Replicas) -> Any:
     """All forwards, joined with their graphs: the caller computes the loss."""
     parts = [
-        (piece.rank, Part(((place, piece.batch), {}), piece.samples, ()))
+        Part(((place, piece.batch), {}), piece.rank, piece.samples, ())
         for place, piece in enumerate(window.pieces)
     ]
 

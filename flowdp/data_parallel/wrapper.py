@@ -34,8 +34,8 @@ from flowdp.data_parallel.call import Run, call_parts
 from flowdp.data_parallel.check_schedule import Schedule, Schedules
 from flowdp.data_parallel.comparison import Call, Verdict, check_call
 from flowdp.data_parallel.cut import Arguments, Part
-from flowdp.data_parallel.join import join, output_form
-from flowdp.data_parallel.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
+from flowdp.data_parallel.join import output_form
+from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.data_parallel.loader import Epoch
 from flowdp.data_parallel.loss_context import BatchPlan, Inputs, InputsOption, LossFunction, TaggedModules
 from flowdp.data_parallel.machine_start import (
@@ -485,7 +485,7 @@ class DataParallel(StandInModule):
                 verdict = self._compare(schedule, form, call)
                 if schedule.is_alone:
                     return self._run_alone(run, arguments)
-            outputs = self._run_cut(schedule.callee, run, arguments, sizes, guards=verdict is not None)
+            outputs = self._run_cut(run, arguments, sizes, guards=verdict is not None)
             if verdict is not None:
                 verdict.check(outputs, replicas.versions())
             if self._checks:
@@ -495,22 +495,17 @@ class DataParallel(StandInModule):
             self._did(sizes)
             return self._finish(outputs, arguments)
 
-    def _run_cut(
-        self, callee: Callee, run: Run, arguments: Arguments, sizes: Sequence[int], *, guards: bool
-    ) -> Any:
+    def _run_cut(self, run: Run, arguments: Arguments, sizes: Sequence[int], *, guards: bool) -> Any:
         """The outputs of a call, by all devices that have samples."""
         replicas = self._replicas
         assert replicas is not None
         parts = arguments.parts(sizes)
-        weights = [arguments.weigh(part) for part in parts]
-        ranks = [rank for rank, size in enumerate(sizes) if size]
         try:
-            made = call_parts(replicas, list(zip(ranks, parts, strict=True)), run, guards=guards)
+            made = call_parts(replicas, parts, run, guards=guards)
         except Exception as error:
             error.add_note(f"flowdp: called with {arguments.in_words(sizes)} of {arguments.described()}")
             raise
-        samples = [part.samples for part in parts]
-        outputs = join(made, samples, self._layout, callee, arguments.dim, weights)
+        outputs = arguments.join(made, parts)
         if self._averages:
             replicas.average_buffers(sizes)
         return outputs

@@ -607,8 +607,7 @@ def test_a_backward_through_an_attribute_that_forward_has_set(guards: bool) -> N
     module = Saved()
     with replicas_of(module) as replicas:
         arguments = Arguments(PLAIN, Callee(module.forward), (numbers(4, 6),), {})
-        parts = list(enumerate(arguments.parts((2, 2))))
-        first, _ = call_parts(replicas, parts, run, guards=guards)
+        first, _ = call_parts(replicas, arguments.parts((2, 2)), run, guards=guards)
         assert module.aux is not None
         first.sum().backward()  # the call's own is right
         if guards:
@@ -649,7 +648,7 @@ def test_an_isolated_run_leaves_no_trace() -> None:
         isolated = Isolated(
             lambda _, rank: prepared.append(rank), dict(zip(map(id, own), instead, strict=True))
         )
-        made = call_parts(replicas, list(enumerate(arguments.parts((2, 2)))), note, isolated=isolated)
+        made = call_parts(replicas, arguments.parts((2, 2)), note, isolated=isolated)
         torch.cat(made).sin().sum().backward()
     assert prepared == [0, 1]
     assert module.seen == []

@@ -136,16 +136,17 @@ def test_what_is_not_divided_is_the_callers_own(sizes: tuple[int, ...]) -> None:
 
 
 def test_other_tensors_in_the_places_of_a_part() -> None:
-    made = arguments({"x": numbers(4, 2), "k": 3}, [numbers(3)], names=[*"abcd"])
+    layout = Layout(reduce=lambda names: len(names))
+    made = arguments({"x": numbers(4, 2), "k": 3}, [numbers(3)], names=[*"abcd"], layout=layout)
     _, part = made.parts((2, 2))
-    made.weigh(part)
+    assert part.weights
     mine = [torch.ones(2, 2), torch.zeros(3)]
     other = part.replaced(mine)
     assert all(one is wanted for one, wanted in zip([other.args[0]["x"], *other.args[1]], mine, strict=True))
     assert (other.args[0]["k"], other.kwargs["names"], other.samples) == (3, ["c", "d"], 2)
     assert (other.is_cut, other.weights) == ([True, False], part.weights)
     assert part.tensors[0] is part.args[0]["x"], "the part is as it was"
-    assert Part((("a",), {"b": 2}), 0, ()).replaced([]).args == ("a",)
+    assert Part((("a",), {"b": 2}), 0, 0, ()).replaced([]).args == ("a",)
 
 
 def test_a_split_of_the_users_own() -> None:
@@ -279,12 +280,12 @@ def test_weights_of_a_part() -> None:
         layout=Layout(reduce={"loss": count, "more": tokens, "n": all_of, "kl": "sum"}),
     )
     parts = made.parts((1, 3))
-    assert [made.weigh(part) for part in parts] == [{count: 1, all_of: 2}] * 2
+    assert [part.weights for part in parts] == [{count: 1, all_of: 2}] * 2
     assert [part.weights[count].dtype for part in parts] == [torch.float64] * 2
-    assert arguments(numbers(4), numbers(4)).weigh(parts[0]) == {}
+    assert arguments(numbers(4), numbers(4)).whole().weights == {}
     wrong = arguments(numbers(4), numbers(4), layout=Layout(reduce=lambda mask: mask > 0))
     with pytest.raises(FlowdpError, match=r"one number for a part, .* shape \(4,\)"):
-        wrong.weigh(wrong.whole())
+        wrong.whole()
 
 
 # ---------------------------------------------------------------- words
