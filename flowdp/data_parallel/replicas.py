@@ -233,7 +233,8 @@ class Replicas:
         """
         givers = [rank for rank, count in enumerate(samples) if count]
         shares = [samples[rank] / sum(samples) for rank in givers]
-        tables = [self._shallow.tables(rank) if rank else self._own_tables() for rank in givers]
+        own_tables = [part._buffers for part in self._shallow.parts]
+        tables = [self._shallow.tables(rank) if rank else own_tables for rank in givers]
         for mine, *others in zip(*tables, strict=True):
             for name, own in mine.items():
                 column = [own, *(table.get(name) for table in others)]
@@ -248,9 +249,6 @@ class Replicas:
                 else:
                     mean = torch.stack(column).amax(0)
                 own.data.copy_(mean)  # uncounted, as a batch norm's own writes are
-
-    def _own_tables(self) -> list[dict[str, Any]]:
-        return [part._buffers for part in self._shallow.parts]
 
     @property
     def flags(self) -> tuple[bool, ...]:

@@ -559,18 +559,18 @@ class DataParallel(StandInModule):
 
     def _did(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
         self._balancer.note_work(samples, batches)
-        if self._pace is not None:
-            self._pace.note(sum(samples))
-        if not self.optimizers:
-            self._stepped()  # no other moment tells when to look at the speed
+        self._note(sum(samples))
 
     def _did_alone(self, samples: int) -> None:
         assert isinstance(self._balancer, Balancer)
         self._balancer.shard_sizes = (samples, *[0] * (self.world_size - 1))
+        self._note(samples)
+
+    def _note(self, samples: int) -> None:
         if self._pace is not None:
             self._pace.note(samples)
         if not self.optimizers:
-            self._stepped()
+            self._stepped()  # no other moment tells when to look at the speed
 
     def _stepped(self) -> None:
         """Learn from a step of the first optimizer."""

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer, SparseAdam
 
 from flowdp.device.frozen_parameters import FrozenParameters
@@ -19,6 +18,8 @@ from flowdp.errors import OptionError
 __all__ = ["Written", "check_dense", "check_embeddings"]
 
 log = logging.getLogger("flowdp")
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check_embeddings(module: nn.Module, owner: str, *, is_shared: bool) -> None:
@@ -132,6 +133,6 @@ def _state(buffer: Tensor) -> tuple[int, int]:
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     for prefix, part in module.named_modules():
-        if not isinstance(part, _BatchNorm):
+        if not isinstance(part, BATCH_NORMS):
             for name, buffer in part.named_buffers(prefix, recurse=False):
                 yield name, type(part).__name__, buffer
