@@ -27,6 +27,7 @@ __all__ = [
     "everywhere",
     "mlp",
     "plain",
+    "repeated",
     "same",
     "spread",
     "square",
@@ -110,6 +111,19 @@ def draw(samples: int = 8, *more: int, seed: int = 0) -> Tensor:
     """The same random numbers each time. Shape [samples, *more], by default [samples, 6]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(samples, *(more or (6,)), generator=generator, dtype=torch.float64)
+
+
+def repeated(way: Callable[[Side], Any]) -> Callable[[Side], list[Any]]:
+    """A loop of three steps, each behind the same calls and backwards."""
+
+    def loop(side: Side) -> list[Any]:
+        seen = []
+        for _ in range(3):
+            seen.append(way(side))
+            side.step()
+        return seen
+
+    return loop
 
 
 def square(y: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import logging
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,30 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD
 
 import flowdp
-from flowdp import DataParallel, FlowdpError, OptionError
+from flowdp import FlowdpError, OptionError
 from flowdp.data_parallel import comparison, wrapper
 from flowdp.data_parallel.comparison import Call, check_call
 from flowdp.data_parallel.layout import Callee, Layout
 from tests.data_parallel.test_layout import Tagger, padded
 from tests.loops import WAIT_S, assert_equal, gradients, mlp, numbers, replicas_of
-
-
-@pytest.fixture
-def setup() -> Iterator[Any]:
-    """`flowdp.setup` on two devices, closed at the end."""
-    made: list[DataParallel] = []
-
-    def setup(model: nn.Module, **options: Any) -> DataParallel:
-        options = {"devices": ["cpu"] * 2, "cadence": False, "progress": False} | options
-        made.append(flowdp.setup(model, SGD(model.parameters(), 0.1), **options))
-        return made[-1]
-
-    yield setup
-    for dp in made:
-        dp.close()
 
 
 class Giving(nn.Module):

@@ -23,6 +23,7 @@ from tests.data_parallel.pairs import (
     draw,
     everywhere,
     mlp,
+    repeated,
     spread,
     square,
     train,
@@ -320,14 +321,7 @@ def sharpness_aware(side: Side) -> None:
 )
 @everywhere
 def test_backwards(way: Callable[[Side], Any], shares: Shares) -> None:
-    def loop(side: Side) -> list[Any]:
-        seen = []
-        for _ in range(3):
-            seen.append(way(side))
-            side.step()
-        return seen
-
-    check(loop, shares, mlp)
+    check(repeated(way), shares, mlp)
 
 
 @everywhere

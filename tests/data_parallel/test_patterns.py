@@ -26,6 +26,7 @@ from tests.data_parallel.pairs import (
     draw,
     everywhere,
     mlp,
+    repeated,
     spread,
     square,
     where_cut,
@@ -329,14 +330,7 @@ def all_frozen_in_the_first_of_two(side: Side) -> None:
 )
 @everywhere
 def test_parameters_frozen_between(way: Callable[[Side], Any], shares: Shares) -> None:
-    def loop(side: Side) -> list[Any]:
-        seen = []
-        for _ in range(3):
-            seen.append(way(side))
-            side.step()
-        return seen
-
-    check(loop, shares, mlp)
+    check(repeated(way), shares, mlp)
 
 
 class Adapted(nn.Module):
@@ -436,14 +430,7 @@ def two_other_weights(side: Side) -> dict[str, Tensor | None]:
 )
 @everywhere
 def test_functional_call(way: Callable[[Side], Any], shares: Shares) -> None:
-    def loop(side: Side) -> list[Any]:
-        seen = []
-        for _ in range(3):
-            seen.append(way(side))
-            side.step()
-        return seen
-
-    check(loop, shares, mlp)
+    check(repeated(way), shares, mlp)
 
 
 @everywhere
