@@ -29,14 +29,13 @@ from flowdp.data_parallel.arguments import (
     set_epoch,
 )
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
-from flowdp.data_parallel.batches import Copied
 from flowdp.data_parallel.call import Run, call_parts
 from flowdp.data_parallel.check_schedule import Schedule, Schedules
 from flowdp.data_parallel.comparison import Call, Verdict, check_call
 from flowdp.data_parallel.cut import Arguments, Part
 from flowdp.data_parallel.join import join, output_form
 from flowdp.data_parallel.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
-from flowdp.data_parallel.loader import Epoch
+from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch
 from flowdp.data_parallel.loss_context import BatchPlan, Inputs, InputsOption, LossFunction, TaggedModules
 from flowdp.data_parallel.machine_start import (
     check_machines,
@@ -76,9 +75,8 @@ from flowdp.options import (
     MachineOptions,
     ProcessTuning,
 )
-from flowdp.policy.budget import USAGE
 from flowdp.policy.el_che import ElChe
-from flowdp.validators import check_flag, check_fraction, check_int, check_number, one_of
+from flowdp.validators import check_flag, check_int, check_number, one_of
 
 __all__ = ["DataParallel", "setup"]
 
@@ -279,7 +277,6 @@ class DataParallel(StandInModule):
         self._is_syncing = True
         self._told: set[str] = set()  # reasons for which the first device does a call alone
         self._epochs = 0
-        self._copied: Copied = {}
         self._sums = sums  # over machines; None: there is one
         self._lanes = open_lanes(devices)
         self._replicas: Replicas | None = None
@@ -591,8 +588,7 @@ class DataParallel(StandInModule):
         loader: Iterable[Any],
         epoch: int | None = None,
         *,
-        memory_fraction: float = USAGE,
-        prefetch_depth: int | None = None,
+        prefetch_depth: int = WINDOWS_AHEAD,
     ) -> Epoch:
         """Go through a loader once, in windows.
 
@@ -607,34 +603,25 @@ class DataParallel(StandInModule):
 
         CUDA devices get windows ahead of their use, through pinned memory, if a thread may read ahead: of a
         list, of a DataLoader with worker processes, and of one over a TensorDataset. The tensors of the last
-        kind are copied to the devices at the epoch's beginning, if they fit, and windows are gathered there.
+        kind are copied to the devices at the epoch's beginning, if they take no more than half of the free
+        memory, and windows are gathered there.
 
         Args:
             loader: Any iterable of batches, a DataLoader for instance.
             epoch: Told to its sampler, where that has `set_epoch`. None: one more than the last.
-            memory_fraction: Part of a CUDA device that training, windows ahead and other programs may use
-                together, above 0 and at most 1.
-            prefetch_depth: Windows ahead, at most; 0: none. None: up to 4, as the devices' memory allows:
-                each is dealt by the speeds that are known when it is read.
+            prefetch_depth: Windows ahead; 0: none, where a device has no memory for more. Each is dealt by
+                the speeds that are known when it is read.
 
         Raises:
             OptionError: An argument is out of its range; or `setup` was given `dim`, `split`, `join` or
                 `reduce`, which are for calls.
         """
         self._layout.check_plain()
-        check_fraction("memory_fraction", memory_fraction)
-        check_int("prefetch_depth", prefetch_depth, least=0, optional=True)
+        check_int("prefetch_depth", prefetch_depth, least=0)
         self._epochs = (self._epochs if epoch is None else epoch) + 1
         set_epoch(loader, self._epochs - 1)
-        return Epoch(
-            loader,
-            self._lanes,
-            self._balancer,
-            None if self._sums is None else self._sums.epoch,
-            usage=memory_fraction,
-            depth=prefetch_depth,
-            copied=self._copied,
-        )
+        around = iter if self._sums is None else self._sums.epoch
+        return Epoch(loader, self._lanes, self._balancer, around, depth=prefetch_depth)
 
     def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:
         """Let every device work through its batches of a window.

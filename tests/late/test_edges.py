@@ -123,9 +123,6 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/staging.py Staging._next: buffer.copied.synchronize()": late("staged"),
     "data/tensor_source.py TensorSource.for_all_streams: "
     "device_module(device).current_stream(device).synchronize()": late("shared batches, made late"),
-    "data_parallel/batches.py ResidentBatches.__init__: lane.await_caller(lane.copy)": late(
-        "a loader's tensors, made late"
-    ),
     "data_parallel/batches.py LoaderBatches.__init__: lane.await_caller(lane.copy)": late(
         "batches of a list, made late"
     ),
