@@ -14,7 +14,8 @@ from flowdp.data.processes import starting
 from flowdp.data.resident import ResidentTensors
 from flowdp.data.slots import keep_for
 from flowdp.data.staging import Staging
-from flowdp.data.trees import batch_length, flatten, unflatten
+from flowdp.data.trees import batch_length, flatten, tensors_of, unflatten
+from flowdp.data_parallel.windows import Piece
 from flowdp.device.memory import read_memory
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import DataError
@@ -50,7 +51,7 @@ def samples_of(batch: Any) -> int:
 class LoaderBatches:
     """Batches of a loader, in its order, and their way to the devices.
 
-    A batch is what `next` returns; only the other methods look into it.
+    A batch is what it yields; only the other methods look into it.
 
     Args:
         loader: Any iterable of batches. Its iterator is made here, by the calling thread, as worker processes
@@ -69,8 +70,30 @@ class LoaderBatches:
         self._lanes = lanes
         self._staging = [Staging(lane) for lane in lanes]
 
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
     def __next__(self) -> Any:
         return next(self._batches)
+
+    def piece(self, rank: int, batch: Any, samples: int) -> Piece:
+        """A batch, or a part of one, on its way to a rank's device."""
+        lane = self._lanes[rank]
+        if not lane.is_async:
+            return Piece(rank, batch, samples)
+        copied = lane.event()
+        if any(tensor.device == lane.device for tensor in tensors_of(batch)):
+            lane.await_caller(lane.copy)  # the loader has made them, in this thread
+        with lane.on(lane.copy):
+            there = self.bring(batch, rank)
+            copied.record(lane.copy)
+
+        def arrive() -> None:
+            stream = lane.current()
+            stream.wait_event(copied)
+            keep_for(stream, tensors_of(there))
+
+        return Piece(rank, there, samples, arrive)
 
     def bring(self, batch: Any, rank: int) -> Any:
         """The batch as the user's code gets it, on a rank's accelerator, through pinned memory.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import accumulate
-from queue import Empty, SimpleQueue
-from typing import Any
-
-import torch
+from typing import Any, TypeVar
 
 from flowdp.data.batches import Portion
 from flowdp.data.memory import OwnMemory
-from flowdp.data.slots import keep_for
-from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.batches import (
     LoaderBatches,
@@ -28,13 +25,12 @@ from flowdp.device.failed_device import keep_memory
 from flowdp.device.streams import Lane
 from flowdp.threads.inbox import LISTEN_S
 
-__all__ = ["WINDOWS_AHEAD", "Epoch", "Windows", "interleaved"]
+__all__ = ["WINDOWS_AHEAD", "Epoch", "interleaved"]
+
+T = TypeVar("T")
 
 WINDOWS_AHEAD = 2
 """Windows ahead, unless the user says so: each is dealt by the speeds that were known then."""
-
-END = object()
-"""Behind the last batch of a loader."""
 
 
 def interleaved(counts: Sequence[int], due: Collection[int] = ()) -> list[int]:
@@ -92,137 +88,72 @@ class Epoch:
         return self._around(self._windows())
 
     def _windows(self) -> Iterator[Window]:
-        if len(self._lanes) == 1 and not self._lanes[0].is_async:
+        loader, lanes = self._loader, self._lanes
+        if len(lanes) == 1 and not lanes[0].is_async:
             # Nothing to copy and no other device: a thread would only cost.
-            for batch in self._loader:
-                yield Window([Piece(0, batch, samples_of(batch))], self._lanes[0].device)
-        else:
-            yield from Windows(self._loader, self._lanes, self._balancer, self._depth)
-
-
-class Windows:
-    """The windows of a loader.
-
-    Where a thread may read ahead, one does: it begins with the first window, and ends with the iteration.
-
-    Args:
-        loader: Any iterable of batches.
-        lanes: One per rank.
-        balancer: Asked for each window's shares.
-        depth: Windows that are read ahead, where a thread may read the loader; 0: none.
-
-    Threads: iterate it, once, in the thread that made it.
-    """
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        lanes: Sequence[Lane],
-        balancer: Balancer | SingleDevice,
-        depth: int = 0,
-    ) -> None:
-        self._batches = (
+            for batch in loader:
+                yield Window([Piece(0, batch, samples_of(batch))], lanes[0].device)
+            return
+        batches = (
             ResidentBatches(loader, lanes) if can_gather(loader, lanes) else LoaderBatches(loader, lanes)
         )
-        self._lanes = lanes
-        self._balancer = balancer
-        is_shared = may_read_ahead(loader)
-        self._memory = None if is_shared else OwnMemory()
-        self._depth = depth if is_shared else 0
-        self._room = threading.Semaphore(depth)  # for windows ahead
-        self._ready: SimpleQueue[Window | BaseException | None] = SimpleQueue()  # None: the loader's end
-        self._is_left = False
-
-    def __iter__(self) -> Iterator[Window]:
-        """The windows; each is the caller's until the next is requested. Errors as of `read`."""
-        thread = None
-        if self._depth:
-            thread = threading.Thread(target=self._run, name="flowdp-loader", daemon=True)
-            thread.start()
-        take = self.read if thread is None else self._take
+        is_safe, is_left = may_read_ahead(loader), threading.Event()
+        windows = self._read(batches, None if is_safe else OwnMemory(), is_left)
+        reader = ThreadPoolExecutor(1, "flowdp-loader")  # it has a thread when it is asked for a window
+        ahead = deque(reader.submit(next, windows, None) for _ in range(self._depth if is_safe else 0))
         try:
-            while (window := take()) is not None:
-                self._room.release()
+            while True:
+                if ahead:
+                    ahead.append(reader.submit(next, windows, None))
+                    window = _result(ahead.popleft())
+                else:
+                    window = next(windows, None)
+                if window is None:
+                    return
                 yield window
         finally:
-            keep_memory(self._lanes)
-            self._is_left = True  # a window that is being read ends with the batch under way
-            self._room.release()
-            if thread is not None:
-                thread.join()
+            keep_memory(lanes)
+            is_left.set()
+            reader.shutdown(cancel_futures=True)
 
-    def read(self) -> Window | None:
-        """The next window, read in the calling thread; None at the end.
+    def _read(
+        self, batches: LoaderBatches, memory: OwnMemory | None, is_left: threading.Event
+    ) -> Iterator[Window]:
+        """The windows, each read when it is asked for; once `is_left`, no further batch.
 
         Raises:
             BaseException: Raised by the loader.
             DataError: It gave a batch without samples, or has written to one that it gave before.
         """
-        home, counts = self._lanes[0].device, self._balancer.quotas()
-        if counts is None:
-            batch = next(self._batches, END)
-            return None if batch is END else self._cut(batch, home)
-        pieces: list[Piece] = []
-        for rank in interleaved(counts, self._balancer.due()):
-            batch = next(self._batches, END)
-            if batch is END or self._is_left:
-                break
-            if self._memory is not None:  # the whole window is read before any of it is used
-                batch = self._memory.own(batch, "a batch of the loader")
-            pieces.append(self._piece(rank, batch, samples_of(batch)))
-        return Window(pieces, home) if pieces else None
+        while (counts := self._balancer.quotas()) is not None:
+            pieces = []
+            for rank, batch in zip(interleaved(counts, self._balancer.due()), batches, strict=False):
+                if is_left.is_set():
+                    return
+                if memory is not None:  # the whole window is read before any of it is used
+                    batch = memory.own(batch, "a batch of the loader")
+                pieces.append(batches.piece(rank, batch, samples_of(batch)))
+            if not pieces:
+                return
+            yield Window(pieces, self._lanes[0].device)
+        for batch in batches:
+            yield self._cut(batches, batch)
 
-    def _cut(self, batch: Any, home: torch.device) -> Window:
-        samples = samples_of(batch)
+    def _cut(self, batches: LoaderBatches, batch: Any) -> Window:
+        samples, home = samples_of(batch), self._lanes[0].device
         sizes = self._balancer.cut(samples)
         ranks = [rank for rank, size in enumerate(sizes) if size]
         if len(ranks) == 1:  # whole: it need not be one that can be cut
-            return Window([self._piece(ranks[0], batch, samples)], home)
-        portion = Portion.of(batch, samples)
+            return Window([batches.piece(ranks[0], batch, samples)], home)
+        portion, stops = Portion.of(batch, samples), list(accumulate(sizes))
         pieces = [
-            self._piece(rank, portion.rows(stop - sizes[rank], stop), sizes[rank])
-            for rank, stop in enumerate(accumulate(sizes))
-            if sizes[rank]
+            batches.piece(rank, portion.rows(stops[rank] - sizes[rank], stops[rank]), sizes[rank])
+            for rank in ranks
         ]
-        return Window(pieces, home, partial(self._batches.whole, batch))
+        return Window(pieces, home, partial(batches.whole, batch))
 
-    def _piece(self, rank: int, batch: Any, samples: int) -> Piece:
-        lane = self._lanes[rank]
-        if not lane.is_async:
-            return Piece(rank, batch, samples)
-        copied = lane.event()
-        if any(tensor.device == lane.device for tensor in tensors_of(batch)):
-            lane.await_caller(lane.copy)  # the loader has made them, in this thread
-        with lane.on(lane.copy):
-            there = self._batches.bring(batch, rank)
-            copied.record(lane.copy)
 
-        def arrive() -> None:
-            stream = lane.current()
-            stream.wait_event(copied)
-            keep_for(stream, tensors_of(there))
-
-        return Piece(rank, there, samples, arrive)
-
-    def _take(self) -> Window | None:
-        """The next window that the thread has read."""
-        while True:
-            try:
-                window = self._ready.get(timeout=LISTEN_S)  # a Ctrl-C comes between two of them
-            except Empty:
-                continue
-            if isinstance(window, BaseException):
-                raise window
-            return window
-
-    def _run(self) -> None:
-        """Read windows, in a thread of its own."""
-        try:
-            while self._room.acquire() and not self._is_left:
-                window = self.read()
-                self._ready.put(window)
-                if window is None:
-                    return
-        except BaseException as error:
-            keep_memory(self._lanes)
-            self._ready.put(error)
+def _result(asked: Future[T]) -> T:
+    while not wait([asked], LISTEN_S).done:  # a Ctrl-C comes between two of them
+        pass
+    return asked.result()

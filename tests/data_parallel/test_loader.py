@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from flowdp.data_parallel.batches import may_read_ahead, samples_of
-from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch, Windows, interleaved
+from flowdp.data_parallel.batches import LoaderBatches, may_read_ahead, samples_of
+from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch, interleaved
 from flowdp.data_parallel.windows import Window
 from flowdp.device.streams import HostLane, StreamLane
 from flowdp.errors import DataError
@@ -51,7 +51,7 @@ def epoch(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) 
 def read_ahead(
     loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES, depth: int = WINDOWS_AHEAD
 ) -> Iterator[Window]:
-    return iter(Windows(loader, lanes, Halves(counts), depth))
+    return iter(Epoch(loader, lanes, Halves(counts), depth=depth))
 
 
 def data(*sizes: int) -> list[tuple[Tensor, Tensor]]:
@@ -248,7 +248,7 @@ def test_without_windows_ahead_the_caller_reads() -> None:
 
 def test_an_epoch_that_is_left_ends_its_thread() -> None:
     def readers() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name == "flowdp-loader"]
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-loader")]
 
     loader = data(*[2] * 20)
     for _ in epoch(loader, (1, 1)):
@@ -358,7 +358,7 @@ def test_a_piece_on_an_accelerator_is_kept_for_the_stream_that_reads_it(
 ) -> None:
     monkeypatch.setattr(OnXpu, "recorded", [])
     lane = CardLane()
-    piece = Windows([], [lane], Halves())._piece(0, torch.rand(3).as_subclass(OnXpu), 3)
+    piece = LoaderBatches([], [lane]).piece(0, torch.rand(3).as_subclass(OnXpu), 3)
     with lane.on(lane.comm):
         piece.arrive()
     assert OnXpu.recorded == [lane.compute, lane.comm]

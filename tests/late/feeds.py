@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from time import perf_counter
 
@@ -26,7 +25,7 @@ from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource
 from flowdp.data_parallel.balancer import SingleDevice
 from flowdp.data_parallel.batches import ResidentBatches
-from flowdp.data_parallel.loader import Windows
+from flowdp.data_parallel.loader import Epoch
 from flowdp.device.streams import StreamLane
 from flowdp.engine.shared_batches import SharedBatches
 from flowdp.policy.efficiency import Activity
@@ -194,8 +193,7 @@ def let_go(_cuda: LateCuda) -> list[str]:
 def window(_cuda: LateCuda) -> list[str]:
     """A batch of a loop that its caller reads, on a stream of the caller's own, and lets go of."""
     lane, numbers = StreamLane(torch.device("cuda:0")), torch.arange(BATCH, dtype=torch.float64)
-    read = Windows([numbers], [lane], SingleDevice()).read()
-    assert read is not None
+    read = next(iter(Epoch([numbers], [lane], SingleDevice())))
     (piece,) = read.pieces
     piece.arrive()
     rows = piece.batch.clone()
@@ -216,13 +214,7 @@ def made(*, ahead: bool) -> Callable[[LateCuda], list[str]]:
         own = torch.cuda.Stream(device="cuda:0")
         with torch.cuda.stream(own):
             loader = list(late(values)) if ahead else late(values)
-            windows = Windows(loader, lanes, _OneEach())
-            if ahead:
-                with ThreadPoolExecutor(1) as reader:
-                    read = reader.submit(windows.read).result()
-            else:
-                read = windows.read()
-        assert read is not None
+            read = next(iter(Epoch(loader, lanes, _OneEach())))
         found = []
         for piece in read.pieces:
             with lanes[piece.rank].on(lanes[piece.rank].compute):
