@@ -51,7 +51,7 @@ from flowdp.data_parallel.pace import Pace
 from flowdp.data_parallel.predict import batches_of, predict
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.window_step import WindowCapture
-from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_window, window_call
+from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_alone, run_window, window_call
 from flowdp.device.compiled import make_room
 from flowdp.device.copies import move
 from flowdp.device.cores import open_pools
@@ -643,7 +643,7 @@ class DataParallel(StandInModule):
         replicas = self._replicas
         with nullcontext() if self._sums is None else self._sums.held():
             if replicas is None:
-                result = run_window(batch, plan, self.module, capture=self._capture)
+                result = run_alone(batch, plan, self.module, self._capture)
                 self._did(*batch.per_rank(1))
             else:
                 with replicas.turn:
@@ -654,26 +654,19 @@ class DataParallel(StandInModule):
         return result
 
     def _run_window(self, replicas: Replicas, batch: Window, plan: BatchPlan) -> WindowResult:
-        if self._is_for_one(batch, plan):
+        if batch.whole is not None and self._is_for_one(replicas, batch, plan):
             self._did_alone(batch.samples)
-            return run_window(self._uncut(batch), plan, self.module)
-        result = run_window(batch, plan, self.module, replicas)
+            whole = tree_map(self._bring_home, batch.whole())
+            return run_alone(Window([Piece(0, whole, batch.samples)], batch.home), plan, self.module)
+        result = run_window(batch, plan, replicas)
         samples, batches = batch.per_rank(self.world_size)
         if self._averages:
             replicas.average_buffers(samples)
         self._did(samples, batches)
         return result
 
-    def _uncut(self, batch: Window) -> Window:
-        """A window of the whole batch, on the first device."""
-        whole = tree_map(self._bring_home, batch.whole)
-        return Window([Piece(0, whole, batch.samples)], self.devices[0])
-
-    def _is_for_one(self, batch: Window, plan: BatchPlan) -> bool:
+    def _is_for_one(self, replicas: Replicas, batch: Window, plan: BatchPlan) -> bool:
         """Whether the first device does a batch that was cut, all of it; a comparison may say so."""
-        replicas = self._replicas
-        if replicas is None or not batch.is_cut:
-            return False
         if (self._pace is not None and not self._pace.is_cut) or self._is_hooked():
             return True
         schedule = self._schedules.of("forward_batch")
@@ -681,7 +674,7 @@ class DataParallel(StandInModule):
             return schedule.is_alone
         form = (replicas.flags, torch.is_grad_enabled(), plan.loss is not None)
         if schedule.is_due(form):
-            self._compare(schedule, form, window_call(batch, plan, schedule.told))
+            self._compare(schedule, form, window_call(batch, plan, self.world_size, schedule.told))
         schedule.is_due_after(form, None)
         schedule.passed(form)
         return schedule.is_alone
