@@ -154,6 +154,6 @@ class Epoch:
 
 
 def _result(asked: Future[T]) -> T:
-    while not wait([asked], LISTEN_S).done:  # a Ctrl-C comes between two of them
-        pass
+    while not asked.done():
+        wait([asked], LISTEN_S)  # a Ctrl-C comes between two of them
     return asked.result()
