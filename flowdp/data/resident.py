@@ -33,7 +33,6 @@ class ResidentTensors:
     Attributes:
         tensors: The tensors, on the device.
         copied: Recorded behind the copies, which the lane of one of the ranks there makes.
-        nbytes: Size of those that were copied.
 
     Threads:
         The one that made the tensors, so that a copy from another device comes behind their creation.
@@ -44,7 +43,6 @@ class ResidentTensors:
 
     def __init__(self, tensors: Sequence[Tensor], lane: Lane) -> None:
         self.tensors: list[Tensor] = []
-        self.nbytes = 0
         self.copied = lane.event()
         with torch.no_grad(), lane.on(lane.copy):
             for tensor in tensors:
@@ -52,7 +50,6 @@ class ResidentTensors:
                     with QUIET:
                         own = torch.empty_like(tensor, device=lane.device)
                     tensor = own.copy_(tensor, non_blocking=True)
-                    self.nbytes += own.nbytes
                 self.tensors.append(tensor)
             self.copied.record(lane.copy)
 

@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from flowdp.data.batches import Portion
-from flowdp.data.memory import OwnMemory
 from flowdp.data.processes import starting
 from flowdp.data.resident import ResidentTensors
 from flowdp.data.slots import keep_for
 from flowdp.data.staging import Staging
-from flowdp.data.trees import batch_length, flatten, unflatten
-from flowdp.device.accelerator import is_accelerator
-from flowdp.device.memory import empty_cache, read_memory
+from flowdp.data.trees import batch_length, flatten, tensors_of, unflatten
+from flowdp.data_parallel.windows import Piece
+from flowdp.device.memory import read_memory
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import DataError
 from flowdp.policy.budget import fits
 
-__all__ = [
-    "END",
-    "Copied",
-    "LoaderBatches",
-    "ResidentBatches",
-    "may_read_ahead",
-    "open_batches",
-    "samples_of",
-]
-
-Copied = dict[torch.device, int]
-"""Bytes of the largest copies of datasets for an epoch so far, by device."""
-
-END = object()
-"""Behind the last batch of a loader."""
+__all__ = ["LoaderBatches", "ResidentBatches", "can_gather", "may_read_ahead", "samples_of"]
 
 
 def may_read_ahead(loader: object) -> bool:
@@ -69,11 +51,11 @@ def samples_of(batch: Any) -> int:
 class LoaderBatches:
     """Batches of a loader, in its order, and their way to the devices.
 
-    A batch is what `next` returns; only the other methods look into it.
+    A batch is what it yields; only the other methods look into it.
 
     Args:
         loader: Any iterable of batches. Its iterator is made here, by the calling thread, as worker processes
-            want it.
+            want it. The caller may have made its batches on a device, on any stream.
         lanes: One per rank.
 
     Threads:
@@ -81,45 +63,44 @@ class LoaderBatches:
     """
 
     def __init__(self, loader: Iterable[Any], lanes: Sequence[Lane]) -> None:
-        has_processes = isinstance(loader, DataLoader) and loader.num_workers > 0
-        with starting() if has_processes else nullcontext():
+        for lane in lanes:
+            lane.await_caller(lane.copy)
+        with starting():
             self._batches: Iterator[Any] = iter(loader)
-        self._memory = None if may_read_ahead(loader) else OwnMemory()
         self._lanes = lanes
-        self._staging = {rank: Staging(lane) for rank, lane in enumerate(lanes) if lane.is_async}
-        if isinstance(loader, (list, tuple)):  # the caller may have made its batches on a device
-            for lane in lanes:
-                lane.await_caller(lane.copy)
+        self._staging = [Staging(lane) for lane in lanes]
 
-    def next(self) -> Any:
-        """The next batch; `END` behind the last.
+    def __iter__(self) -> Iterator[Any]:
+        return self
 
-        Raises:
-            BaseException: Raised by the loader.
-        """
-        return next(self._batches, END)
+    def __next__(self) -> Any:
+        return next(self._batches)
 
-    def own(self, batch: Any) -> Any:
-        """The batch in memory of its own, where further ones are read before it is used.
+    def piece(self, rank: int, batch: Any, samples: int) -> Piece:
+        """A batch, or a part of one, on its way to a rank's device."""
+        lane = self._lanes[rank]
+        if not lane.is_async:
+            return Piece(rank, batch, samples)
+        copied = lane.event()
+        if any(tensor.device == lane.device for tensor in tensors_of(batch)):
+            lane.await_caller(lane.copy)  # the loader has made them, in this thread
+        with lane.on(lane.copy):
+            there = self.bring(batch, rank)
+            copied.record(lane.copy)
 
-        Raises:
-            DataError: The loader has written to one that it gave before.
-        """
-        return batch if self._memory is None else self._memory.own(batch, "a batch of the loader")
+        def arrive() -> None:
+            stream = lane.current()
+            stream.wait_event(copied)
+            keep_for(stream, tensors_of(there))
 
-    def parts(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """A batch cut into consecutive parts of so many samples, themselves batches."""
-        portion = Portion.of(batch, sum(sizes))
-        return [portion.rows(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+        return Piece(rank, there, samples, arrive)
 
     def bring(self, batch: Any, rank: int) -> Any:
-        """The batch as the user's code gets it, on a rank's device, through pinned memory.
+        """The batch as the user's code gets it, on a rank's accelerator, through pinned memory.
 
         Streams:
             The rank's `copy` is current.
         """
-        if rank not in self._staging:
-            return batch
         leaves, form = flatten(batch)
         return unflatten(self._staging[rank].bring(leaves), form)
 
@@ -136,59 +117,27 @@ class ResidentBatches(LoaderBatches):
     batches are gathered from where they lie.
 
     Args:
-        loader: See `fits_on`.
+        loader: A loader that can be gathered; see `can_gather`.
         lanes: One per rank, all of them with streams.
-
-    Attributes:
-        there: The copies, by device.
-
-    Raises:
-        torch.OutOfMemoryError: A device has no room for the tensors.
 
     Threads:
         Made by the user's.
     """
 
     def __init__(self, loader: DataLoader[Any], lanes: Sequence[Lane]) -> None:
-        self._tensors: tuple[Tensor, ...] = loader.dataset.tensors  # type: ignore[attr-defined]
-        for lane in lanes:
-            lane.await_caller(lane.copy)  # which may have made them, on any stream
+        assert loader.batch_sampler is not None
+        super().__init__(loader.batch_sampler, lanes)
+        # The loader's iterator draws a seed for its workers here: later draws are as behind a plain epoch.
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        self._tensors = _tensors_of(loader)
         self._versions = self._count_writes()
-        self._is_written = False
         places = {lane.device: lane for lane in reversed(lanes)}  # the first rank of each
-        self.there = {device: ResidentTensors(self._tensors, lane) for device, lane in places.items()}
-        super().__init__(loader, lanes)
-        # With its iterator the loader draws what it always draws from torch's generator.
-        self._batches = self._batches._sampler_iter  # type: ignore[attr-defined]
+        self._there = {device: ResidentTensors(self._tensors, lane) for device, lane in places.items()}
 
-    @staticmethod
-    def fits_on(loader: object, lanes: Sequence[Lane], usage: float, copied: Copied) -> bool:
-        """Whether a loader's batches can be gathered on these devices, and the tensors fit there.
-
-        Args:
-            loader: Any iterable of batches.
-            lanes: One per rank.
-            usage: Part of a device that may be in use.
-            copied: Copies of earlier epochs, which are gone.
-        """
-        # One of another class may do more to its batches.
-        if type(loader) is not DataLoader or loader.num_workers or not _is_of_tensors(loader):
-            return False
-        tensors: Sequence[Tensor] = loader.dataset.tensors  # type: ignore[attr-defined]
-        return (
-            loader.batch_sampler is not None
-            and all(type(one) is Tensor and one.layout is torch.strided for one in tensors)
-            and not any(one.requires_grad or one.is_inference() for one in tensors)
-            and all(_has_room(tensors, lane, usage, copied.get(lane.device, 0)) for lane in lanes)
-        )
-
-    def next(self) -> Any:
+    def __next__(self) -> Tensor:
         """Rows of the next batch. Shape [samples]."""
-        drawn = super().next()
-        if drawn is END:
-            return END
-        self._is_written = self._is_written or self._count_writes() != self._versions
-        index, length = torch.as_tensor(drawn, dtype=torch.int64, device="cpu"), len(self._tensors[0])
+        index = torch.as_tensor(super().__next__(), dtype=torch.int64, device="cpu")
+        length = len(self._tensors[0])
         # On the device a wrong one would end the process's use of CUDA.
         for wrong in index[(index < -length) | (index >= length)].tolist():
             raise IndexError(f"index {wrong} is out of range: the dataset has {length} samples")
@@ -197,21 +146,15 @@ class ResidentBatches(LoaderBatches):
     def bring(self, batch: Tensor, rank: int) -> Any:
         """Gather it; see `LoaderBatches.bring`."""
         lane = self._lanes[rank]
-        if self._is_written:
+        if self._count_writes() != self._versions:
             lane.await_default(lane.copy, lane.device)
-            with QUIET if any(is_accelerator(one.device) for one in self._tensors) else nullcontext():
+            with QUIET:
                 written = self.whole(batch)
             return super().bring(written, rank)
-        data = self.there[lane.device]
-        rows = super().bring(batch, rank)
+        data, rows = self._there[lane.device], super().bring(batch, rank)
         lane.copy.wait_event(data.copied)
         with QUIET:
-            made = [
-                torch.empty((len(batch), *one.shape[1:]), dtype=one.dtype, device=lane.device)
-                for one in data.tensors
-            ]
-            for one, out in zip(data.tensors, made, strict=True):
-                torch.index_select(one, 0, rows, out=out)  # the first one loads its kernel
+            made = [tensor.index_select(0, rows) for tensor in data.tensors]
         # The copies may be another rank's, and the tensors the user's, who may let go of them.
         keep_for(lane.copy, data.tensors)
         return made
@@ -225,42 +168,34 @@ class ResidentBatches(LoaderBatches):
         return [tensor._version for tensor in self._tensors]
 
 
-def open_batches(loader: Iterable[Any], lanes: Sequence[Lane], usage: float, copied: Copied) -> LoaderBatches:
-    """The batches of a loader: gathered on the devices where that is possible, else as the loader makes them.
+def can_gather(loader: object, lanes: Sequence[Lane]) -> TypeGuard[DataLoader[Any]]:
+    """Whether a loader's batches can be gathered on these devices, and its tensors fit there.
 
-    Args:
-        loader: Any iterable of batches.
-        lanes: One per rank.
-        usage: Part of a device that may be in use.
-        copied: Copies of earlier epochs, which are gone; those of this one are added.
-
-    Threads:
-        The user's.
+    They may take half of the memory that is free on each: the rest is training's.
     """
-    if ResidentBatches.fits_on(loader, lanes, usage, copied):
-        assert isinstance(loader, DataLoader)
-        try:
-            batches = ResidentBatches(loader, lanes)
-        except torch.OutOfMemoryError:
-            pass
-        else:
-            for device, data in batches.there.items():
-                copied[device] = max(copied.get(device, 0), data.nbytes)
-            return batches
-        # Here, where no traceback keeps the copies so far.
-        with QUIET:
-            empty_cache(lanes[0])
-    return LoaderBatches(loader, lanes)
+    # One of another class may do more to its batches.
+    if type(loader) is not DataLoader or loader.num_workers or not _is_of_tensors(loader):
+        return False
+    tensors = _tensors_of(loader)
+    return (
+        loader.batch_sampler is not None
+        and all(type(one) is Tensor and one.layout is torch.strided for one in tensors)
+        and not any(one.requires_grad or one.is_inference() for one in tensors)
+        and all(_has_room(tensors, lane) for lane in lanes)
+    )
 
 
 def _is_of_tensors(loader: DataLoader[Any]) -> bool:
     return type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
 
 
-def _has_room(tensors: Sequence[Tensor], lane: Lane, usage: float, copied: int) -> bool:
+def _tensors_of(loader: DataLoader[Any]) -> Sequence[Tensor]:
+    tensors: Sequence[Tensor] = loader.dataset.tensors  # type: ignore[attr-defined]
+    return tensors
+
+
+def _has_room(tensors: Sequence[Tensor], lane: Lane) -> bool:
     memory = read_memory(lane)
-    if memory is None:
-        return False
     needed = sum(tensor.nbytes for tensor in tensors if tensor.device != lane.device)
-    # The copies of earlier epochs were a part of the peak, which is the user's to reset.
-    return fits(replace(memory, peak=memory.peak - copied), needed, usage=usage)
+    # The peak has the copies of earlier epochs in it, which are gone.
+    return memory is not None and fits(replace(memory, peak=0), needed)

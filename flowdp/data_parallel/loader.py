@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
-from flowdp.data.ring_gauge import RingGauge
-from flowdp.data.slots import keep_for
-from flowdp.data.trees import tensors_of
+from flowdp.data.batches import Portion
+from flowdp.data.memory import OwnMemory
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
-from flowdp.data_parallel.batches import END, Copied, LoaderBatches, may_read_ahead, open_batches, samples_of
+from flowdp.data_parallel.batches import (
+    LoaderBatches,
+    ResidentBatches,
+    can_gather,
+    may_read_ahead,
+    samples_of,
+)
 from flowdp.data_parallel.windows import Piece, Window
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.streams import Lane
-from flowdp.policy.budget import FIRST_DEPTH, USAGE
 from flowdp.threads.inbox import LISTEN_S
 
-__all__ = ["Epoch", "WindowLoader", "Windows", "interleaved"]
+__all__ = ["WINDOWS_AHEAD", "Epoch", "interleaved"]
 
-WINDOWS_AHEAD = 4
-"""Windows ahead, at most, unless the user says so: each is dealt by the speeds that were known then."""
+T = TypeVar("T")
+
+WINDOWS_AHEAD = 1
+"""Windows ahead, unless the user says so. One may be many batches, and each is dealt by the speeds that were
+known when it was read."""
 
 
 def interleaved(counts: Sequence[int], due: Collection[int] = ()) -> list[int]:
@@ -50,10 +58,8 @@ class Epoch:
         loader: Any iterable of batches.
         lanes: One per rank.
         balancer: Asked for each window's shares.
-        around: Passes the windows on, and does what is to be done behind the last; None: nothing is.
-        usage: Part of a device that may be in use.
-        depth: Windows that are read ahead, at most; None: by the devices' memory.
-        copied: Copies of datasets that earlier epochs had on the devices.
+        around: Passes the windows on, and does what is to be done behind the last.
+        depth: Windows that are read ahead, where a thread may read the loader.
     """
 
     def __init__(
@@ -61,18 +67,14 @@ class Epoch:
         loader: Iterable[Any],
         lanes: Sequence[Lane],
         balancer: Balancer | SingleDevice,
-        around: Callable[[Iterator[Window]], Iterator[Window]] | None = None,
+        around: Callable[[Iterable[Window]], Iterator[Window]] = iter,
         *,
-        usage: float = USAGE,
-        depth: int | None = None,
-        copied: Copied | None = None,
+        depth: int = WINDOWS_AHEAD,
     ) -> None:
-        self._copied = {} if copied is None else copied
         self._loader = loader
         self._lanes = lanes
         self._balancer = balancer
         self._around = around
-        self._usage = usage
         self._depth = depth
 
     def __len__(self) -> int:
@@ -84,216 +86,75 @@ class Epoch:
 
     def __iter__(self) -> Iterator[Window]:
         """The windows; errors of the loader are raised here."""
-        return self._windows() if self._around is None else self._around(self._windows())
+        return self._around(self._windows())
 
     def _windows(self) -> Iterator[Window]:
-        if len(self._lanes) == 1 and not self._lanes[0].is_async:
+        loader, lanes = self._loader, self._lanes
+        if len(lanes) == 1 and not lanes[0].is_async:
             # Nothing to copy and no other device: a thread would only cost.
-            for batch in self._loader:
-                yield Window([Piece(0, batch, samples_of(batch))], self._lanes[0].device)
+            for batch in loader:
+                yield Window([Piece(0, batch, samples_of(batch))], lanes[0].device)
             return
-        batches = open_batches(self._loader, self._lanes, self._usage, self._copied)
-        windows = Windows(batches, self._lanes, self._balancer)
-        reader = None
+        batches = (
+            ResidentBatches(loader, lanes) if can_gather(loader, lanes) else LoaderBatches(loader, lanes)
+        )
+        is_safe, is_left = may_read_ahead(loader), threading.Event()
+        windows = self._read(batches, None if is_safe else OwnMemory(), is_left)
+        reader = ThreadPoolExecutor(1, "flowdp-loader")  # it has a thread when it is asked for a window
+        ahead = deque(reader.submit(next, windows, None) for _ in range(self._depth if is_safe else 0))
         try:
-            if may_read_ahead(self._loader):
-                reader = WindowLoader(windows, self._lanes, usage=self._usage, depth=self._depth)
-            yield from windows if reader is None else reader
+            while True:
+                if ahead:
+                    ahead.append(reader.submit(next, windows, None))
+                    window = _result(ahead.popleft())
+                else:
+                    window = next(windows, None)
+                if window is None:
+                    return
+                yield window
         finally:
-            keep_memory(self._lanes)
-            if reader is not None:
-                reader.close()
+            keep_memory(lanes)
+            is_left.set()
+            reader.shutdown(cancel_futures=True)
 
-
-class Windows:
-    """The windows of a loader, each read when it is asked for.
-
-    Args:
-        batches: Batches of the loader.
-        lanes: One per rank.
-        balancer: Asked for each window's shares.
-
-    Attributes:
-        is_left: Set it to end a window that is being read with the batch under way.
-    """
-
-    def __init__(
-        self, batches: LoaderBatches, lanes: Sequence[Lane], balancer: Balancer | SingleDevice
-    ) -> None:
-        self._batches = batches
-        self._lanes = lanes
-        self._balancer = balancer
-        self.is_left = False
-
-    def __iter__(self) -> Iterator[Window]:
-        """The windows, each read in the calling thread. Errors as of `read`."""
-        while (window := self.read()) is not None:
-            yield window
-
-    def read(self) -> Window | None:
-        """The next window; None at the end.
+    def _read(
+        self, batches: LoaderBatches, memory: OwnMemory | None, is_left: threading.Event
+    ) -> Iterator[Window]:
+        """The windows, each read when it is asked for; once `is_left`, no further batch.
 
         Raises:
             BaseException: Raised by the loader.
-            DataError: It gave a batch without samples.
+            DataError: It gave a batch without samples, or has written to one that it gave before.
         """
-        home, counts = self._lanes[0].device, self._balancer.quotas()
-        if counts is None:
-            batch = self._batches.next()
-            if batch is END:
-                return None
-            pieces = self._shards(batch)
-            whole = partial(self._batches.whole, batch) if len(pieces) > 1 else None
-            return Window(pieces, home, whole)
-        pieces = []
-        for rank in interleaved(counts, self._balancer.due()):
-            batch = self._batches.next()
-            if batch is END or self.is_left:
-                break
-            batch = self._batches.own(batch)  # the whole window is read before any of it is used
-            pieces.append(self._piece(rank, batch, samples_of(batch)))
-        return Window(pieces, home) if pieces else None
+        while (counts := self._balancer.quotas()) is not None:
+            pieces = []
+            for rank, batch in zip(interleaved(counts, self._balancer.due()), batches, strict=False):
+                if is_left.is_set():
+                    return
+                if memory is not None:  # the whole window is read before any of it is used
+                    batch = memory.own(batch, "a batch of the loader")
+                pieces.append(batches.piece(rank, batch, samples_of(batch)))
+            if not pieces:
+                return
+            yield Window(pieces, self._lanes[0].device)
+        for batch in batches:
+            yield self._cut(batches, batch)
 
-    def _shards(self, batch: Any) -> list[Piece]:
-        samples = samples_of(batch)
+    def _cut(self, batches: LoaderBatches, batch: Any) -> Window:
+        samples, home = samples_of(batch), self._lanes[0].device
         sizes = self._balancer.cut(samples)
         ranks = [rank for rank, size in enumerate(sizes) if size]
         if len(ranks) == 1:  # whole: it need not be one that can be cut
-            return [self._piece(ranks[0], batch, samples)]
-        parts = self._batches.parts(batch, [sizes[rank] for rank in ranks])
-        return [self._piece(rank, part, sizes[rank]) for rank, part in zip(ranks, parts, strict=True)]
-
-    def _piece(self, rank: int, batch: Any, samples: int) -> Piece:
-        lane = self._lanes[rank]
-        if not lane.is_async:
-            return Piece(rank, self._batches.bring(batch, rank), samples)
-        copied = lane.event()
-        if any(tensor.device == lane.device for tensor in tensors_of(batch)):
-            lane.await_caller(lane.copy)  # the loader has made them, in this thread
-        with lane.on(lane.copy):
-            there = self._batches.bring(batch, rank)
-            copied.record(lane.copy)
-
-        def arrive() -> None:
-            stream = lane.current()
-            stream.wait_event(copied)
-            keep_for(stream, tensors_of(there))
-
-        return Piece(rank, there, samples, arrive)
+            return Window([batches.piece(ranks[0], batch, samples)], home)
+        portion, stops = Portion.of(batch, samples), list(accumulate(sizes))
+        pieces = [
+            batches.piece(rank, portion.rows(stops[rank] - sizes[rank], stops[rank]), sizes[rank])
+            for rank in ranks
+        ]
+        return Window(pieces, home, partial(batches.whole, batch))
 
 
-class WindowLoader:
-    """Reads windows in a thread of its own, ahead of the one that is in use.
-
-    One window ahead, until the devices' memory has been measured beside a step; then as many as it allows.
-
-    Args:
-        windows: Windows to read.
-        lanes: One per rank.
-        usage: Part of a device that may be in use.
-        depth: Windows that are read ahead, at most; None: by the devices' memory.
-
-    Threads: iterate it, once, and `close` it in the thread that made it.
-    """
-
-    def __init__(
-        self, windows: Windows, lanes: Sequence[Lane], *, usage: float = USAGE, depth: int | None = None
-    ) -> None:
-        self._windows = windows
-        self._lanes = lanes
-        limit = WINDOWS_AHEAD if depth is None else depth
-        self._first = min(limit, FIRST_DEPTH)
-        self._read: SimpleQueue[Window | BaseException | None] = SimpleQueue()  # None: the loader's end
-        self._wanted: SimpleQueue[bool] = SimpleQueue()  # an entry for each window to read; False: no more
-        self._rings: list[_WindowsAhead] = []
-        self._gauges: list[RingGauge] = []
-        for device in dict.fromkeys(lane.device for lane in lanes if lane.is_async):
-            ranks = [rank for rank, lane in enumerate(lanes) if lane.is_async and lane.device == device]
-            self._rings.append(_WindowsAhead(ranks, self._first, self._read.qsize))
-            self._gauges.append(RingGauge(lanes[ranks[0]], usage=usage, limit=limit))
-            self._gauges[-1].join(self._rings[-1])
-        self._thread = threading.Thread(target=self._run, name="flowdp-loader", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[Window]:
-        """The windows; each is the caller's until the next is requested. Errors as of `Windows.read`."""
-        asked = 0  # windows that are being read, or lie ready
-        while True:
-            if asked == 0:
-                self._wanted.put(True)
-                asked = 1
-            window = self._next()
-            if window is None:
-                return
-            asked -= 1
-            # The gauges were read just before this window.
-            depth = min((ring.depth for ring in self._rings), default=self._first)
-            while asked < depth:
-                self._wanted.put(True)
-                asked += 1
-            yield window
-            for gauge in self._gauges:
-                gauge.trained(0)
-
-    def close(self) -> None:
-        """Stop reading, and wait for the batch that is being read."""
-        self._windows.is_left = True
-        self._wanted.put(False)
-        self._thread.join()
-        for gauge in self._gauges:
-            gauge.close()
-
-    def _next(self) -> Window | None:
-        while True:
-            try:
-                window = self._read.get(timeout=LISTEN_S)  # a Ctrl-C comes between two of them
-            except Empty:
-                continue
-            if isinstance(window, BaseException):
-                raise window
-            return window
-
-    def _run(self) -> None:
-        try:
-            while self._wanted.get() and not self._windows.is_left:
-                for gauge in self._gauges:
-                    gauge.look(0)
-                window = self._windows.read()
-                if window is not None:
-                    for ring in self._rings:
-                        ring.batch_bytes = window.bytes_of(ring.ranks)
-                self._read.put(window)
-                if window is None:
-                    return
-        except BaseException as error:
-            keep_memory(self._lanes)
-            self._read.put(error)
-
-
-@dataclass(slots=True)
-class _WindowsAhead:
-    """The windows ahead on one device, for its gauge; see `Ring`.
-
-    Those that have been read are not given back: a loader deals each batch once.
-
-    Attributes:
-        ranks: Ranks of the device.
-        depth: Windows that the device allows.
-        count: Number of windows that lie ready.
-        batch_bytes: Size of the last window there.
-    """
-
-    ranks: Collection[int]
-    depth: int
-    count: Callable[[], int]
-    batch_bytes: int = 0
-
-    @property
-    def ahead(self) -> int:
-        """Windows that lie ready; see `Ring.ahead`."""
-        return self.count()
-
-    def resize(self, depth: int) -> bool:
-        """Allow so many windows ahead from now on; see `Ring.resize`."""
-        self.depth = depth
-        return False
+def _result(asked: Future[T]) -> T:
+    while not asked.done():
+        wait([asked], LISTEN_S)  # a Ctrl-C comes between two of them
+    return asked.result()

@@ -122,13 +122,9 @@ class TaggedModules:
         heard: Traces = {name: [] for name in self.names}
         with ExitStack() as stack:
             for name in self.names:
-                hook = module.get_submodule(name).register_forward_hook(partial(_note, heard[name]))
-                stack.callback(hook.remove)
+                note = partial(lambda calls, _module, _args, output: calls.append(output), heard[name])
+                stack.callback(module.get_submodule(name).register_forward_hook(note).remove)
             yield heard
-
-
-def _note(heard: list[Any], _module: nn.Module, _inputs: Any, output: Any) -> None:
-    heard.append(output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.gradient_sum import Gradients
 from flowdp.data.trees import tree_map
 from flowdp.data_parallel.loss_context import BatchPlan, LossContext, Traces
 from flowdp.device.streams import Lane
@@ -20,7 +18,7 @@ from flowdp.graphs.base import Computed, Factors, Passed, shared
 from flowdp.graphs.captured_step import Captured
 from flowdp.replica.captured_steps import Capturing, modules_of
 
-__all__ = ["Results", "WindowCapture", "WindowStep", "call", "differentiate", "gradients_of", "last_outputs"]
+__all__ = ["Results", "WindowCapture", "WindowStep", "call", "last_outputs", "results_of", "train"]
 
 
 class Results(NamedTuple):
@@ -49,8 +47,12 @@ def last_outputs(traces: Traces) -> dict[str, Any]:
     return {name: calls[-1] for name, calls in traces.items() if calls}
 
 
-def _results(module: nn.Module, batch: Any, plan: BatchPlan) -> Results:
-    """Forward and loss, with their graph."""
+def results_of(module: nn.Module, batch: Any, plan: BatchPlan) -> Results:
+    """Forward and loss of a batch, with their graph.
+
+    Raises:
+        FlowdpError: The loss is not one number, or depends on no parameter.
+    """
     assert plan.loss is not None
     output, traces = call(module, batch, plan)
     loss = plan.loss(LossContext(output, batch, last_outputs(traces), traces))
@@ -63,36 +65,26 @@ def _results(module: nn.Module, batch: Any, plan: BatchPlan) -> Results:
     return Results(loss, output, traces)
 
 
-def differentiate(module: nn.Module, batch: Any, plan: BatchPlan, factors: Factors) -> Results:
+def train(
+    module: nn.Module, batch: Any, plan: BatchPlan, share: float, backward: Callable[[Tensor], object]
+) -> Results:
     """Forward, loss and, where gradients are enabled, backward of a batch; the results are detached.
+
+    Args:
+        module: The model.
+        batch: The batch, on its device.
+        plan: Processing of the batch, with a loss function.
+        share: Share of the loss in that of the step.
+        backward: Called with the loss times its share, scaled.
 
     Raises:
         FlowdpError: The loss is not one number, or depends on no parameter.
     """
-    results = _results(module, batch, plan)
-    if torch.is_grad_enabled():
-        loss = results.loss * factors.share
-        (loss if plan.scale is None else plan.scale(loss)).backward()
-    return Results(*tree_map(_detached, [*results]))
-
-
-def gradients_of(
-    module: nn.Module,
-    batch: Any,
-    plan: BatchPlan,
-    share: float,
-    tensors: Sequence[Tensor],
-    walking: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> tuple[Results, Gradients]:
-    """Results as those of `differentiate`, and the gradients of tensors: nothing is added to theirs."""
-    results = _results(module, batch, plan)
-    found: Gradients = []
+    results = results_of(module, batch, plan)
     if torch.is_grad_enabled():
         loss = results.loss * share
-        loss = loss if plan.scale is None else plan.scale(loss)
-        with walking():  # not around forward, which may be compiled: in a mode it would not be
-            found = list(torch.autograd.grad(loss, tensors, allow_unused=True))
-    return Results(*tree_map(_detached, [*results])), found
+        backward(loss if plan.scale is None else plan.scale(loss))
+    return Results(*tree_map(_detached, [*results]))
 
 
 def _detached(leaf: Any) -> Any:
@@ -149,28 +141,24 @@ class WindowStep:
         return found or None
 
     def run(self, batch: Any, plan: BatchPlan, factors: Factors) -> Results:
-        """Forward, loss and backward of a batch; see `differentiate`."""
+        """Forward, loss and backward of a batch; see `train`."""
         self._plan = plan
-        computed = None
         if plan.scale is not None:
             self.captured.give_up("a GradScaler scales its loss by Python")
-        elif _is_plain():
-            computed = self.captured.run(batch, None, factors)
-        if computed is None:
-            computed = self.compute(batch, None, factors)
-        outputs: Results = computed.outputs
+        computed = self.captured.run(batch, None, factors) if _is_plain() else None
+        outputs: Results = (computed or self.compute(batch, None, factors)).outputs
         return Results(*outputs)
 
     def compute(self, batch: Any, _worker: None, factors: Factors) -> Computed:  # it has none
         """Forward, loss and backward by the user's Python; see `Capturable.compute`."""
-        results = differentiate(self.module, batch, self._plan, factors)
+        results = train(self.module, batch, self._plan, factors.share, Tensor.backward)
         self.has_stepped = self.has_stepped or torch.is_grad_enabled()
         return Computed(results.loss * factors.share, outputs=[*results])
 
     def forward(self, batch: Any, _worker: None, share: float | Tensor, _of: int | Tensor) -> Passed:
         """Forward and loss, as they are recorded; see `Capturable.forward`."""
         assert isinstance(share, Tensor)
-        results = _results(self.module, batch, self._plan)
+        results = results_of(self.module, batch, self._plan)
         return Passed(shared(results.loss, share), outputs=[*results])
 
     def scale(self, loss: Tensor) -> Tensor:

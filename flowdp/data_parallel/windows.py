@@ -6,42 +6,29 @@ by its samples in the window: the sum is the gradient of the mean over all of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import Gradients, accumulate, add_up, without_hooks
-from flowdp.data.trees import field_of, tensors_of, tree_map
+from flowdp.data.trees import field_of, tree_map
 from flowdp.data_parallel.call import call_parts
 from flowdp.data_parallel.comparison import Call
 from flowdp.data_parallel.cut import Part
-from flowdp.data_parallel.device_copies import Copying, Packed, Reducing
+from flowdp.data_parallel.device_copies import Packed
 from flowdp.data_parallel.join import join
 from flowdp.data_parallel.layout import PLAIN, Callee
-from flowdp.data_parallel.loss_context import BatchPlan, LossContext, Traces
+from flowdp.data_parallel.loss_context import BatchPlan, Traces
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.window_step import (
-    Results,
-    WindowCapture,
-    call,
-    differentiate,
-    gradients_of,
-    last_outputs,
-)
+from flowdp.data_parallel.window_step import Results, WindowCapture, call, last_outputs, results_of, train
 from flowdp.device.copies import move
 from flowdp.graphs.base import Factors
 
-__all__ = [
-    "Piece",
-    "Window",
-    "WindowResult",
-    "run_window",
-    "window_call",
-]
+__all__ = ["Piece", "Window", "WindowResult", "run_alone", "run_window", "window_call"]
 
 
 ADVICE = (
@@ -78,7 +65,9 @@ class Window:
 
     Attributes:
         pieces: As given.
-        is_cut: Whether they are parts of one batch.
+        home: As given.
+        whole: As given; it makes the batch anew each time where that lies on devices.
+        sizes: Samples of each of them.
         samples: Samples of all of them.
     """
 
@@ -86,35 +75,24 @@ class Window:
         self, pieces: Sequence[Piece], home: torch.device, whole: Callable[[], Any] | None = None
     ) -> None:
         self.pieces = tuple(pieces)
-        self.is_cut = whole is not None
-        self._whole = whole
-        self.samples = sum(piece.samples for piece in pieces)
-        self._home = home
+        self.home = home
+        self.whole = whole
+        self.sizes = [piece.samples for piece in pieces]
+        self.samples = sum(self.sizes)
 
-    @property
-    def whole(self) -> Any:
-        """The batch that was cut into the pieces; made anew each time where it lies on devices."""
-        assert self._whole is not None
-        return self._whole()
-
-    def bytes_of(self, ranks: Collection[int]) -> int:
-        """Bytes of the tensors of these ranks' pieces."""
-        parts = (tensors_of(piece.batch) for piece in self.pieces if piece.rank in ranks)
-        return sum(tensor.nbytes for part in parts for tensor in part)
+    def of_rank(self, world_size: int) -> list[list[Piece]]:
+        """The pieces of each rank. Shape (world_size, pieces)."""
+        return [[piece for piece in self.pieces if piece.rank == rank] for rank in range(world_size)]
 
     def per_rank(self, world_size: int) -> tuple[list[int], list[int]]:
         """Samples and batches of each rank. Both of shape (world_size,)."""
-        samples, batches = [0] * world_size, [0] * world_size
-        for piece in self.pieces:
-            samples[piece.rank] += piece.samples
-            batches[piece.rank] += 1
-        return samples, batches
+        ranks = self.of_rank(world_size)
+        return [sum(piece.samples for piece in own) for own in ranks], [len(own) for own in ranks]
 
     def __getitem__(self, field: Any) -> Any:
         for piece in self.pieces:
             piece.arrive()
-        fields = [field_of(piece.batch, field) for piece in self.pieces]
-        return _join(fields, [piece.samples for piece in self.pieces], self._home)
+        return _join([field_of(piece.batch, field) for piece in self.pieces], self.sizes, self.home)
 
 
 class WindowResult:
@@ -135,11 +113,7 @@ class WindowResult:
     def __init__(self, samples: int, loss: Tensor | None, joined: Callable[[], tuple[Any, Traces]]) -> None:
         self.samples = samples
         self.loss = loss
-        self._join = joined
-
-    @cached_property
-    def _joined(self) -> tuple[Any, Traces]:
-        return self._join()
+        self._joined = cache(joined)
 
     @property
     def output(self) -> Any:
@@ -148,12 +122,12 @@ class WindowResult:
         Raises:
             FlowdpError: The outputs of the batches cannot be joined.
         """
-        return self._joined[0]
+        return self._joined()[0]
 
     @property
     def traces(self) -> Traces:
         """Outputs of each of the tagged submodules, call by call."""
-        return self._joined[1]
+        return self._joined()[1]
 
     @property
     def tags(self) -> dict[str, Any]:
@@ -161,37 +135,46 @@ class WindowResult:
         return last_outputs(self.traces)
 
 
-def window_call(window: Window, plan: BatchPlan, told: set[str]) -> Call:
-    """The processing of a window with a `whole`, as a call for `check_call`."""
+def window_call(window: Window, plan: BatchPlan, world_size: int, told: set[str]) -> Call:
+    """The processing of a window that was cut, as a call for `check_call`."""
+    assert window.whole is not None
 
     def run(module: nn.Module, part: Part) -> Any:
-        output, traces = call(module, part.args[0], plan)
         if plan.loss is None:
-            return output
-        return {"loss": plan.loss(LossContext(output, part.args[0], last_outputs(traces), traces)).squeeze()}
+            return call(module, part.args[0], plan)[0]
+        return {"loss": results_of(module, part.args[0], plan).loss}
 
-    sizes = [0] * (1 + max(piece.rank for piece in window.pieces))
-    for piece in window.pieces:
-        sizes[piece.rank] += piece.samples
     callee = Callee(run)
     callee.name = "the loss of a window" if plan.loss else "the module"
-    return Call(PLAIN, callee, run, (window.whole,), {}, tuple(sizes), told, lambda *_: ADVICE)
+    sizes, _ = window.per_rank(world_size)
+    return Call(PLAIN, callee, run, (window.whole(),), {}, tuple(sizes), told, lambda *_: ADVICE)
 
 
-def run_window(
-    window: Window,
-    plan: BatchPlan,
-    module: nn.Module,
-    replicas: Replicas | None = None,
-    *,
-    capture: WindowCapture | None = None,
+def run_alone(
+    window: Window, plan: BatchPlan, module: nn.Module, capture: WindowCapture | None = None
 ) -> WindowResult:
+    """Let the calling thread work through a window, by the user's module; see `run_window`."""
+    if plan.loss is None:
+        (piece,) = window.pieces
+        piece.arrive()
+        both = call(module, piece.batch, plan)
+        return WindowResult(window.samples, None, lambda: both)
+    results = []
+    for piece in window.pieces:
+        piece.arrive()
+        factors = Factors(piece.samples / window.samples, piece.samples)
+        if capture is None:
+            results.append(train(module, piece.batch, plan, factors.share, Tensor.backward))
+        else:
+            results.append(capture.step.run(piece.batch, plan, factors))
+    return _result(window, results)
+
+
+def run_window(window: Window, plan: BatchPlan, replicas: Replicas) -> WindowResult:
     """Let every device work through its batches of a window.
 
     With a loss function the summed gradients are at the user's module when this returns; where gradients
     are switched off, only the losses are computed.
-
-    Without replicas there is one device, whose work is done by the calling thread.
 
     Raises:
         FlowdpError: The loss is not a scalar, or depends on nothing that is trained.
@@ -199,104 +182,65 @@ def run_window(
     Streams:
         As `Replicas.each`.
     """
-    if replicas is not None:
-        return _run_all(window, plan, replicas)
     if plan.loss is None:
-        (piece,) = window.pieces
-        piece.arrive()
-        both = call(module, piece.batch, plan)
-        return WindowResult(window.samples, None, lambda: both)
-    answers = []
-    for piece in window.pieces:
-        piece.arrive()
-        factors = Factors(piece.samples / window.samples, piece.samples)
-        if capture is None:
-            answers.append(differentiate(module, piece.batch, plan, factors))
-        else:
-            answers.append(capture.step.run(piece.batch, plan, factors))
-    return _result(answers, window)
-
-
-def _run_all(window: Window, plan: BatchPlan, replicas: Replicas) -> WindowResult:
-    if plan.loss is None:
-        both = _forward_all(window, plan, replicas)
-        return WindowResult(window.samples, None, lambda: both)
+        return _forward(window, plan, replicas)
     replicas.follow()
-    of_rank = [[p for p in window.pieces if p.rank == rank] for rank in range(len(replicas.modules))]
+    of_rank = window.of_rank(len(replicas.modules))
     is_trained = torch.is_grad_enabled()
     carrier = replicas.carrier(replicas.trained(), is_whole=is_trained and all(of_rank))
-    jobs = [
-        partial(_train, replicas, rank, own, window.samples, plan, carrier) if own else None
-        for rank, own in enumerate(of_rank)
-    ]
+    results: list[Any] = [None] * len(window.pieces)
+
+    def work(rank: int) -> Packed:
+        """A rank's batches one after another; returns the sum of their gradients."""
+        total: Gradients = []
+
+        def backward(loss: Tensor) -> None:
+            nonlocal total
+            found: Gradients = []
+            with replicas.walking(rank):  # not around forward: in a mode it would not be compiled
+                found += torch.autograd.grad(loss, replicas.trained(rank), allow_unused=True)
+            total = add_up([total, found]) if total else found
+
+        def step(module: nn.Module, piece: Piece) -> Results:
+            piece.arrive()
+            return train(module, piece.batch, plan, piece.samples / window.samples, backward)
+
+        for place, piece in enumerate(window.pieces):
+            if piece.rank == rank:
+                results[place] = replicas.call(rank, piece.samples, step, piece)
+        return carrier.pack(total, replicas.devices[rank])
+
+    jobs = [partial(work, rank) if own else None for rank, own in enumerate(of_rank)]
     with without_hooks(replicas.trained()):  # they shall run on the sum
         done = replicas.each(jobs, parts=of_rank)
     if is_trained:
         with replicas.summing.running():
-            packed = [answer[1] for answer in done if answer is not None and answer[1] is not None]
-            accumulate(replicas.trained(), carrier.sum(packed))
-    answers = {rank: iter(answer[0]) for rank, answer in enumerate(done) if answer is not None}
-    return _result([next(answers[piece.rank]) for piece in window.pieces], window)
+            accumulate(replicas.trained(), carrier.sum([packed for packed in done if packed is not None]))
+    return _result(window, results)
 
 
-def _train(
-    replicas: Replicas,
-    rank: int,
-    pieces: Sequence[Piece],
-    samples: int,
-    plan: BatchPlan,
-    carrier: Copying | Reducing,
-) -> tuple[list[Results], Packed | None]:
-    """A rank's job: its batches one after another; the results, detached, and the sum of their gradients."""
-    answers: list[Results] = []
-    total: Gradients = []
-    tensors = replicas.trained(rank)
-
-    def train(module: nn.Module, piece: Piece) -> tuple[Results, Gradients]:
-        piece.arrive()
-        walking = partial(replicas.walking, rank)
-        return gradients_of(module, piece.batch, plan, piece.samples / samples, tensors, walking)
-
-    for piece in pieces:
-        results, found = replicas.call(rank, piece.samples, train, piece)
-        total = add_up([total, found]) if total else found
-        answers.append(results._replace(loss=move(results.loss, replicas.devices[0])))
-    packed = carrier.pack(total, replicas.devices[rank]) if torch.is_grad_enabled() else None
-    return answers, packed
-
-
-def _forward_all(window: Window, plan: BatchPlan, replicas: Replicas) -> Any:
+def _forward(window: Window, plan: BatchPlan, replicas: Replicas) -> WindowResult:
     """All forwards, joined with their graphs: the caller computes the loss."""
-    parts = [
-        Part(((place, piece.batch), {}), piece.rank, piece.samples, ())
-        for place, piece in enumerate(window.pieces)
-    ]
 
     def run(module: nn.Module, part: Part) -> tuple[Any, Traces]:
-        place, batch = part.args
-        window.pieces[place].arrive()
-        return call(module, batch, plan)
+        (piece,) = part.args
+        piece.arrive()
+        return call(module, piece.batch, plan)
 
-    made = call_parts(replicas, parts, run)
-    return join(made, [piece.samples for piece in window.pieces], PLAIN)
-
-
-def _result(answers: Sequence[Results], window: Window) -> WindowResult:
-    counts = [piece.samples for piece in window.pieces]
-    shares = [count / window.samples for count in counts]
-    loss = torch.stack([own.loss * share for own, share in zip(answers, shares, strict=True)]).sum()
-
-    def joined() -> tuple[Any, Traces]:
-        # The caller's streams on all devices come after their creation.
-        trees = [(answer.output, answer.traces) for answer in answers]
-        both: tuple[Any, Traces] = _join(trees, counts, loss.device)
-        return both
-
-    return WindowResult(window.samples, loss, joined)
+    parts = [Part(((piece,), {}), piece.rank, piece.samples, ()) for piece in window.pieces]
+    both = join(call_parts(replicas, parts, run), window.sizes, PLAIN)
+    return WindowResult(window.samples, None, lambda: both)
 
 
-def _join(trees: Sequence[Any], samples: Sequence[int], home: torch.device) -> Any:
+def _result(window: Window, results: Sequence[Results]) -> WindowResult:
+    # The caller's streams on all devices come after their creation.
+    loss = _join([own.loss for own in results], window.sizes, window.home)
+    trees = [(own.output, own.traces) for own in results]
+    return WindowResult(window.samples, loss, partial(_join, trees, window.sizes, window.home))
+
+
+def _join(trees: Sequence[Any], sizes: Sequence[int], home: torch.device) -> Any:
     def bring(leaf: Any) -> Any:
-        return move(leaf.detach(), home) if isinstance(leaf, Tensor) else leaf
+        return move(leaf, home) if isinstance(leaf, Tensor) else leaf
 
-    return join([tree_map(bring, tree) for tree in trees], samples, PLAIN)
+    return join([tree_map(bring, tree) for tree in trees], sizes, PLAIN)

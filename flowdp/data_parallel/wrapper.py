@@ -29,14 +29,13 @@ from flowdp.data_parallel.arguments import (
     set_epoch,
 )
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
-from flowdp.data_parallel.batches import Copied
 from flowdp.data_parallel.call import Run, call_parts
 from flowdp.data_parallel.check_schedule import Schedule, Schedules
 from flowdp.data_parallel.comparison import Call, Verdict, check_call
 from flowdp.data_parallel.cut import Arguments, Part
 from flowdp.data_parallel.join import output_form
 from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
-from flowdp.data_parallel.loader import Epoch
+from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch
 from flowdp.data_parallel.loss_context import BatchPlan, Inputs, InputsOption, LossFunction, TaggedModules
 from flowdp.data_parallel.machine_start import (
     check_machines,
@@ -52,7 +51,7 @@ from flowdp.data_parallel.pace import Pace
 from flowdp.data_parallel.predict import batches_of, predict
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.window_step import WindowCapture
-from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_window, window_call
+from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_alone, run_window, window_call
 from flowdp.device.compiled import make_room
 from flowdp.device.copies import move
 from flowdp.device.cores import open_pools
@@ -76,9 +75,8 @@ from flowdp.options import (
     MachineOptions,
     ProcessTuning,
 )
-from flowdp.policy.budget import USAGE
 from flowdp.policy.el_che import ElChe
-from flowdp.validators import check_flag, check_fraction, check_int, check_number, one_of
+from flowdp.validators import check_flag, check_int, check_number, one_of
 
 __all__ = ["DataParallel", "setup"]
 
@@ -279,7 +277,6 @@ class DataParallel(StandInModule):
         self._is_syncing = True
         self._told: set[str] = set()  # reasons for which the first device does a call alone
         self._epochs = 0
-        self._copied: Copied = {}
         self._sums = sums  # over machines; None: there is one
         self._lanes = open_lanes(devices)
         self._replicas: Replicas | None = None
@@ -584,8 +581,7 @@ class DataParallel(StandInModule):
         loader: Iterable[Any],
         epoch: int | None = None,
         *,
-        memory_fraction: float = USAGE,
-        prefetch_depth: int | None = None,
+        prefetch_depth: int = WINDOWS_AHEAD,
     ) -> Epoch:
         """Go through a loader once, in windows.
 
@@ -600,34 +596,25 @@ class DataParallel(StandInModule):
 
         CUDA devices get windows ahead of their use, through pinned memory, if a thread may read ahead: of a
         list, of a DataLoader with worker processes, and of one over a TensorDataset. The tensors of the last
-        kind are copied to the devices at the epoch's beginning, if they fit, and windows are gathered there.
+        kind are copied to the devices at the epoch's beginning, if they take no more than half of the free
+        memory, and windows are gathered there.
 
         Args:
             loader: Any iterable of batches, a DataLoader for instance.
             epoch: Told to its sampler, where that has `set_epoch`. None: one more than the last.
-            memory_fraction: Part of a CUDA device that training, windows ahead and other programs may use
-                together, above 0 and at most 1.
-            prefetch_depth: Windows ahead, at most; 0: none. None: up to 4, as the devices' memory allows:
-                each is dealt by the speeds that are known when it is read.
+            prefetch_depth: Windows ahead; 0: none, where a device has no memory for more. Each is dealt by
+                the speeds that are known when it is read.
 
         Raises:
             OptionError: An argument is out of its range; or `setup` was given `dim`, `split`, `join` or
                 `reduce`, which are for calls.
         """
         self._layout.check_plain()
-        check_fraction("memory_fraction", memory_fraction)
-        check_int("prefetch_depth", prefetch_depth, least=0, optional=True)
+        check_int("prefetch_depth", prefetch_depth, least=0)
         self._epochs = (self._epochs if epoch is None else epoch) + 1
         set_epoch(loader, self._epochs - 1)
-        return Epoch(
-            loader,
-            self._lanes,
-            self._balancer,
-            None if self._sums is None else self._sums.epoch,
-            usage=memory_fraction,
-            depth=prefetch_depth,
-            copied=self._copied,
-        )
+        around = iter if self._sums is None else self._sums.epoch
+        return Epoch(loader, self._lanes, self._balancer, around, depth=prefetch_depth)
 
     def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:
         """Let every device work through its batches of a window.
@@ -649,7 +636,7 @@ class DataParallel(StandInModule):
         replicas = self._replicas
         with nullcontext() if self._sums is None else self._sums.held():
             if replicas is None:
-                result = run_window(batch, plan, self.module, capture=self._capture)
+                result = run_alone(batch, plan, self.module, self._capture)
                 self._did(*batch.per_rank(1))
             else:
                 with replicas.turn:
@@ -660,26 +647,19 @@ class DataParallel(StandInModule):
         return result
 
     def _run_window(self, replicas: Replicas, batch: Window, plan: BatchPlan) -> WindowResult:
-        if self._is_for_one(batch, plan):
+        if batch.whole is not None and self._is_for_one(replicas, batch, plan):
             self._did_alone(batch.samples)
-            return run_window(self._uncut(batch), plan, self.module)
-        result = run_window(batch, plan, self.module, replicas)
+            whole = tree_map(self._bring_home, batch.whole())
+            return run_alone(Window([Piece(0, whole, batch.samples)], batch.home), plan, self.module)
+        result = run_window(batch, plan, replicas)
         samples, batches = batch.per_rank(self.world_size)
         if self._averages:
             replicas.average_buffers(samples)
         self._did(samples, batches)
         return result
 
-    def _uncut(self, batch: Window) -> Window:
-        """A window of the whole batch, on the first device."""
-        whole = tree_map(self._bring_home, batch.whole)
-        return Window([Piece(0, whole, batch.samples)], self.devices[0])
-
-    def _is_for_one(self, batch: Window, plan: BatchPlan) -> bool:
+    def _is_for_one(self, replicas: Replicas, batch: Window, plan: BatchPlan) -> bool:
         """Whether the first device does a batch that was cut, all of it; a comparison may say so."""
-        replicas = self._replicas
-        if replicas is None or not batch.is_cut:
-            return False
         if (self._pace is not None and not self._pace.is_cut) or self._is_hooked():
             return True
         schedule = self._schedules.of("forward_batch")
@@ -687,7 +667,7 @@ class DataParallel(StandInModule):
             return schedule.is_alone
         form = (replicas.flags, torch.is_grad_enabled(), plan.loss is not None)
         if schedule.is_due(form):
-            self._compare(schedule, form, window_call(batch, plan, schedule.told))
+            self._compare(schedule, form, window_call(batch, plan, self.world_size, schedule.told))
         schedule.is_due_after(form, None)
         schedule.passed(form)
         return schedule.is_alone

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import flowdp
 from flowdp.data_parallel import wrapper
-from flowdp.data_parallel.batches import LoaderBatches, ResidentBatches, open_batches
+from flowdp.data_parallel.batches import ResidentBatches, can_gather
 from flowdp.data_parallel.loader import Epoch
 from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.errors import DataError, OptionError
@@ -53,6 +53,13 @@ class Cut:
         return ()
 
 
+class Permuted:
+    """Batches that are drawn when they are asked for an iterator, not when it is asked for the first one."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(20).view(5, 4).tolist())
+
+
 LOADERS: dict[str, Callable[[Any], DataLoader[Any]]] = {
     "in order": lambda data: DataLoader(data, batch_size=4),
     "shuffled": lambda data: DataLoader(data, batch_size=4, shuffle=True),
@@ -67,6 +74,7 @@ LOADERS: dict[str, Callable[[Any], DataLoader[Any]]] = {
     "own batches": lambda data: DataLoader(
         data, batch_sampler=BatchSampler(RandomSampler(data, num_samples=31), 7, drop_last=False)
     ),
+    "drawn at once": lambda data: DataLoader(data, batch_sampler=Permuted()),
     "from the end": lambda data: DataLoader(data, batch_size=4, sampler=range(-SAMPLES, SAMPLES)),
 }
 
@@ -83,17 +91,15 @@ def test_batches_on_devices_are_those_of_the_loader(
     for places_ in ([HostLane(CPU)], places):
         torch.manual_seed(1)
         loader = loader_of(dataset())
-        is_resident = isinstance(open_batches(loader, places_, 0.9, {}), ResidentBatches)
-        assert is_resident is (places_ is places)
-        loader = loader_of(dataset())
+        assert can_gather(loader, places_) is (places_ is places)
         torch.manual_seed(2)
         for _ in range(2):
             if places_ is places:
                 for window in Epoch(loader, places, Cut(counts)):  # type: ignore[arg-type]
                     if counts is None:
                         found.append([window[field] for field in range(4)])
-                        if window.is_cut:
-                            for one, other in zip(window.whole, found[-1], strict=True):
+                        if window.whole is not None:
+                            for one, other in zip(window.whole(), found[-1], strict=True):
                                 assert torch.equal(one, other)
                     else:
                         for piece in window.pieces:
@@ -102,7 +108,7 @@ def test_batches_on_devices_are_those_of_the_loader(
                         assert type(piece.batch) is list
             else:
                 wanted += [list(batch) for batch in loader]
-        after.append(torch.rand(3))
+        after.append((torch.rand(3), torch.rand(3, generator=loader.generator)))
     if counts is not None:  # in the order in which they would end
         wanted = sorted(wanted, key=str)
         found = sorted(found, key=str)
@@ -111,7 +117,7 @@ def test_batches_on_devices_are_those_of_the_loader(
         for one, two in zip(batch, other, strict=True):
             assert one.dtype == two.dtype
             assert torch.equal(one, two)
-    assert torch.equal(*after), "the epoch draws as many numbers as the loader"
+    assert all(map(torch.equal, *after)), "the epoch draws as many numbers as the loader"
     assert card.races == []
 
 
@@ -133,12 +139,12 @@ def test_what_stays_with_the_loader() -> None:
         DataLoader(graph, batch_size=2),
         [[torch.zeros(2)]],
     ):
-        assert not ResidentBatches.fits_on(loader, there, 0.9, {})
+        assert not can_gather(loader, there)
     loader = DataLoader(data, batch_size=4)
-    assert ResidentBatches.fits_on(loader, there, 0.9, {})
-    assert not ResidentBatches.fits_on(loader, [*there, HostLane(CPU)], 0.9, {})
+    assert can_gather(loader, there)
+    assert not can_gather(loader, [*there, HostLane(CPU)])
     near = [StreamLane(torch.device("cpu"), Card(total=100)), StreamLane(FAR, Card(total=100))]
-    assert not ResidentBatches.fits_on(loader, near, 0.9, {}), "they would have to be copied, and do not fit"
+    assert not can_gather(loader, near), "they would have to be copied, and do not fit"
 
 
 class Freed(Card):
@@ -148,25 +154,17 @@ class Freed(Card):
         return {**super().memory_stats(device), "active_bytes.all.current": 0}
 
 
-def test_the_copies_of_earlier_epochs_take_no_room_from_those_of_the_next() -> None:
+def test_tensors_take_half_of_the_free_memory_in_this_epoch_and_the_next() -> None:
     data = dataset()
     size = sum(tensor.nbytes for tensor in data.tensors)
-    card, copied = Freed(total=round(2.5 * size / 0.9)), {}
-    there = [StreamLane(FAR, card)]
     loader = DataLoader(data, batch_size=4)
-    for _ in range(2):
-        assert isinstance(open_batches(loader, there, 0.9, copied), ResidentBatches)
-        assert copied == {FAR: size}
-        card.allocated = size  # the peak
-    assert isinstance(open_batches(loader, there, 0.9, {}), LoaderBatches), "the peak is training's"
-
-
-def test_a_device_without_the_promised_room_gets_the_loaders_batches() -> None:
-    card = Card(room=16)
+    card = Freed(total=round(2.1 * size / 0.9))
     there = [StreamLane(FAR, card)]
-    batches = open_batches(DataLoader(dataset(), batch_size=4), there, 0.9, {})
-    assert isinstance(batches, LoaderBatches)
-    assert card.emptied == 1
+    assert can_gather(loader, there)
+    card.allocated = size  # the peak, of an epoch that has ended
+    assert can_gather(loader, there)
+    card.used = round(0.2 * size)
+    assert not can_gather(loader, there), "another program uses some"
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -174,14 +172,14 @@ def test_tensors_that_are_written_during_an_epoch(counted: bool) -> None:
     card, data = Card(), TensorDataset(torch.zeros(8))
     # By another name than that of the device: they are copied there.
     there = [StreamLane(FAR, card)]
-    batches = open_batches(DataLoader(data, batch_size=2), there, 0.9, {})
+    batches = ResidentBatches(DataLoader(data, batch_size=2), there)
     seen = []
     for number in range(4):
         if counted:
             data.tensors[0].fill_(number)
         else:
             data.tensors[0].numpy()[:] = number
-        rows = batches.next()
+        rows = next(batches)
         with there[0].on(there[0].copy):
             seen += batches.bring(rows, 0)[0].tolist()
     wanted = [number for number in range(4) for _ in range(2)]
@@ -207,9 +205,7 @@ def test_an_empty_batch_is_an_error() -> None:
 
 # ---------------------------------------------------------------- a loop
 @pytest.mark.parametrize("cadence", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"prefetch_depth": 0}, {"prefetch_depth": 3, "memory_fraction": 0.5}]
-)
+@pytest.mark.parametrize("options", [{}, {"prefetch_depth": 0}, {"prefetch_depth": 3}])
 def test_a_loop_trains_the_same_on_streams(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], cadence: bool
 ) -> None:
@@ -249,9 +245,7 @@ def test_a_loop_trains_the_same_on_streams(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"memory_fraction": 0}, "memory_fraction must be a number above 0 and at most 1, not 0"),
-        ({"memory_fraction": 1.5}, "not 1.5"),
-        ({"prefetch_depth": -1}, "prefetch_depth must be an int of at least 0 or None, not -1"),
+        ({"prefetch_depth": -1}, "prefetch_depth must be an int of at least 0, not -1"),
         ({"prefetch_depth": 2.0}, "not 2.0"),
     ],
 )

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flowdp.data_parallel.batches import LoaderBatches, may_read_ahead, samples_of
-from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch, WindowLoader, Windows, interleaved
+from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch, interleaved
+from flowdp.data_parallel.windows import Window
 from flowdp.device.streams import HostLane, StreamLane
 from flowdp.errors import DataError
 from flowdp.policy.shares import shard_sizes
@@ -48,9 +49,9 @@ def epoch(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) 
 
 
 def read_ahead(
-    loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES, **options: Any
-) -> WindowLoader:
-    return WindowLoader(Windows(LoaderBatches(loader, lanes), lanes, Halves(counts)), lanes, **options)
+    loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES, depth: int = WINDOWS_AHEAD
+) -> Iterator[Window]:
+    return iter(Epoch(loader, lanes, Halves(counts), depth=depth))
 
 
 def data(*sizes: int) -> list[tuple[Tensor, Tensor]]:
@@ -181,10 +182,11 @@ def test_a_loader_of_workers_that_is_left_in_the_middle() -> None:
         break
 
 
-class Loader:
-    """A loader that can be made to wait, or to fail."""
+class Loader(list[Any]):
+    """A list, which a thread may read, that tells how far it has been read, and can be made to fail."""
 
     def __init__(self, batches: list[Any], fail_at: int | None = None) -> None:
+        super().__init__(batches)
         self.batches, self.fail_at = batches, fail_at
         self.asked = 0
         self.threads: set[str] = set()
@@ -210,12 +212,11 @@ class Loader:
 
 
 def test_what_the_loader_raises_comes_after_the_windows_before_it() -> None:
-    reader = read_ahead(Loader(data(*[2] * 9), fail_at=5), (1, 1))
-    for windows in (iter(reader), iter(epoch(Loader(data(*[2] * 9), fail_at=5), (1, 1)))):
+    for depth in (0, 1, 9):
+        windows = read_ahead(Loader(data(*[2] * 9), fail_at=5), (1, 1), depth=depth)
         assert [next(windows).samples for _ in range(2)] == [4, 4]
         with pytest.raises(OSError, match="disk"):
             next(windows)
-    reader.close()
 
 
 @pytest.mark.parametrize("lanes", [LANES, LANES[:1]])
@@ -226,51 +227,28 @@ def test_a_batch_without_samples_is_an_error(lanes: Any) -> None:
     assert samples_of([torch.ones(3)]) == 3
 
 
-def test_one_window_is_read_ahead_and_no_more() -> None:
-    loader = Loader(data(*[2] * 20))
-    reader = read_ahead(loader, (1, 1))
-    windows = iter(reader)
-    next(windows)
-    loader.until(lambda: loader.asked == 4)
-    next(windows)
-    loader.until(lambda: loader.asked == 6)
-    reader.close()
-    assert loader.asked == 6, "two windows: the one in use, and the next one"
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_so_many_windows_are_read_ahead_and_no_more(depth: int) -> None:
+    loader = Loader(data(*[2] * 40))
+    windows = read_ahead(loader, (1, 1), depth=depth)
+    for number in range(1, 4):
+        next(windows)
+        loader.until(lambda number=number: loader.asked == 2 * (number + depth))  # type: ignore[misc]
+    del windows
+    assert loader.asked == 2 * (3 + depth), "three windows in use, and those ahead"
     assert loader.threads == {threading.main_thread().name}, "worker processes are started by the caller"
 
 
-@pytest.mark.parametrize(
-    ("card", "depth", "first", "later"),
-    [
-        (Card(), None, 1, WINDOWS_AHEAD),
-        (Card(), 2, 1, 2),
-        (Card(), 7, 1, 7),
-        (Card(), 0, 0, 0),
-        (Card(total=1), None, 1, 0),
-    ],
-    ids=["by the card", "two", "seven", "none", "on a full card"],
-)
-def test_as_many_windows_are_read_ahead_as_a_card_has_room_for(
-    card: Card, depth: int | None, first: int, later: int
-) -> None:
-    loader = Loader(data(*[2] * 40))
-    lanes = [StreamLane(torch.device("cpu", 0), card) for _ in range(2)]
-    reader = read_ahead(loader, (1, 1), lanes, depth=depth)
-    try:
-        windows = iter(reader)
-        next(windows)
-        loader.until(lambda: loader.asked == 2 * (1 + first))
-        next(windows)  # the first step has been taken: the gauge may be read
-        next(windows)
-        loader.until(lambda: loader.asked >= 2 * (3 + later))
-    finally:
-        reader.close()
-    assert loader.asked <= 2 * (3 + max(first, later))
+def test_without_windows_ahead_the_caller_reads() -> None:
+    loader, before = Loader(data(*[2] * 4)), threading.active_count()
+    for number, _ in enumerate(read_ahead(loader, (1, 1), depth=0), 1):
+        assert threading.active_count() == before
+        assert loader.asked == 2 * number
 
 
 def test_an_epoch_that_is_left_ends_its_thread() -> None:
     def readers() -> list[str]:
-        return [thread.name for thread in threading.enumerate() if thread.name == "flowdp-loader"]
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-loader")]
 
     loader = data(*[2] * 20)
     for _ in epoch(loader, (1, 1)):
@@ -338,16 +316,14 @@ def test_a_batch_is_used_after_its_copy(is_deaf: bool) -> None:
     user = card.Stream()
     if is_deaf:
         card.deaf.add(user)
-    reader = read_ahead(data(4, 4, 4), lanes=lanes)
     with card.stream(user):
-        for window in reader:
+        for window in read_ahead(data(4, 4, 4), lanes=lanes):
             for piece in window.pieces:
                 card.watch("batch", piece.batch[0])
             assert len(window[1]) == 4
             for piece in window.pieces:
                 piece.arrive()
                 piece.batch[0].add_(1)
-    reader.close()
     assert bool(card.races) == is_deaf
 
 
@@ -357,9 +333,9 @@ def test_a_batch_that_is_computed_keeps_its_graph_on_its_way_to_a_card() -> None
     (window,) = epoch([(2 * weight, torch.arange(4))], lanes=lanes)
     for piece in window.pieces:
         piece.arrive()
-    torch.cat([piece.batch[0] for piece in window.pieces]).sum().backward()
+    (torch.cat([piece.batch[0] for piece in window.pieces]) + window[0]).sum().backward()
     assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0] * 4
+    assert weight.grad.tolist() == [4.0] * 4
 
 
 @pytest.mark.posix
@@ -382,9 +358,7 @@ def test_a_piece_on_an_accelerator_is_kept_for_the_stream_that_reads_it(
 ) -> None:
     monkeypatch.setattr(OnXpu, "recorded", [])
     lane = CardLane()
-    piece = Windows(LoaderBatches([], [lane]), [lane], Halves())._piece(
-        0, torch.rand(3).as_subclass(OnXpu), 3
-    )
+    piece = LoaderBatches([], [lane]).piece(0, torch.rand(3).as_subclass(OnXpu), 3)
     with lane.on(lane.comm):
         piece.arrive()
     assert OnXpu.recorded == [lane.compute, lane.comm]

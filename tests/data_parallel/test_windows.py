@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flowdp.data_parallel.loss_context import BatchPlan, Inputs, LossContext, TaggedModules
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_window
+from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_alone, run_window
 from flowdp.errors import FlowdpError
 from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, replicas_of
 from tests.wired import wired
@@ -52,7 +52,10 @@ class World:
         self.plan = plan_of(module, tags=("0", "2"))
 
     def run(self, window: Window, **changes: Any) -> WindowResult:
-        return run_window(window, replace(self.plan, **changes), self.module, self.replicas)
+        plan = replace(self.plan, **changes)
+        if self.replicas is not None:
+            return run_window(window, plan, self.replicas)
+        return run_alone(window, plan, self.module)
 
     def check(self) -> None:
         assert_equal(gradients(self.module), gradients(self.twin))
@@ -187,7 +190,7 @@ def test_a_module_that_is_called_twice_has_two_traces() -> None:
     module = Twice()
     with replicas_of(module) as replicas:
         window = window_of((0, 4), (1, 3))
-        result = run_window(window, plan_of(module, tags=("inner",)), module, replicas)
+        result = run_window(window, plan_of(module, tags=("inner",)), replicas)
         first, second = result.traces["inner"]
         assert_equal([first, second], [module.inner(window[0]).detach(), result.output])
         assert result.tags["inner"] is second
@@ -214,7 +217,7 @@ def test_each_device_has_one_graph_at_a_time() -> None:
 
     module = Mark()
     with replicas_of(module) as replicas:
-        result = run_window(window_of(*[(0, 2), (1, 2)] * 4), plan_of(module), module, replicas)
+        result = run_window(window_of(*[(0, 2), (1, 2)] * 4), plan_of(module), replicas)
         gc.collect()
         assert most == {"flowdp-replica-0": 1, "flowdp-replica-1": 1}
         assert not any(map(len, alive.values()))
@@ -230,7 +233,7 @@ def test_devices_work_at_once() -> None:
 
     module = mlp()
     with replicas_of(module) as replicas:
-        run_window(window_of((0, 2), (1, 2), (1, 2), (0, 2)), plan_of(module, loss), module, replicas)
+        run_window(window_of((0, 2), (1, 2), (1, 2), (0, 2)), plan_of(module, loss), replicas)
 
 
 # ---------------------------------------------------------------- errors
@@ -283,7 +286,7 @@ def test_outputs_that_cannot_be_joined_are_an_error_only_where_they_are_asked_fo
     module = Pairs()
     loss = lambda context: F.cross_entropy(context.output[0], context.batch[1])  # noqa: E731
     with replicas_of(module) as replicas:
-        result = run_window(window_of((0, 2), (1, 3)), plan_of(module, loss), module, replicas)
+        result = run_window(window_of((0, 2), (1, 3)), plan_of(module, loss), replicas)
         assert result.loss is not None
         with pytest.raises(FlowdpError, match=r"output\[0\]\[1\] cannot be gathered"):
             _ = result.output
@@ -305,7 +308,7 @@ def test_batches_arrive_before_they_are_used() -> None:
     module = mlp()
     with replicas_of(module) as replicas:
         for loss in (cross_entropy, None):
-            run_window(Window(pieces, CPU), plan_of(module, loss), module, replicas)
+            run_window(Window(pieces, CPU), plan_of(module, loss), replicas)
             assert sorted(arrived) == [0, 1]
             arrived.clear()
     _ = Window(pieces, CPU)[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from time import perf_counter
 
@@ -25,8 +24,8 @@ from flowdp.data.slots import Pool, Slot
 from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource
 from flowdp.data_parallel.balancer import SingleDevice
-from flowdp.data_parallel.batches import LoaderBatches, ResidentBatches
-from flowdp.data_parallel.loader import Windows
+from flowdp.data_parallel.batches import ResidentBatches
+from flowdp.data_parallel.loader import Epoch
 from flowdp.device.streams import StreamLane
 from flowdp.engine.shared_batches import SharedBatches
 from flowdp.policy.efficiency import Activity
@@ -165,8 +164,7 @@ def loaded(*, has_late: bool, is_written: bool = False) -> Callable[[LateCuda], 
                     lane.drain()
                 numbers.add_(100)
                 expected = expected + 100
-            index, rank = batches.next(), number % 2
-            assert isinstance(index, Tensor)
+            index, rank = next(batches), number % 2
             with lanes[rank].on(lanes[rank].copy):
                 (rows,) = batches.bring(index, rank)
             found.append((rows, expected[index]))
@@ -183,8 +181,7 @@ def let_go(_cuda: LateCuda) -> list[str]:
     lane = StreamLane(torch.device("cuda:0"))
     (numbers,) = late([torch.arange(LENGTH, dtype=torch.float64)])
     batches = ResidentBatches(DataLoader(TensorDataset(numbers), BATCH), [lane])
-    index = batches.next()
-    assert isinstance(index, Tensor)
+    index = next(batches)
     with lane.on(lane.copy):
         (rows,) = batches.bring(index, 0)
     del batches, numbers
@@ -196,8 +193,7 @@ def let_go(_cuda: LateCuda) -> list[str]:
 def window(_cuda: LateCuda) -> list[str]:
     """A batch of a loop that its caller reads, on a stream of the caller's own, and lets go of."""
     lane, numbers = StreamLane(torch.device("cuda:0")), torch.arange(BATCH, dtype=torch.float64)
-    read = Windows(LoaderBatches([numbers], [lane]), [lane], SingleDevice()).read()
-    assert read is not None
+    read = next(iter(Epoch([numbers], [lane], SingleDevice())))
     (piece,) = read.pieces
     piece.arrive()
     rows = piece.batch.clone()
@@ -218,13 +214,7 @@ def made(*, ahead: bool) -> Callable[[LateCuda], list[str]]:
         own = torch.cuda.Stream(device="cuda:0")
         with torch.cuda.stream(own):
             loader = list(late(values)) if ahead else late(values)
-            windows = Windows(LoaderBatches(loader, lanes), lanes, _OneEach())
-            if ahead:
-                with ThreadPoolExecutor(1) as reader:
-                    read = reader.submit(windows.read).result()
-            else:
-                read = windows.read()
-        assert read is not None
+            read = next(iter(Epoch(loader, lanes, _OneEach())))
         found = []
         for piece in read.pieces:
             with lanes[piece.rank].on(lanes[piece.rank].compute):

@@ -123,13 +123,10 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/staging.py Staging._next: buffer.copied.synchronize()": late("staged"),
     "data/tensor_source.py TensorSource.for_all_streams: "
     "device_module(device).current_stream(device).synchronize()": late("shared batches, made late"),
-    "data_parallel/batches.py ResidentBatches.__init__: lane.await_caller(lane.copy)": late(
-        "a loader's tensors, made late"
-    ),
     "data_parallel/batches.py LoaderBatches.__init__: lane.await_caller(lane.copy)": late(
         "batches of a list, made late"
     ),
-    "data_parallel/loader.py Windows._piece: lane.await_caller(lane.copy)": late(
+    "data_parallel/batches.py LoaderBatches.piece: lane.await_caller(lane.copy)": late(
         "batches of a loader, made late"
     ),
     "data_parallel/batches.py ResidentBatches.bring: lane.await_default(lane.copy, lane.device)": late(
@@ -138,12 +135,12 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data_parallel/batches.py ResidentBatches.bring: lane.copy.wait_event(data.copied)": late(
         "a loader's tensors"
     ),
-    "data_parallel/loader.py Windows._piece: copied.record(lane.copy)": late("windows"),
-    "data_parallel/loader.py Windows._piece.arrive: stream.wait_event(copied)": late("windows"),
+    "data_parallel/batches.py LoaderBatches.piece: copied.record(lane.copy)": late("windows"),
+    "data_parallel/batches.py LoaderBatches.piece.arrive: stream.wait_event(copied)": late("windows"),
     "data_parallel/batches.py ResidentBatches.bring: keep_for(lane.copy, data.tensors)": late(
         "a loader's tensors, let go"
     ),
-    "data_parallel/loader.py Windows._piece.arrive: keep_for(stream, tensors_of(there))": late(
+    "data_parallel/batches.py LoaderBatches.piece.arrive: keep_for(stream, tensors_of(there))": late(
         "a window that is let go of"
     ),
     "data_parallel/replicas.py Replicas.each: asked.record(stream)": WATCHED,
