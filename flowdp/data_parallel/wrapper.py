@@ -38,14 +38,7 @@ from flowdp.data_parallel.join import join, output_form
 from flowdp.data_parallel.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.data_parallel.loader import Epoch
 from flowdp.data_parallel.loss_context import BatchPlan, Inputs, InputsOption, LossFunction, TaggedModules
-from flowdp.data_parallel.machine_start import (
-    check_machines,
-    check_trainable,
-    check_windows,
-    open_machines,
-    share_optimizers,
-    share_start,
-)
+from flowdp.data_parallel.machine_start import check_loop, check_machines, share_optimizers, share_start
 from flowdp.data_parallel.machine_sum import MachineSum
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.data_parallel.pace import Pace
@@ -67,6 +60,7 @@ from flowdp.errors import FlowdpError, OptionError
 from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import start_training
 from flowdp.network.devices import check_devices
+from flowdp.network.machines import find_machines
 from flowdp.observe.banner import tell_devices
 from flowdp.options import (
     Buffers,
@@ -190,7 +184,7 @@ def setup(
     check_layers(model, chosen, windows=windows)
     layout = Layout(dim, split, join, reduce).checked(model)
     check_flag("check", check)
-    _, _, payload = check_machines(machines)
+    between = check_machines(machines, model)
     tuning = as_tuning(tune_process)
     check_free(chosen)
     check_flag("progress", progress)
@@ -201,15 +195,14 @@ def setup(
         if optimizer is not None:
             start_training(model)
         sums = None
-        if (found := open_machines(model, machines)) is not None:
+        if between is not None and (found := find_machines(timeout_s=between.timeout)) is not None:
             stack.callback(found.close)  # if the machines, or the threads, do not get to work
             check_devices(found, chosen)
-            check_windows(cadence, windows=windows)
+            check_loop(model, cadence, windows=windows)
             windows = False
-            check_trainable(model)
-            settings = {"buffers": buffers, "max_grad_norm": max_grad_norm, "payload": payload}
+            settings = {"buffers": buffers, "max_grad_norm": max_grad_norm, "payload": between.payload}
             share_start(found, model, settings)
-            sums = MachineSum(found, model, payload=payload, averages=buffers == "average")
+            sums = MachineSum(found, model, payload=between.payload, averages=buffers == "average")
         optimizers = check_optimizers(optimizer, model)
         if sums is not None:
             share_optimizers(sums.machines, model, optimizers)
