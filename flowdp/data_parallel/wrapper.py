@@ -203,6 +203,7 @@ def setup(
             settings = {"buffers": buffers, "max_grad_norm": max_grad_norm, "payload": between.payload}
             share_start(found, model, settings)
             sums = MachineSum(found, model, payload=between.payload, averages=buffers == "average")
+            stack.callback(sums.close)
         optimizers = check_optimizers(optimizer, model)
         if sums is not None:
             share_optimizers(sums.machines, model, optimizers)
@@ -269,7 +270,6 @@ class DataParallel(StandInModule):
         self._schedules = Schedules(module)
         self._checks = check
         self._averages = buffers == "average"
-        self._is_syncing = True
         self._told: set[str] = set()  # reasons for which the first device does a call alone
         self._epochs = 0
         self._copied: Copied = {}
@@ -450,7 +450,7 @@ class DataParallel(StandInModule):
             return function(*args, **kwargs)
         samples = Arguments(self._layout, self._schedules.of(name).callee, args, kwargs).samples
         outputs = function(*args, **kwargs)
-        self._sums.attend(outputs, samples, syncs=self._is_syncing)
+        self._sums.attend(samples)
         return outputs
 
     def _call(self, function: str | Callable[..., Any], run: Run, args: Any, kwargs: Any) -> Any:
@@ -520,7 +520,7 @@ class DataParallel(StandInModule):
 
     def _finish(self, outputs: Any, arguments: Arguments) -> Any:
         if self._sums is not None and torch.is_grad_enabled():
-            self._sums.attend(outputs, arguments.samples, syncs=self._is_syncing)
+            self._sums.attend(arguments.samples)
         return outputs
 
     def _form(self, arguments: Arguments) -> Hashable:
@@ -694,10 +694,9 @@ class DataParallel(StandInModule):
 
     def _sum_window(self, sums: MachineSum, batch: Window, result: WindowResult) -> None:
         sums.compare(batch.pieces[0].batch)
-        if result.loss is None:  # the caller computes one, and calls backward
-            sums.attend(result.output, batch.samples, syncs=self._is_syncing)
-        else:
-            sums.add(batch.samples, syncs=self._is_syncing)
+        sums.attend(batch.samples)
+        if result.loss is not None:  # else the caller computes one, and calls backward
+            sums.end_backward()
 
     # ------------------------------------------------------------------ step
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -726,14 +725,11 @@ class DataParallel(StandInModule):
     def no_sync(self) -> Iterator[None]:
         """Leave the gradients at the machines: for accumulation over several backwards.
 
-        The first backward of a call outside, or `step`, sums them up, by the samples of all these backwards
-        together. The devices of one machine sum theirs in each backward.
+        The first backward outside, or `step`, sums them up, by the samples of all these backwards together.
+        The devices of one machine sum theirs in each backward.
         """
-        before, self._is_syncing = self._is_syncing, False
-        try:
+        with nullcontext() if self._sums is None else self._sums.no_sync():
             yield
-        finally:
-            self._is_syncing = before
 
     def set_lr(self, lr: float) -> None:
         """Scale the learning rates of all groups of all optimizers so that the first that is not 0 has `lr`.
