@@ -11,84 +11,52 @@ from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import SharedStatistics
 from flowdp.data.trees import tree_map
-from flowdp.data_parallel.machine_memory import spread
 from flowdp.device.structure import difference, structure
 from flowdp.errors import OptionError
 from flowdp.modules.whole_batch import check_embeddings
-from flowdp.network.machines import Machines, find_machines
-from flowdp.options import MachineOptions, Payload
+from flowdp.network.machines import Machines
+from flowdp.options import MachineOptions
 from flowdp.replica.factories import needs_closure
 
-__all__ = [
-    "TIMEOUT_S",
-    "check_machines",
-    "check_trainable",
-    "check_windows",
-    "open_machines",
-    "share_optimizers",
-    "share_start",
-]
+__all__ = ["TIMEOUT_S", "check_loop", "check_machines", "share_optimizers", "share_start"]
 
 TIMEOUT_S = 600.0
 """Longest wait for another machine, with `machines=True`. Longer than the Trainer's: in a loop that the user
 owns a machine may evaluate or save for minutes while the others wait for its gradients."""
 
-HOST = torch.device("cpu")
 
-
-def check_machines(option: object) -> tuple[bool, float, Payload]:
-    """Whether other machines of the job are wanted, the longest wait for one, and the payload.
+def check_machines(option: object, model: nn.Module) -> MachineOptions | None:
+    """Options for the other machines of the job; None: they are not wanted, or there is nothing to train.
 
     Raises:
         OptionError: It is something else, or has options that a loop of the user's own cannot follow.
     """
-    if isinstance(option, bool):
-        return option, TIMEOUT_S, "full"
+    if option is False:
+        return None
+    if option is True:
+        option = MachineOptions(timeout=TIMEOUT_S)
     if not isinstance(option, MachineOptions):
         raise OptionError(f"machines must be True, False or MachineOptions(...), not {option!r}")
-    default = MachineOptions()
-    summed = (
-        "the rounds of a Trainer: setup() sums all machines' gradients in every backward outside no_sync()"
-    )
-    read = "the dataset of a Trainer: with setup() the loop reads its own loader"
-    for name, reason in (("rounds", summed), ("overlap", summed), ("stream", read)):
-        if (given := getattr(option, name)) != getattr(default, name):
-            raise OptionError(f"machines.{name}={given!r} is for {reason}; leave {name} out")
-    return True, option.timeout, option.payload
-
-
-def open_machines(model: nn.Module, option: object) -> Machines | None:
-    """The machines of this job, where the model has something to train; None: this process is alone.
-
-    Raises:
-        CollectiveError: Not all machines came here in time.
-        OptionError: The option is wrong, or the process group cannot be made.
-    """
-    wanted, timeout_s, _ = check_machines(option)
+    if option != MachineOptions(timeout=option.timeout, payload=option.payload):
+        raise OptionError(
+            f"machines={option!r}: setup() takes timeout and payload, and sums all machines' gradients in "
+            "every backward outside no_sync(); rounds, overlap and stream are for a Trainer: leave them out"
+        )
     # A model that is used as it is, by one machine to evaluate for instance, needs no other.
-    wanted = wanted and any(parameter.requires_grad for parameter in model.parameters())
-    return find_machines(timeout_s=timeout_s, wanted=wanted)
+    return option if any(parameter.requires_grad for parameter in model.parameters()) else None
 
 
-def check_windows(cadence: object, *, windows: bool) -> None:
-    """Check that windows of whole batches were not asked for.
+def check_loop(model: nn.Module, cadence: object, *, windows: bool) -> None:
+    """Check that nothing in a loop needs the batch of all machines, or goes by the speed of one.
 
     Raises:
-        OptionError: They were.
+        OptionError: Windows of whole batches were asked for, or a layer needs the whole batch.
     """
     if windows and cadence is not None:
         raise OptionError(
             f"cadence={cadence!r} sizes the windows by the speed of one machine's devices, so machines would "
             "take different numbers of steps: give cadence=False, which cuts each batch"
         )
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Check that a model has no layer that needs the batch of all machines.
-
-    Raises:
-        OptionError: It has one.
-    """
     if SharedStatistics(model):
         raise OptionError(
             "SyncBatchNorm takes the statistics of the devices of one machine, and this job has several "
@@ -111,8 +79,12 @@ def share_start(machines: Machines, model: nn.Module, settings: dict[str, Any]) 
     """
     words = structure(model, every_name=True)
     words |= {f"setup(..., {name}=)": repr(value) for name, value in settings.items()}
-    _check_same(machines, machines.gather(words), "build the same model and make the same call of setup()")
-    spread(machines, [*model.parameters(), *model.buffers()])
+    _check_same(machines, words, "build the same model and make the same call of setup()")
+    own = [one.detach() for one in (*model.parameters(), *model.buffers()) if one.numel()]
+    values = [one.cpu().contiguous() for one in own]
+    machines.spread([one.view(-1).view(torch.uint8) for one in values])  # gloo does not know every dtype
+    for one, value in zip(own, values, strict=True):
+        one.copy_(value)
 
 
 def share_optimizers(machines: Machines, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -128,38 +100,38 @@ def share_optimizers(machines: Machines, model: nn.Module, optimizers: Sequence[
                 f"{type(optimizer).__name__} decides by the loss that its closure computes, which is of one "
                 "machine's batch alone: on several machines use an optimizer without a closure"
             )
+    # With its state come machine 0's numbers, too.
+    has_state = any(machines.gather(any(optimizer.state for optimizer in optimizers)))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    kinds, numbers = {}, {}
+    words = {}
     for number, optimizer in enumerate(optimizers):
-        kinds[f"optimizer {number}"] = type(optimizer).__name__
+        words[f"optimizer {number}"] = type(optimizer).__name__
         for place, group in enumerate(optimizer.param_groups):
             which = f"of group {place} of optimizer {number}"
-            kinds[f"parameters {which}"] = ", ".join(names.get(one, "?") for one in group["params"])
+            words[f"parameters {which}"] = ", ".join(names.get(one, "?") for one in group["params"])
             for key, value in group.items():
                 plain = value.tolist() if isinstance(value, Tensor) else value
-                if isinstance(plain, (bool, int, float, str, tuple, type(None))):
-                    numbers[f"{key} {which}"] = repr(plain)
-    gathered = machines.gather((kinds, numbers, any(optimizer.state for optimizer in optimizers)))
-    # With machine 0's state its numbers come, too.
-    compared = [kinds if gathered[0][2] else {**kinds, **numbers} for kinds, numbers, _ in gathered]
-    _check_same(machines, compared, "make the same optimizers")
-    if any(has_state for *_, has_state in gathered):
+                if not has_state and isinstance(plain, (bool, int, float, str, tuple, type(None))):
+                    words[f"{key} {which}"] = repr(plain)
+    _check_same(machines, words, "make the same optimizers")
+    if has_state:
         states = machines.share([tree_map(_on_host, optimizer.state_dict()) for optimizer in optimizers])
         if not machines.leads:
             for optimizer, state in zip(optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
 
 
-def _check_same(machines: Machines, words: Sequence[Mapping[str, str]], remedy: str) -> None:
+def _check_same(machines: Machines, words: Mapping[str, str], remedy: str) -> None:
     """Check that all machines describe what they have in the same words.
 
     Raises:
         OptionError: They do not.
     """
-    for name, other in zip(machines.names[1:], words[1:], strict=True):
-        if found := difference(other, words[0], f"on {name}", f"on {machines.names[0]}"):
+    first, *others = machines.gather(words)
+    for name, other in zip(machines.names[1:], others, strict=True):
+        if found := difference(other, first, f"on {name}", f"on {machines.names[0]}"):
             raise OptionError(f"the machines differ: {found}; every machine must {remedy}")
 
 
 def _on_host(leaf: Any) -> Any:
-    return leaf.detach().to(HOST) if isinstance(leaf, Tensor) else leaf
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf

@@ -3,8 +3,8 @@
 Each machine's gradients come out of a backward summed over its devices. At the end of that backward, before
 the user's thread has it back, they travel once through the host's memory: each times the samples of its
 machine's batch, and the sum is divided by all of these. So clipping and every optimizer see the gradients of
-one device with the batches of all machines. A report of each machine travels along, so that machines which no
-longer do the same fail, all of them, instead of training apart.
+one device with the batches of all machines. A few numbers of each machine go before them, so that machines
+which no longer do the same fail, all of them, instead of training apart.
 """
 
 from __future__ import annotations
@@ -12,49 +12,35 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowdp.data.trees import tensors_of
-from flowdp.data_parallel.machine_memory import GradientMemory, average_over_machines, spread
-from flowdp.data_parallel.machine_report import (
-    MachineReport,
-    batch_checksum,
-    difference_of,
-    message_of,
-    rate_of,
-    reports_in,
-)
+from flowdp.data_parallel.windows import Window
 from flowdp.errors import CollectiveError, FlowdpError
-from flowdp.network.machines import Machines
+from flowdp.network.machines import Machines, Reduction
 from flowdp.options import Payload
 
-__all__ = ["MachineSum"]
+__all__ = ["MachineSum", "batch_checksum"]
 
-T = TypeVar("T")
+SAMPLED = 1_024
+"""Numbers of each tensor of a batch that are compared with other machines' batches."""
 
-MOST_LEFT = 64
-"""Most records kept of backwards that have not ended: those that failed leave theirs."""
-
-
-class _Passed(NamedTuple):
-    """Calls of one module that a backward of the caller's has come through.
-
-    Attributes:
-        samples: Samples of the largest call whose gradients are to be summed; 0: none.
-        kept: Those of the largest call inside `no_sync`.
-        reaches: Whether it adds to the gradient of a parameter.
-    """
-
-    samples: int = 0
-    kept: int = 0
-    reaches: bool = False
+DIFFERENCES = (
+    "the epoch has ended on some machines (1), while others still train (0); give each machine as many "
+    "batches, by a DistributedSampler, and drop_last=True",
+    "they have taken different numbers of optimizer steps; each must step after the same backwards",
+    "their gradients are of different parameters (a checksum); freeze and thaw the same on each",
+    "the learning rates differ; a schedule must not depend on a value of one machine alone",
+)
+"""What is wrong where the first numbers that machines send each other are not the same on all."""
 
 
 class MachineSum:
@@ -65,12 +51,13 @@ class MachineSum:
         module: The user's, alike on all machines.
         payload: Numbers on the way: "bf16" halves the bytes of float32.
         averages: Whether buffers are averaged over the machines, weighted by samples; else they are machine
-            0's.
+            0's. Those that a forward on any machine has written to travel with the gradients.
 
     Attributes:
         machines: As given.
+        optimizer: The one whose steps and learning rate are compared between machines; None: there is none.
 
-    Threads: the user's, and torch's at the end of a backward.
+    Threads: the user's, and torch's in a backward.
 
     Streams: the caller's current one of the module's device; the host waits for the gradients.
     """
@@ -79,45 +66,36 @@ class MachineSum:
         self, machines: Machines, module: nn.Module, *, payload: Payload = "full", averages: bool = False
     ) -> None:
         self.machines = machines
+        self.optimizer: Optimizer | None = None
         self._module = module
-        self._payload: Payload = payload
+        self._is_narrow = payload == "bf16"
         self._averages = averages
         self._number = next(_NUMBERS)
-        self._memory = GradientMemory({}, payload)
-        self._is_agreed = False  # the machines' gradients have the same places in memory
-        self._count = sum(1 for _ in module.parameters())
-        self._optimizer: Callable[[], Optimizer | None] = lambda: None
+        self._is_syncing = True
+        self._size = 1  # samples of the last call
+        self._samples = 0  # of backwards whose gradients wait for a sum
         self._steps = 0
         self._sums = 0
-        self._sums_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._samples = 0  # since the last sum, of backwards inside no_sync
-        self._seen = 0  # samples of sums since the last step, for the buffers
-        self._last = _Passed(1)
-        self._kept: list[int] = []  # versions of the gradients that they have left
-        self._is_quiet = False
+        self._sums_at_step = 0
         self._batch = 0
+        self._layout = 0
+        self._trained: dict[str, nn.Parameter] = {}
         self._hooks: list[tuple[Any, Any]] = []
         # By layers: the kernel of BatchNorm does not count its writes to the running statistics.
-        self._owners = [part for part in module.modules() if part._buffers]
+        self._layers = [part for part in module.modules() if list(part.buffers(recurse=False))]
         self._known = self._states()
-        self._changed = [False] * len(self._owners)
+        self._hook_parameters()
 
     # ------------------------------------------------------------------ calls and backwards
-    def attend(self, outputs: Any, samples: int | None, *, syncs: bool) -> None:
+    def attend(self, samples: int | None) -> None:
         """Note a call of the module whose graph has been made.
 
         Args:
-            outputs: Its outputs.
-            samples: Samples of its batch; None: it has none, and counts as one.
-            syncs: Whether a backward through it sums the gradients.
+            samples: Samples of its batch, the weight of the backward that follows; None: it has none, and
+                counts as one.
         """
+        self._size = samples or 1
         self._hook_parameters()
-        self._last = _Passed(samples or 1) if syncs else _Passed(kept=samples or 1)
-        note = partial(_note, weakref.ref(self), self._last)
-        for leaf in tensors_of(outputs):
-            if leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(note)
-        self._drop_zeroed()
 
     def compare(self, batch: Any) -> None:
         """Compare the first batch, or the first device's part of it, with other machines' in the next sum."""
@@ -125,101 +103,132 @@ class MachineSum:
             self._batch = batch_checksum(batch)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Context for backwards of a window: gradients are summed by `add`, behind all of them."""
-        before, self._is_quiet = self._is_quiet, True
+    def no_sync(self) -> Iterator[None]:
+        """Context for backwards whose gradients wait for the sum of a later one."""
+        before, self._is_syncing = self._is_syncing, False
         try:
             yield
         finally:
-            self._is_quiet = before
+            self._is_syncing = before
 
-    def add(self, samples: int, *, syncs: bool) -> None:
-        """Sum the gradients of a window's backwards over the machines, or keep them for the next sum."""
-        self._hook_parameters()
-        self._end_backward(_Passed(samples) if syncs else _Passed(kept=samples))
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Context for backwards of a window, which count as one: `attend` and `end_backward` follow them."""
+        before, self._size = self._size, 0
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            self._size = before
+
+    def end_backward(self) -> None:
+        """Sum the gradients over the machines, or let them wait for the next sum."""
+        self._samples += self._size
+        if self._is_syncing:
+            self.reduce()
 
     def _hook_parameters(self) -> None:
         """See to it that a backward which adds to a parameter's gradient is noticed."""
         trained = {name: one for name, one in self._module.named_parameters() if one.requires_grad}
-        if list(map(id, trained.values())) == list(map(id, self._memory.parameters)):
+        if list(map(id, trained.values())) == list(map(id, self._trained.values())):
             return
         self._unhook()
-        self._memory, self._is_agreed = GradientMemory(trained, self._payload), False
-        note = partial(_note, weakref.ref(self), _Passed(reaches=True))
+        self._trained = trained
+        self._layout = zlib.crc32(repr([(name, one.shape) for name, one in trained.items()]).encode())
         for parameter in trained.values():
             # At the node of the graph: hooks of the parameter itself are the user's.
             node = torch.autograd.graph.get_gradient_edge(parameter).node
-            self._hooks.append((node, node.register_hook(note)))
+            self._hooks.append((node, node.register_prehook(self._note)))
 
     def _unhook(self) -> None:
         for _, handle in self._hooks:
             handle.remove()
         self._hooks = []
 
-    def _end_backward(self, passed: _Passed) -> None:
-        """Sum the gradients, or keep them; a backward through calls of both kinds does both."""
-        if not passed.samples and not passed.kept:  # of a penalty of gradients alone, or a checkpoint
-            passed = self._last
-        self._samples += passed.samples or passed.kept
-        if passed.samples:
-            self.reduce()
-        if passed.kept:
-            self._samples = max(self._samples, passed.kept)
-            self._kept = self._versions()
-
-    # ------------------------------------------------------------------ accumulation
-    def is_due(self) -> bool:
-        """Whether each machine has gradients of backwards inside `no_sync` that no sum has had.
-
-        Raises:
-            FlowdpError: They have been written to since.
-        """
-        self._drop_zeroed()
-        if self._kept and self._kept != self._versions():
-            raise FlowdpError(
-                "gradients have been written to (clipped or scaled) while no_sync() had left those of other "
-                "machines there: let the last backward be outside no_sync(), or clip by clip_grad_norm_() of "
-                "what setup() returned"
-            )
-        return self._samples > 0
-
-    def _versions(self) -> list[int]:
-        """Writes to each gradient that torch has counted; -1: there is none."""
-        return [-1 if one.grad is None else one.grad._version for one in self._memory.parameters]
-
-    def _drop_zeroed(self) -> None:
-        """Forget gradients that are kept, where the user has dropped or zeroed them all."""
-        if self._kept and self._kept != self._versions():
-            gradients = (one.grad for one in self._memory.parameters)
-            if not any(grad is not None and grad.any() for grad in gradients):
-                self.drop()
+    def _note(self, *_: object) -> None:
+        """Note that a backward is about to add to a gradient."""
+        with _LOCK:
+            due = _UNDER_WAY.setdefault(torch._C._current_graph_task_id(), set())
+            if self in due:
+                return
+            if not due:
+                torch.autograd.Variable._execution_engine.queue_callback(partial(_end, due))
+            due.add(self)
+        if all(one.grad is None for one in self._trained.values()):
+            self.drop()  # as the user has dropped those of earlier backwards
 
     def drop(self) -> None:
         """Forget the gradients that wait for a sum."""
-        self._samples, self._kept = 0, []
+        self._samples = 0
 
     # ------------------------------------------------------------------ the sum
+    def collect(self) -> None:
+        """Sum the gradients that backwards inside `no_sync` have left at the machines; raises as `reduce`."""
+        if self._samples:
+            self.reduce()
+
     @torch.no_grad()
     def reduce(self) -> None:
-        """Replace the gradients of all machines by their mean, weighted by samples.
+        """Replace the gradients of all machines by their mean, weighted by samples, and share buffers.
 
         Raises:
-            FlowdpError: The machines do not do the same, and all of them raise it; or see `GradientMemory`.
+            FlowdpError: The machines do not do the same, and all of them raise it; or a gradient has a graph,
+                or is sparse.
             CollectiveError: A machine was lost, or does not come.
         """
-        samples = self._samples
+        samples, parameters = self._samples, list(self._trained.values())
         self.drop()
-        self._look_at_buffers()
-        has = [one.grad is not None for one in self._memory.parameters]
-        # As many flags as parameters, so that the message is as long where others are frozen.
-        padding = [False] * (self._count - len(has))
-        total, flags, sums = self._exchange(samples, [*has, *padding, *self._changed])
+        gradients = [self._gradient_of(name, one) for name, one in self._trained.items()]
+        states = self._states()
+        changed = [new != old for new, old in zip(states, self._known, strict=True)]
+        total, changed = self._agree(samples, changed)
+        is_wide = any(one.dtype in (torch.float64, torch.complex128) for one in gradients)
+        row = _row(gradients, torch.float64 if is_wide else torch.float32).mul_(samples)
+        sent = row.to("cpu", torch.bfloat16 if self._is_narrow and not is_wide else row.dtype)
+        is_there = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
+        layers = [part for part, is_one in zip(self._layers, changed, strict=True) if is_one]
+        # As data: a graph may have saved a buffer, so the writes are not counted, as a batch norm's own.
+        buffers = [one.data for part in layers for one in part.buffers(recurse=False)]
+        floats = [one for one in buffers if one.is_floating_point() or one.is_complex()]
+        integers = [one for one in buffers if not (one.is_floating_point() or one.is_complex())]
+        means, counts = _row(floats, torch.float64).cpu(), _row(integers, torch.int64).cpu()
+        if self._averages:
+            means.mul_(samples / total)
+        elif not self.machines.leads:
+            means.zero_()
+            counts.zero_()
+        of_counts: Reduction = "max" if self._averages else "sum"
+        self._call([sent, is_there, means, counts], ["sum", "max", "sum", of_counts])
+        _fill(gradients, sent.to(row.device, row.dtype).div_(total))
+        _fill(floats, means)
+        _fill(integers, counts)
+        for parameter, gradient, is_one in zip(parameters, gradients, is_there.tolist(), strict=True):
+            if is_one:  # on any machine; else it stays None
+                parameter.grad = gradient
+        self._known = states
         self._sums += 1
-        self._seen += samples
-        self._memory.unpack(sums, total, flags[: len(has)])
-        self._changed = flags[self._count :]
 
-    def epoch(self, windows: Iterable[T]) -> Iterator[T]:
+    def _gradient_of(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """The gradient of a parameter; zeros where there is none."""
+        grad = parameter.grad
+        if grad is None:
+            return torch.zeros_like(parameter)
+        if grad.requires_grad or grad.layout is not torch.strided:
+            raise FlowdpError(
+                f"the gradient of {name!r} has a graph or is sparse, and cannot be summed over machines: "
+                "take gradients with a graph by torch.autograd.grad(), and make embeddings with sparse=False"
+            )
+        return grad
+
+    def _states(self) -> list[list[tuple[int, int]]]:
+        """Identity and version of the buffers of each layer."""
+        return [
+            [(id(one), 0 if one.is_inference() else one._version) for one in part.buffers(recurse=False)]
+            for part in self._layers
+        ]
+
+    # ------------------------------------------------------------------ what machines tell each other
+    def epoch(self, windows: Iterable[Window]) -> Iterator[Window]:
         """The windows of an epoch, which ends on all machines at once where it has trained.
 
         Raises:
@@ -229,47 +238,43 @@ class MachineSum:
         before = self._sums
         yield from windows
         if self._sums > before:  # not of an evaluation, which one machine may do alone
-            with torch.no_grad():
-                self._exchange(0, [False] * (self._count + len(self._changed)), has_ended=True)
+            self._agree(0, [False] * len(self._layers))
 
-    def _exchange(
-        self, samples: int, flags: Sequence[bool], *, has_ended: bool = False
-    ) -> tuple[float, list[bool], list[Tensor]]:
-        """Samples and flags of all machines together, and the sums of their gradients.
+    def _agree(self, samples: int, changed: Sequence[bool]) -> tuple[float, list[bool]]:
+        """Samples of all machines together, and whether any has changed the buffers of each layer.
+
+        Args:
+            samples: Weight of this machine's gradients; 0: it has none, for its epoch has ended.
+            changed: Whether this machine has changed the buffers of each layer.
 
         Raises:
             FlowdpError: The machines do not do the same.
+            CollectiveError: A machine was lost, or does not come.
         """
-        count = self.machines.count
-        report = MachineReport(
-            ended=has_ended,
-            layout=self._memory.checksum,
-            steps=self._steps,
-            rate=rate_of(self._optimizer()),
-            batch=0 if self._sums else self._batch,
-            samples=samples,
-        )
-        message = message_of(report, self.machines.index, count, flags)
-        sums = self._memory.pack(samples)
-        if self._is_agreed and not has_ended:
-            self._call(lambda: self.machines.reduce([message, *sums]))
-        else:
-            # Gradients of other forms than elsewhere cannot travel: the reports go before. Machines that
-            # still train wait for those of one that has ended, too, before they look.
-            self._call(lambda: self.machines.reduce([message]))
-            reports, _ = reports_in(message, count)
-            train = any(not one.ended for one in reports)
-            if train and all(one.layout == report.layout for one in reports):
-                self._call(lambda: self.machines.reduce(sums))
-        reports, any_flags = reports_in(message, count)
-        if found := difference_of(reports, self.machines.names):
-            raise FlowdpError(found)
-        self._is_agreed = True
-        return sum(one.samples for one in reports), any_flags, sums
+        rate = 0 if self.optimizer is None else self.optimizer.param_groups[0].get("lr")
+        own = [not samples, self._steps, self._layout, float(rate or 0), self._batch, samples, *changed]
+        table = torch.zeros(self.machines.count, len(own), dtype=torch.float64)
+        table[self.machines.index] = torch.tensor(own, dtype=torch.float64)
+        self._call([table])
+        columns = table.T.tolist()
+        for text, values in zip(DIFFERENCES, columns, strict=False):
+            if len(set(values)) > 1:
+                of_each = zip(values, self.machines.names, strict=True)
+                found = ", ".join(f"{value:.12g} on {name}" for value, name in of_each)
+                raise FlowdpError(f"the machines do not do the same: {text}: {found}")
+        batches, sizes, *flags = columns[len(DIFFERENCES) :]
+        if batches[0] and len(set(batches)) == 1:
+            raise FlowdpError(
+                "every machine has begun with the same batch, so all would train the same samples: give each "
+                "its own, by a torch.utils.data.DistributedSampler, or a shard of the data; if it is meant, "
+                "call the model in a loop over the loader"
+            )
+        return sum(sizes), [any(column) for column in flags]
 
-    def _call(self, exchange: Callable[[], None]) -> None:
+    def _call(self, tensors: Sequence[Tensor], operations: Sequence[Reduction] = ()) -> None:
+        """Reduce tensors over the machines, with an error that says which step it was."""
         try:
-            exchange()
+            self.machines.reduce(tensors, operations)
         except CollectiveError as error:
             others = [name for k, name in enumerate(self.machines.names) if k != self.machines.index]
             raise type(error)(
@@ -280,62 +285,25 @@ class MachineSum:
             ) from error
 
     # ------------------------------------------------------------------ steps
-    def lead_by(self, optimizer: Optimizer | None) -> None:
-        """Set the optimizer whose steps are compared between machines."""
-        self._optimizer = (lambda: None) if optimizer is None else weakref.ref(optimizer)
-
     def check_step(self, optimizer: Optimizer) -> None:
-        """Check, before an optimizer steps, that its gradients have been summed.
+        """Check, before the first optimizer steps, that its gradients have been summed.
 
         Raises:
-            FlowdpError: There has been no sum since its last step.
+            FlowdpError: There has been no sum since its last step, or since the last backward.
         """
-        before = self._sums_at.get(optimizer, 0)
-        self._sums_at[optimizer] = self._sums
-        if before < self._sums:
+        is_summed = self._sums > self._sums_at_step and not self._samples
+        if is_summed or all(one.grad is None for one in self._module.parameters()):
             return
-        own = set(self._module.parameters())
-        groups = optimizer.param_groups
-        if any(p.grad is not None and p in own for group in groups for p in group["params"]):
-            raise FlowdpError(
-                f"{type(optimizer).__name__} would step by gradients of this machine alone: since its last "
-                "step no backward has gone through a call of what setup() returned; compute the loss by such "
-                "a call, not by its .module"
-            )
+        raise FlowdpError(
+            f"{type(optimizer).__name__} would step by gradients of this machine alone: since its last step "
+            "no backward outside no_sync() has summed them over the machines; let the last backward be "
+            "outside, or clip and step by clip_grad_norm_() and step() of what setup() returned"
+        )
 
-    @torch.no_grad()
     def stepped(self) -> None:
-        """Count a step of the first optimizer, and share the buffers that have changed on any machine.
-
-        Raises:
-            CollectiveError: A machine was lost, or does not come.
-        """
+        """Count a step of the first optimizer."""
         self._steps += 1
-        samples, self._seen = self._seen, 0
-        changed = [part for part, flag in zip(self._owners, self._changed, strict=True) if flag]
-        if not changed:
-            return
-        buffers = [one for part in changed for one in part.buffers(recurse=False)]
-        if self._averages:
-            self._call(partial(average_over_machines, self.machines, buffers, samples))
-        else:
-            self._call(partial(spread, self.machines, buffers))
-        self._changed = [False] * len(self._owners)
-        self._known = self._states()
-
-    def _look_at_buffers(self) -> None:
-        """See which layers have written to a buffer since it was shared."""
-        self._changed = [
-            flag or new != old
-            for flag, new, old in zip(self._changed, self._states(), self._known, strict=True)
-        ]
-
-    def _states(self) -> list[list[tuple[int, int]]]:
-        """Identity and version of the buffers of each layer."""
-        return [
-            [(id(one), -1 if one.is_inference() else one._version) for one in part.buffers(recurse=False)]
-            for part in self._owners
-        ]
+        self._sums_at_step = self._sums
 
     def close(self) -> None:
         """Leave the other machines: one that still waits for this one fails at once."""
@@ -345,36 +313,36 @@ class MachineSum:
 
 _NUMBERS = itertools.count()
 
-_UNDER_WAY: dict[int, dict[Callable[[], MachineSum | None], _Passed]] = {}
-"""Calls that each backward under way has come through, by its number in torch and the sum of the module."""
+_UNDER_WAY: weakref.WeakValueDictionary[int, set[MachineSum]] = weakref.WeakValueDictionary()
+"""Sums that are due at the end of each backward under way, by its number in torch. The callback at its end
+keeps them, which goes with a backward that fails."""
 
 _LOCK = threading.Lock()
-"""Held where records of backwards are made and written: torch has a thread for each CUDA device."""
+"""Held where backwards are noted: torch has a thread for each CUDA device."""
 
 
-def _note(sums: Callable[[], MachineSum | None], more: _Passed, *_: object) -> None:
-    """Note what the backward that calls this has come through."""
-    if (alive := sums()) is None or alive._is_quiet:
-        return
-    task = torch._C._current_graph_task_id()
-    with _LOCK:
-        if task not in _UNDER_WAY:
-            if len(_UNDER_WAY) >= MOST_LEFT:
-                _UNDER_WAY.clear()
-            _UNDER_WAY[task] = {}
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_end, task))
-        before = _UNDER_WAY[task].get(sums, _Passed())
-        _UNDER_WAY[task][sums] = _Passed(
-            max(before.samples, more.samples), max(before.kept, more.kept), before.reaches or more.reaches
-        )
-
-
-def _end(task: int) -> None:
+def _end(due: set[MachineSum]) -> None:
     """Sum all gradients that a backward has made: everywhere in the order in which `setup` was called."""
-    with _LOCK:
-        records = _UNDER_WAY.pop(task, {})
-    due = [
-        (one, passed) for sums, passed in records.items() if passed.reaches and (one := sums()) is not None
-    ]
-    for one, passed in sorted(due, key=lambda pair: pair[0]._number):
-        one._end_backward(passed)
+    for one in sorted(due, key=lambda one: one._number):
+        one.end_backward()
+
+
+def batch_checksum(batch: Any) -> int:
+    """A checksum of the beginning of each tensor of a batch; 0: there is none."""
+    dense = [leaf for leaf in tensors_of(batch) if leaf.layout is torch.strided]
+    return zlib.crc32(repr([leaf.flatten()[:SAMPLED].tolist() for leaf in dense]).encode()) if dense else 0
+
+
+def _row(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Copies of tensors of one device in a row; two numbers for a complex one. Shape (numbers,)."""
+    real = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
+    parts = [one.reshape(-1).to(dtype) for one in real]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
+
+
+def _fill(tensors: Sequence[Tensor], row: Tensor) -> None:
+    """Write a row, as `_row` makes it, into tensors."""
+    sizes = [one.numel() * (2 if one.is_complex() else 1) for one in tensors]
+    for one, part in zip(tensors, row.split(sizes), strict=True):
+        numbers = torch.complex(*part.view(-1, 2).unbind(1)) if one.is_complex() else part
+        one.copy_(numbers.view(one.shape))

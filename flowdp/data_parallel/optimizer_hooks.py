@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -59,14 +58,15 @@ class OptimizerHooks:
         self.optimizers = check_optimizers(option, self._module)
         self._held = []
         if self._sums is not None:
-            self._sums.lead_by(self.optimizers[0] if self.optimizers else None)
+            self._sums.optimizer = self.optimizers[0] if self.optimizers else None
         for hook in self._hooks:
             hook.remove()
         # An optimizer that outlives this must not keep it, and the replicas behind it.
-        before, after = (partial(_call, weakref.WeakMethod(one)) for one in (self._before, self._after))
+        after = partial(_call, weakref.WeakMethod(self._after))
         self._hooks = [optimizer.register_step_post_hook(after) for optimizer in self.optimizers]
-        if self._sums is not None:
-            self._hooks += [optimizer.register_step_pre_hook(before) for optimizer in self.optimizers]
+        if self._sums is not None and self.optimizers:
+            before = partial(_call, weakref.WeakMethod(self._sums.check_step))
+            self._hooks.append(self.optimizers[0].register_step_pre_hook(before))
 
     def step(self, scaler: torch.amp.GradScaler | None, max_norm: float | None) -> None:
         """Clip to a 2-norm, and step all optimizers; see `DataParallel.step`.
@@ -125,21 +125,8 @@ class OptimizerHooks:
 
     def collect(self) -> None:
         """Sum the gradients that backwards inside `no_sync` have left at the machines."""
-        if self._sums is not None and self._sums.is_due():
-            self._sums.reduce()
-
-    def _before(self, optimizer: Optimizer) -> None:
-        sums = self._sums
-        if sums is None:
-            return
-        if sums.is_due():
-            if _is_in_a_scalers_step():
-                raise FlowdpError(
-                    "the scaler has unscaled the gradients of this machine alone, because no_sync() has left "
-                    "those of the others there: step by dp.step(scaler), or let the last backward be outside"
-                )
-            self.collect()
-        sums.check_step(optimizer)
+        if self._sums is not None:
+            self._sums.collect()
 
     def _after(self, optimizer: Optimizer) -> None:
         if optimizer is not self.optimizers[0]:
@@ -154,14 +141,3 @@ class OptimizerHooks:
 def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer, *_: Any) -> None:
     if (alive := method()) is not None:
         alive(optimizer)
-
-
-def _is_in_a_scalers_step() -> bool:
-    # The scaler does not say so, and unscaled gradients cannot be told from scaled ones.
-    frame = sys._getframe()
-    while (above := frame.f_back) is not None:
-        frame = above
-        scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(scaler, torch.amp.GradScaler):
-            return scaler.is_enabled()
-    return False

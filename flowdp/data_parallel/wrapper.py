@@ -37,14 +37,7 @@ from flowdp.data_parallel.join import output_form
 from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch
 from flowdp.data_parallel.loss_context import BatchPlan, Inputs, InputsOption, LossFunction, TaggedModules
-from flowdp.data_parallel.machine_start import (
-    check_machines,
-    check_trainable,
-    check_windows,
-    open_machines,
-    share_optimizers,
-    share_start,
-)
+from flowdp.data_parallel.machine_start import check_loop, check_machines, share_optimizers, share_start
 from flowdp.data_parallel.machine_sum import MachineSum
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.data_parallel.pace import Pace
@@ -66,6 +59,7 @@ from flowdp.errors import FlowdpError, OptionError
 from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import start_training
 from flowdp.network.devices import check_devices
+from flowdp.network.machines import find_machines
 from flowdp.observe.banner import tell_devices
 from flowdp.options import (
     Buffers,
@@ -188,7 +182,7 @@ def setup(
     check_layers(model, chosen, windows=windows)
     layout = Layout(dim, split, join, reduce).checked(model)
     check_flag("check", check)
-    _, _, payload = check_machines(machines)
+    between = check_machines(machines, model)
     tuning = as_tuning(tune_process)
     check_free(chosen)
     check_flag("progress", progress)
@@ -199,15 +193,15 @@ def setup(
         if optimizer is not None:
             start_training(model)
         sums = None
-        if (found := open_machines(model, machines)) is not None:
+        if between is not None and (found := find_machines(timeout_s=between.timeout)) is not None:
             stack.callback(found.close)  # if the machines, or the threads, do not get to work
             check_devices(found, chosen)
-            check_windows(cadence, windows=windows)
+            check_loop(model, cadence, windows=windows)
             windows = False
-            check_trainable(model)
-            settings = {"buffers": buffers, "max_grad_norm": max_grad_norm, "payload": payload}
+            settings = {"buffers": buffers, "max_grad_norm": max_grad_norm, "payload": between.payload}
             share_start(found, model, settings)
-            sums = MachineSum(found, model, payload=payload, averages=buffers == "average")
+            sums = MachineSum(found, model, payload=between.payload, averages=buffers == "average")
+            stack.callback(sums.close)
         optimizers = check_optimizers(optimizer, model)
         if sums is not None:
             share_optimizers(sums.machines, model, optimizers)
@@ -274,7 +268,6 @@ class DataParallel(StandInModule):
         self._schedules = Schedules(module)
         self._checks = check
         self._averages = buffers == "average"
-        self._is_syncing = True
         self._told: set[str] = set()  # reasons for which the first device does a call alone
         self._epochs = 0
         self._sums = sums  # over machines; None: there is one
@@ -452,7 +445,7 @@ class DataParallel(StandInModule):
             return function(*args, **kwargs)
         samples = Arguments(self._layout, self._schedules.of(name).callee, args, kwargs).samples
         outputs = function(*args, **kwargs)
-        self._sums.attend(outputs, samples, syncs=self._is_syncing)
+        self._sums.attend(samples)
         return outputs
 
     def _call(self, function: str | Callable[..., Any], run: Run, args: Any, kwargs: Any) -> Any:
@@ -517,7 +510,7 @@ class DataParallel(StandInModule):
 
     def _finish(self, outputs: Any, arguments: Arguments) -> Any:
         if self._sums is not None and torch.is_grad_enabled():
-            self._sums.attend(outputs, arguments.samples, syncs=self._is_syncing)
+            self._sums.attend(arguments.samples)
         return outputs
 
     def _form(self, arguments: Arguments) -> Hashable:
@@ -674,10 +667,9 @@ class DataParallel(StandInModule):
 
     def _sum_window(self, sums: MachineSum, batch: Window, result: WindowResult) -> None:
         sums.compare(batch.pieces[0].batch)
-        if result.loss is None:  # the caller computes one, and calls backward
-            sums.attend(result.output, batch.samples, syncs=self._is_syncing)
-        else:
-            sums.add(batch.samples, syncs=self._is_syncing)
+        sums.attend(batch.samples)
+        if result.loss is not None:  # else the caller computes one, and calls backward
+            sums.end_backward()
 
     # ------------------------------------------------------------------ step
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -706,14 +698,11 @@ class DataParallel(StandInModule):
     def no_sync(self) -> Iterator[None]:
         """Leave the gradients at the machines: for accumulation over several backwards.
 
-        The first backward of a call outside, or `step`, sums them up, by the samples of all these backwards
-        together. The devices of one machine sum theirs in each backward.
+        The first backward outside, or `step`, sums them up, by the samples of all these backwards together.
+        The devices of one machine sum theirs in each backward.
         """
-        before, self._is_syncing = self._is_syncing, False
-        try:
+        with nullcontext() if self._sums is None else self._sums.no_sync():
             yield
-        finally:
-            self._is_syncing = before
 
     def set_lr(self, lr: float) -> None:
         """Scale the learning rates of all groups of all optimizers so that the first that is not 0 has `lr`.

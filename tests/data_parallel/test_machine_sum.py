@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
+from flowdp.data_parallel.machine_sum import batch_checksum
 from flowdp.errors import CollectiveError, FlowdpError
 from flowdp.options import MachineOptions
 from tests.torch_world import in_processes
@@ -214,17 +215,82 @@ def adversaries_alone() -> list[Any]:
 
 
 def discarded(rank: int, devices: int) -> list[Any]:
-    """Kept gradients that are dropped or zeroed count no more, and the others count by their samples."""
+    """Kept gradients that are dropped count no more, and the others count by their samples."""
     found = []
-    for set_to_none in (True, False):
+    for is_behind in (False, True):
         dp, optimizer = ready(nn.Linear(3, 1).double(), devices)
         with dp.no_sync():
             dp(rows(1, 30)).mean().backward()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            dp(rows(5 + rank, 2 + rank)).mean().backward()
+            optimizer.zero_grad()
+            loss = dp(rows(5 + rank, 2 + rank)).mean()
+            if is_behind:
+                dp(rows(1, 30)).mean().backward()
+                loss = dp(rows(5 + rank, 2 + rank)).mean()
+                optimizer.zero_grad()
+            loss.backward()
         dp.clip_grad_norm_(1e9)
         found.append(dp.module.weight.grad.tolist())
     return found
+
+
+def past_the_wrapper(rank: int, devices: int) -> list[Any]:
+    """A backward through the module itself adds to the gradients, too."""
+    dp, optimizer = ready(Two(), devices)
+    dp.module(rows(rank), flag=True).mean().backward()
+    optimizer.step()
+    return dp.module.a.weight.grad.tolist()  # type: ignore[no-any-return]
+
+
+def crossed(rank: int, devices: int) -> list[Any]:
+    """A backward comes to two models in another order on each machine."""
+    (one, _), (other, _) = ready(Two(), devices), ready(Two(), devices)
+    order = (one, other) if rank else (other, one)
+    sum(dp(rows(rank), flag=True).mean() for dp in order).backward()
+    return [dp.module.a.weight.grad.tolist() for dp in (one, other)]
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, _grad: Any) -> Any:
+        raise ValueError("the backward fails")
+
+
+def failed(rank: int, devices: int) -> list[Any]:
+    """A backward that fails behind the first gradients leaves nothing that the next one would sum."""
+    dp, optimizer = ready(Two(), devices)
+    seed = torch.ones((), dtype=torch.float64, requires_grad=True)
+    loss = Failing.apply(seed) * dp(rows(rank), flag=True).mean()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="the backward fails"):
+        (loss + dp.module.b.weight.sum()).backward()
+    optimizer.zero_grad()
+    dp(rows(rank), flag=True).mean().backward()
+    return [None if p.grad is None else p.grad.tolist() for p in dp.parameters()]
+
+
+class Spectral(nn.Module):
+    """A complex weight, whose gradient is conjugated, and a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.wave = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+        self.real = nn.Parameter(torch.randn((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.wave.conj()).sum(1).abs() * self.real
+
+
+def spectral(rank: int, devices: int) -> list[Any]:
+    """A complex gradient and a real one."""
+    dp, _ = ready(Spectral(), devices)
+    dp(rows(rank)).mean().backward()
+    return [torch.view_as_real(dp.wave.grad.resolve_conj()).tolist(), dp.real.grad.item()]
 
 
 def thawed(rank: int, devices: int) -> list[Any]:
@@ -338,7 +404,34 @@ def grown(rank: int, devices: int) -> list[Any]:
     return dp.seen.tolist()  # type: ignore[no-any-return]
 
 
-SCENES = [unused, adversaries, discarded, thawed, halves, scaled, buffers, grown, resumed, captured]
+def norms(rank: int, devices: int) -> list[Any]:
+    """Two calls before the backward of the first, whose sum writes to the statistics."""
+    dp, optimizer = ready(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double(), devices, check=False)
+    for step in range(2):
+        losses = [dp(rows(rank + seed, 8)).square().mean() for seed in (2 * step, 2 * step + 20)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+    return [one.tolist() for one in (*dp.parameters(), *dp.buffers())]
+
+
+SCENES = [
+    unused,
+    adversaries,
+    discarded,
+    past_the_wrapper,
+    crossed,
+    failed,
+    spectral,
+    thawed,
+    halves,
+    scaled,
+    buffers,
+    norms,
+    grown,
+    resumed,
+    captured,
+]
 
 
 def scenes(rank: int) -> dict[str, Any]:
@@ -383,6 +476,30 @@ class TestLoops:
         wanted = torch.cat([rows(5, 2), rows(6, 3)]).mean(0)
         for found in played[0][f"discarded {devices}"]:
             close(found, [wanted.tolist()])
+
+    def test_a_backward_past_the_wrapper_is_summed(self, played: Any, devices: int) -> None:
+        wanted = torch.cat([rows(0), rows(1)]).mean(0)
+        close(played[0][f"past_the_wrapper {devices}"], [wanted.tolist()])
+
+    def test_models_in_another_order(self, played: Any, devices: int) -> None:
+        wanted = torch.cat([rows(0), rows(1)]).mean(0)
+        for found in played[0][f"crossed {devices}"]:
+            close(found, [wanted.tolist()])
+
+    def test_a_backward_that_failed_leaves_nothing(self, played: Any, devices: int) -> None:
+        a, b, c = played[0][f"failed {devices}"]
+        close(a, [torch.cat([rows(0), rows(1)]).mean(0).tolist()])
+        assert b is None
+        assert c is None
+
+    def test_complex_gradients(self, played: Any, devices: int) -> None:
+        model = Spectral()
+        model(torch.cat([rows(0), rows(1)])).mean().backward()
+        assert model.wave.grad is not None
+        assert model.real.grad is not None
+        wave, real = played[0][f"spectral {devices}"]
+        close(wave, torch.view_as_real(model.wave.grad.resolve_conj()).tolist())
+        close(real, model.real.grad.item())
 
     def test_a_thawed_layer_is_trained(self, played: Any, devices: int) -> None:
         model = stack()
@@ -474,9 +591,21 @@ def different_layers(rank: int) -> None:
     dp(rows(1, width=5)).sum().backward()
 
 
-def past_the_wrapper(_rank: int) -> None:
+def different_steps_of_norms(rank: int) -> None:
+    """Buffers, which machine 0 would share alone, do not come between."""
+    dp, optimizer = ready(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1)).double(), 1)
+    for step in range(3):
+        dp(rows(step, width=5)).sum().backward()
+        if rank or step != 1:
+            optimizer.step()
+
+
+def gradients_by_hand(_rank: int) -> None:
     dp, optimizer = ready(network(), 2)
-    dp.module(rows(1, width=5)).sum().backward()
+    parameters = list(dp.parameters())
+    gradients = torch.autograd.grad(dp(rows(1, width=5)).sum(), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     optimizer.step()
 
 
@@ -524,6 +653,15 @@ def evaluation_on_one(rank: int) -> None:
             dp.predict([rows(9, width=5)])
 
 
+def test_checksums_of_batches() -> None:
+    x, y = torch.arange(12.0).view(3, 4), torch.arange(3)
+    assert batch_checksum((x, y)) == batch_checksum((x.clone(), y.clone()))
+    assert batch_checksum((x, y)) != batch_checksum((x, y + 1))
+    assert batch_checksum((x.to(torch.complex64), y)) != 0
+    assert batch_checksum("text") == 0
+    assert batch_checksum(x.to_sparse()) == 0
+
+
 def ended_early(rank: int) -> None:
     with ready(network(), 2, machines=MachineOptions(timeout=600))[0] as dp:
         for step in range(3 - rank):
@@ -535,10 +673,11 @@ FAULTS: dict[Callable[[int], None], str] = {
     different_steps: "different numbers of optimizer steps.* 1 on machine 0 .* 2 on machine 1",
     different_rates: "learning rates differ.* 0.1 on machine 0 .* 0.2 on machine 1",
     different_layers: "different parameters",
-    past_the_wrapper: "SGD would step by gradients of this machine alone",
-    clipped_by_hand: "clipped or scaled.*let the last backward be outside no_sync",
+    different_steps_of_norms: "different numbers of optimizer steps.* 1 on machine 0 .* 2 on machine 1",
+    gradients_by_hand: "SGD would step by gradients of this machine alone",
+    clipped_by_hand: "gradients of this machine alone.*let the last backward be outside",
     gradients_with_a_graph: "has a graph",
-    sparse_gradients: "'0.weight' has a sparse layout.*sparse=False",
+    sparse_gradients: "the gradient of '0.weight'.* is sparse.*sparse=False",
     shorter_epoch: "epoch has ended on some machines.* 1 on machine 0 .* 0 on machine 1",
     same_samples: "every machine has begun with the same batch.*DistributedSampler",
     evaluation_on_one: "nothing",
