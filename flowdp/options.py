@@ -389,7 +389,8 @@ class ProcessTuning:
 
     Attributes:
         openmp: Give the starting thread's OpenMP pool back before the workers build theirs, each of which has
-            its share of `torch.get_num_threads()`. False: each has all of that number, and the pool stays.
+            its share of `torch.get_num_threads()`; in a loop of `setup` the calling thread has such a share,
+            too, while CPU devices share batches. False: each has all of that number, and the pool stays.
         malloc: Let glibc keep big freed blocks. It lasts until the process ends.
         switch_interval: Let the interpreter switch between threads every 0.5 ms.
     """

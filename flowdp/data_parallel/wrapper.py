@@ -47,7 +47,7 @@ from flowdp.data_parallel.window_step import WindowCapture
 from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_alone, run_window, window_call
 from flowdp.device.compiled import make_room
 from flowdp.device.copies import move
-from flowdp.device.cores import open_pools
+from flowdp.device.cores import LentThreads, open_pools
 from flowdp.device.discovery import resolve_devices
 from flowdp.device.dispatch import prepared_torch
 from flowdp.device.process_tuning import as_tuning, tuned_process
@@ -286,6 +286,9 @@ class DataParallel(StandInModule):
                 repeats = ratios is not None
                 self._replicas = Replicas(module, self._lanes, pools, repeats=repeats, link=link)
                 stack.callback(self._replicas.close)
+                self._threads = LentThreads(devices, tuning)
+                self._threads.lend()
+                stack.callback(self._threads.take_back)
             self._close = weakref.finalize(self, stack.pop_all().close)
         self._alone = SingleDevice()  # where there are no replicas
         self._is_on_host = devices[0].type == "cpu"
@@ -566,7 +569,12 @@ class DataParallel(StandInModule):
         """Learn from a step of the first optimizer."""
         self._balancer.step()
         if self._pace is not None:
+            was_cut = self._pace.is_cut
             self._pace.step()
+            if was_cut and not self._pace.is_cut:
+                self._threads.take_back()
+            elif self._pace.is_cut and not was_cut:
+                self._threads.lend()
 
     # ------------------------------------------------------------------ windows
     def epoch(

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 import torch
 
-from flowdp.device.openmp import barrier_ms
+from flowdp.device.openmp import barrier_ms, set_own_threads
 from flowdp.options import ProcessTuning
 from flowdp.policy.pool_size import PoolSize
 
-__all__ = ["cpu_quota", "open_pools", "thread_budget", "threads_per_rank", "usable_cores"]
+__all__ = ["LentThreads", "cpu_quota", "open_pools", "thread_budget", "threads_per_rank", "usable_cores"]
 
 log = logging.getLogger("flowdp")
 
@@ -68,9 +70,9 @@ def thread_budget() -> int:
     """Threads that may compute at once, those of all CPU workers together; at least 1.
 
     Threads:
-        The user's: the number is that of the calling thread.
+        The user's: the number is that of the calling thread, with those that it has lent.
     """
-    return max(1, min(torch.get_num_threads(), usable_cores()))
+    return max(1, min(_lent.own or torch.get_num_threads(), usable_cores()))
 
 
 def threads_per_rank(devices: Sequence[torch.device], budget: int) -> list[int]:
@@ -84,6 +86,51 @@ def threads_per_rank(devices: Sequence[torch.device], budget: int) -> list[int]:
     """
     workers = sum(device.type == "cpu" for device in devices)
     return [max(1, budget // workers) if device.type == "cpu" else 1 for device in devices]
+
+
+class LentThreads:
+    """The threads of a loop's own thread, which are its CPU ranks' while these compute the batches.
+
+    Behind each operation of its own, a loss or the optimizer's step, the threads of its pool spin for
+    milliseconds, on the cores that the ranks want next. So it computes with as many threads as a rank.
+
+    Args:
+        devices: One per rank.
+        tuning: Settings of the loop; without `openmp` nothing is lent.
+
+    Threads: any; what one has lent is its own to take back.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], tuning: ProcessTuning) -> None:
+        self._count = threads_per_rank(devices, thread_budget())[0]
+        self._may_lend = tuning.openmp and any(device.type == "cpu" for device in devices)
+
+    def lend(self) -> None:
+        """Lend those of the calling thread."""
+        if self._may_lend:
+            _lent.own = _lent.own or torch.get_num_threads()
+            _lent.lenders.add(self)
+            set_own_threads(min(one._count for one in _lent.lenders))
+
+    def take_back(self) -> None:
+        """Take them back; other loops in this thread may still lend them."""
+        if self in _lent.lenders:
+            _lent.lenders.remove(self)
+            set_own_threads(min((one._count for one in _lent.lenders), default=_lent.own))
+            if not _lent.lenders:
+                _lent.own = 0
+
+
+class _Lent(threading.local):
+    """The number of the calling thread's own threads, 0 where it lends none, and the loops that have them."""
+
+    def __init__(self) -> None:
+        self.own = 0
+        # One that another thread collects cannot take anything back here.
+        self.lenders: weakref.WeakSet[LentThreads] = weakref.WeakSet()
+
+
+_lent = _Lent()
 
 
 def usable_cores() -> int:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from flowdp import Ddp, Trainer, setup
 from flowdp.device import cores
-from flowdp.device.cores import cpu_quota, open_pools, thread_budget, threads_per_rank, usable_cores
+from flowdp.device.cores import (
+    LentThreads,
+    cpu_quota,
+    open_pools,
+    thread_budget,
+    threads_per_rank,
+    usable_cores,
+)
 from flowdp.options import Policy, ProcessTuning
 from flowdp.policy import pool_size
 from tests.device.fresh_thread import in_thread
@@ -257,6 +264,36 @@ def test_workers_share_the_users_number(door: Callable[[int], list[int]], choice
     torch.set_num_threads(choice)
     assert set(door(2)) == {share}
     assert (torch.get_num_threads(), in_thread(torch.get_num_threads)) == (choice, choice)
+
+
+@enough
+def test_a_loop_computes_with_the_threads_of_a_rank_while_batches_are_cut() -> None:
+    torch.set_num_threads(3)
+    seen = []
+    for option in (True, False):
+        dp = setup(Model(), devices=[CPU] * 2, partition_ratios=(1, 1), tune_process=option, progress=False)
+        seen += [torch.get_num_threads(), thread_budget(), in_thread(torch.get_num_threads)]
+        dp.close()
+        seen.append(torch.get_num_threads())
+    assert seen == [1, 3, 3, 3] + [3] * 4
+
+
+@enough
+def test_threads_are_lent_to_several_loops_by_the_thread_that_has_them() -> None:
+    torch.set_num_threads(3)
+    one, other = LentThreads([CPU] * 2, ProcessTuning()), LentThreads([CPU] * 3, ProcessTuning())
+    seen = []
+    for do in (one.lend, other.lend, one.take_back, one.take_back, other.take_back, other.take_back):
+        do()
+        seen.append(torch.get_num_threads())
+    assert seen == [1, 1, 1, 1, 3, 3]
+    one.lend()
+    in_thread(lambda: one.take_back() or 0)  # of another thread: it has lent nothing
+    assert torch.get_num_threads() == 1
+    one.take_back()
+    assert torch.get_num_threads() == 3
+    LentThreads([CARD] * 2, ProcessTuning()).lend()  # no rank computes on the CPU
+    assert torch.get_num_threads() == 3
 
 
 @pytest.fixture
