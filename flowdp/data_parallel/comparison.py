@@ -428,7 +428,7 @@ class Trial:
         found: dict[str, Any] = {name: tensor.detach() for name, tensor in module.named_buffers()}
         for part, before in self._seen:
             for key, value in vars(part).items():
-                is_new = value is not before.get(key) or type(value) in CONTAINERS
+                is_new = value is not before.get(key) or isinstance(value, (Tensor, *CONTAINERS))
                 if is_new and key not in SHARED and _holds_numbers(value):
                     found[f"{names.get(id(part), '')}.{key}".removeprefix(".")] = tree_map(_bare, value)
         return found

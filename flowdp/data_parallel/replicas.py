@@ -184,11 +184,15 @@ class Replicas:
             for number, tensor in zip(written, fresh, strict=True):
                 column[number] = tensor
             instead = dict(zip(map(id, own), column, strict=True))
-            module = self._shallow.renew(rank, instead)
+            module = self._shallow.renew(rank, instead, partial(self._copy, self.devices[rank]))
             if isolated is not None:
                 isolated.prepare(module, rank)
             modules[rank:] = [module]
         self.modules = tuple(modules)
+
+    def _copy(self, device: torch.device, tensor: Tensor) -> Tensor:
+        """A copy of a plain tensor of the module for a rank's device; where it lies if not on the first."""
+        return tensor.to(device, copy=True) if tensor.device == self.devices[0] else tensor.clone()
 
     def versions(self) -> list[int]:
         """Torch's counts of writes to the parameters; 0 where it does not count."""

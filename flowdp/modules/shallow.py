@@ -1,20 +1,22 @@
 """Shallow replicas of a module: modules with the same attributes, and tables of tensors of their own.
 
 Hooks and configurations are the module's own objects, so a replica follows them by construction; lists,
-dicts, sets and deques are copied. What a forward sets on a replica is dropped when the replica is renewed.
+dicts, sets and deques are copied, and plain tensors and arrays, and objects that refer to a part. What a
+forward sets on a replica, or writes to such a copy, is dropped when the replica is renewed.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from functools import partial
 from operator import eq, is_, is_not
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,8 +40,8 @@ class ShallowReplicas:
     """Shallow replicas of one module, kept from call to call.
 
     A replica has twins of all parts of the module. Attributes that are bound methods of a part, functions
-    that close over one, or lists, tuples, dicts and partial functions with parts in them, have the twins in
-    their place. Scripted parts are shared.
+    that close over one, objects that refer to one, or lists, tuples, dicts and partial functions with parts
+    in them, have the twins in their place. Scripted parts are shared.
 
     Args:
         module: The module; its parts and attributes may change at any time.
@@ -75,7 +77,8 @@ class ShallowReplicas:
             if not _is_same(own, part.attributes):
                 part.attributes = dict(own)
                 part.hooks = [key for key in own if key.endswith("_hooks") and "ward" in key]
-                part.containers = [key for key in own if key not in SHARED and _holds_entries(own[key])]
+                twins = self._twins[0]
+                part.state = [key for key in own if key not in SHARED and _holds_state(own[key], twins)]
                 part.templates = [self._template(part, number) for number in range(self._count)]
 
     def is_same(self) -> bool:
@@ -84,20 +87,32 @@ class ShallowReplicas:
             part.is_same_class and _is_same(part.module._modules, part.children) for part in self._parts
         )
 
-    def renew(self, number: int, instead: Mapping[int, Tensor]) -> nn.Module:
+    def renew(
+        self, number: int, instead: Mapping[int, Tensor], own_copy: Callable[[Tensor], Tensor] = Tensor.clone
+    ) -> nn.Module:
         """A replica with the module's attributes as they are now.
 
         Args:
             number: Number of the replica.
             instead: Tensors in the place of the module's, by the identity of those.
+            own_copy: Copies a plain tensor for it.
         """
-        follow = _Follow(self._twins[number])
+
+        def replaced(numbers: Any) -> Any:
+            if not isinstance(numbers, Tensor):
+                return numbers.copy()
+            if id(numbers) in instead:
+                return instead[id(numbers)]
+            is_state = type(numbers) is Tensor and not numbers.requires_grad
+            return own_copy(numbers) if is_state else numbers
+
+        follow = _Follow(self._twins[number], replaced)
         for part in self._parts:
             own = part.templates[number].copy()
             own["_parameters"] = _replaced(part.module._parameters, instead)
             own["_buffers"] = _replaced(part.module._buffers, instead)
             own["_modules"] = own["_modules"].copy()
-            for key in part.containers:
+            for key in part.state:
                 own[key] = follow(part.attributes[key])  # a forward may write to it, and read it
             for key in part.hooks:
                 own[key] = own[key].copy()  # a forward may register some
@@ -130,17 +145,18 @@ class _Part:
     Attributes:
         children: Its submodules at the last look.
         attributes: Its attributes then.
-        containers: Names of the attributes that are lists, dicts, sets or deques.
+        state: Names of the attributes that a forward may write to: lists, dicts, tensors and the like.
         hooks: Names of the tables of forward and backward hooks.
         templates: Attributes of each twin, but for tensors.
     """
 
     def __init__(self, module: nn.Module, count: int) -> None:
         self.module = module
-        self.twins: list[nn.Module] = [type(module).__new__(type(module)) for _ in range(count)]
+        # Without the arguments that its class may want.
+        self.twins: list[nn.Module] = [object.__new__(type(module)) for _ in range(count)]
         self.children: dict[str, nn.Module | None] = {}
         self.attributes: dict[str, Any] = {}
-        self.containers: list[str] = []
+        self.state: list[str] = []
         self.hooks: list[str] = []
         self.templates: list[dict[str, Any]] = []
 
@@ -161,11 +177,19 @@ def _replaced(table: Mapping[str, Tensor | None], instead: Mapping[int, Tensor])
     return {name: instead.get(id(tensor), tensor) for name, tensor in table.items()}
 
 
-def _holds_entries(value: Any) -> bool:
-    """Whether an attribute is a container that can be written to, or has one in it."""
-    if type(value) is tuple:
-        return any(map(_holds_entries, value))
-    return type(value) in CONTAINERS
+def _holds_state(value: Any, twins: Mapping[int, nn.Module]) -> bool:
+    """Whether an attribute can be written to, or has something in it that can be."""
+    if isinstance(value, tuple):
+        return any(_holds_state(one, twins) for one in value)
+    return isinstance(value, (Tensor, np.ndarray, *CONTAINERS)) or _refers(value, twins)
+
+
+def _refers(value: Any, twins: Mapping[int, nn.Module]) -> bool:
+    """Whether a plain object has a part of the module as an attribute."""
+    held = getattr(value, "__dict__", None)
+    if not isinstance(held, dict) or isinstance(value, (nn.Module, ModuleType, FunctionType)):
+        return False
+    return any(id(one) in twins for one in held.values())
 
 
 class _Follow:
@@ -173,10 +197,14 @@ class _Follow:
 
     Args:
         twins: By the identity of the parts.
+        replaced: What stands in the place of a tensor or array.
     """
 
-    def __init__(self, twins: Mapping[int, nn.Module]) -> None:
+    def __init__(
+        self, twins: Mapping[int, nn.Module], replaced: Callable[[Any], Any] = lambda numbers: numbers
+    ) -> None:
         self._twins = twins
+        self._replaced = replaced
         self._copies: dict[int, Any] = {}  # of containers: two attributes may be one list
 
     def __call__(self, value: Any, depth: int = MOST_DEPTH) -> Any:
@@ -189,6 +217,10 @@ class _Follow:
         if type(value) is ref:
             own = self._twins.get(id(value()))
             return value if own is None else ref(own)
+        if isinstance(value, (Tensor, np.ndarray)):
+            if id(value) not in self._copies:
+                self._copies[id(value)] = self._replaced(value)
+            return self._copies[id(value)]
         if not depth:
             return value
         if type(value) is FunctionType and (value.__closure__ or value.__defaults__):
@@ -198,15 +230,21 @@ class _Follow:
             function, args, keywords = (self(one, depth - 1) for one in before)
             is_own = function is value.func and args is value.args and keywords == value.keywords
             return value if is_own else partial(function, *args, **keywords)
-        if type(value) is tuple:
+        if isinstance(value, tuple):
             entries = self._entries(value, depth - 1)
-            return entries if any(map(is_not, entries, value)) else value
-        return self._container(value, depth - 1) if type(value) in CONTAINERS else value
+            if not any(map(is_not, entries, value)):
+                return value
+            return type(value)._make(entries) if hasattr(value, "_make") else entries
+        if isinstance(value, CONTAINERS) or _refers(value, self._twins):
+            return self._container(value, depth - 1)
+        return value
 
     def _container(self, value: Any, depth: int) -> Any:
         if id(value) not in self._copies:
             made = self._copies[id(value)] = copy(value)
-            if len(value) > MOST_ENTRIES:
+            if not isinstance(value, CONTAINERS):
+                vars(made).update({key: self(one, depth) for key, one in vars(value).items()})
+            elif len(value) > MOST_ENTRIES:
                 pass
             elif isinstance(value, dict):
                 made.clear()
@@ -226,8 +264,8 @@ class _Follow:
             held = [cell.cell_contents for cell in cells]
         except ValueError:  # an empty one
             return function
-        # Containers that it closes over stay its own: it may write to them.
-        found = [one if type(one) in CONTAINERS else self(one, depth) for one in held]
+        # Containers and tensors that it closes over stay its own: it may write to them.
+        found = [one if isinstance(one, (Tensor, *CONTAINERS)) else self(one, depth) for one in held]
         defaults = self._entries(function.__defaults__ or (), depth)
         if not any(map(is_not, found, held)) and not any(map(is_not, defaults, function.__defaults__ or ())):
             return function

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -207,7 +209,75 @@ def test_parts_that_are_gone_are_let_go() -> None:
     assert len(shallow.parts) == 3
 
 
+class Written(nn.Module):
+    """Writes to plain tensors and arrays, which no state dict has."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.total, self.counts, self.queue = torch.zeros(3), np.zeros(3), [torch.zeros(3)]
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x
+        self.queue[0].add_(x)
+        self.counts += 1
+        return x + self.total
+
+
+def test_plain_tensors_and_arrays_are_copied_and_follow_those_of_the_module() -> None:
+    net: Any = Written("a")  # and its class wants an argument
+    shallow = ShallowReplicas(net, 2)
+    for value in (0.0, 5.0):
+        net.total.fill_(value)
+        net.counts[:] = value
+        net.queue[0].fill_(value)
+        shallow.look()
+        replica: Any = shallow.renew(1, {})
+        assert torch.equal(replica(torch.ones(3)), torch.full((3,), value + 2))
+        assert [replica.counts[0], float(replica.queue[0][0])] == [value + 1, value + 1]
+        assert [net.counts[0], float(net.queue[0][0]), float(net.total[0])] == [value] * 3
+
+
+def test_a_tensor_that_is_a_buffer_too_is_the_replicas_buffer() -> None:
+    net: Any = nn.BatchNorm1d(3)
+    net.known = {"mean": net.running_mean}
+    shallow = ShallowReplicas(net, 2)
+    shallow.look()
+    own = torch.ones(3)
+    replica: Any = shallow.renew(1, {id(net.running_mean): own})
+    assert replica.known["mean"] is replica.running_mean is own
+
+
 # ---------------------------------------------------------------- parts among the attributes
+class Pair(NamedTuple):
+    layer: nn.Module
+    number: int
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+@dataclass
+class Record:
+    layer: nn.Module
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+class Layers(list[nn.Module]):
+    def __call__(self, x: Tensor) -> Any:
+        return self[0](x)
+
+
+class Helper:
+    def __init__(self, net: Any) -> None:
+        self.net = net
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.net.first(x)
+
+
 def closing(net: Any, layer: Any) -> Any:
     return lambda x: layer(x) + layer.weight.sum()
 
@@ -228,6 +298,10 @@ def wrapping_twice(net: Any, layer: Any) -> Any:
 
 HELD: dict[str, Callable[[Any, Any], Any]] = {
     "a part": lambda net, layer: layer,
+    "a named tuple": lambda net, layer: Pair(layer, 1),
+    "a dataclass": lambda net, layer: Record(layer),
+    "a list of a class of its own": lambda net, layer: Layers([layer]),
+    "an object that refers to the module": lambda net, layer: Helper(net),
     "a method": lambda net, layer: layer.forward,
     "a closure": closing,
     "a default": by_default,
