@@ -88,7 +88,7 @@ def call_parts(
             for part in parts
         ]
         writes = _Writes(parts, given)
-        containers = [_containers(part) for part in given] if guards else []
+        containers = [flatten([part.args, part.kwargs]) for part in given] if guards else []
         graphs = _graphs(replicas, given, around)
         inputs = [*wanted, *(t for part in parts for t in part.tensors if t.requires_grad and has_graph)]
         outputs: list[tuple[list[Any], Any]] = [([], None)] * len(parts)
@@ -203,24 +203,19 @@ class _Writes:
         return [(tensor, tensor._version, piece) for tensor, piece, *_ in self._seen]
 
 
-def _containers(part: Part) -> list[tuple[list[Any], Any]]:
-    """The entries of the lists and dicts among a part's arguments."""
-    return [flatten(value) for value in (*part.args, *part.kwargs.values()) if type(value) in (list, dict)]
-
-
-def _check_containers(before: Sequence[list[tuple[list[Any], Any]]], parts: Sequence[Part]) -> None:
-    """Check that the module has left the lists and dicts among its arguments as they were.
+def _check_containers(before: Sequence[tuple[list[Any], Any]], parts: Sequence[Part]) -> None:
+    """Check that the module has left the containers among its arguments as they were.
 
     Raises:
         FlowdpError: It has not: each device has others than the caller.
     """
-    for then, part in zip(before, parts, strict=True):
-        for (leaves, form), (known, known_form) in zip(_containers(part), then, strict=True):
-            if form != known_form or any(map(is_not, leaves, known)):
-                raise FlowdpError(
-                    "the module changed a list or dict among its arguments, of which each device has one of "
-                    "its own: let it return what it has put there"
-                )
+    for (known, known_form), part in zip(before, parts, strict=True):
+        leaves, form = flatten([part.args, part.kwargs])
+        if form != known_form or any(map(is_not, leaves, known)):
+            raise FlowdpError(
+                "the module changed a list, dict or other container among its arguments, and each device "
+                "does so for its part: let it return what it has put there"
+            )
 
 
 _walk = threading.local()

@@ -14,8 +14,10 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ from flowdp.device.copies import move
 from flowdp.errors import FlowdpError
 from flowdp.modules.comparison import Difference, compare
 from flowdp.modules.constant_draws import ConstantDraws
-from flowdp.modules.shallow import CONTAINERS, SHARED
+from flowdp.modules.shallow import CONTAINERS, SHARED, own_containers
 
 __all__ = ["Call", "Result", "Trial", "Verdict", "check_call"]
 
@@ -98,6 +100,7 @@ class Result:
         written: Parameters that it wrote to, by name, as it left them.
         kept: Buffers, and attributes that it set, of the first device.
         leaves: Tensors at the ends of its graph that are none of those.
+        has_backward: Whether its forward has added to gradients.
         error: The error by which it ended; None: none.
     """
 
@@ -106,6 +109,7 @@ class Result:
     written: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     leaves: dict[int, Tensor] = field(default_factory=dict)
+    has_backward: bool = False
     error: Exception | None = None
 
 
@@ -209,11 +213,23 @@ def _can_compare(replicas: Replicas, call: Call) -> Verdict:
             "parameter of the module (layers in a list: nn.ModuleList), or give it as an argument; if it is "
             "not trained, requires_grad_(False)"
         )
+    if whole.has_backward:
+        raise FlowdpError(
+            f"{call.callee.name} calls backward itself, on each device for its part, so the gradients would "
+            "be the sum of means: return the loss, and let the loop call backward"
+        )
     found = trial.differences(whole, parts)
     if found and not _is_rounding(replicas, call, trial):
         again = trial.whole(SEED)
-        if again.error is not None or trial.differences(whole, again):
+        changes = again.error is not None or trial.differences(whole, again)
+        if trial.draws_freely or (changes and trial.has_drawn):
             return _warn(call, "its results differ from call to call, by random numbers that cannot be held")
+        if changes:
+            raise FlowdpError(
+                f"{call.callee.name} gives another result each time it is called ({found[0].text}), and "
+                "nothing random was drawn: it depends on an object that each call changes, an iterator or a "
+                f"counter, of which the devices have one in common: give it as an argument. {LEFT_OUT}"
+            )
         if parts.error is None and not trial.differences(whole, trial.here()):
             return Verdict(
                 True, f"{call.callee.name} gives another result in other threads ({found[0].text})"
@@ -248,6 +264,7 @@ class Trial:
         self._has_widened = False
         self._draws = [ConstantDraws()]
         self._is_stilled = False
+        self._moved: set[str] = set()  # generators that runs have drawn from
         self._seen: list[tuple[nn.Module, dict[str, Any]]] = []
         known = {id(t): name for name, t in replicas.module.named_parameters(remove_duplicate=False)}
         self._own_tensors = [*replicas.parameters(), *replicas.buffers()]
@@ -309,9 +326,18 @@ class Trial:
     @property
     def is_exact(self) -> bool:
         """Whether the call itself gives the same: nothing was drawn, wider, or of the batch's statistics."""
-        return (
-            not self._is_stilled and not self._has_widened and not any(one.has_drawn for one in self._draws)
-        )
+        has_drawn = self.has_drawn or any(one.has_drawn for one in self._draws)
+        return not self._is_stilled and not self._has_widened and not has_drawn
+
+    @property
+    def draws_freely(self) -> bool:
+        """Whether there are random numbers in the results: Python's, NumPy's, those that a loop waits for."""
+        return bool(self._moved - {"torch"}) or any(one.has_given_up for one in self._draws)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a default generator was drawn from."""
+        return bool(self._moved)
 
     def differences(self, whole: Result, other: Result) -> list[Difference]:
         """The differences of another run from that of the whole batch."""
@@ -354,7 +380,7 @@ class Trial:
             for own, value in zip(self._own_tensors, self._values, strict=True)
         ]
         isolated = Isolated(self._still, dict(zip(map(id, self._own_tensors), standing, strict=True)))
-        with _generators_kept(replicas.devices, seed), ExitStack() as stack:
+        with _generators_kept(replicas.devices, seed, self._moved), ExitStack() as stack:
             stack.enter_context(Uncompiled())
             if self._wide is not None:
                 for kind in {"cpu", *(device.type for device in replicas.devices)}:
@@ -365,6 +391,7 @@ class Trial:
                 leaves: list[Tensor] = []
                 args, kwargs = tree_map(partial(self._given, leaves), [call.args, call.kwargs])
                 output = run(Arguments(call.layout, call.callee, tuple(args), kwargs), isolated)
+                result.has_backward = any(one.grad is not None for one in standing)
                 inputs = [*(one for one in standing if one.requires_grad), *leaves]
                 # Those that are found by another way than the module's tables are right in the call itself.
                 result.leaves = _outside(output, [*inputs, *self._own_tensors])
@@ -393,7 +420,8 @@ class Trial:
     def _given(self, leaves: list[Tensor], leaf: Any) -> Any:
         """A copy of a leaf of the arguments, for the module may write to it."""
         if not isinstance(leaf, Tensor):
-            return leaf.copy() if isinstance(leaf, (list, np.ndarray)) else leaf
+            is_record = is_dataclass(leaf) or isinstance(leaf, SimpleNamespace)
+            return copy(leaf) if is_record else own_containers(leaf)
         own = self._wider(leaf.detach().clone())
         if leaf.requires_grad and torch.is_grad_enabled():
             leaves.append(own.requires_grad_())
@@ -447,7 +475,7 @@ def _gradients(output: Any, inputs: Sequence[Tensor], draws: ConstantDraws) -> l
     """Gradients of an output's tensors, each times numbers that are the same in every run."""
     generator = torch.Generator().manual_seed(SEED)
     roots = [one for one in tensors_of(output) if one.requires_grad]
-    if not roots or not inputs:
+    if not torch.is_grad_enabled() or not roots or not inputs:
         return [None] * len(inputs)
     seeds = [
         torch.rand(one.shape, generator=generator, dtype=torch.float64).add(0.5).to(one.device, one.dtype)
@@ -552,8 +580,14 @@ def _holds_numbers(value: Any) -> bool:
 
 
 @contextmanager
-def _generators_kept(devices: Sequence[torch.device], seed: int | None) -> Iterator[None]:
-    """Restore the states of all default generators at the end; meanwhile they go on from a seed, if any."""
+def _generators_kept(devices: Sequence[torch.device], seed: int | None, moved: set[str]) -> Iterator[None]:
+    """Restore the states of all default generators at the end.
+
+    Args:
+        devices: All devices.
+        seed: Number from which they go on meanwhile, if any.
+        moved: Gets the names of the libraries whose generators have been drawn from, but from a seed.
+    """
     places = {device for device in devices if is_accelerator(device)}
     generators = [torch.default_generator, *map(device_generator, places)]
     states = [generator.get_state() for generator in generators]
@@ -566,6 +600,15 @@ def _generators_kept(devices: Sequence[torch.device], seed: int | None) -> Itera
     try:
         yield
     finally:
+        if seed is None:
+            if python != random.getstate():
+                moved.add("Python")
+            if not all(map(np.array_equal, numpy, np.random.get_state())):
+                moved.add("NumPy")
+            if not all(
+                torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True)
+            ):
+                moved.add("torch")
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         np.random.set_state(numpy)

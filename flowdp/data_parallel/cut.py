@@ -115,6 +115,11 @@ class Arguments:
         """The names of the arguments, and which leaves are cut: with another one a call has another form."""
         return frozenset(self._names.values()), frozenset(self.cut_paths)
 
+    @property
+    def has_iterator(self) -> bool:
+        """Whether an iterator is among them, which gives each item once."""
+        return any(isinstance(leaf, Iterator) for leaf in self._leaves)
+
     def check(self) -> None:
         """Check that the batch can be cut.
 

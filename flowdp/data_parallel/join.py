@@ -108,9 +108,10 @@ def _number(pieces: Sequence[Tensor], samples: Sequence[int], counts: Tensor | N
     """The mean of one number from each part."""
     first = pieces[0]
     if not (first.is_floating_point() or first.is_complex()):
+        total = "" if first.dtype == torch.bool else ", or say reduce='sum' in setup()"
         raise _Unjoinable(
             f"it is one number of {first.dtype} from each device, of which there is no mean; return a float, "
-            "or one number for each sample, or say reduce='sum' in setup()"
+            f"or one number for each sample{total}"
         )
     if counts is None:
         return _mean(pieces, samples)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -392,6 +393,10 @@ class DataParallel(StandInModule):
         Raises:
             AttributeError: The module has no such method.
         """
+        if (
+            isinstance(function, MethodType) and function.__self__ is self.module
+        ):  # `dp.call(model.encode, x)`
+            function = function.__func__
         if self._is_alone:
             return self._call_alone(_bound(function, self.module), function, args, kwargs)
         return self._call(
@@ -454,11 +459,8 @@ class DataParallel(StandInModule):
     def _call(self, function: str | Callable[..., Any], run: Run, args: Any, kwargs: Any) -> Any:
         replicas = self._replicas
         assert replicas is not None
-        seen = watcher()
-        if seen is not None or any(isinstance(one, Iterator) for one in (*args, *kwargs.values())):
-            self._tell_alone(
-                "an argument is an iterator" if seen is None else f"{seen} sees one thread alone"
-            )
+        if (seen := watcher()) is not None:
+            self._tell_alone(f"{seen} sees one thread alone")
             return self._call_alone(_bound(function, self.module), function, args, kwargs)
         with replicas.turn:
             replicas.look()
@@ -467,6 +469,9 @@ class DataParallel(StandInModule):
             sizes = self._balancer.cut(arguments.samples) if arguments.samples else ()
             if arguments.samples is None:
                 self._tell_alone("nothing in a call can be cut", f" ({arguments.described()})")
+            elif arguments.has_iterator:
+                self._tell_alone("an argument is an iterator")
+                return self._run_alone(run, arguments)
             is_cut = sum(size > 0 for size in sizes) > 1 and (self._pace is None or self._pace.is_cut)
             if not is_cut or schedule.is_alone or self._is_hooked():
                 return self._run_alone(run, arguments)

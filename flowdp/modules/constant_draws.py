@@ -25,6 +25,9 @@ DRAWS = frozenset(
 )
 """Operations that return a random draw."""
 
+MOST_DRAWS = 10_000
+"""A forward that draws more often waits for a number that it likes: from there on it gets random ones."""
+
 SWITCHES = ("dropout_p", "dropout", "p", "training")
 """Arguments of other operations that draw: probabilities, and whether it is training (`rrelu`)."""
 
@@ -44,6 +47,7 @@ class ConstantDraws(RankMode):
         epsilon: The coarsest rounding of the floats that operations gave: that of bfloat16, for instance.
         has_convolved: Whether a convolution or a recurrent layer ran.
         has_drawn: Whether an operation would have drawn.
+        has_given_up: Whether it has let operations draw.
 
     Threads: one.
     """
@@ -55,6 +59,8 @@ class ConstantDraws(RankMode):
         self.epsilon = 0.0
         self.has_convolved = False
         self.has_drawn = False
+        self.has_given_up = False
+        self._draws = 0
 
     def rounding(self, device: torch.device) -> float:
         """The coarsest rounding of what ran on this device, where CUDA may multiply float32 in TF32."""
@@ -81,7 +87,10 @@ class ConstantDraws(RankMode):
         given = dict(zip(names, args, strict=False)) | kwargs
         if name in DRAWS:
             self.has_drawn = True
-            return _fill(name, func(*args, **kwargs), given)
+            self._draws += 1
+            self.has_given_up |= self._draws > MOST_DRAWS
+            drawn = func(*args, **kwargs)
+            return drawn if self.has_given_up else _fill(name, drawn, given)
         if torch.Tag.nondeterministic_seeded in func.tags:
             off = {switch: type(given[switch])(0) for switch in SWITCHES if given.get(switch)}
             self.has_drawn |= bool(off)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from flowdp.device.compiled import compiled_attributes
 
-__all__ = ["CONTAINERS", "SHARED", "ShallowReplicas"]
+__all__ = ["CONTAINERS", "SHARED", "ShallowReplicas", "own_containers"]
 
 SHARED = frozenset(vars(nn.Module()))
 """Attributes of torch's own, to which no forward writes, but for tables of hooks."""
@@ -34,6 +34,11 @@ MOST_ENTRIES = 256
 
 MOST_DEPTH = 8
 """Most containers and functions inside one another that are looked at: they may contain themselves."""
+
+
+def own_containers(value: Any) -> Any:
+    """A value with lists, dicts and the like of its own, and arrays; all else is the same."""
+    return _Follow({}, lambda numbers: numbers if isinstance(numbers, Tensor) else numbers.copy())(value)
 
 
 class ShallowReplicas:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -797,3 +801,105 @@ def test_gradients_are_those_of_one_device_behind_a_check(setup: Any) -> None:
         x = numbers(8, 6).requires_grad_()
         one(x * 2).sin().sum().backward()
     assert_equal(gradients(model), gradients(twin))
+
+
+# ---------------------------------------------------------------- forwards that are no function
+class Doing(nn.Module):
+    """Does something beside its layer."""
+
+    def __init__(self, do: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.do = mlp(), do
+        self.steps = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.do(self, self.inner(x))
+
+
+def drop_by_python(module: Any, y: Tensor) -> Tensor:
+    return y * 0 if random.random() < 0.5 else y
+
+
+def drop_by_numpy(module: Any, y: Tensor) -> Tensor:
+    return y * float(np.random.rand() < 0.5)
+
+
+def wait_for_a_number(module: Any, y: Tensor) -> Tensor:
+    while not (mask := torch.rand(len(y), 1, dtype=y.dtype) < 0.2).any():
+        pass
+    return y * mask
+
+
+@pytest.mark.parametrize("do", [drop_by_python, drop_by_numpy, wait_for_a_number])
+def test_a_forward_with_random_numbers_that_cannot_be_held_is_not_refused(
+    setup: Any, do: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dp = setup(Doing(do))
+    for step in range(9):
+        assert dp(numbers(8, 6, seed=step)).shape == (8, 3)
+    assert "could not be compared" in caplog.text or "random" not in do.__name__
+
+
+def test_a_forward_that_depends_on_its_earlier_calls(setup: Any) -> None:
+    dp = setup(Doing(lambda module, y: y * next(module.steps)))
+    with pytest.raises(
+        FlowdpError, match=r"another result each time it is called \(output differs.* an iterator"
+    ):
+        dp(numbers(8, 6))
+
+
+def test_a_forward_that_calls_backward(setup: Any) -> None:
+    def train(module: Any, y: Tensor) -> Tensor:
+        loss = y.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    dp = setup(Doing(train))
+    with pytest.raises(FlowdpError, match="calls backward itself"):
+        dp(numbers(8, 6))
+    assert gradients(dp.module) == [None] * 4
+
+
+def test_forces_in_an_evaluation(setup: Any) -> None:
+    def forces(module: Any, y: Tensor) -> Any:
+        with torch.enable_grad():
+            x = numbers(len(y), 6).requires_grad_()
+            energy = module.inner(x).sum(1)
+            (force,) = torch.autograd.grad(energy.sum(), x)
+        return y, force
+
+    dp = setup(Doing(forces))
+    with torch.no_grad():
+        _, force = dp(numbers(8, 6))
+    assert force.shape == (8, 6)
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], object]]] = {
+    "a list": (list, lambda one, y: one.append(y.mean())),
+    "a defaultdict": (lambda: defaultdict(list), lambda one, y: one["a"].append(y.mean())),
+    "a tuple of lists": (lambda: ([], []), lambda one, y: one[0].append(y.mean())),
+    "a record": (lambda: SimpleNamespace(aux=0.0), lambda one, y: setattr(one, "aux", y.mean())),
+    "a record of tensors": (
+        lambda: SimpleNamespace(aux=torch.zeros(())),
+        lambda one, y: setattr(one, "aux", y.mean()),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_forward_that_puts_something_into_an_argument(setup: Any, kind: str) -> None:
+    make, put = CONTAINERS[kind]
+
+    class Putting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor, more: Any) -> Any:
+            y = self.inner(x)
+            put(more, y)
+            return y
+
+    dp = setup(Putting())
+    with pytest.raises(FlowdpError, match="changed a list, dict or other container among its arguments"):
+        dp(numbers(8, 6), make())
