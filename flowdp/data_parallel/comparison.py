@@ -38,7 +38,7 @@ from flowdp.modules.comparison import Difference, compare
 from flowdp.modules.constant_draws import ConstantDraws
 from flowdp.modules.shallow import CONTAINERS, SHARED, own_containers
 
-__all__ = ["Call", "Result", "Trial", "Verdict", "check_call"]
+__all__ = ["Call", "Result", "Trial", "Verdict", "check_call", "lost_gradient", "outside"]
 
 log = logging.getLogger("flowdp")
 
@@ -205,14 +205,8 @@ def _can_compare(replicas: Replicas, call: Call) -> Verdict:
             f"{call.callee.name} raises an error for the whole batch, which is cut "
             f"({call.arguments.in_words(call.sizes)}): {_words(whole.error)}.{because} {LEFT_OUT}"
         ) from whole.error
-    outside = [whole.leaves[key] for key in whole.leaves.keys() & parts.leaves.keys()]
-    if outside:
-        raise FlowdpError(
-            f"the module's forward uses a tensor of shape {tuple(outside[0].shape)} that requires grad and "
-            "is neither its parameter nor an argument of the call, so its gradient would be lost: make it a "
-            "parameter of the module (layers in a list: nn.ModuleList), or give it as an argument; if it is "
-            "not trained, requires_grad_(False)"
-        )
+    for key in whole.leaves.keys() & parts.leaves.keys():
+        raise lost_gradient("the module's forward", whole.leaves[key])
     if whole.has_backward:
         raise FlowdpError(
             f"{call.callee.name} calls backward itself, on each device for its part, so the gradients would "
@@ -394,7 +388,7 @@ class Trial:
                 result.has_backward = any(one.grad is not None for one in standing)
                 inputs = [*(one for one in standing if one.requires_grad), *leaves]
                 # Those that are found by another way than the module's tables are right in the call itself.
-                result.leaves = _outside(output, [*inputs, *self._own_tensors])
+                result.leaves = outside(output, [*inputs, *self._own_tensors])
                 result.gradients = _gradients(output, inputs, self._draws[0])
                 result.output = tree_map(_bare, output)
                 result.kept = self._kept()
@@ -485,7 +479,18 @@ def _gradients(output: Any, inputs: Sequence[Tensor], draws: ConstantDraws) -> l
         return list(torch.autograd.grad(roots, inputs, seeds, allow_unused=True))
 
 
-def _outside(output: Any, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+def lost_gradient(owner: str, tensor: Tensor) -> FlowdpError:
+    """The error for a tensor that requires grad and would get no gradient."""
+    return FlowdpError(
+        f"{owner} uses a tensor of shape {tuple(tensor.shape)} that requires grad and is neither a parameter "
+        "of the module nor an argument of the call, so its gradient would be lost: make it a parameter of "
+        "the module (layers in a list: nn.ModuleList), or give it as an argument; for parameters of a "
+        "loss_fn leave loss_fn out, and compute the loss of result.output; if it is not trained, "
+        "requires_grad_(False)"
+    )
+
+
+def outside(output: Any, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """Leaves of an output's graph that are none of the inputs, by identity."""
     known = {id(one) for one in inputs}
     ends = {one.grad_fn for one in inputs if one.grad_fn is not None}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flowdp.collective.gradient_sum import Gradients, accumulate, add_up, without_hooks
 from flowdp.data.trees import field_of, tree_map
 from flowdp.data_parallel.call import call_parts
-from flowdp.data_parallel.comparison import Call
+from flowdp.data_parallel.comparison import Call, lost_gradient, outside
 from flowdp.data_parallel.cut import Part
 from flowdp.data_parallel.device_copies import Packed
 from flowdp.data_parallel.join import join
@@ -170,11 +170,17 @@ def run_alone(
     return _result(window, results)
 
 
-def run_window(window: Window, plan: BatchPlan, replicas: Replicas) -> WindowResult:
+def run_window(window: Window, plan: BatchPlan, replicas: Replicas, *, guards: bool = False) -> WindowResult:
     """Let every device work through its batches of a window.
 
     With a loss function the summed gradients are at the user's module when this returns; where gradients
     are switched off, only the losses are computed.
+
+    Args:
+        window: Batches of all devices.
+        plan: Processing of each.
+        replicas: The modules.
+        guards: Whether a loss with parameters of its own, which get no gradient here, is an error.
 
     Raises:
         FlowdpError: The loss is not a scalar, or depends on nothing that is trained.
@@ -197,6 +203,8 @@ def run_window(window: Window, plan: BatchPlan, replicas: Replicas) -> WindowRes
         def backward(loss: Tensor) -> None:
             nonlocal total
             found: Gradients = []
+            for tensor in outside(loss, replicas.trained(rank)).values() if guards else ():
+                raise lost_gradient("the loss of a window", tensor)
             with replicas.walking(rank):  # not around forward: in a mode it would not be compiled
                 found += torch.autograd.grad(loss, replicas.trained(rank), allow_unused=True)
             total = add_up([total, found]) if total else found

@@ -71,6 +71,7 @@ from flowdp.options import (
     ProcessTuning,
 )
 from flowdp.policy.el_che import ElChe
+from flowdp.policy.recheck import Recheck
 from flowdp.validators import check_flag, check_int, check_number, one_of
 
 __all__ = ["DataParallel", "setup"]
@@ -269,6 +270,7 @@ class DataParallel(StandInModule):
         self._schedules = Schedules(module)
         self._checks = check
         self._averages = buffers == "average"
+        self._windows = Recheck()
         self._told: set[str] = set()  # reasons for which the first device does a call alone
         self._epochs = 0
         self._sums = sums  # over machines; None: there is one
@@ -657,7 +659,8 @@ class DataParallel(StandInModule):
             self._did_alone(batch.samples)
             whole = tree_map(self._bring_home, batch.whole())
             return run_alone(Window([Piece(0, whole, batch.samples)], batch.home), plan, self.module)
-        result = run_window(batch, plan, replicas)
+        result = run_window(batch, plan, replicas, guards=self._checks and self._windows.is_due)
+        self._windows.passed()
         samples, batches = batch.per_rank(self.world_size)
         if self._averages:
             replicas.average_buffers(samples)

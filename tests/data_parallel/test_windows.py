@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import flowdp
 from flowdp.data_parallel.loss_context import BatchPlan, Inputs, LossContext, TaggedModules
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_alone, run_window
@@ -313,3 +315,23 @@ def test_batches_arrive_before_they_are_used() -> None:
             arrived.clear()
     _ = Window(pieces, CPU)[0]
     assert sorted(arrived) == [0, 1]
+
+
+@pytest.mark.parametrize(("devices", "check"), [(1, True), (2, False), (2, True)])
+def test_parameters_of_the_loss_are_refused(devices: int, check: bool) -> None:
+    """Their gradient would be lost; on one device they get it."""
+    scale = nn.Parameter(torch.ones(()).double())
+    dp = flowdp.setup(
+        mlp(),
+        loss_fn=lambda context: (context.output * scale).square().mean(),
+        devices=[CPU] * devices,
+        cadence=True,
+        check=check,
+        progress=False,
+    )
+    (window,) = dp.epoch([numbers(4, 6)])
+    told = r"the loss of a window uses a tensor of shape \(\).* compute the loss of result.output"
+    with pytest.raises(FlowdpError, match=told) if devices == 2 and check else nullcontext():
+        dp.forward_batch(window)
+    assert (scale.grad is None) is (devices == 2)
+    dp.close()
