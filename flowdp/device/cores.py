@@ -113,12 +113,15 @@ class LentThreads:
             set_own_threads(min(one._count for one in _lent.lenders))
 
     def take_back(self) -> None:
-        """Take them back; other loops in this thread may still lend them."""
-        if self in _lent.lenders:
-            _lent.lenders.remove(self)
+        """Take them back, unless the user has set another number; other loops here may still lend them."""
+        if self not in _lent.lenders:
+            return
+        is_set = torch.get_num_threads() != min(one._count for one in _lent.lenders)
+        _lent.lenders.remove(self)
+        if not is_set:
             set_own_threads(min((one._count for one in _lent.lenders), default=_lent.own))
-            if not _lent.lenders:
-                _lent.own = 0
+        if not _lent.lenders:
+            _lent.own = 0
 
 
 class _Lent(threading.local):

@@ -168,12 +168,30 @@ def test_other_methods_and_functions_run_the_same_way(setup: Setup) -> None:
     dp = setup(model)
     x = numbers(9, 6)
     dp.call("norm", x, order=1).sum().backward()
+    dp.call(model.norm, x, order=1).sum().backward()
     dp.call(lambda module, x: module.inner(x).square(), x).sum().backward()
-    twin.norm(x, order=1).sum().backward()
+    (2 * twin.norm(x, order=1)).sum().backward()
     twin.inner(x).square().sum().backward()
     assert_equal(gradients(model), gradients(twin))
     with pytest.raises(AttributeError, match="loss"):
         dp.call("loss", x)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_iterator_among_the_arguments_gives_each_item_once(setup: Setup, nested: bool) -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor, more: Any) -> Any:
+            return self.inner(x) * next(more["items"] if nested else more)
+
+    model, items = Reading(), iter([2.0, 3.0, 5.0])
+    dp = setup(model)
+    x = numbers(9, 6)
+    for item in (2.0, 3.0, 5.0):
+        assert torch.equal(dp(x, {"items": items} if nested else items), model.inner(x) * item)
 
 
 @two

@@ -292,6 +292,11 @@ def test_threads_are_lent_to_several_loops_by_the_thread_that_has_them() -> None
     assert torch.get_num_threads() == 1
     one.take_back()
     assert torch.get_num_threads() == 3
+    one.lend()
+    torch.set_num_threads(2)
+    one.take_back()
+    assert torch.get_num_threads() == 2  # the user's later choice
+    torch.set_num_threads(3)
     LentThreads([CARD] * 2, ProcessTuning()).lend()  # no rank computes on the CPU
     assert torch.get_num_threads() == 3
 
