@@ -95,9 +95,11 @@ def call_parts(
         forward = partial(_forward, replicas, given, run, outputs)
         made = graphs.run(forward, inputs)
     graphs.watched = writes.settle()
+    if has_graph:
+        replicas.check_flags()
     if guards:
         replicas.check_parts()
-        _check_containers(containers, given)
+        _check_containers(containers, given, outputs)
         if has_graph:
             _guard(replicas.module, before)
     rest = [iter(own) for own in made]
@@ -203,15 +205,19 @@ class _Writes:
         return [(tensor, tensor._version, piece) for tensor, piece, *_ in self._seen]
 
 
-def _check_containers(before: Sequence[tuple[list[Any], Any]], parts: Sequence[Part]) -> None:
-    """Check that the module has left the containers among its arguments as they were.
+def _check_containers(
+    before: Sequence[tuple[list[Any], Any]], parts: Sequence[Part], outputs: Sequence[tuple[list[Any], Any]]
+) -> None:
+    """Check that the module has left the containers among its arguments as they were, or returns what is new.
 
     Raises:
         FlowdpError: It has not: each device has others than the caller.
     """
-    for (known, known_form), part in zip(before, parts, strict=True):
+    for (known, known_form), part, (returned, _) in zip(before, parts, outputs, strict=True):
         leaves, form = flatten([part.args, part.kwargs])
-        if form != known_form or any(map(is_not, leaves, known)):
+        new = set(map(id, leaves)).difference(map(id, known))
+        is_changed = form != known_form or any(map(is_not, leaves, known))
+        if is_changed and not (new and new.issubset(map(id, returned))):  # as the cache of a language model
             raise FlowdpError(
                 "the module changed a list, dict or other container among its arguments, and each device "
                 "does so for its part: let it return what it has put there"

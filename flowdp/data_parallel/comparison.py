@@ -215,7 +215,8 @@ def _can_compare(replicas: Replicas, call: Call) -> Verdict:
     found = trial.differences(whole, parts)
     if found and not _is_rounding(replicas, call, trial):
         again = trial.whole(SEED)
-        changes = again.error is not None or trial.differences(whole, again)
+        cannot_join = isinstance(parts.error, FlowdpError)  # it says why
+        changes = not cannot_join and (again.error is not None or trial.differences(whole, again))
         if trial.draws_freely or (changes and trial.has_drawn):
             return _warn(call, "its results differ from call to call, by random numbers that cannot be held")
         if changes:

@@ -112,6 +112,7 @@ class Replicas:
         self._shallow.look()
         self._tensors: list[list[Tensor]] = []
         self._is_isolated = False
+        self._flags: list[tuple[Tensor, bool]] = []  # `requires_grad` at the last `follow`
         self._count = 0  # parameters of the user's module at the last `follow`
         self._copies: DeviceCopies | None = None
         if any(lane.is_async for lane in lanes):
@@ -164,6 +165,7 @@ class Replicas:
         own = self.parameters()
         count = self._count = len(own)
         own += self.buffers()
+        self._flags = [(tensor, tensor.requires_grad) for tensor in own]
         now = [known.get(id(tensor), tensor) for tensor in own]
         kept = [number for number, tensor in enumerate(now) if number < count or tensor.requires_grad]
         written = [number for number in range(count, len(own)) if not now[number].requires_grad]
@@ -371,6 +373,18 @@ class Replicas:
             raise FlowdpError(
                 f"the forward of {type(self.module).__name__} has given it a module or parameter, and each "
                 "device has made its own: call the model once on a batch before setup()"
+            )
+
+    def check_flags(self) -> None:
+        """Check that a forward has left `requires_grad` of the module's tensors as it was.
+
+        Raises:
+            FlowdpError: It has not: what is trained is decided before the devices begin.
+        """
+        if any(tensor.requires_grad is not flag for tensor, flag in self._flags):
+            raise FlowdpError(
+                f"the forward of {type(self.module).__name__} has changed requires_grad of a parameter, and "
+                "its gradient of this call would be lost: freeze and thaw in the loop, before the call"
             )
 
     def close(self) -> None:

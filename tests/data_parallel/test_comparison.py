@@ -903,3 +903,58 @@ def test_a_forward_that_puts_something_into_an_argument(setup: Any, kind: str) -
     dp = setup(Putting())
     with pytest.raises(FlowdpError, match="changed a list, dict or other container among its arguments"):
         dp(numbers(8, 6), make())
+
+
+def test_what_a_forward_puts_into_an_argument_and_returns_is_the_callers(setup: Any) -> None:
+    """As the cache of a language model."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor, past: list[Tensor]) -> Any:
+            past.append(self.inner(x))
+            return past
+
+    model = Growing()
+    dp = setup(model)
+    mine, other = [numbers(8, 3)], [numbers(8, 3)]
+    for step in range(3):
+        mine, other = dp(numbers(8, 6, seed=step), mine), model(numbers(8, 6, seed=step), other)
+    assert_equal(mine, other)
+
+
+class Thawing(nn.Module):
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.inner = mlp().requires_grad_(False)
+        self.out = nn.Linear(3, 3).double()
+        self.calls, self.since = 0, since
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        if self.calls == self.since:
+            self.inner.requires_grad_(True)
+        return self.out(self.inner(x))
+
+
+@pytest.mark.parametrize("since", [1, 3, 4])
+def test_a_forward_that_thaws_its_layers(setup: Any, since: int) -> None:
+    model = Thawing(since)
+    twin, dp = copy.deepcopy(model), setup(model)
+    for step in range(1, 5):
+        loss = twin(numbers(8, 6, seed=step)).sum()
+        if step == since == 3:  # the third call is not compared
+            with pytest.raises(FlowdpError, match="changed requires_grad of a parameter"):
+                dp(numbers(8, 6, seed=step))
+            break
+        loss.backward()
+        dp(numbers(8, 6, seed=step)).sum().backward()
+    assert_equal(gradients(model), [None] * 4 + gradients(twin)[4:] if since == 3 else gradients(twin))
+
+
+def test_an_output_that_cannot_be_joined_is_named(setup: Any) -> None:
+    dp = setup(Doing(lambda module, y: torch.distributions.Normal(y, 1.0)))
+    with pytest.raises(FlowdpError, match="output cannot be gathered: it is no tensor"):
+        dp(numbers(8, 6))
