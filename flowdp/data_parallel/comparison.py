@@ -451,7 +451,7 @@ class Trial:
         found: dict[str, Any] = {name: tensor.detach() for name, tensor in module.named_buffers()}
         for part, before in self._seen:
             for key, value in vars(part).items():
-                is_new = value is not before.get(key) or isinstance(value, (Tensor, *CONTAINERS))
+                is_new = value is not before.get(key) or isinstance(value, (Tensor, np.ndarray, *CONTAINERS))
                 if is_new and key not in SHARED and _holds_numbers(value):
                     found[f"{names.get(id(part), '')}.{key}".removeprefix(".")] = tree_map(_bare, value)
         return found
@@ -582,7 +582,7 @@ def _holds_numbers(value: Any) -> bool:
         return any(map(_holds_numbers, value))
     if isinstance(value, dict):
         return any(map(_holds_numbers, value.values()))
-    return isinstance(value, (Tensor, int, float)) and not isinstance(value, (bool, nn.Parameter))
+    return isinstance(value, (Tensor, np.ndarray, int, float)) and not isinstance(value, (bool, nn.Parameter))
 
 
 @contextmanager

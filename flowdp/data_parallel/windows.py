@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import Gradients, accumulate, add_up, without_hooks
-from flowdp.data.trees import field_of, tree_map
+from flowdp.data.trees import field_of, tensors_of, tree_map
 from flowdp.data_parallel.call import call_parts
 from flowdp.data_parallel.comparison import Call, lost_gradient, outside
 from flowdp.data_parallel.cut import Part
@@ -195,6 +196,11 @@ def run_window(window: Window, plan: BatchPlan, replicas: Replicas, *, guards: b
     is_trained = torch.is_grad_enabled()
     carrier = replicas.carrier(replicas.trained(), is_whole=is_trained and all(of_rank))
     results: list[Any] = [None] * len(window.pieces)
+    leaves: list[dict[int, Tensor]] = []  # that are no parameters, of each loss
+    given: list[Tensor] = []
+    if guards:
+        whole = None if window.whole is None else window.whole()
+        given = list(tensors_of([whole, *(piece.batch for piece in window.pieces)]))
 
     def work(rank: int) -> Packed:
         """A rank's batches one after another; returns the sum of their gradients."""
@@ -203,8 +209,8 @@ def run_window(window: Window, plan: BatchPlan, replicas: Replicas, *, guards: b
         def backward(loss: Tensor) -> None:
             nonlocal total
             found: Gradients = []
-            for tensor in outside(loss, replicas.trained(rank)).values() if guards else ():
-                raise lost_gradient("the loss of a window", tensor)
+            if guards:
+                leaves.append(outside(loss, [*replicas.trained(rank), *given]))
             with replicas.walking(rank):  # not around forward: in a mode it would not be compiled
                 found += torch.autograd.grad(loss, replicas.trained(rank), allow_unused=True)
             total = add_up([total, found]) if total else found
@@ -221,6 +227,9 @@ def run_window(window: Window, plan: BatchPlan, replicas: Replicas, *, guards: b
     jobs = [partial(work, rank) if own else None for rank, own in enumerate(of_rank)]
     with without_hooks(replicas.trained()):  # they shall run on the sum
         done = replicas.each(jobs, parts=of_rank)
+    for own, other in combinations(leaves, 2):  # one that a loss makes itself is of one batch alone
+        for key in own.keys() & other.keys():
+            raise lost_gradient("the loss of a window", own[key])
     if is_trained:
         with replicas.summing.running():
             accumulate(replicas.trained(), carrier.sum([packed for packed in done if packed is not None]))

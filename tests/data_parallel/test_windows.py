@@ -329,9 +329,30 @@ def test_parameters_of_the_loss_are_refused(devices: int, check: bool) -> None:
         check=check,
         progress=False,
     )
-    (window,) = dp.epoch([numbers(4, 6)])
+    window = next(iter(dp.epoch([numbers(4, 6)] * 2)))
     told = r"the loss of a window uses a tensor of shape \(\).* compute the loss of result.output"
     with pytest.raises(FlowdpError, match=told) if devices == 2 and check else nullcontext():
         dp.forward_batch(window)
     assert (scale.grad is None) is (devices == 2)
     dp.close()
+
+
+@pytest.mark.parametrize("cadence", [True, False])
+def test_a_loss_with_a_gradient_penalty(cadence: bool) -> None:
+    def loss(context: LossContext) -> Tensor:
+        (slope,) = torch.autograd.grad(context.output.sum(), context.batch, create_graph=True)
+        own = torch.ones(()).double().requires_grad_()  # a leaf of one loss alone
+        return (context.output * own).square().mean() + slope.square().mean()
+
+    found = []
+    for devices in (1, 2):
+        model = mlp()
+        dp = flowdp.setup(
+            model, loss_fn=loss, devices=[CPU] * devices, cadence=cadence and devices > 1, progress=False
+        )
+        for batch in dp.epoch([numbers(4, 6).requires_grad_() for _ in range(4)]):
+            dp.forward_batch(batch)
+            found.append(gradients(model))
+            break
+        dp.close()
+    assert_equal(*found)
