@@ -25,7 +25,7 @@ DRAWS = frozenset(
 )
 """Operations that return a random draw."""
 
-MOST_DRAWS = 10_000
+MOST_DRAWS = 2_000
 """A forward that draws more often waits for a number that it likes: from there on it gets random ones."""
 
 SWITCHES = ("dropout_p", "dropout", "p", "training")
