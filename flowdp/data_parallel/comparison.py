@@ -212,6 +212,8 @@ def _can_compare(replicas: Replicas, call: Call) -> Verdict:
             f"{call.callee.name} calls backward itself, on each device for its part, so the gradients would "
             "be the sum of means: return the loss, and let the loop call backward"
         )
+    if trial.has_seeded:
+        return Verdict(True, f"{call.callee.name} seeds a generator that all threads have in common")
     found = trial.differences(whole, parts)
     if found and not _is_rounding(replicas, call, trial):
         again = trial.whole(SEED)
@@ -328,6 +330,11 @@ class Trial:
     def draws_freely(self) -> bool:
         """Whether there are random numbers in the results: Python's, NumPy's, those that a loop waits for."""
         return bool(self._moved - {"torch"}) or any(one.has_given_up for one in self._draws)
+
+    @property
+    def has_seeded(self) -> bool:
+        """Whether a forward has drawn behind a seed, or from a `torch.Generator`, of its own."""
+        return any(one.has_seeded for one in self._draws)
 
     @property
     def has_drawn(self) -> bool:

@@ -48,6 +48,8 @@ class ConstantDraws(RankMode):
         has_convolved: Whether a convolution or a recurrent layer ran.
         has_drawn: Whether an operation would have drawn.
         has_given_up: Whether it has let operations draw.
+        has_seeded: Whether one would have drawn behind a `torch.manual_seed` inside, or from a generator that
+            it was given.
 
     Threads: one.
     """
@@ -60,6 +62,8 @@ class ConstantDraws(RankMode):
         self.has_convolved = False
         self.has_drawn = False
         self.has_given_up = False
+        self.has_seeded = False
+        self._seed = torch.initial_seed()
         self._draws = 0
 
     def rounding(self, device: torch.device) -> float:
@@ -86,14 +90,15 @@ class ConstantDraws(RankMode):
         self.has_convolved |= "conv" in name or "rnn" in name
         given = dict(zip(names, args, strict=False)) | kwargs
         if name in DRAWS:
-            self.has_drawn = True
+            self._note_draw(given)
             self._draws += 1
             self.has_given_up |= self._draws > MOST_DRAWS
             drawn = func(*args, **kwargs)
             return drawn if self.has_given_up else _fill(name, drawn, given)
         if torch.Tag.nondeterministic_seeded in func.tags:
             off = {switch: type(given[switch])(0) for switch in SWITCHES if given.get(switch)}
-            self.has_drawn |= bool(off)
+            if off:
+                self._note_draw(given)
             args = tuple(off.get(key, value) for key, value in zip(names, args, strict=False))
             kwargs |= {key: value for key, value in off.items() if key in kwargs}
             if "training" in off and "noise" in given:  # `rrelu` without draws leaves what its backward reads
@@ -104,6 +109,10 @@ class ConstantDraws(RankMode):
             if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
                 self.epsilon = max(self.epsilon, torch.finfo(leaf.dtype).eps)
         return output
+
+    def _note_draw(self, given: Mapping[str, Any]) -> None:
+        self.has_drawn = True
+        self.has_seeded |= torch.initial_seed() != self._seed or given.get("generator") is not None
 
 
 def _fill(name: str, drawn: Any, given: Mapping[str, Any]) -> Any:

@@ -958,3 +958,24 @@ def test_an_output_that_cannot_be_joined_is_named(setup: Any) -> None:
     dp = setup(Doing(lambda module, y: torch.distributions.Normal(y, 1.0)))
     with pytest.raises(FlowdpError, match="output cannot be gathered: it is no tensor"):
         dp(numbers(8, 6))
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize("ratios", [None, (2, 1)])
+def test_a_forward_that_seeds_a_generator_is_for_one_device(
+    setup: Any, ratios: Any, has_own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def project(module: Any, y: Tensor) -> Tensor:
+        if own is not None:
+            return y @ torch.rand(3, 3, dtype=y.dtype, generator=own.manual_seed(7))
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return y @ torch.rand(3, 3, dtype=y.dtype)
+
+    own = torch.Generator() if has_own else None
+    model = Doing(project)
+    dp = setup(model, partition_ratios=ratios)
+    for step in range(20):
+        x = numbers(8, 6, seed=step)
+        assert torch.equal(dp(x), model(x))
+    assert caplog.text.count("seeds a generator that all threads have in common") == 1
