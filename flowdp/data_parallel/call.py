@@ -88,7 +88,7 @@ def call_parts(
             for part in parts
         ]
         writes = _Writes(parts, given)
-        containers = [flatten([part.args, part.kwargs]) for part in given] if guards else []
+        containers = [_contents(part) for part in given] if guards else []
         graphs = _graphs(replicas, given, around)
         inputs = [*wanted, *(t for part in parts for t in part.tensors if t.requires_grad and has_graph)]
         outputs: list[tuple[list[Any], Any]] = [([], None)] * len(parts)
@@ -205,6 +205,12 @@ class _Writes:
         return [(tensor, tensor._version, piece) for tensor, piece, *_ in self._seen]
 
 
+def _contents(part: Part) -> tuple[list[Any], list[Any]]:
+    """The leaves and the forms of a part's arguments."""
+    flat = [flatten(value) for value in (*part.args, *part.kwargs.values())]
+    return [leaf for leaves, _ in flat for leaf in leaves], [form for _, form in flat]
+
+
 def _check_containers(
     before: Sequence[tuple[list[Any], Any]], parts: Sequence[Part], outputs: Sequence[tuple[list[Any], Any]]
 ) -> None:
@@ -214,7 +220,7 @@ def _check_containers(
         FlowdpError: It has not: each device has others than the caller.
     """
     for (known, known_form), part, (returned, _) in zip(before, parts, outputs, strict=True):
-        leaves, form = flatten([part.args, part.kwargs])
+        leaves, form = _contents(part)
         new = set(map(id, leaves)).difference(map(id, known))
         is_changed = form != known_form or any(map(is_not, leaves, known))
         if is_changed and not (new and new.issubset(map(id, returned))):  # as the cache of a language model
