@@ -25,6 +25,7 @@ Link = Callable[[Sequence[Lane], Mapping[torch.dtype, int]], NcclLoop | None]
 """Opens NCCL for rows of these sizes; None: it is not used."""
 
 Form = tuple[type, torch.layout, torch.dtype, torch.Size]
+"""Class, layout, dtype and shape of a tensor; kept by value, for a module may be converted in place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ DIFFERENCES = (
     "their gradients are of different parameters (a checksum); freeze and thaw the same on each",
     "the learning rates differ; a schedule must not depend on a value of one machine alone",
 )
-"""What is wrong where the first numbers that machines send each other are not the same on all."""
+"""Errors for the first numbers that machines exchange, in their order: each must be the same everywhere."""
 
 
 class MachineSum:

@@ -395,9 +395,8 @@ class DataParallel(StandInModule):
         Raises:
             AttributeError: The module has no such method.
         """
-        if (
-            isinstance(function, MethodType) and function.__self__ is self.module
-        ):  # `dp.call(model.encode, x)`
+        # As in `dp.call(model.encode, x)`: each device calls it of its own module.
+        if isinstance(function, MethodType) and function.__self__ is self.module:
             function = function.__func__
         if self._is_alone:
             return self._call_alone(_bound(function, self.module), function, args, kwargs)
