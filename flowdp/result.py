@@ -20,7 +20,7 @@ from flowdp.errors import OptionError
 from flowdp.policy.formats import format_metric
 from flowdp.policy.launch_limit import BOUND
 from flowdp.policy.tally import EpochMetrics
-from flowdp.replica.factories import ModelOption, Optimizers, new_module
+from flowdp.replica.factories import ModelOption, new_module
 
 __all__ = [
     "Status",
@@ -29,7 +29,6 @@ __all__ = [
     "ema_on_cpu",
     "load_checkpoint",
     "on_cpu",
-    "optimizer_state",
     "weights_on_cpu",
 ]
 
@@ -171,13 +170,6 @@ class Status:
         if self.launch_bound is not None and self.launch_bound >= BOUND:
             line += f" | waits to launch {100 * self.launch_bound:.0f} %"
         return line + (f" | problems: {len(self.problems)}" if self.problems else "")
-
-
-def optimizer_state(optimizers: Optimizers) -> Any:
-    """The state of the one optimizer, or of several in the form in which they were given."""
-    if isinstance(optimizers, Mapping):
-        return {name: one.state_dict() for name, one in optimizers.items()}
-    return alone([one.state_dict() for one in optimizers])
 
 
 def alone(states: Any) -> Any:

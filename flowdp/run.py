@@ -30,7 +30,7 @@ from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.protocol.messages import Requested
 from flowdp.replica.factories import ModelOption
-from flowdp.result import Status, TrainedState, alone, ema_on_cpu, on_cpu, optimizer_state, weights_on_cpu
+from flowdp.result import Status, TrainedState, alone, ema_on_cpu, on_cpu, weights_on_cpu
 from flowdp.timeline.timeline import Timeline
 from flowdp.validators import check_number, is_int
 
@@ -573,7 +573,7 @@ class Run:
             stopped_at = self._engine.stopped_at(position, learning_rate=rates, orders=orders)
         return TrainedState(
             weights_on_cpu(weights.model),
-            on_cpu(optimizer_state(replica.optimizers)),
+            on_cpu(alone(replica.optimizer_states())),
             history=self.history,
             global_step=finish.global_step,
             epochs_done=finish.epochs_done,

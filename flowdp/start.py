@@ -51,7 +51,9 @@ from flowdp.observe.observer import Observer
 from flowdp.observe.timeline_file import TimelineFile
 from flowdp.protocol.messages import Requested
 from flowdp.replica.build import build_replicas
+from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.factories import ModelOption, all_of
+from flowdp.replica.joint_step import has_one_owner
 from flowdp.replica.replica import Replica
 from flowdp.result import TrainedState
 from flowdp.run import Run
@@ -388,13 +390,19 @@ def _global_batch(config: RunConfig, source: Source, replicas: Sequence[Replica]
     if sizes.window is None or source.samples is None:
         return None
     # Callbacks are to see every step on every device: what they keep for each is copied to no other.
-    is_shared = config.team.is_spread or first.meets or bool(step_callbacks(config.callbacks))
+    exact = [replica for replica in replicas if isinstance(replica, ExactReplica)]
+    # A rank that leaves would take its steps with it.
+    may_leave = config.failures.on_failure == "continue"
+    is_shared = first.meets or may_leave or bool(step_callbacks(config.callbacks))
     return GlobalBatch(
         sizes.window,
         source.samples,
         first.least,
         sizes.parts if first.meets else None,
-        may_be_alone=not is_shared and not any(one.lane.is_async for one in replicas),
+        may_be_alone=bool(exact)
+        and not is_shared
+        and has_one_owner(exact)
+        and not any(one.lane.is_async for one in exact),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.result import Status, TrainedState, load_checkpoint, on_cpu, optimizer_state, weights_on_cpu
+from flowdp.result import Status, TrainedState, load_checkpoint, on_cpu, weights_on_cpu
 
 DATA = torch.arange(24.0).reshape(12, 2)
 
@@ -33,23 +33,12 @@ def trainer(model: object, **options: object) -> flowdp.Trainer:
     )
 
 
-def adam(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(module.parameters(), lr=0.5)
-
-
 def test_a_state_is_loaded_into_a_module() -> None:
     source, target = nn.Linear(2, 1), nn.Linear(2, 1)
     state = TrainedState(source.state_dict(), {}, (), 7, 1, interrupted=False)
     assert state.load_into(target) is target
     assert torch.equal(target.weight, source.weight)
     assert target.weight.data_ptr() != source.weight.data_ptr()
-
-
-def test_the_state_of_optimizers_has_the_form_in_which_they_were_given() -> None:
-    one, two = adam(nn.Linear(1, 1)), adam(nn.Linear(1, 1))
-    assert optimizer_state([one]) == one.state_dict()
-    assert optimizer_state([one, two]) == [one.state_dict(), two.state_dict()]
-    assert optimizer_state({"a": one}) == {"a": one.state_dict()}
 
 
 def test_a_tensor_on_the_cpu_is_one_of_its_own() -> None:

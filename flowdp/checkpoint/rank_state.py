@@ -63,7 +63,7 @@ def capture(
     """
     scaler = replica._scaler
     state: dict[str, Any] = {
-        "optimizers": _each(replica.optimizers, lambda optimizer: optimizer.state_dict()),
+        "optimizers": replica.optimizer_states(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "generator": _generator_state(replica.device),
         "learning_rate": replica.learning_rate.state_dict(),
@@ -172,11 +172,12 @@ def _to_host(
 ) -> tuple[list[Any], Callable[[], None]]:
     """Copies of the leaves, tensors on the host, and a function that waits for them."""
     tensors = {memory_key(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
-    # Tensors on the host may be changed at once: they are copied now.
+    # Tensors on the host may be changed at once: they are copied now. So are those of another device, which
+    # owns parameters and stands still.
     far = [key for key, tensor in tensors.items() if lane.is_async and _is_dense_on(tensor, lane.device)]
     copies = HostCopies(pieces or PinnedPieces(lane), [tensors[key] for key in far])
     made = dict(zip(far, copies.tensors, strict=True))
-    made |= {key: tensor.clone() for key, tensor in tensors.items() if key not in made}
+    made |= {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items() if key not in made}
     copied = [made[memory_key(leaf)] if isinstance(leaf, Tensor) else _copied_object(leaf) for leaf in leaves]
     return copied, copies.wait
 
@@ -201,13 +202,6 @@ def _hidden_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Buffers that the state_dict leaves out."""
     shown = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name not in shown}
-
-
-def _each(optimizers: Any, take: Callable[[Optimizer], Any]) -> Any:
-    """Result of `take` for every optimizer, in the form in which they are."""
-    if isinstance(optimizers, Mapping):
-        return {name: take(optimizer) for name, optimizer in optimizers.items()}
-    return [take(optimizer) for optimizer in optimizers]
 
 
 # ---------------------------------------------------------------- and back

@@ -103,6 +103,11 @@ class HostMean:
         self._copies = [[_Copies(lane) for _ in range(ROUNDS)] for lane in lanes]
         self._rounds = [0] * len(replicas)  # prepared, of each rank
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether the launch leaves the mean in the memory of every replica: nothing is done behind it."""
+        return self._mean.is_small and not any(lane.is_async for lane in self._lanes)
+
     def prepare(self, rank: int, judge: Judge = unjudged) -> None:
         """See `Collective.prepare`. The host waits until the copy is down."""
         replica, lane = self._replicas[rank], self._lanes[rank]

@@ -206,6 +206,11 @@ class SharedGradients(FlatGradients, FlatTensors):
         self.flats = (*twins, Flat(extra, len(extra)))
         _check_all_there(module, self.parameters, self.rank)
 
+    @property
+    def travels(self) -> bool:
+        """Whether ranks of other machines average theirs with these."""
+        return self._touched.travels
+
     def trained(self) -> list[Tensor]:
         """The gradients; see `FlatTensors.trained`."""
         return self._parts

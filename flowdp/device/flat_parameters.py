@@ -10,6 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +120,15 @@ class FlatTensors(ABC):
         """The largest absolute value in `trained`, NaN where there is one. Float64, shape []."""
         bounds = [torch.stack(torch.aminmax(part)).double() for part in self.trained()]
         return torch.cat(bounds).abs().amax()
+
+    def is_finite(self) -> bool:
+        """Whether all numbers that training has changed are finite; reads them.
+
+        A finite loss does not promise finite parameters: the gradient may be infinite in the last step before
+        the meeting, and no loss follows it.
+        """
+        # A sum is by far the fastest look. It overflows before its terms do: then every one is looked at.
+        return isfinite(float(self.total())) or isfinite(float(self.largest()))
 
     @abstractmethod
     def gather(self) -> None:
@@ -278,6 +289,11 @@ class FlatReplica(FlatTensors):
         for index in self._moved:
             self._locations[index].tensor.data.copy_(self._views[index])
 
+    def refresh(self) -> None:
+        """Copy in, as they are now, the tensors that the last `gather` found moved."""
+        for index in self._moved:
+            self._views[index].copy_(self._locations[index].tensor.data)
+
     def trained(self) -> list[Tensor]:
         """The parameters; see `FlatTensors.trained`."""
         return [flat.memory[: flat.split] for flat in self.flats if flat.split]
@@ -347,6 +363,23 @@ class FlatReplica(FlatTensors):
         for location, view in zip(self._locations, self._views, strict=True):
             if _is_parameter(location):
                 yield location.tensor, view  # type: ignore[misc]
+
+    def pieces(self, keys: Sequence[int]) -> list[tuple[int, Tensor]]:
+        """The memory of the parameters, in pieces of neighbours with one key: the key, and the piece.
+
+        Args:
+            keys: Key of each of `parameters()`, in that order.
+        """
+        found: list[tuple[int, Tensor]] = []
+        places = [(key, view.data_ptr()) for key, (_, view) in zip(keys, self.parameters(), strict=True)]
+        for part in self.trained():
+            begin = part.data_ptr()
+            inside = [(key, at - begin) for key, at in places if 0 <= at - begin < part.nbytes]
+            firsts = [next(group) for _, group in groupby(inside, lambda place: place[0])]
+            starts = [offset // part.itemsize for _, offset in firsts]
+            for (key, _), start, stop in zip(firsts, starts, [*starts[1:], len(part)], strict=True):
+                found.append((key, part[start:stop]))
+        return found
 
     def named(self, memories: Sequence[Tensor]) -> dict[str, Tensor]:
         """Parts of memories laid out like `trained`, by the module's names; tied parameters have one.

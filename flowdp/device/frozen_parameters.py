@@ -26,16 +26,18 @@ class FrozenParameters:
     Args:
         module: The module.
         lane: Lane of its device.
+        trained: Whether those that are trained are among them, too.
 
     Streams:
         All is enqueued on `compute`, which is the current one, and waited for.
     """
 
-    def __init__(self, module: nn.Module, lane: Lane) -> None:
+    def __init__(self, module: nn.Module, lane: Lane, *, trained: bool = False) -> None:
         self._module = module
         self._lane = lane
+        self._trained = trained
         self._passed = lane.event()
-        self._names = list(frozen_sums(module))
+        self._names = list(frozen_sums(module, trained=trained))
         with QUIET:
             self._host = lane.pinned((len(self._names),), torch.int64)
         self.note()
@@ -45,12 +47,12 @@ class FrozenParameters:
         self._noted = self._read()
 
     def changed(self) -> list[str]:
-        """Names of those whose bits are not those noted; one that is frozen no longer is left out."""
+        """Names of those whose bits are not those noted; one that is not among them any more is left out."""
         now = self._read()
         return [name for name, value in self._noted.items() if now.get(name, value) != value]
 
     def _read(self) -> Mapping[str, int]:
-        sums = frozen_sums(self._module)
+        sums = frozen_sums(self._module, trained=self._trained)
         known = [name for name in self._names if name in sums]
         if not known:
             return {}
@@ -117,8 +119,10 @@ class FrozenCheck:
             )
 
 
-def frozen_sums(module: nn.Module) -> dict[str, Tensor]:
+def frozen_sums(module: nn.Module, *, trained: bool = False) -> dict[str, Tensor]:
     """The sum of the bits of each frozen parameter by its name. Int64, shape [], on its device.
+
+    With `trained` of all others, too.
 
     Without the weights of embeddings that shorten the rows which they read (`max_norm`): that changes no
     forward, wherever it has been done.
@@ -131,7 +135,7 @@ def frozen_sums(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: _sum(parameter)
         for name, parameter in module.named_parameters()
-        if not parameter.requires_grad and parameter not in shortened and _is_plain(parameter)
+        if (trained or not parameter.requires_grad) and parameter not in shortened and _is_plain(parameter)
     }
 
 

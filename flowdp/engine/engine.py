@@ -14,6 +14,7 @@ from typing import Any
 from flowdp.checkpoint.resume import StopPosition
 from flowdp.checkpoint.writer import CapturedState
 from flowdp.collective.async_mean import SnapshotMean
+from flowdp.collective.base import Collective
 from flowdp.collective.host import HostMean
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
@@ -39,8 +40,10 @@ from flowdp.network.team import Team
 from flowdp.options import Backend, FailureOptions, OuterOptions, RuntimeOptions
 from flowdp.policy.efficiency import EfficiencyReport, RankTimes, efficiency_of
 from flowdp.policy.stall import StallWatch
-from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Failed, Requested
+from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Failed, Outcome, Requested
 from flowdp.protocol.position import Position
+from flowdp.replica.exact_replica import ExactReplica
+from flowdp.replica.joint_step import JointStep
 from flowdp.replica.replica import Replica
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
@@ -255,7 +258,14 @@ class Engine:
         self._settings.callback(collective.close)
         self._settings.callback(self.close)
         link = self._link
-        gate = Gate(config.world_size, collective.launch, None if link is None else link.ask, self.team.ranks)
+        joint = self._open_joint_step(collective, lambda index: gate.finish(self.team.ranks[index]))
+
+        def launch(outcome: Outcome) -> None:
+            collective.launch(outcome)
+            if joint is not None:
+                joint.launch(outcome)
+
+        gate = Gate(config.world_size, launch, None if link is None else link.ask, self.team.ranks)
         if link is not None:
             link.gate = gate
         is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
@@ -264,8 +274,16 @@ class Engine:
             replica.outer = momentum
         settle = collective.settle if config.overlaps and isinstance(collective, HostMean) else None
         return MeetingPoint(
-            gate=gate, collective=collective, snapshots=snapshots, settle=settle, team=self.team
+            gate=gate, collective=collective, snapshots=snapshots, settle=settle, team=self.team, joint=joint
         )
+
+    def _open_joint_step(self, collective: Collective, meet: Callable[[int], None]) -> JointStep | None:
+        """The step that all ranks take together; None where the policy has none, or there is one rank."""
+        replicas = [replica for replica in self.replicas if isinstance(replica, ExactReplica)]
+        if not replicas:
+            return None
+        at_once = isinstance(collective, HostMean) and collective.is_launched
+        return JointStep(replicas, meet, at_once=at_once)
 
     def start(self) -> None:
         """Start all threads; they wait for `begin`. After an error, or without that, `take_back` ends them.

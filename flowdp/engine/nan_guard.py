@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 import torch
 from torch import Tensor
 
-from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter
@@ -22,17 +20,7 @@ from flowdp.machine.worker import Step, WorkerMachine
 from flowdp.options import OnNan
 from flowdp.replica.replica import Replica
 
-__all__ = ["FiniteVerdict", "NanGuard", "is_finite", "note_nonfinite"]
-
-
-def is_finite(tensors: FlatTensors) -> bool:
-    """Whether all numbers that training has changed are finite; reads them.
-
-    A finite loss does not promise finite parameters: the gradient may be infinite in the last step before the
-    meeting, and no loss follows it.
-    """
-    # A sum is by far the fastest look. It overflows before its terms do: then every one is looked at.
-    return isfinite(float(tensors.total())) or isfinite(float(tensors.largest()))
+__all__ = ["FiniteVerdict", "NanGuard", "note_nonfinite"]
 
 
 def note_nonfinite(parts: Sequence[Tensor], losses: Tensor | None, out: Tensor) -> None:
@@ -216,7 +204,7 @@ class NanGuard:
 
     def _look(self, last: Step) -> None:
         watched = self._replica.watched
-        finite = watched is None or is_finite(watched)
+        finite = (watched is None or watched.is_finite()) and not self._replica.left_out
         step = self._meter.bad.get(self._meter.round)
         if step is not None:
             self.mark_bad(step, _LOSS)

@@ -20,6 +20,7 @@ from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.sigterm import SigtermStop
 from flowdp.network.team import Team
+from flowdp.replica.joint_step import JointStep
 from flowdp.threads.gate import Gate
 from flowdp.timeline.timeline import Timeline
 
@@ -66,6 +67,7 @@ class MeetingPoint:
         settle: Brings the mean of all machines that is on its way into a replica of this machine, by its
             place here; None where none ever is.
         team: The ranks of all machines.
+        joint: The step that all ranks take together; None where each takes its own.
     """
 
     gate: Gate
@@ -73,3 +75,4 @@ class MeetingPoint:
     snapshots: SnapshotMean | None = None
     settle: Callable[[int], None] | None = None
     team: Team | None = None
+    joint: JointStep | None = None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import Averaging, Reading
+from flowdp.collective.base import NOTHING
 from flowdp.data.feed import Feed
 from flowdp.device import worker_context
 from flowdp.device.compiled import FirstCalls
@@ -175,6 +175,7 @@ class Worker:
         self._numbers = NanGuard(replica, self.machine, self._meter, self._place, options.on_nan)
         self._feed = feed
         self._gate, self._collective = meeting.gate, collective
+        self._joint = meeting.joint
         self._snapshots = meeting.snapshots
         self._post = services.requests.inbox.post
         self._failures = services.failures
@@ -331,6 +332,8 @@ class Worker:
                 return
             self._retry.run(batcher.micros, full)
         self._feed.release()
+        if step.alone and self._joint is not None:
+            self._joint.take_over(self._index)
         loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
         current.local_step += 1
         if self._step_callbacks:
@@ -376,6 +379,9 @@ class Worker:
 
     def _enter(self, action: Enter) -> None:
         self._meter.meet()
+        arrival, joint = action.arrival, self._joint
+        if arrival.together:
+            self._advance_rates(arrival)  # the last arrival may take the step
         try:
             self._numbers.read()  # the verdict on the round before
             if self.replica.frozen is not None:
@@ -383,11 +389,13 @@ class Worker:
             self._collective.prepare(self._index, self._numbers.judge)
             self._numbers.decide()
             self._is_bound = True
-            outcome = self._gate.enter(self.machine.judged(action.arrival))
-            if action.arrival.alone:
-                reading = self._take_over(outcome)
+            outcome = self._gate.enter(self.machine.judged(arrival))
+            if arrival.alone and joint is not None:
+                reading = joint.copy_step(self._index, outcome)
             else:
                 reading = self._collective.average(self._index, outcome)
+                if joint is not None:
+                    reading = joint.timed(reading, outcome)
         except CollectiveAborted:
             # Another rank failed, and the coordinator knows: its order to leave is on its way.
             self._await_leave()
@@ -395,15 +403,12 @@ class Worker:
         self._meter.met(reading)
         self.current.round = outcome.round
         order = self.machine.order
-        if order is not None and order.sync is not None and order.sync.steps:
-            # A rank without a step in it, too: all have the same rates when these are set, or saved.
-            # One without any steps (async) may stand before an epoch whose scheduler waits for a metric.
-            self.current.epoch = order.epoch
-            self.replica.learning_rate.advance(action.arrival.global_step, order.epoch, order.metrics)
-        if action.arrival.together:
-            self._step_together(action.arrival, outcome)
-        elif outcome.lr is not None:
-            self._set_lr(outcome.lr, outcome.global_step)
+        if arrival.together:
+            self._step_together(arrival, outcome)
+        else:
+            self._advance_rates(arrival)
+            if outcome.lr is not None:
+                self._set_lr(outcome.lr, outcome.global_step)
         self.moves += 1
         has_inner = order is not None and order.sync is not None and order.sync.inner
         done = self.machine.met(outcome)
@@ -413,18 +418,15 @@ class Worker:
             self._close(done, outcome, has_inner=has_inner)
         self._numbers.met()
 
-    def _take_over(self, outcome: Outcome) -> Reading:
-        """Copy the replica that has taken all steps of the round; its rank waits meanwhile (exact)."""
-        start_s = perf_counter()
-        has_stepped = outcome.steps[self.rank] > 0
-        # Without samples its numbers are not finite: then it takes over a replica of those that waited.
-        sound = [rank for rank in outcome.members if outcome.samples[rank]]
-        donors = sound or [rank for rank in outcome.members if not outcome.steps[rank]]
-        if has_stepped is not bool(sound) and donors:
-            self.replica.copy_from(self._replicas[donors[0]])
-        self._gate.finish(self.rank)
-        averaging = Averaging((perf_counter() - start_s) * 1e3, None)
-        return lambda: averaging
+    def _advance_rates(self, arrival: Arrival) -> None:
+        """Set the rates of this position, on a rank without a step there, too: all have, and save, the same.
+
+        A round without any steps (async) may stand before an epoch whose scheduler waits for a metric.
+        """
+        order = self.machine.order
+        if order is not None and order.sync is not None and order.sync.steps:
+            self.current.epoch = order.epoch
+            self.replica.learning_rate.advance(arrival.global_step, order.epoch, order.metrics)
 
     def _close(self, done: Done, outcome: Outcome | None = None, *, has_inner: bool = False) -> None:
         """Close an order, with a mean or without one; `has_inner`: only the last was of all machines."""
@@ -450,7 +452,7 @@ class Worker:
             if outcome is None:
                 self._post(StepsDone(self.rank, done.plan, work, done.is_last))
                 return
-            mean = sums.averaging or Averaging(0.0, None)
+            mean = sums.averaging or NOTHING
             self._post(
                 SyncAck(
                     self.rank,
@@ -492,7 +494,8 @@ class Worker:
         self.current.lr = replica.learning_rate.value
         if not any(outcome.samples):
             return
-        replica.meet(outcome)
+        if self._joint is not None:
+            self._joint.step(self._index, outcome)
         self._meter.stepped(replica.take_norms())
         if not arrival.samples:  # it had no part of the window, so `_step` has not counted it
             self._place.step = self.machine.window

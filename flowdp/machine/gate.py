@@ -71,6 +71,7 @@ def decide(
         late=all(arrival.late for arrival in arrivals.values()),
         inner=first.inner,
         earlier=earlier,
+        together=first.together,
     )
 
 

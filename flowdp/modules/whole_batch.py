@@ -68,7 +68,7 @@ def check_dense(optimizer: Optimizer) -> None:
 class Written:
     """The state that the forwards of a window write to.
 
-    Buffers by torch's counts, without those of batch norms; frozen parameters by their bits.
+    Buffers by torch's counts, without those of batch norms; parameters by their bits.
 
     Args:
         module: The model.
@@ -81,13 +81,13 @@ class Written:
     def __init__(self, module: nn.Module, lane: Lane) -> None:
         self._module = module
         self._before: dict[str, tuple[int, int]] = {}
-        self._frozen = FrozenParameters(module, lane)
+        self._parameters = FrozenParameters(module, lane, trained=True)
         self._logged: set[str] = set()
 
     def begin(self) -> None:
         """Note the state before the forwards."""
         self._before = {name: _state(buffer) for name, _, buffer in _buffers(self._module)}
-        self._frozen.note()
+        self._parameters.note()
 
     def tell(self, *, is_shared: bool) -> None:
         """Log the names of what was written, once each: it changes once per micro-batch.
@@ -98,20 +98,23 @@ class Written:
         Raises:
             ValueError: It is a frozen parameter, and several have: one without a part does not write to it.
         """
-        changed = self._frozen.changed()
-        if changed and is_shared:
+        changed = self._parameters.changed()
+        frozen = [name for name in changed if not self._module.get_parameter(name).requires_grad]
+        if frozen and is_shared:
             raise ValueError(
-                f"frozen parameter {changed[0]!r} was written to by the loss or the model's forward: under "
+                f"frozen parameter {frozen[0]!r} was written to by the loss or the model's forward: under "
                 "policy='exact' that is once per micro-batch, and not at all on a device that has no part of "
                 "a window, so the devices would come to have different ones. Write to it in "
                 "Callback.on_step, which is called on every device after every step"
             )
-        if changed and changed[0] not in self._logged:
-            log.warning(
-                "policy='exact': the loss or forward writes to the frozen parameter %r: it changes once per "
-                "micro-batch, not once per window; Callback.on_step is called once per window",
-                changed[0],
-            )
+        for name in changed[:1]:
+            if name not in self._logged:
+                log.warning(
+                    "policy='exact': the loss or forward writes to the parameter %r: it changes once per "
+                    "micro-batch, not once per window%s; Callback.on_step is called once per window",
+                    name,
+                    ", and by the part of the device that steps it" if is_shared else "",
+                )
         found = {
             name: f"{name!r} of {kind}"
             for name, kind, buffer in _buffers(self._module)

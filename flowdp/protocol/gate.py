@@ -99,6 +99,7 @@ class Outcome:
         inner: The members are the ranks of one machine, which has decided it by itself. It voids nothing:
             what all machines have armed, they void together.
         earlier: Samples per rank in the inner rounds before it. Shape (world_size,); empty: there were none.
+        together: The steps of all members are one step of the run, which is taken now (exact).
     """
 
     round: int
@@ -118,6 +119,7 @@ class Outcome:
     late: bool = False
     inner: bool = False
     earlier: tuple[int, ...] = ()
+    together: bool = False
 
     @property
     def voids(self) -> bool:

@@ -1,14 +1,16 @@
-"""The replica of policy="exact" on several devices: gradients are averaged, and all ranks take the same step.
+"""The replica of policy="exact" on several devices: its optimizer steps by the mean gradient of all.
 
 The gradient that a rank brings is the mean over the samples of its part (`WindowReplica`), so the mean of
 the ranks' gradients, weighted by their samples, is that of the whole window. Weights that losses name are
-averaged with the gradients, which are divided by them.
+averaged with the gradients, which are divided by them. Who steps which parameters, `JointStep` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import and_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,9 @@ from flowdp.device.streams import QUIET
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.protocol.messages import Outcome, SampleRange
-from flowdp.replica.replica import NOT_OURS, Loss, ReplicaParts
+from flowdp.replica.factories import each_of
+from flowdp.replica.optimizer_state import copied_state
+from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
 from flowdp.replica.window_replica import WindowReplica
 
 __all__ = ["ExactReplica"]
@@ -30,6 +34,11 @@ CHECKSUMS = 8
 
 class ExactReplica(WindowReplica):
     """Replica whose optimizer steps by the mean gradient of all ranks.
+
+    Attributes:
+        owned: Flag per parameter, as the gradients count them: this rank steps it. None: it steps all.
+        whole_state: Returns the `state_dict()` of the optimizer with the state that all owners have; None
+            where the rank's own has all.
 
     Args:
         parts: Objects and settings of this rank.
@@ -47,6 +56,8 @@ class ExactReplica(WindowReplica):
 
     gradients: SharedGradients
     steps_at_gate = True
+    owned: Sequence[bool] | None = None
+    whole_state: Callable[[], dict[str, Any]] | None = None
 
     def __init__(
         self,
@@ -102,41 +113,116 @@ class ExactReplica(WindowReplica):
     def step_alone(self) -> Tensor | None:
         """Step the optimizer by this rank's gradients, of a whole window; returns the loss as `step` does.
 
+        One that is not finite is left out: the other ranks have no optimizer to go on with (`left_out`).
+
         Streams:
-            As `Replica.step`.
+            As `Replica.step`. The host waits for the gradients.
         """
         loss = self.step()
         weight = self.loss_weight
         self.loss_weight = None if weight is None else weight.clone()  # the gradients' own is cleared
-        self._launch_step(self._step_together, self.gradients.settle_alone())
-        if self.average is not None:
-            self.average.update()
-        self.watched = self.flat  # no gradient is left to show what the step made of it
+        touched = self.gradients.settle_alone()
+        if self._scaler is None and not self.gradients.is_finite():
+            self.left_out = True
+            self.gradients.clear()
+        else:
+            self._launch_step(self._step, touched)
+            if self.average is not None:
+                self.average.update()
+        self.watched = None  # no gradient is left to look at
         return loss
 
     def meet(self, outcome: Outcome) -> None:
-        """Take the step of the window; the gradients are the mean of all ranks' now.
-
-        All ranks come to the same bits: they have the same parameters, gradients and optimizer state, and
-        a NaN or inf in one rank's gradient is in the mean.
+        """Step the parameters that this rank owns; the gradients are the mean of all ranks' now.
 
         Streams:
             As `Replica.step`.
         """
-        self.watched = self.gradients if self._scaler is None else None
-        touched = self.gradients.settle([member for member in outcome.members if outcome.samples[member]])
-        self._launch_step(self._step_together, touched)
-        if self.average is not None:
-            self.average.update()
+        self._launch_step(self.take_step, outcome)
 
-    def _step_together(self, touched: Sequence[bool]) -> None:
-        if self._flat_optimizer is None:
-            self.gradients.show(touched)
-            self._optimize(self._optimizer)
-        else:
-            self._optimize(self._flat_optimizer.prepare(touched))
-            self._flat_optimizer.finish()
+    def take_step(self, outcome: Outcome) -> None:
+        """The same without a turn: any thread, while no rank computes."""
+        self.watched = self.gradients if self._scaler is None else None
+        self._step(self.gradients.settle([member for member in outcome.members if outcome.samples[member]]))
+
+    def _step(self, touched: Sequence[bool]) -> None:
+        if self.owned is not None:
+            touched = list(map(and_, touched, self.owned))
+        if self.owned is None or any(self.owned):
+            if self._flat_optimizer is None:
+                self.gradients.show(touched)
+                self._optimize(self._optimizer)
+            else:
+                self._optimize(self._flat_optimizer.prepare(touched))
+                self._flat_optimizer.finish()
+            self.flat.refresh()
         self.gradients.clear()
+
+    # ------------------------------------------------------------------ owners
+    def own(self, owned: Sequence[bool]) -> None:
+        """Step these parameters alone from now on, flag per parameter; the state of others is dropped.
+
+        Threads:
+            Any, while the replica is not in use.
+        """
+        self.owned = owned
+        if self._flat_optimizer is not None:
+            self._flat_optimizer.publish()
+            self._flat_optimizer.reload()
+        for parameter, is_own in zip(self.gradients.parameters, owned, strict=True):
+            if not is_own:
+                self._optimizer.state.pop(parameter, None)
+        # Torch's schedulers would warn that it has not stepped.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def take_state(self, other: ExactReplica) -> None:
+        """Take over the optimizer's state of the parameters that another replica owns.
+
+        Threads:
+            Any, while neither is in use.
+        """
+        assert other.owned is not None
+        for one in (self, other):
+            if one._flat_optimizer is not None:
+                one._flat_optimizer.publish()
+        mine, theirs = self._optimizer, other._optimizer
+        pairs = zip(self.gradients.parameters, other.gradients.parameters, other.owned, strict=True)
+        for parameter, twin, is_owned in pairs:
+            if is_owned and twin in theirs.state:
+                mine.state[parameter] = copied_state(theirs.state[twin], twin, parameter)
+        for group, others in zip(mine.param_groups, theirs.param_groups, strict=True):
+            group |= {name: value for name, value in others.items() if name not in ("params", "lr")}
+        if self._flat_optimizer is not None:
+            self._flat_optimizer.reload()
+        self.follow(other)
+
+    def follow(self, owner: ExactReplica) -> None:
+        """Take over the scale of the loss."""
+        if self._scaler is not None and owner._scaler is not None:
+            self._scaler.load_state_dict(owner._scaler.state_dict())
+
+    def received(self) -> None:
+        """Tell module and autograd of parameters that others have written to the flat memory."""
+        self.flat.scatter()
+        # By its version autograd sees that a parameter has changed since a forward used it.
+        torch.autograd.graph.increment_version(self.gradients.parameters)
+
+    def copy_from(self, donor: Replica) -> None:
+        """See `Replica.copy_from`; the state of optimizers stays with the owners of the parameters."""
+        if self.owned is None:
+            super().copy_from(donor)
+            return
+        for mine, theirs in zip(self.flat.memories, donor.flat.memories, strict=True):
+            mine.copy_(theirs)
+        if self.average is not None and donor.average is not None:
+            self.average.copy_from(donor.average)
+        self.received()
+        self.gradients.clear()
+
+    def optimizer_states(self) -> Any:
+        """See `Replica.optimizer_states`; the state of each parameter is its owner's."""
+        whole = self.whole_state
+        return super().optimizer_states() if whole is None else each_of(self.optimizers, lambda _: whole())
 
     def checksum(self) -> Callable[[], int]:
         """Sum the bits of the parameters; returns a function that reads the sum when it is there."""

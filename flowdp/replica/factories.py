@@ -38,6 +38,7 @@ __all__ = [
     "check_closure",
     "check_hooks",
     "check_plain",
+    "each_of",
     "equal_start",
     "needs_closure",
     "new_module",
@@ -308,6 +309,13 @@ def build_optimizers(option: OptimizerOption, module: nn.Module, source: nn.Modu
 def all_of(optimizers: Optimizers) -> list[Optimizer]:
     """The optimizers in order, without their names."""
     return list(optimizers.values() if isinstance(optimizers, Mapping) else optimizers)
+
+
+def each_of(optimizers: Optimizers, take: Callable[[Optimizer], Any]) -> Any:
+    """Result of `take` for every optimizer, in the form in which they are."""
+    if isinstance(optimizers, Mapping):
+        return {name: take(optimizer) for name, optimizer in optimizers.items()}
+    return [take(optimizer) for optimizer in optimizers]
 
 
 def _each(given: object, build: Callable[[Any], Optimizer]) -> Optimizers:

@@ -31,7 +31,7 @@ from flowdp.graphs.captured_step import Captured
 from flowdp.options import Precision
 from flowdp.policy.recheck import Recheck
 from flowdp.protocol.messages import Outcome, SampleRange
-from flowdp.replica.factories import Optimizers, all_of
+from flowdp.replica.factories import Optimizers, all_of, each_of
 from flowdp.replica.flat_optimizer import FlatOptimizer, obstacle
 from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.optimizer_state import copy_state
@@ -152,6 +152,7 @@ class Replica:
         can_repeat: Whether forward and backward of a step can be done once more.
         steps: Operations for a `train_step`; None with a loss.
         loss_weight: Weight of the last step's loss, per sample, where losses name one. Shape [].
+        left_out: A step since the last meeting was not taken, for its gradient is not finite (exact).
 
     Threads:
         The worker of this rank, once it runs.
@@ -172,6 +173,7 @@ class Replica:
     gives_gradients = False
     may_be_flat = True
     steps_at_gate = False
+    left_out = False
 
     def __init__(self, parts: ReplicaParts, function: Callable[..., Any]) -> None:
         module, flat = self.module, self.flat = parts.module, parts.flat
@@ -218,6 +220,16 @@ class Replica:
         self._flat_optimizer: FlatOptimizer | None = None
         if self.steps_flat and self.gradients is not None:
             self._flat_optimizer = FlatOptimizer(self._optimizer, flat, self.gradients)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The only optimizer, or the first one."""
+        return self._optimizer
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled ("fp16")."""
+        return self._scaler is not None
 
     @property
     def uncaptured(self) -> str | None:
@@ -403,6 +415,10 @@ class Replica:
                 self._scaler.load_state_dict(donor._scaler.state_dict())
             self._clear()
         _after(donor.lane, self.lane)
+
+    def optimizer_states(self) -> Any:
+        """The `state_dict()` of each optimizer, in the form in which the user gave them."""
+        return each_of(self.optimizers, lambda optimizer: optimizer.state_dict())
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Have the parameters in the module with which it is evaluated: their moving average, if any."""

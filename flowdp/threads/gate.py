@@ -45,7 +45,7 @@ class Waiting:
 
 
 class Gate:
-    """A meeting of all ranks, twice a round: `enter` decides, `finish` ends it.
+    """A meeting of all ranks: `enter` decides a round, and each `finish` behind it is one more meeting.
 
     Threads:
         `enter`, `finish`: the rank's own. `direct`, `leave`, `waiting`, `abort`, `conclude`: any.
@@ -131,7 +131,9 @@ class Gate:
             self._wake[asking].release()
 
     def finish(self, rank: int) -> None:
-        """Wait until every member of the round has called this: its part of the averaging is done.
+        """Wait until every member of the round has called this: its part of the work is done.
+
+        All members call it as often in a round.
 
         Raises:
             CollectiveAborted: The gate was aborted before all had.
@@ -210,6 +212,7 @@ class Gate:
     def _end_round(self) -> None:
         if self._finishing and not self._unfinished:
             self._held += 1
+            self._unfinished = set(self._finishing)  # for the next one
             self._release(self._finishing)
 
     def _release(self, waiting: set[int]) -> None:

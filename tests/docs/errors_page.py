@@ -149,13 +149,13 @@ def out_of_device_memory() -> None:
 
 @example
 def collective_error() -> None:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        if is_at(5):
-            with torch.no_grad():
-                model.get_parameter("bias").add_(1)
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
+    class Writes(flowdp.Callback):
+        def on_step(self, worker: Any, loss: torch.Tensor | None) -> None:
+            if worker.rank == 1:
+                with torch.no_grad():
+                    worker.model.get_parameter("bias").add_(1)
 
-    trainer(loss=loss, policy="exact", runtime=flowdp.RuntimeOptions(partition_ratios=[0.5, 0.5])).fit()
+    trainer(callbacks=[Writes()], policy="exact").fit()
 
 
 @example

@@ -23,7 +23,7 @@ from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import HostMeter
-from flowdp.engine.nan_guard import NanGuard, is_finite, note_nonfinite
+from flowdp.engine.nan_guard import NanGuard, note_nonfinite
 from flowdp.machine.worker import Step, WorkerMachine
 from flowdp.replica.replica import Replica
 from tests.loops import numbers
@@ -56,7 +56,7 @@ def is_not_odd(tensors: FlatTensors) -> bool:
     return not out
 
 
-@pytest.fixture(params=[is_finite, is_not_odd], ids=["host", "device"])
+@pytest.fixture(params=[FlatTensors.is_finite, is_not_odd], ids=["host", "device"])
 def finite(request: pytest.FixtureRequest) -> Look:
     look: Look = request.param
     return look

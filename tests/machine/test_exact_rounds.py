@@ -320,17 +320,16 @@ def test_short_windows_are_trained_by_one_rank_where_that_is_faster() -> None:
     assert machine.epochs.of(0).is_complete
 
 
-@pytest.mark.parametrize(("ms", "alone_ms"), [(0.05, 5.0), (1.0, 2.0)], ids=["slower alone", "long windows"])
-def test_windows_stay_shared(ms: float, alone_ms: float) -> None:
+@pytest.mark.parametrize(("ms", "alone_ms"), [(0.05, 5.0), (1.0, 200.0)], ids=["short", "long"])
+def test_windows_stay_shared_where_that_is_faster(ms: float, alone_ms: float) -> None:
     machine = rounds(3000, may_be_alone=True)
     blocks = decide(machine)
     for block in blocks:
         settle(machine, lone_acks(block, alone_ms) if block[0].alone else acks(block, (ms, ms)))
         blocks += decide(machine)
     lone = [block for block in blocks if block[0].alone]
-    windows = sum(len(block[0].batches) for block in lone)
-    assert bool(lone) == (ms < 1.0)  # long windows are not even tried
-    assert windows < 3000 / 50
+    assert lone  # it was tried
+    assert sum(len(block[0].batches) for block in lone) < 3000 / 50
     assert machine.epochs.of(0).is_complete
 
 

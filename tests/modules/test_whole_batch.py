@@ -147,4 +147,4 @@ def test_a_forward_that_writes_to_frozen_parameters(caplog: pytest.LogCaptureFix
         assert not caplog.records
         train(Follows(), devices=1, per_device_batch_size=4)
     [warning] = [record.getMessage() for record in caplog.records]
-    assert "writes to the frozen parameter 'teacher.weight': it changes once per micro-batch" in warning
+    assert "writes to the parameter 'teacher.weight': it changes once per micro-batch" in warning

@@ -25,6 +25,7 @@ from flowdp.data.epoch_order import epoch_order
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import StreamLane
 from flowdp.policy.exclusion import Exclusion
+from flowdp.policy.sharing import Sharing
 from flowdp.replica.exact_replica import ExactReplica
 
 SAMPLES, WINDOW, EPOCHS = 203, 20, 3  # 11 windows per epoch, the last of 3 samples
@@ -154,7 +155,7 @@ def test_a_rank_alone_with_nans_goes_on_from_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its windows since the last meeting are lost; all replicas stay equal, and no number is odd."""
-    for name, value in (("SHORT_MS", math.inf), ("GAIN", math.inf), ("FIRST_TRIAL", 1)):
+    for name, value in (("GAIN", math.inf), ("FIRST_TRIAL", 1)):
         monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
     odd: list[int] = []
     lock = threading.Lock()
@@ -203,7 +204,7 @@ def test_windows_of_one_rank_alone(
     monkeypatch: pytest.MonkeyPatch, make: Make, devices: int, clip: float | None, schedule: Any
 ) -> None:
     """In turns with windows that all ranks share, however long each way takes."""
-    for name, value in (("SHORT_MS", math.inf), ("GAIN", math.inf), ("FIRST_TRIAL", 1)):
+    for name, value in (("GAIN", math.inf), ("FIRST_TRIAL", 1)):
         monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
     # On a busy machine a rank may be slow, or now slow and now fast: it is shared with all the same.
     for name in ("policy.exclusion.LONGER", "machine.exact_rounds.MOVING"):
@@ -239,7 +240,7 @@ def test_windows_of_one_rank_alone(
 @pytest.mark.parametrize("left_out", [0, 1, 2])
 def test_windows_without_a_device_that_is_left_out(monkeypatch: pytest.MonkeyPatch, left_out: int) -> None:
     """In turns with windows in which it has a part; its replica takes every step."""
-    monkeypatch.setattr("flowdp.policy.sharing.SHORT_MS", 0.0)
+    monkeypatch.setattr(Sharing, "plan", lambda _: False)
 
     def measured(self: Exclusion, *_: Any) -> None:
         self.out = frozenset() if self.out else frozenset({left_out})
@@ -356,7 +357,7 @@ def test_a_device_that_is_left_out_is_called_too(monkeypatch: pytest.MonkeyPatch
 
 def test_with_a_callback_for_steps_no_device_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the callback keeps for each device would be copied to no other."""
-    for name, value in (("SHORT_MS", math.inf), ("GAIN", math.inf), ("FIRST_TRIAL", 1)):
+    for name, value in (("GAIN", math.inf), ("FIRST_TRIAL", 1)):
         monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
     after = After(clamp)
     run = exact(net(), momentum, 2, callbacks=[after], runtime=flowdp.RuntimeOptions())
@@ -781,18 +782,16 @@ def test_max_steps_counts_windows(steps: int) -> None:
 
 
 # ---------------------------------------------------------------- errors
-def test_replicas_that_differ_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here one flips a bit, as broken memory does."""
-    meet = ExactReplica.meet
+def test_replicas_that_differ_end_the_run() -> None:
+    """Here a callback writes to one of them; so does broken memory."""
 
-    def broken(replica: ExactReplica, outcome: Any) -> None:
-        meet(replica, outcome)
-        if replica.flat.rank == 1 and outcome.global_step == 13:
-            replica.module.get_parameter("0.bias").data[0] += 1e-9
+    class Writes(flowdp.Callback):
+        def on_step(self, worker: Any, loss: Tensor | None) -> None:
+            if worker.rank == 1:
+                worker.model.get_parameter("0.bias").data[0] += 1e-9
 
-    monkeypatch.setattr(ExactReplica, "meet", broken)
-    with pytest.raises(CollectiveError, match=r"the replicas differ after epoch 1.* of rank 1 are not those"):
-        exact(net(), momentum, 3)
+    with pytest.raises(CollectiveError, match=r"the replicas differ after epoch 0.* of rank 1 are not those"):
+        exact(net(), momentum, 3, callbacks=[Writes()])
 
 
 def test_the_sum_of_bits_tells_replicas_apart() -> None:

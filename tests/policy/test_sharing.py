@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from flowdp.policy.sharing import FIRST_TRIAL, LAST_TRIAL, SHORT_MS, Sharing
+from flowdp.policy.sharing import FIRST_TRIAL, LAST_TRIAL, Sharing
 
 
 def trials(sharing: Sharing, shared_ms: float, alone_ms: float, orders: int) -> list[int]:
@@ -18,7 +18,7 @@ def trials(sharing: Sharing, shared_ms: float, alone_ms: float, orders: int) -> 
     return found
 
 
-def test_a_short_step_is_tried_once_its_time_is_known() -> None:
+def test_a_step_is_tried_once_its_time_is_known() -> None:
     sharing = Sharing()
     assert not sharing.plan()
     sharing.measured(True, 1.0)
@@ -29,12 +29,8 @@ def test_a_short_step_is_tried_once_its_time_is_known() -> None:
     assert not sharing.is_shared
 
 
-def test_a_long_step_is_never_tried() -> None:
-    assert trials(Sharing(), SHORT_MS, 0.1, 1000) == []
-
-
 def test_the_faster_way_stays() -> None:
-    for shared_ms, alone_ms in ((1.0, 0.5), (1.0, 2.0), (1.0, 0.95)):
+    for shared_ms, alone_ms in ((1.0, 0.5), (1.0, 2.0), (1.0, 0.95), (500.0, 400.0)):
         sharing = Sharing()
         trials(sharing, shared_ms, alone_ms, 2000)
         assert sharing.is_shared == (alone_ms > 0.9 * shared_ms)
