@@ -391,9 +391,7 @@ def _global_batch(config: RunConfig, source: Source, replicas: Sequence[Replica]
         return None
     # Callbacks are to see every step on every device: what they keep for each is copied to no other.
     exact = [replica for replica in replicas if isinstance(replica, ExactReplica)]
-    # A rank that leaves would take its steps with it.
-    may_leave = config.failures.on_failure == "continue"
-    is_shared = first.meets or may_leave or bool(step_callbacks(config.callbacks))
+    is_shared = first.meets or bool(step_callbacks(config.callbacks))
     return GlobalBatch(
         sizes.window,
         source.samples,

@@ -22,7 +22,7 @@ from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.protocol.messages import Outcome, SampleRange
 from flowdp.replica.factories import each_of
-from flowdp.replica.optimizer_state import copied_state
+from flowdp.replica.optimizer_state import copy_state
 from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
 from flowdp.replica.window_replica import WindowReplica
 
@@ -176,21 +176,17 @@ class ExactReplica(WindowReplica):
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def take_state(self, other: ExactReplica) -> None:
-        """Take over the optimizer's state of the parameters that another replica owns.
+        """Take over the optimizer's state of another replica, which owns all parameters.
 
         Threads:
             Any, while neither is in use.
         """
-        assert other.owned is not None
-        for one in (self, other):
-            if one._flat_optimizer is not None:
-                one._flat_optimizer.publish()
+        if other._flat_optimizer is not None:
+            other._flat_optimizer.publish()
         mine, theirs = self._optimizer, other._optimizer
-        pairs = zip(self.gradients.parameters, other.gradients.parameters, other.owned, strict=True)
-        for parameter, twin, is_owned in pairs:
-            if is_owned and twin in theirs.state:
-                mine.state[parameter] = copied_state(theirs.state[twin], twin, parameter)
+        copy_state(mine, theirs)
         for group, others in zip(mine.param_groups, theirs.param_groups, strict=True):
+            # Some optimizers keep numbers of their own there; the rates are equal.
             group |= {name: value for name, value in others.items() if name not in ("params", "lr")}
         if self._flat_optimizer is not None:
             self._flat_optimizer.reload()

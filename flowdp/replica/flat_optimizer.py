@@ -128,7 +128,7 @@ def group_keys(optimizer: Optimizer, replica: FlatReplica) -> list[int]:
 
 def steps_one_by_one(optimizer: Optimizer) -> bool:
     """Whether it is known to step each parameter by itself: it is torch's, and nothing was hooked into it."""
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
     return is_torchs and not (_has_hooks(optimizer) or _has_own_step(optimizer))
 
 

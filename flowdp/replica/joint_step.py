@@ -30,9 +30,9 @@ __all__ = ["JointStep", "has_one_owner"]
 
 
 def has_owners(replicas: Sequence[ExactReplica]) -> bool:
-    """Whether each parameter has one owner, for the ranks would not come to the same bits by themselves."""
-    is_whole = not replicas[0].gradients.travels  # other machines step it, too
-    return is_whole and len(replicas) > 1 and any(not replica.lane.is_async for replica in replicas)
+    """Whether each parameter has one owner: a rank trains on the CPU, and no other machine takes the step."""
+    is_here = not replicas[0].gradients.travels
+    return is_here and len(replicas) > 1 and any(not replica.lane.is_async for replica in replicas)
 
 
 def has_one_owner(replicas: Sequence[ExactReplica]) -> bool:
@@ -89,10 +89,8 @@ class JointStep:
             The last arrival at the gate, behind the launch of the mean, while all others stand in it.
         """
         self._taken = None
-        if not self._owners or not outcome.together:
-            return
-        self._keep_owners(outcome.members)
-        if not self._at_once or not any(outcome.samples) or outcome.lr is not None:
+        # A new rate is set by each worker, behind the gate.
+        if not (self._at_once and outcome.together and any(outcome.samples)) or outcome.lr is not None:
             return
         start_s = perf_counter()
         owner = self._owners[0]
@@ -133,8 +131,10 @@ class JointStep:
         Threads:
             Worker `rank`, while the others stand at a gate, or are on their way to it without a step.
         """
-        if self._owners[0] != rank:
-            self._move(self._owners[0], rank)
+        owner = self._owners[0]
+        if owner != rank:
+            self._replicas[rank].take_state(self._replicas[owner])
+            self._assign((rank,) * len(self._owners))
 
     def timed(self, reading: Reading, outcome: Outcome) -> Reading:
         """A reading of a mean with the time of the step that the last arrival has taken behind it."""
@@ -187,20 +187,13 @@ class JointStep:
             for rank in range(len(self._replicas))
         ]
 
-    def _keep_owners(self, members: Sequence[int]) -> None:
-        """Let a member own the parameters of each rank that has left."""
-        for owner in sorted(set(self._owners).difference(members)):
-            self._move(owner, members[0])
-
-    def _move(self, owner: int, heir: int) -> None:
-        self._replicas[heir].take_state(self._replicas[owner])
-        self._assign([heir if one == owner else one for one in self._owners])
-
     @torch.no_grad()
     def _receive(self, rank: int) -> None:
+        """Copy the parameters that other ranks own, as they are behind the step."""
+        if not self._received[rank]:
+            return
         for mine, theirs in self._received[rank]:
             mine.copy_(theirs)
         replica = self._replicas[rank]
         replica.received()
-        if self._at_once:
-            replica.follow(self._replicas[self._owners[0]])
+        replica.follow(self._replicas[self._owners[0]])  # with a scale there is one owner

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-__all__ = ["copied_state", "copy_state"]
+__all__ = ["copy_state"]
 
 
 def copy_state(own: Optimizer, other: Optimizer) -> None:
@@ -30,22 +29,8 @@ def copy_state(own: Optimizer, other: Optimizer) -> None:
     own.state.clear()
     for key, state in other.state.items():
         mine = twins.get(key, key)
-        own.state[mine] = copied_state(state, key, mine, before.get(mine, {}))
-
-
-def copied_state(
-    state: Mapping[str, Any], key: Any, mine: Any, before: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """A copy of the state of one parameter.
-
-    Args:
-        state: The state.
-        key: The parameter.
-        mine: The parameter that the copy is for, perhaps on another device.
-        before: State that it has so far: a number of a step may be on the host, or not.
-    """
-    old = before or {}
-    return {name: _like(value, old.get(name), key, mine) for name, value in state.items()}
+        old = before.get(mine, {})
+        own.state[mine] = {name: _like(value, old.get(name), key, mine) for name, value in state.items()}
 
 
 def _like(value: Any, old: Any, key: Any, mine: Any) -> Any:

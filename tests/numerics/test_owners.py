@@ -1,0 +1,272 @@
+"""Exact steps whose parameters have owners: as one device takes them, for every optimizer of torch."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import flowdp
+from flowdp.data.epoch_order import epoch_order
+from flowdp.device.streams import HostLane, StreamLane
+from tests.numerics.test_exact import RATIOS, apart, check_equal
+
+SAMPLES, WINDOW, STEPS = 160, 13, 50
+X = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+Y = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+Make = Callable[[Any], optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": partial(optim.SGD, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "plain SGD": partial(optim.SGD, lr=0.02),
+    "Adam": partial(optim.Adam, lr=0.01, amsgrad=True),
+    "AdamW": partial(optim.AdamW, lr=0.01),
+    "fused AdamW": partial(optim.AdamW, lr=0.01, fused=True),
+    "for each": partial(optim.AdamW, lr=0.01, foreach=True),
+    "NAdam": partial(optim.NAdam, lr=0.01),
+    "RAdam": partial(optim.RAdam, lr=0.01),
+    "Adamax": partial(optim.Adamax, lr=0.01),
+    "RMSprop": partial(optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "Adagrad": partial(optim.Adagrad, lr=0.01),
+    "Adadelta": partial(optim.Adadelta, lr=0.5),
+    "Rprop": partial(optim.Rprop, lr=0.001),
+    "ASGD": partial(optim.ASGD, lr=0.01),
+    "Adafactor": partial(optim.Adafactor, lr=0.01),
+}
+if hasattr(optim, "Muon"):
+
+    def muon(params: Any) -> optim.Optimizer:
+        return optim.Muon([one for one in params if one.dim() == 2], lr=0.01)
+
+    OPTIMIZERS["Muon"] = muon
+
+
+@pytest.fixture(autouse=True)
+def lanes() -> str:
+    """Plain CPU devices: cards of one kind have no owners."""
+    return "cpu"
+
+
+@pytest.fixture(params=["one owner", "owners"])
+def owners(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One owner of all parameters; or several, each of some, as in a large model."""
+    if request.param == "owners":
+        monkeypatch.setattr("flowdp.replica.joint_step.SMALL", 0)
+        monkeypatch.setattr("flowdp.collective.memory_mean.SMALL", 0)
+    name: str = request.param
+    return name
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4, bias=False)
+    ).double()
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def windows() -> Iterator[Tensor]:
+    for epoch in itertools.count():
+        yield from epoch_order(SAMPLES, 0, epoch).split(WINDOW)
+
+
+def plain(make: Make, steps: int = STEPS, clip: float | None = None) -> nn.Module:
+    model = net()
+    optimizer = make(model.parameters())
+    for index in itertools.islice(windows(), steps):
+        mse(model, (X[index], Y[index])).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def exact(make: Make, devices: int, model: nn.Module | None = None, **options: Any) -> flowdp.Trainer:
+    given: dict[str, Any] = {
+        "dataset": (X, Y),
+        "per_device_batch_size": 4,
+        "batch_size": WINDOW,
+        "max_steps": STEPS,
+        "devices": ["cpu"] * devices,
+        "policy": "exact",
+        "runtime": flowdp.RuntimeOptions(
+            partition_ratios=RATIOS[devices], tune_process=flowdp.ProcessTuning(openmp=False)
+        ),
+        "failures": flowdp.FailureOptions(check_loss=False),
+        "progress": False,
+    }
+    return flowdp.Trainer(net() if model is None else model, make, mse, **{**given, **options})
+
+
+@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name: str, devices: int) -> None:
+    model, make = net(), OPTIMIZERS[name]
+    run = exact(make, devices, model).start()
+    assert run.join().global_step == STEPS
+    assert apart(model, plain(make)) < 1e-12
+    check_equal(run)
+
+
+@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor"])
+def test_clipping_and_a_rate_set_on_the_way(name: str) -> None:
+    model, make = net(), OPTIMIZERS[name]
+    run = exact(make, 3, model, max_grad_norm=0.3).start()
+    run.join()
+    assert apart(model, plain(make, clip=0.3)) < 1e-12
+    check_equal(run)
+
+
+@pytest.mark.usefixtures("kept_replicas")
+@pytest.mark.parametrize("name", ["AdamW", "fused AdamW", "Adafactor"])
+def test_the_state_is_there_once(owners: str, name: str) -> None:
+    run = exact(OPTIMIZERS[name], 3).start()
+    result = run.join()
+    states = [replica.optimizer.state_dict()["state"] for replica in run._engine.replicas]
+    count = len(list(net().parameters()))
+    assert [len(state) for state in states].count(0) == (2 if owners == "one owner" else 0)
+    assert sum(map(len, states)) == count
+    assert list(result.optimizer_state["state"]) == list(range(count))
+
+
+@pytest.mark.usefixtures("owners")
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "Adafactor"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_a_checkpoint_goes_on_with_other_owners(name: str, before: int, after: int, tmp_path: Any) -> None:
+    make, model = OPTIMIZERS[name], net()
+    folder = flowdp.CheckpointOptions(tmp_path, every=20, unit="step")
+    exact(make, before, max_steps=20, checkpoint=folder).fit()
+    exact(make, after, model, checkpoint=folder, resume=True).fit()
+    assert apart(model, plain(make)) < 1e-12
+
+
+class Hooked:
+    """Makes an optimizer that counts its steps, as one with hooks of the user's."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, params: Any) -> optim.Optimizer:
+        optimizer = optim.AdamW(params, lr=0.01)
+        optimizer.register_step_post_hook(self.count)
+        return optimizer
+
+    def count(self, *_: Any) -> None:
+        self.steps += 1
+
+
+@pytest.mark.usefixtures("owners")
+def test_a_hook_of_the_optimizer_runs_once_a_step() -> None:
+    hooked, model = Hooked(), net()
+    exact(hooked, 3, model).fit()
+    assert hooked.steps == STEPS
+    assert apart(model, plain(partial(optim.AdamW, lr=0.01))) < 1e-12
+
+
+class Unlike:
+    """Makes optimizers that round differently, each its own way, as kinds of device do."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self, params: Any) -> optim.Optimizer:
+        self.made += 1
+        return optim.SGD(params, lr=0.02 * (1.0 + 1e-13 * self.made))
+
+
+@pytest.mark.usefixtures("kept_replicas", "owners")
+def test_replicas_of_unlike_kinds_are_equal_to_the_bit() -> None:
+    run = exact(Unlike(), 3).start()
+    run.join()
+    check_equal(run)
+
+
+@pytest.mark.usefixtures("kept_replicas")
+@pytest.mark.parametrize("card_at", [0, 1])
+def test_a_card_and_the_cpu(card_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card, here fake streams, steps for both."""
+    from tests.data.cards import Card
+
+    card = Card()
+
+    def open_lanes(devices: Any) -> list[Any]:
+        return [
+            StreamLane(device, card) if rank == card_at else HostLane(device)
+            for rank, device in enumerate(devices)
+        ]
+
+    monkeypatch.setattr("flowdp.replica.build.open_lanes", open_lanes)
+    model = net()
+    runtime = flowdp.RuntimeOptions(
+        backend="cpu", partition_ratios=RATIOS[2], tune_process=flowdp.ProcessTuning(openmp=False)
+    )
+    run = exact(Unlike(), 2, model, runtime=runtime, max_grad_norm=0.5, callbacks=[flowdp.EMA(0.9)]).start()
+    run.join()
+    check_equal(run)
+    assert apart(model, plain(partial(optim.SGD, lr=0.02), clip=0.5)) < 1e-10
+    states = [replica.owned for replica in run._engine.replicas]
+    assert [all(owned or ()) for owned in states] == [rank == card_at for rank in range(2)]
+
+
+def test_the_owner_is_the_rank_that_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rank that is; nothing of the optimizer's state is lost on the way."""
+    for name, value in (("GAIN", float("inf")), ("FIRST_TRIAL", 1)):
+        monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
+    for name in ("policy.exclusion.LONGER", "machine.exact_rounds.MOVING"):
+        monkeypatch.setattr(f"flowdp.{name}", float("inf"))
+    alone: set[int] = set()
+    lock = threading.Lock()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0]) == WINDOW:
+            with lock:
+                alone.add(flowdp.current_worker().rank)
+        return mse(model, batch)
+
+    model, make = net(), OPTIMIZERS["AdamW"]
+    runtime = flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))
+    trainer = flowdp.Trainer(
+        model, make, loss, dataset=(X, Y), batch_size=WINDOW, per_device_batch_size=WINDOW, max_steps=STEPS,
+        devices=["cpu"] * 3, policy="exact", runtime=runtime, progress=False,
+        failures=flowdp.FailureOptions(check_loss=False),
+    )  # fmt: skip
+    trainer.fit()
+    assert alone
+    assert apart(model, plain(make)) < 1e-12
+
+
+@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.parametrize("overflows", [False, True])
+def test_the_scale_of_the_loss_is_the_owners(overflows: bool) -> None:
+    """An overflow, here in a window of rank 1, leaves out the step of all."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = flowdp.current_worker()
+        is_over = overflows and worker.rank == 1 and worker.global_step == 5
+        return mse(model, batch) * (1e38 if is_over else 1.0)
+
+    trainer = flowdp.Trainer(
+        net().float(), OPTIMIZERS["AdamW"], loss, dataset=(X.float(), Y.float()), batch_size=WINDOW,
+        per_device_batch_size=WINDOW, max_steps=STEPS, devices=["cpu"] * 2, policy="exact", precision="fp16",
+        progress=False, failures=flowdp.FailureOptions(check_loss=False),
+        runtime=flowdp.RuntimeOptions(partition_ratios=RATIOS[2]),
+    )  # fmt: skip
+    run = trainer.start()
+    run.join()
+    check_equal(run)
+    first, *others = [replica._scaler.state_dict() for replica in run._engine.replicas if replica._scaler]
+    assert others == [first]
+    assert (first["scale"] < 2.0**16) is overflows
