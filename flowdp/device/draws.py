@@ -132,19 +132,22 @@ class OwnDraws(RankMode):
             backward.
         place: The rank, and other integers that the numbers depend on.
 
-    Attributes:
-        generator: Generator of the draws; None where nothing may be drawn.
-
     Threads: the one that enters it, as often as it likes.
     """
 
     def __init__(self, seed: int | None, *place: int) -> None:
         super().__init__()
         self._uncompiled = Uncompiled()
-        self.generator: torch.Generator | None = None
-        if seed is not None:
-            state = np.random.SeedSequence(seed, spawn_key=place).generate_state(1, np.uint64)
-            self.generator = torch.Generator().manual_seed(int(state[0]) >> 1)
+        self._seed, self._place = seed, place
+        self._generator: torch.Generator | None = None
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """Generator of the draws; None where nothing may be drawn."""
+        if self._generator is None and self._seed is not None:  # made when something is drawn, mostly never
+            state = np.random.SeedSequence(self._seed, spawn_key=self._place).generate_state(1, np.uint64)
+            self._generator = torch.Generator().manual_seed(int(state[0]) >> 1)
+        return self._generator
 
     def __enter__(self) -> Any:
         """Enter it, in this thread; compiled functions run as they are written."""

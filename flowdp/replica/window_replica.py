@@ -15,8 +15,8 @@ from torch import nn
 
 from flowdp.data.batches import Portion, cuts
 from flowdp.data.trees import tensors_of
-from flowdp.device.compiled import as_written
-from flowdp.device.draws import OwnDraws
+from flowdp.device.compiled import as_written, uses_compile
+from flowdp.device.draws import OwnDraws, SeededCalls
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.modules.whole_batch import Written
@@ -54,8 +54,10 @@ class WindowReplica(Replica):
         super().__init__(parts, loss)
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
         self._checks = checks
+        self._drawing: AbstractContextManager[object] = nullcontext()  # of each forward and backward
+        self._is_compiled = uses_compile(self.module, loss)
         self._has_looked = False
-        self._looks = Recheck()  # at what the forwards write to
+        self._looks = Recheck()  # at what the forwards write to, and a backward draws
         self._written: Written | None = None
         self._size = size
         self.least = min(self.least, size)  # with batch_size=1 each forward equals that of one device
@@ -78,7 +80,9 @@ class WindowReplica(Replica):
         with self._beside_others(part, worker, samples):
             # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
             if self._seed is not None:
-                self.draws = OwnDraws(self._seed, self.flat.rank, worker.global_step)
+                self.draws = self._drawing = OwnDraws(self._seed, self.flat.rank, worker.global_step)
+                if not (self._is_compiled or self._looks.is_due):  # a look for draws in the backward
+                    self._drawing = SeededCalls(self.draws)
             for start, stop in cuts(samples, pieces):
                 worker.samples = stop - start
                 factors = Factors(worker.samples / samples, worker.samples)
@@ -106,7 +110,7 @@ class WindowReplica(Replica):
 
     def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """See `Replica.compute`."""
-        with nullcontext() if self.draws is None else self.draws:
+        with self._drawing:
             return super().compute(batch, worker, factors)
 
     def _check_loss(self, batch: Portion, worker: CurrentWorker) -> None:
