@@ -117,8 +117,9 @@ class ExactReplica(WindowReplica):
     def meet(self, outcome: Outcome) -> None:
         """Take the step of the window; the gradients are the mean of all ranks' now.
 
-        All ranks come to the same bits: they have the same parameters, gradients and optimizer state, and
-        a NaN or inf in one rank's gradient is in the mean.
+        All ranks come to the same bits: they have the same parameters, gradients and optimizer state. A
+        device leaves its gradient out of the mean where that is not finite; where every rank's is not, the
+        step writes NaN, and the run ends before anything reads the parameters (`NanGuard.decide`).
 
         Streams:
             As `Replica.step`.
