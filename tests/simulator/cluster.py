@@ -385,7 +385,7 @@ class JudgedWorld(MachinesWorld):
         if rank.state == "gone":
             return
         # Its optimizer spoils a replica again that an inner mean has made finite.
-        is_again = bool(self.parts) and self.rules.standing.is_bad(number)
+        is_again = rank.heals and bool(self.parts) and self.rules.standing.is_bad(number)
         if is_again or (number, rank.machine.total_steps) in self.scenario.bad_steps:
             self.rules.goes_bad(number, is_late=rank.hears_late(step))
             rank.goes_bad(step)
