@@ -1,14 +1,16 @@
 """Idle time of a device at a mean: steps of 5 ms under sync and exact, against a mean every 16 steps.
 
 A step is a few kernels that wait on the card and take nothing of it, so two ranks of one card run side by
-side like two devices; and the model is small, so the mean itself takes next to no time. What is left between
-a mean in each step and one in 16 is the time in which the device has nothing queued.
+side like two devices; and the model is small, so the mean itself takes next to no time. A share of a window
+is one forward, however large it is, and no loss is checked, which would take forwards of its own. What is
+left between a mean in each step and one in 16 is the time in which the device has nothing queued.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ ANCHOR = 16
 """Steps between two means under cadence."""
 
 WIDTH = 64
+
+BATCH = 4
+"""Samples of a step of a rank; under exact, of its share where all are equal."""
 
 
 def sleep_cycles(place: Place) -> int:
@@ -48,25 +53,29 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def step_ms(place: Place, loss: Callable[..., Tensor], policy: Any, ranks: int) -> float:
-    """Milliseconds per step of a rank, in the second half of a run."""
+    """Milliseconds per step of a rank, in the second half of a run's steps."""
     steps = place.pick(160, 64)
+    is_exact = policy == "exact"
     run = flowdp.Trainer(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)),
         sgd,
         loss,
-        dataset=torch.ones(4 * ranks * steps, WIDTH),
-        per_device_batch_size=4,
-        max_steps=steps if policy == "exact" else ranks * steps,
+        dataset=torch.ones(BATCH * ranks * steps, WIDTH),
+        batch_size=BATCH * ranks if is_exact else None,
+        per_device_batch_size=BATCH * ranks if is_exact else BATCH,
+        max_steps=steps if is_exact else ranks * steps,
         devices=[place.device] * ranks,
         policy=policy,
         cadence=flowdp.CadenceOptions(anchor=ANCHOR, max_anchor=ANCHOR) if policy == "cadence" else None,
+        failures=flowdp.FailureOptions(check_loss=False),
         progress=False,
     ).start()
     records = list(run.metrics("round"))
     run.join()
-    records = records[len(records) // 2 :]
-    # The record of each round has the steps of all ranks.
-    return ranks * sum(one.wall_ms for one in records) / sum(sum(one.steps) for one in records)
+    # The record of an order has the steps of all ranks, and the first orders are short.
+    so_far = list(accumulate(sum(one.steps) for one in records))
+    half = [one for one, taken in zip(records, so_far, strict=True) if taken > so_far[-1] / 2]
+    return ranks * sum(one.wall_ms for one in half) / sum(sum(one.steps) for one in half)
 
 
 def measure(place: Place) -> Iterator[Finding]:

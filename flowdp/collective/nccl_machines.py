@@ -47,6 +47,7 @@ class NcclMachinesMean(NcclMean):
     """
 
     # The host tells the gate: an inner round of one rank has no mean to replace what its device rejects.
+    # Exact has no such rounds, but waits behind the gate in any case: `SharedGradients.settle`.
     masks = False
 
     def __init__(

@@ -37,7 +37,7 @@ class Touched:
     to the one after only when all have left this one.
 
     Threads:
-        `put`: each rank's own, once a round, before the gate. `union`, `any_weighted`: any, behind it.
+        `put`: each rank's own, once a round, before the gate. `rows`: any, behind it.
 
     Args:
         world_size: Ranks of this machine.
@@ -53,14 +53,9 @@ class Touched:
         """Say which parameters this rank has touched, and whether its losses named a weight."""
         self._rows[turn % 2][rank] = touched, is_weighted
 
-    def union(self, turn: int, members: Sequence[int]) -> list[bool]:
-        """Whether any of the members has touched each parameter."""
-        rows = [self._rows[turn % 2][member][0] for member in members]
-        return [any(column) for column in zip(*rows, strict=True)]
-
-    def any_weighted(self, turn: int, members: Sequence[int]) -> bool:
-        """Whether the losses of any of the members named a weight."""
-        return any(self._rows[turn % 2][member][1] for member in members)
+    def rows(self, turn: int, members: Sequence[int]) -> list[tuple[Sequence[bool], bool]]:
+        """The parameters that each of the members has touched, and whether its losses named a weight."""
+        return [self._rows[turn % 2][member] for member in members]
 
 
 class FlatGradients:
@@ -173,9 +168,10 @@ class SharedGradients(FlatGradients, FlatTensors):
     """One rank's gradients and buffers, and the weight of its losses, as the flat memory that ranks average.
 
     The buffers follow the gradients, as copies. The ranks tell each other on the host which parameters their
-    backward has touched, before they meet: one that no rank touched has no gradient at the step. Those of
-    other machines tell by a number for each parameter, behind the weight: its mean is not zero where a rank
-    that counts has touched it.
+    backward has touched, before they meet: one that no rank touched has no gradient at the step. Where they
+    touched different ones, it depends on the ranks that count, which the device alone may know: behind the
+    weight each rank has a number, whose mean is not zero where it counts. Those of other machines tell by a
+    number for each parameter: its mean is not zero where a rank that counts has touched it.
 
     Attributes:
         rank: Rank of the replica.
@@ -196,10 +192,14 @@ class SharedGradients(FlatGradients, FlatTensors):
         self._turn = 0
         self._specs = replica._specs
         device = replica.flats[0].memory.device
-        told = len(list(replica.parameters())) if touched.travels else 0
+        told = 1 + len(list(replica.parameters())) if touched.travels else touched.world_size
         extra = torch.zeros(ALIGNMENT // torch.float64.itemsize + told, dtype=torch.float64, device=device)
         self.weight = extra[0]
-        self._told = extra[1 : told + 2]  # whether losses name a weight, and each parameter's
+        # Whether losses name a weight, and whether each parameter is touched; or whether each rank counts.
+        self._told = extra[1 : told + 1]
+        self._extra, self._cleared = extra, torch.zeros_like(extra)
+        if not touched.travels:
+            self._cleared[1 + self.rank] = 1.0
         self.is_weighted = False
         super().__init__(replica)
         twins = [Flat(home, flat.split) for flat, home in zip(replica.flats, self.homes, strict=True)]
@@ -234,12 +234,24 @@ class SharedGradients(FlatGradients, FlatTensors):
         self._replica.scatter()
 
     def settle(self, members: Sequence[int]) -> list[bool]:
-        """Divide the mean by the weight, as one device would; returns which parameters any rank touched."""
+        """Divide the mean by the weight, as one device would; returns which parameters any rank touched.
+
+        Args:
+            members: The ranks in the mean; on a device some may not count.
+
+        Streams:
+            On the current one. The host waits for it where the members touched different parameters, or the
+            losses of some named a weight; and in each step of several machines, which see no other's rows.
+        """
         if self._touched.travels:
             is_weighted, *touched = map(bool, self._told.tolist())
         else:
-            is_weighted = self._touched.any_weighted(self._turn, members)
-            touched = self._touched.union(self._turn, members)
+            rows = self._touched.rows(self._turn, members)
+            if any(row != rows[0] for row in rows):
+                counts = self._told.tolist()
+                rows = [row for row, member in zip(rows, members, strict=True) if counts[member]]
+            touched = [any(column) for column in zip(*(row for row, _ in rows), strict=True)]
+            is_weighted = any(named for _, named in rows)
         self._divide(is_weighted=is_weighted)
         return touched
 
@@ -252,7 +264,7 @@ class SharedGradients(FlatGradients, FlatTensors):
     def clear(self) -> None:
         """See `FlatGradients.clear`."""
         super().clear()
-        self.weight.zero_()
+        self._extra.copy_(self._cleared)
         self.is_weighted = False
 
     def _divide(self, *, is_weighted: bool) -> None:

@@ -2,7 +2,8 @@
 
 On a device the verdict is made behind the last step of a round, and the mean obeys it there: a replica that
 is not finite leaves itself out. The host reads the verdict one round late, when the device has the next steps
-to do; or at once, where it has to be known at the gate.
+to do; or at once, where it has to be known at the gate. One round is enough: a whole step lies on the device
+while the host waits.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class NanGuard:
         self._meter = meter
         self._place = place
         self._on_nan = on_nan
+        self._heals = not replica.steps_at_gate  # where gradients are averaged, the others' step is its own
         self.bad: tuple[int, int] | None = None
         self.verdict: FiniteVerdict | None = None
         if lane.is_async:
@@ -130,10 +132,16 @@ class NanGuard:
     def decide(self) -> None:
         """Read the verdict on this round now, unless it may be late.
 
+        Under exact it may where every rank has a part of the window: a mean over no rank is NaN, and so are
+        the parameters behind the step, but then every rank is bad, and that ends the run. Of a window in
+        which only some have a part, and all of these are bad, no step must be taken.
+
         Raises:
             FloatingPointError: See `read`.
         """
-        if not self._machine.is_late:
+        step = self._place.step
+        is_of_some = step is not None and step.part is not None and not step.part.by_all
+        if is_of_some or not self._machine.is_late:
             self.read()
 
     def read(self, *, is_reported: bool = False) -> None:
@@ -164,11 +172,11 @@ class NanGuard:
             self.mark_bad(bad, what)
         elif self._on_nan == "raise":
             self.mark_bad(bad, f"{what}; the mean of that round was taken without it")
-        else:
+        elif self._heals or not is_reported:  # what was reported, a gate has to tell for healing alone
             self._machine.was_bad, self.bad = True, verdict.bad
-        self._machine.is_late = (
-            False  # a second such value may hit the next replica before this one is healed
-        )
+        if self._heals:
+            # A second such value may hit the next replica before this one is healed.
+            self._machine.is_late = False
 
     def check_losses(self) -> None:
         """Look for a loss that is not finite; if it is of this round, the next mean does without the replica.

@@ -147,9 +147,8 @@ class Worker:
         self.inbox = inbox
         self._lane = replica.lane
         # Where the others continue without a rank that raises, the batches since its last mean are dealt
-        # again. In exact, the parameters that have a gradient depend on the ranks that count.
-        is_known = meeting.snapshots is not None or replica.steps_at_gate
-        is_known |= self._goes_on and options.on_nan == "raise"
+        # again.
+        is_known = meeting.snapshots is not None or (self._goes_on and options.on_nan == "raise")
         is_late = self._lane.is_async and collective.masks and not is_known
         self.machine = WorkerMachine(rank, global_step, is_late=is_late)
         with self._lane.on(self._lane.compute):

@@ -329,12 +329,13 @@ class Coordinator:
         bad = self._bad | new
         if not bad:
             return []
-        if bad.keys() >= set(self._present()):
+        # A replica whose gradient was left out of one window has taken the step of the others, and is sound.
+        heals = self.rounds.averages != "gradients"
+        if bad.keys() >= set(self._present()) and (heals or len(set(bad.values())) == 1):
             where = [f"rank {rank}: {_named(batch)}" for rank, batch in bad.items()]
             what = "NaN or infinite numbers in every replica, there is none left to go on from"
             return self._failing([Fail(f"{what} ({'; '.join(where)})", kind="numbers")])
-        # Where gradients are averaged all take the same step, by those of the others.
-        if new and self.rounds.averages != "gradients":
+        if new and heals:
             self._bad = bad
             self.barrier.heal(tuple(bad))
         return [Quarantined(rank, batch) for rank, batch in new.items()]

@@ -228,7 +228,8 @@ def split(
         count, sizes = _equally_many(samples, ratios, least, limits)
     ranks = tuple(rank for rank, size in enumerate(sizes) if size) if count else ()
     bounds = accumulate(sizes, initial=0)
-    return tuple(SampleRange(start, stop, ranks, count) for start, stop in pairwise(bounds))
+    by_all = all(sizes)
+    return tuple(SampleRange(start, stop, ranks, count, by_all) for start, stop in pairwise(bounds))
 
 
 def _equally_many(

@@ -68,7 +68,8 @@ def check_dense(optimizer: Optimizer) -> None:
 class Written:
     """The state that the forwards of a window write to.
 
-    Buffers by torch's counts, without those of batch norms; parameters by their bits.
+    Buffers by torch's counts, without those of batch norms; parameters by their bits, trained ones on the CPU
+    alone.
 
     Args:
         module: The model.
@@ -81,7 +82,8 @@ class Written:
     def __init__(self, module: nn.Module, lane: Lane) -> None:
         self._module = module
         self._before: dict[str, tuple[int, int]] = {}
-        self._parameters = FrozenParameters(module, lane, trained=True)
+        # On cards replicas that were written to differ at the epoch's end, and a look waits for the device.
+        self._parameters = FrozenParameters(module, lane, trained=not lane.is_async)
         self._logged: set[str] = set()
 
     def begin(self) -> None:

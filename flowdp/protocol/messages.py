@@ -96,12 +96,14 @@ class SampleRange:
         stop: The first that is not.
         ranks: Those that have a part of the batch, where they make each forward together; else none.
         forwards: And as many of each; 0: by the size of a micro-batch.
+        by_all: Whether every rank has a part of the batch.
     """
 
     start: int
     stop: int
     ranks: tuple[int, ...] = ()
     forwards: int = 0
+    by_all: bool = True
 
     @property
     def samples(self) -> int:

@@ -135,6 +135,9 @@ class ExactReplica(WindowReplica):
     def meet(self, outcome: Outcome) -> None:
         """Step the parameters that this rank owns; the gradients are the mean of all ranks' now.
 
+        A device leaves its gradient out of the mean where that is not finite; where every rank's is not, the
+        step writes NaN, and the run ends before anything reads the parameters (`NanGuard.decide`).
+
         Streams:
             As `Replica.step`.
         """

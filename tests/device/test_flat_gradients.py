@@ -134,12 +134,10 @@ def test_two_rounds_are_kept_apart() -> None:
     touched.put(0, 1, (True, False), False)
     touched.put(1, 1, (False, False), True)
     touched.put(0, 2, (False, True), False)
-    assert touched.union(1, [0, 1]) == [True, False]
-    assert touched.union(1, [1]) == [False, False]
-    assert touched.any_weighted(1, [0, 1])
-    assert not touched.any_weighted(1, [0])
+    assert touched.rows(1, [0, 1]) == [((True, False), False), ((False, False), True)]
+    assert touched.rows(1, [1]) == [((False, False), True)]
     touched.put(1, 2, (False, False), False)
-    assert touched.union(2, [0, 1]) == [False, True]
+    assert touched.rows(2, [0, 1]) == [((False, True), False), ((False, False), False)]
 
 
 @pytest.mark.parametrize("how", ["replaced", "set to none", "zeroed"])

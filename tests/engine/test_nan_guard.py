@@ -207,8 +207,17 @@ EXACT = {
 }
 
 
+on_streams = pytest.mark.parametrize("lanes", ["streams"], indirect=True)
+on_both = pytest.mark.parametrize("options", [{}, EXACT], ids=["sync", "exact"])
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The reports of replicas that are not finite."""
+    return [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+
+
 @pytest.mark.parametrize("behind", [False, True], ids=["loss", "gradient"])
-@pytest.mark.parametrize("options", [{}, EXACT], ids=["sync", "exact"])
+@on_both
 def test_the_mean_does_without_a_replica_gone_bad(
     lanes: str, options: dict[str, Any], behind: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,9 +226,8 @@ def test_the_mean_does_without_a_replica_gone_bad(
     for name, tensor in by_hand().items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-13)
     assert all(math.isfinite(epoch.loss) for epoch in run.history)
-    told = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
-    assert len(told) == 1
-    assert f"batch {1 if options else 3} of epoch 0" in told[0]
+    [text] = told(caplog)
+    assert f"batch {1 if options else 3} of epoch 0" in text
 
 
 @pytest.mark.parametrize(
@@ -246,22 +254,51 @@ def test_it_ends_the_run_where_that_is_asked(policy: str, behind: bool) -> None:
     assert isinstance(error.__cause__, FloatingPointError)
 
 
-on_streams = pytest.mark.parametrize("lanes", ["streams"], indirect=True)
-
-
 @on_streams
+@on_both
+@pytest.mark.parametrize("behind", [False, True], ids=["loss", "gradient"])
 @pytest.mark.parametrize("sample", [5, 13, 21])
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_device_leaves_it_out_wherever_it_happens(
-    lanes: str, sample: int, epochs: int, caplog: pytest.LogCaptureFixture
+    lanes: str,
+    options: dict[str, Any],
+    behind: bool,
+    sample: int,
+    epochs: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """In the first round, in the middle, and in the last one, which no gate follows."""
-    run = start(Trouble(sample, behind=True), epochs=epochs, optimizer=adam)
+    run = start(Trouble(sample, behind=behind), epochs=epochs, optimizer=adam, **options)
     state = run.join(60)
     assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
-    told = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
-    assert len(told) == 1
-    assert f"batch {sample // 4} of epoch 0" in told[0]
+    [text] = told(caplog)
+    assert f"batch {sample // (8 if options else 4)} of epoch 0" in text
+
+
+@on_streams
+def test_a_window_of_one_rank_that_is_bad_is_left_out(lanes: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The others are not bad, and the run goes on from what it was."""
+    data = {"dataset": (torch.cat([X, X])[:25], torch.cat([Y, Y])[:25])}
+    data["dataset"][0][:, 0] = torch.arange(25.0)
+    found = start(Trouble(24, behind=True), optimizer=adam, epochs=1, **EXACT, **data).join(60).state_dict
+    [text] = told(caplog)
+    assert "batch 3 of epoch 0" in text
+    without = {"dataset": tuple(part[:24] for part in data["dataset"])}
+    expected = start(mse, optimizer=adam, epochs=1, **EXACT, **without).join(60).state_dict
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor)
+
+
+@on_streams
+def test_under_exact_each_is_told_once_and_the_hosts_stay_ahead(
+    lanes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no replica to heal: the gradients of the others make all the same step."""
+    run = start(Trouble(1, 13, 17, behind=True), optimizer=adam, epochs=2, **EXACT)
+    machines = [worker.machine for worker in run._engine.workers]
+    run.join(60)
+    assert sorted(text.split(". ")[0][:6] for text in told(caplog)) == ["rank 0", "rank 0", "rank 1"]
+    assert all(machine.is_late for machine in machines)
 
 
 @on_streams
@@ -271,25 +308,29 @@ def test_what_recurs_is_known_at_the_gate(lanes: str, caplog: pytest.LogCaptureF
     data["dataset"][0][:, 0] = torch.arange(40.0)
     state = start(Trouble(5, 25, 37, behind=True), optimizer=adam, epochs=2, **data).join(60)
     assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
-    assert sum("NaN" in record.getMessage() for record in caplog.records) == 3
+    assert len(told(caplog)) == 3
 
 
 @on_streams
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_all_at_once_end_the_run(lanes: str, policy: str) -> None:
-    run = start(Trouble(*range(SAMPLES), behind=True), policy=policy, epochs=5, optimizer=adam)
+@pytest.mark.parametrize("options", [{}, {"policy": "cadence"}, EXACT], ids=["sync", "cadence", "exact"])
+def test_all_at_once_end_the_run(lanes: str, options: dict[str, Any]) -> None:
+    run = start(Trouble(*range(SAMPLES), behind=True), epochs=5, optimizer=adam, **options)
     with pytest.raises(flowdp.FlowdpError, match="NaN or infinite numbers in every replica"):
         run.join(60)
 
 
 @on_streams
+@on_both
 @pytest.mark.usefixtures("kept_replicas")
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_an_error_that_is_late_names_its_step_and_has_spoilt_nothing(lanes: str, epochs: int) -> None:
+def test_an_error_that_is_late_names_its_step_and_has_spoilt_nothing(
+    lanes: str, options: dict[str, Any], epochs: int
+) -> None:
     run = start(
         Trouble(13 if epochs == 2 else 21, behind=True),
         failures=flowdp.FailureOptions(on_nan="raise"),
         epochs=epochs,
+        **options,
     )
     with pytest.raises(StepError, match="the mean of that round was taken without it") as caught:
         run.join(60)

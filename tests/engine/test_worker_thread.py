@@ -311,7 +311,7 @@ def test_the_worker_of_a_step() -> None:
 
 # ---------------------------------------------------------------- waits of the host
 class Drains:
-    """Counts the waits of workers that leave their devices idle.
+    """Counts the waits of workers that leave their devices idle: for events, and for numbers as objects.
 
     Attributes:
         count: Waits in rounds; a rank without orders is idle anyway.
@@ -321,17 +321,17 @@ class Drains:
         self.count = 0
         self._lock = threading.Lock()
         self._is_idle = threading.local()
-        synchronize, settle = FakeEvent.synchronize, DeviceMeter.settle
+        synchronize, settle, item = FakeEvent.synchronize, DeviceMeter.settle, Tensor.item
 
         def watched(event: FakeEvent) -> None:
             compute, host = event.cuda.current_stream(), event.cuda.host
-            is_worker = threading.current_thread().name.startswith("flowdp-worker")
             is_last = event.clock.get(compute.number) == compute.time
-            waits = host.get(compute.number, -1) < compute.time
-            if is_worker and not self._settles() and is_last and waits:
-                with self._lock:
-                    self.count += 1
+            self._note(is_last and host.get(compute.number, -1) < compute.time)
             synchronize(event)
+
+        def asked(tensor: Tensor) -> Any:
+            self._note(True)
+            return item(tensor)
 
         def settled(meter: DeviceMeter) -> None:
             self._is_idle.here = True
@@ -339,13 +339,27 @@ class Drains:
             self._is_idle.here = False
 
         monkeypatch.setattr(FakeEvent, "synchronize", watched)
+        monkeypatch.setattr(Tensor, "item", asked)
+        monkeypatch.setattr("flowdp.collective.base._adds_on_host", lambda _: False)  # as on a device
         monkeypatch.setattr(DeviceMeter, "settle", settled)
 
-    def _settles(self) -> bool:
-        return getattr(self._is_idle, "here", False)
+    def _note(self, waits: bool) -> None:
+        is_worker = threading.current_thread().name.startswith("flowdp-worker")
+        if waits and is_worker and not getattr(self._is_idle, "here", False):
+            with self._lock:
+                self.count += 1
 
 
-EXACT = {"batch_size": 2 * BATCH, "runtime": RuntimeOptions(partition_ratios=[0.5, 0.5])}
+EXACT: dict[str, Any] = {
+    "batch_size": 2 * BATCH,
+    "runtime": RuntimeOptions(partition_ratios=[0.5, 0.5]),
+    "failures": FailureOptions(check_loss=False),
+}
+FP16 = {"precision": "fp16", "max_grad_norm": 1.0}
+
+
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, 1e-6, fused=True)
 
 
 @pytest.mark.parametrize("lanes", ["streams"], indirect=True)
@@ -354,7 +368,9 @@ EXACT = {"batch_size": 2 * BATCH, "runtime": RuntimeOptions(partition_ratios=[0.
     [
         ("sync", {}, 100, 0),
         ("sync", {"failures": FailureOptions(on_nan="raise")}, 100, 0),
-        ("exact", EXACT, 100, 200),  # before each mean, on both ranks
+        ("exact", EXACT, 100, 0),
+        ("exact", EXACT | FP16 | {"optimizer": fused}, 100, 0),
+        ("exact", EXACT | FP16, 100, 200),  # the scaler asks whether a gradient has overflowed
         ("sync", {"failures": FailureOptions(on_nan="raise", on_failure="continue")}, 100, 200),
         ("cadence", {}, 0, 0),
         ("async", {}, 0, 0),

@@ -364,6 +364,7 @@ def test_all_ranks_make_equally_many_forwards(window, ratios, most, wanted) -> N
     assert [(order.parts[0].forwards, order.parts[0].samples) for order in block] == wanted
     taking = tuple(rank for rank, (_, size) in enumerate(wanted) if size)
     assert {order.parts[0].ranks for order in block} == {taking}
+    assert {order.parts[0].by_all for order in block} == {len(taking) == 2}
 
 
 def trained(machine: ExactRounds, ms: Any, orders: int) -> list[list[int]]:

@@ -118,9 +118,10 @@ class JudgedWorld(MachinesWorld):
             links=scenario.links,
             part=machines.part,
         )
-        if ROUNDS[config.policy].averages == "parameters":
-            for rank in self.ranks:
-                rank.machine.is_late = scenario.late_verdicts
+        averages = ROUNDS[config.policy].averages
+        for rank in self.ranks:
+            rank.machine.is_late = scenario.late_verdicts and averages != "snapshots"
+            rank.heals = averages != "gradients"
         self.scenario = scenario
         self.rules = Rules(scenario, memory)
         self.readers: list[VirtualReader] = []
@@ -384,9 +385,9 @@ class JudgedWorld(MachinesWorld):
         if rank.state == "gone":
             return
         # Its optimizer spoils a replica again that an inner mean has made finite.
-        is_again = bool(self.parts) and self.rules.standing.is_bad(number)
+        is_again = rank.heals and bool(self.parts) and self.rules.standing.is_bad(number)
         if is_again or (number, rank.machine.total_steps) in self.scenario.bad_steps:
-            self.rules.goes_bad(number, is_late=rank.machine.is_late)
+            self.rules.goes_bad(number, is_late=rank.hears_late(step))
             rank.goes_bad(step)
         self.rules.step_ends(number, step)
         batches = step.batches[0] if len(step.batches) == 1 else step.batches
@@ -524,7 +525,7 @@ class JudgedWorld(MachinesWorld):
         rank, differs = self.ranks[number], self.scenario.differs
         self.rules.reports(number, done, rank.steps)
         is_bad = rank.unread is not None
-        if rank.read():
+        if rank.read(is_reported=True):
             self.rules.standing.seen(number)
         ack = super().acknowledgment(number, outcome, done, sync_ms)
         if outcome.compare and differs is not None and differs[0] == number and done.epoch >= differs[1]:

@@ -24,11 +24,13 @@ class FaultyRank(VirtualRank):
         acts: How often it did what a crash may hit.
         unread: (epoch, batch) of the step with NaN or inf values before the last mean, while only the device
             knows.
+        heals: Whether a bad replica copies a healthy one; not where gradients are averaged.
     """
 
     asked_ms: float | None = None
     acts: Counter[str] = field(default_factory=Counter)
     unread: tuple[int, int] | None = None
+    heals: bool = True
     _expected: deque[int] = field(default_factory=deque)  # plans of the orders to train that are on their way
     _bad: tuple[int, int] | None = None  # the step with NaN or inf values
     _fresh: tuple[int, int] | None = None  # the same, of the round under way, where only the device knows
@@ -65,20 +67,31 @@ class FaultyRank(VirtualRank):
             self.data_wait_ms += now_ms - self.asked_ms
             self.asked_ms = None
 
+    def hears_late(self, step: Step) -> bool:
+        """Whether its host hears of NaN or inf values in this step behind the mean."""
+        return self.machine.is_late and (step.part is None or step.part.by_all)
+
     def goes_bad(self, step: Step) -> None:
         """The replica gets NaN or inf values in this step."""
         at = step.epoch, step.batches[0]
-        if self.machine.is_late:
+        if self.hears_late(step):
             self._fresh = self._fresh or at
             return
         self.machine.is_bad = True
         self._bad = self._bad or at
 
-    def read(self) -> bool:
-        """Hear of the verdict on the round before; whether the host has seen for itself since, too."""
+    def read(self, *, is_reported: bool = False) -> bool:
+        """Hear of the verdict on the round before; whether the host has seen for itself since, too.
+
+        Args:
+            is_reported: An acknowledgment tells it.
+        """
         if self.unread is None:
             return False
         self._bad, self.unread = self._bad or self.unread, None
+        if not self.heals:
+            self.machine.was_bad = not is_reported
+            return self.machine.is_bad
         self.machine.was_bad, self.machine.is_late = True, False
         # What came after another rank had told of one is no secret of the device's.
         self.machine.is_bad |= self._fresh is not None

@@ -253,6 +253,9 @@ class Standing:
             return  # this acknowledgment was on its way when the rank left
         if rank not in self._bad:
             raise Violation("S21", f"rank {rank} says that it is bad, and it is not")
+        if self._scenario.config.policy == "exact":
+            self._bad.discard(rank)  # its gradient was, and is left out
+            return
         self._heard.add(rank)
 
     def snapped(self, rank: int, round: int, samples: int) -> None:

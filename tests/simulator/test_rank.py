@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from flowdp.machine.worker import Done, Step, WorkerMachine
 from flowdp.policy.tally import pace_ms
-from flowdp.protocol.messages import Outcome, StartEpoch, SyncPoints, Throttle
+from flowdp.protocol.messages import Outcome, SampleRange, StartEpoch, SyncPoints, Throttle
 from tests.simulator.rank import FaultyRank
 
 
@@ -93,3 +95,16 @@ def test_a_late_verdict_is_heard_behind_the_mean() -> None:
     assert (rank.machine.is_bad, rank.machine.was_bad) == (False, True)
     assert rank.work(Done(0, 1, 2)).bad == (1, 3)
     assert not rank.machine.is_late
+
+
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_where_nothing_is_healed_a_report_is_enough_and_verdicts_stay_late(is_reported: bool) -> None:
+    rank = FaultyRank(WorkerMachine(0, is_late=True), 1.0, heals=False)
+    rank.goes_bad(Step(1, (3,), 0, part=SampleRange(0, 2)))
+    rank.stepped(2, 1.0)
+    rank.met()
+    rank.read(is_reported=is_reported)
+    assert (rank.machine.is_bad, rank.machine.was_bad) == (False, not is_reported)
+    assert rank.machine.is_late
+    rank.goes_bad(Step(1, (4,), 1, part=SampleRange(0, 2, by_all=False)))
+    assert rank.machine.is_bad
