@@ -5,18 +5,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flowdp.data.trees import field_names, field_of
-from flowdp.errors import OptionError
-from flowdp.options import CaptureOptions
+from flowdp.errors import FlowdpError, OptionError
 
-__all__ = ["BatchPlan", "Inputs", "InputsOption", "LossContext", "LossFunction", "TaggedModules", "Traces"]
+__all__ = [
+    "BatchPlan",
+    "Inputs",
+    "InputsOption",
+    "LossContext",
+    "LossFunction",
+    "Results",
+    "TaggedModules",
+    "Traces",
+    "last_outputs",
+]
 
 Traces = dict[str, list[Any]]
 """Outputs of submodules: name -> one entry for each call."""
@@ -127,6 +136,25 @@ class TaggedModules:
             yield heard
 
 
+class Results(NamedTuple):
+    """Loss and outputs of a batch.
+
+    Attributes:
+        loss: Mean over the batch. Shape []. None without a loss function.
+        output: Return value of the module.
+        traces: Return values of the tagged submodules, call by call.
+    """
+
+    loss: Tensor | None
+    output: Any
+    traces: Traces
+
+
+def last_outputs(traces: Traces) -> dict[str, Any]:
+    """The return values of the tagged submodules in their last calls."""
+    return {name: calls[-1] for name, calls in traces.items() if calls}
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """Processing of each batch of a window.
@@ -134,18 +162,30 @@ class BatchPlan:
     Attributes:
         inputs: Fields of the batch that the module takes.
         tagged: Submodules whose outputs are captured.
-        loss: The loss function; None: the caller computes a loss on the joined output.
-        capture: Options of captured steps; None: steps run eagerly.
-        scale: Scaling of a loss by a gradient scaler.
+        loss: The loss function; None: the caller computes a loss on the output.
     """
 
     inputs: Inputs
     tagged: TaggedModules
     loss: LossFunction | None = None
-    capture: CaptureOptions | None = None
-    scale: Callable[[Tensor], Tensor] | None = None
 
-    def scaled(self, scaler: torch.amp.GradScaler, device: torch.device) -> BatchPlan:
-        """This plan with losses that a scaler scales; its scale is made on the device, in this thread."""
-        scaler.scale(torch.zeros((), device=device))
-        return replace(self, scale=scaler.scale)
+    def results(self, module: nn.Module, batch: Any) -> Results:
+        """Forward of a module, and the loss, with their graph.
+
+        Raises:
+            FlowdpError: The loss is not one number, or depends on no parameter.
+        """
+        with self.tagged.listening(module) as traces:
+            args, kwargs = self.inputs.of(batch)
+            output = module(*args, **kwargs)
+        if self.loss is None:
+            return Results(None, output, traces)
+        loss = self.loss(LossContext(output, batch, last_outputs(traces), traces))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            form = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise FlowdpError(
+                f"the loss function must return one number, the mean over the batch, not {form}"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise FlowdpError("the loss depends on no parameter of the model: compute it from the context")
+        return Results(loss.squeeze(), output, traces)

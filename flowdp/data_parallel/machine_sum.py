@@ -13,7 +13,7 @@ import itertools
 import threading
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,20 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowdp.data.trees import tensors_of
-from flowdp.data_parallel.windows import Window
 from flowdp.errors import CollectiveError, FlowdpError
 from flowdp.network.machines import Machines, Reduction
 from flowdp.options import Payload
 
-__all__ = ["MachineSum", "batch_checksum"]
-
-SAMPLED = 1_024
-"""Numbers of each tensor of a batch that are compared with other machines' batches."""
+__all__ = ["MachineSum"]
 
 DIFFERENCES = (
-    "the epoch has ended on some machines (1), while others still train (0); give each machine as many "
-    "batches, by a DistributedSampler, and drop_last=True",
     "they have taken different numbers of optimizer steps; each must step after the same backwards",
     "their gradients are of different parameters (a checksum); freeze and thaw the same on each",
     "the learning rates differ; a schedule must not depend on a value of one machine alone",
@@ -77,7 +70,6 @@ class MachineSum:
         self._steps = 0
         self._sums = 0
         self._sums_at_step = 0
-        self._batch = 0
         self._layout = 0
         self._trained: dict[str, nn.Parameter] = {}
         self._hooks: list[tuple[Any, Any]] = []
@@ -97,11 +89,6 @@ class MachineSum:
         self._size = samples or 1
         self._hook_parameters()
 
-    def compare(self, batch: Any) -> None:
-        """Compare the first batch, or the first device's part of it, with other machines' in the next sum."""
-        if not self._sums and not self._batch:
-            self._batch = batch_checksum(batch)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context for backwards whose gradients wait for the sum of a later one."""
@@ -110,16 +97,6 @@ class MachineSum:
             yield
         finally:
             self._is_syncing = before
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Context for backwards of a window, which count as one: `attend` and `end_backward` follow them."""
-        before, self._size = self._size, 0
-        try:
-            with self.no_sync():
-                yield
-        finally:
-            self._size = before
 
     def end_backward(self) -> None:
         """Sum the gradients over the machines, or let them wait for the next sum."""
@@ -228,23 +205,11 @@ class MachineSum:
         ]
 
     # ------------------------------------------------------------------ what machines tell each other
-    def epoch(self, windows: Iterable[Window]) -> Iterator[Window]:
-        """The windows of an epoch, which ends on all machines at once where it has trained.
-
-        Raises:
-            FlowdpError: Another machine still trains behind the last window.
-            CollectiveError: A machine was lost, or does not come.
-        """
-        before = self._sums
-        yield from windows
-        if self._sums > before:  # not of an evaluation, which one machine may do alone
-            self._agree(0, [False] * len(self._layers))
-
     def _agree(self, samples: int, changed: Sequence[bool]) -> tuple[float, list[bool]]:
         """Samples of all machines together, and whether any has changed the buffers of each layer.
 
         Args:
-            samples: Weight of this machine's gradients; 0: it has none, for its epoch has ended.
+            samples: Weight of this machine's gradients.
             changed: Whether this machine has changed the buffers of each layer.
 
         Raises:
@@ -252,7 +217,7 @@ class MachineSum:
             CollectiveError: A machine was lost, or does not come.
         """
         rate = 0 if self.optimizer is None else self.optimizer.param_groups[0].get("lr")
-        own = [not samples, self._steps, self._layout, float(rate or 0), self._batch, samples, *changed]
+        own = [self._steps, self._layout, float(rate or 0), samples, *changed]
         table = torch.zeros(self.machines.count, len(own), dtype=torch.float64)
         table[self.machines.index] = torch.tensor(own, dtype=torch.float64)
         self._call([table])
@@ -262,13 +227,7 @@ class MachineSum:
                 of_each = zip(values, self.machines.names, strict=True)
                 found = ", ".join(f"{value:.12g} on {name}" for value, name in of_each)
                 raise FlowdpError(f"the machines do not do the same: {text}: {found}")
-        batches, sizes, *flags = columns[len(DIFFERENCES) :]
-        if batches[0] and len(set(batches)) == 1:
-            raise FlowdpError(
-                "every machine has begun with the same batch, so all would train the same samples: give each "
-                "its own, by a torch.utils.data.DistributedSampler, or a shard of the data; if it is meant, "
-                "call the model in a loop over the loader"
-            )
+        sizes, *flags = columns[len(DIFFERENCES) :]
         return sum(sizes), [any(column) for column in flags]
 
     def _call(self, tensors: Sequence[Tensor], operations: Sequence[Reduction] = ()) -> None:
@@ -325,12 +284,6 @@ def _end(due: set[MachineSum]) -> None:
     """Sum all gradients that a backward has made: everywhere in the order in which `setup` was called."""
     for one in sorted(due, key=lambda one: one._number):
         one.end_backward()
-
-
-def batch_checksum(batch: Any) -> int:
-    """A checksum of the beginning of each tensor of a batch; 0: there is none."""
-    dense = [leaf for leaf in tensors_of(batch) if leaf.layout is torch.strided]
-    return zlib.crc32(repr([leaf.flatten()[:SAMPLED].tolist() for leaf in dense]).encode()) if dense else 0
 
 
 def _row(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -430,7 +430,7 @@ def test_the_balancer_learns_from_steps(setup: Setup, count: int) -> None:
     for _ in range(12):
         loss_of(dp, 30).backward()
         dp.step()
-    assert all(rate > 0 for rate in dp.throughput)
+    assert all(rate > 0 for rate in dp.throughput) is (count > 1)
     assert sum(dp.chunk_ratios) == pytest.approx(1.0)
     if count > 1:
         assert dp.chunk_ratios != pytest.approx((1 / 3, 2 / 3), abs=1e-9)
@@ -1123,16 +1123,20 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     assert bool(card.races) == ("without" in request.param), card.races
 
 
-@pytest.mark.parametrize("kind", ["calls", "windows", "output"])
+@pytest.mark.parametrize("kind", ["windows", "output"])
 def test_no_edge_is_missing(card: Card, kind: str) -> None:
     model = mlp()
     twin = copy.deepcopy(model)
     other = SGD(twin.parameters(), 0.1)
-    cadence = CADENCES["cut" if kind == "calls" else "windows"]
     loss_fn = cross_entropy if kind == "windows" else None
     devices = [torch.device("cpu", 0)] * 2
     with flowdp.setup(
-        model, partial(SGD, lr=0.1), devices=["cpu"] * 2, cadence=cadence, loss_fn=loss_fn, buffers="average"
+        model,
+        partial(SGD, lr=0.1),
+        devices=["cpu"] * 2,
+        cadence=CADENCES["windows"],
+        loss_fn=loss_fn,
+        buffers="average",
     ) as dp:
         assert len(devices) == dp.world_size
         for rank, replica in enumerate((model, *dp.replicas)):
@@ -1141,12 +1145,9 @@ def test_no_edge_is_missing(card: Card, kind: str) -> None:
             for piece in window.pieces:
                 card.watch("batch", *piece.batch)
             x, y = window
-            if kind == "calls":
-                F.cross_entropy(dp(x), y).backward()
-            else:
-                result = dp.forward_batch(window)
-                if kind == "output":
-                    F.cross_entropy(result.output, y).backward()
+            result = dp.forward_batch(window)
+            if kind == "output":
+                F.cross_entropy(result.output, y).backward()
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 card.watch("gradient", parameter.grad)
