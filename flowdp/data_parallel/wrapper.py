@@ -45,8 +45,7 @@ from flowdp.data_parallel.loss_context import (
     Results,
     TaggedModules,
 )
-from flowdp.data_parallel.machine_start import check_loop, check_machines, share_optimizers, share_start
-from flowdp.data_parallel.machine_sum import MachineSum
+from flowdp.data_parallel.machine_sum import MachineSum, check_machines, check_norms
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.data_parallel.pace import Pace
 from flowdp.data_parallel.predict import batches_of, predict
@@ -163,8 +162,8 @@ def setup(
         progress: False leaves out the line on stderr that names the devices, once in a process.
 
     Raises:
-        OptionError: An argument is wrong, or the machines have different models, optimizers or arguments. No
-            thread has been started then, and the model is as it was.
+        OptionError: An argument is wrong, or the machines have different models. No thread has been started
+            then, and the model is as it was.
         CollectiveError: backend="nccl" does not work here; or not all machines came here in time.
     """
     check_model(model, optimizer)
@@ -192,15 +191,11 @@ def setup(
         if between is not None and (found := find_machines(timeout_s=between.timeout)) is not None:
             stack.callback(found.close)  # if the machines, or the threads, do not get to work
             check_devices(found, chosen)
-            check_loop(model, cadence, windows=windows)
-            windows = False
-            settings = {"buffers": buffers, "max_grad_norm": max_grad_norm, "payload": between.payload}
-            share_start(found, model, settings)
+            check_norms(model)
+            windows = False  # they go by the speed of one machine's devices
             sums = MachineSum(found, model, payload=between.payload, averages=buffers == "average")
             stack.callback(sums.close)
         optimizers = check_optimizers(optimizer, model)
-        if sums is not None:
-            share_optimizers(sums.machines, model, optimizers)
         made = DataParallel(
             model,
             optimizers,
@@ -291,7 +286,8 @@ class DataParallel(StandInModule):
         chooses = self._replicas is not None and ratios is None and not windows
         self._pace = Pace(self._lanes, type(module).__name__) if chooses else None
         self._balancer = Balancer(module, self._replicas, options, windows=windows, ratios=ratios)
-        self._optimizer_hooks = OptimizerHooks(module, self._stepped, sums)
+        self._steps = 0
+        self._optimizer_hooks = OptimizerHooks(module, self._stepped)
         self._optimizer_hooks.use(optimizers or None)
         self._seal(setup, ("devices", "world_size", "module"))
 
@@ -316,7 +312,7 @@ class DataParallel(StandInModule):
     @property
     def training_step(self) -> int:
         """Steps of the first optimizer so far."""
-        return self._optimizer_hooks.count
+        return self._steps
 
     @property
     def is_distributed(self) -> bool:
@@ -544,10 +540,15 @@ class DataParallel(StandInModule):
         if self._pace is not None:
             self._pace.note(samples)
         if not self.optimizers:
-            self._stepped()  # no other moment tells when to look at the speed
+            self._learn()  # no other moment tells when to look at the speed
 
     def _stepped(self) -> None:
-        """Learn from a step of the first optimizer."""
+        """Count a step of the first optimizer."""
+        self._steps += 1
+        self._learn()
+
+    def _learn(self) -> None:
+        """Learn from the time of a step."""
         self._balancer.step()
         if self._pace is not None:
             was_cut = self._pace.is_cut
@@ -645,20 +646,21 @@ class DataParallel(StandInModule):
             scaler: Scaler of the losses' gradients; it decides whether the optimizers step.
 
         Raises:
-            FlowdpError: There is no optimizer, or no parameter has a gradient.
+            FlowdpError: There is no optimizer.
         """
+        self._collect()
         self._optimizer_hooks.step(scaler, self.max_grad_norm)
         self.zero_grad()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all devices together; returns their norm. Shape []."""
-        return self._optimizer_hooks.clip(max_norm, norm_type)
+        self._collect()
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, and those that `no_sync` keeps from other machines."""
-        self.module.zero_grad(set_to_none)
+    def _collect(self) -> None:
+        """Sum the gradients that backwards inside `no_sync` have left at the machines."""
         if self._sums is not None:
-            self._sums.drop()
+            self._sums.collect()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -673,10 +675,9 @@ class DataParallel(StandInModule):
     def set_lr(self, lr: float) -> None:
         """Scale the learning rates of all groups of all optimizers so that the first that is not 0 has `lr`.
 
-        Groups at 0 stay there; those that `set_lr(0)` holds still come back in their old proportions.
+        Groups at 0 stay there.
 
         Raises:
-            FlowdpError: There is no optimizer.
             OptionError: Several groups, and all at 0.
         """
         self._optimizer_hooks.set_lr(lr)
@@ -687,10 +688,7 @@ class DataParallel(StandInModule):
 
     def set_optimizer(self, optimizer: OptimizerOption) -> None:
         """Replace the optimizers: one, several, a factory of them, or None; on all machines at once."""
-        optimizers = check_optimizers(optimizer, self.module)
-        if self._sums is not None:
-            share_optimizers(self._sums.machines, self.module, optimizers)
-        self._optimizer_hooks.use(optimizers or None)
+        self._optimizer_hooks.use(optimizer)
 
     def close(self) -> None:
         """End the threads; a second time does nothing. Collecting the object does the same."""
