@@ -55,7 +55,6 @@ class Balancer:
         self._pools = () if replicas is None else replicas.pools
         self._samples = [0] * world_size  # since the last step
         self._batches = [0] * world_size
-        self._is_mixed = False
         self._pending: list[tuple[list[int], list[int]]] = []
 
     @property
@@ -84,8 +83,6 @@ class Balancer:
             self._samples[rank] += count
         for rank, count in enumerate(batches or ()):
             self._batches[rank] += count
-        # Calls beside a window would count as its time.
-        self._is_mixed |= batches is None and any(self._batches)
         if not self._has_told and sum(count > 0 for count in samples) > 1 and min_part_size(self._norms) > 1:
             self._has_told = True
             log.warning(
@@ -96,26 +93,14 @@ class Balancer:
 
     def step(self) -> None:
         """Learn from the devices' times since the last step of the optimizer."""
-        if self._is_mixed or not any(self._samples):
-            self.discard()
+        if not any(self._samples):
             return
         for watch in self._watches:
             watch.lap()
         self._pending.append((self._samples, self._batches))
-        self._forget()
+        self._samples, self._batches = [0] * len(self._samples), [0] * len(self._samples)
         while self._pending and all(watch.is_known for watch in self._watches):
             self._learn(*self._pending.pop(0))
-
-    def discard(self) -> None:
-        """Drop the times since the last step."""
-        for watch in self._watches:
-            watch.discard()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._samples = [0] * len(self._samples)
-        self._batches = [0] * len(self._samples)
-        self._is_mixed = False
 
     def _learn(self, samples: Sequence[int], batches: Sequence[int]) -> None:
         *took_ms, sync_ms = [watch.take_ms() for watch in self._watches]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ __all__ = [
     "LossContext",
     "LossFunction",
     "Results",
-    "TaggedModules",
     "Traces",
+    "check_tags",
     "last_outputs",
 ]
 
@@ -84,56 +84,27 @@ class Inputs:
         self._parameters = list(inspect.signature(module.forward).parameters)
 
     def of(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The module's arguments, by position and by name.
-
-        Raises:
-            OptionError: The batch has no such field; the message lists those it has.
-        """
+        """The module's arguments, by position and by name."""
         if self.function is not None:
             made = self.function(batch)
             return (made if isinstance(made, tuple) else (made,)), {}
-        there = field_names(batch)
         if self._fields is not None:
-            missing = [field for field in self._fields if field not in there]
-            if missing:
-                raise OptionError(f"inputs names {missing}, and the fields of the batch are {there}")
             return tuple(field_of(batch, field) for field in self._fields), {}
+        there = field_names(batch)
         if isinstance(batch, tuple | list) or not there:
             return (batch[0] if there else batch,), {}
-        named = {field: field_of(batch, field) for field in self._parameters if field in there}
-        if not named:
-            raise OptionError(
-                f"which fields of the batch does the model take? Its forward has the parameters "
-                f"{self._parameters}, the fields are {there}: say inputs=..."
-            )
-        return (), named
+        return (), {field: field_of(batch, field) for field in self._parameters if field in there}
 
 
-class TaggedModules:
-    """Captures outputs of submodules, given by their names.
+def check_tags(tags: object) -> tuple[str, ...]:
+    """The names of submodules; one may be given as it is.
 
     Raises:
-        OptionError: It has no such submodule; the message lists those it has.
+        OptionError: They are no names.
     """
-
-    def __init__(self, names: Sequence[str], module: nn.Module) -> None:
-        if not isinstance(names, Sequence):
-            raise OptionError(f"tags must be a sequence of names of submodules, not {names!r}; none is ()")
-        self.names = (names,) if isinstance(names, str) else tuple(names)
-        there = [name for name, _ in module.named_modules() if name]
-        for name in self.names:
-            if name not in there:
-                raise OptionError(f"tags names {name!r}, and the submodules of the model are {there}")
-
-    @contextmanager
-    def listening(self, module: nn.Module) -> Iterator[Traces]:
-        """Context with the outputs of their calls inside."""
-        heard: Traces = {name: [] for name in self.names}
-        with ExitStack() as stack:
-            for name in self.names:
-                note = partial(lambda calls, _module, _args, output: calls.append(output), heard[name])
-                stack.callback(module.get_submodule(name).register_forward_hook(note).remove)
-            yield heard
+    if not isinstance(tags, Sequence):
+        raise OptionError(f"tags must be a sequence of names of submodules, not {tags!r}; none is ()")
+    return (tags,) if isinstance(tags, str) else tuple(tags)
 
 
 class Results(NamedTuple):
@@ -161,12 +132,12 @@ class BatchPlan:
 
     Attributes:
         inputs: Fields of the batch that the module takes.
-        tagged: Submodules whose outputs are captured.
+        tags: Names of submodules whose outputs are captured.
         loss: The loss function; None: the caller computes a loss on the output.
     """
 
     inputs: Inputs
-    tagged: TaggedModules
+    tags: tuple[str, ...] = ()
     loss: LossFunction | None = None
 
     def results(self, module: nn.Module, batch: Any) -> Results:
@@ -175,8 +146,12 @@ class BatchPlan:
         Raises:
             FlowdpError: The loss is not one number, or depends on no parameter.
         """
-        with self.tagged.listening(module) as traces:
-            args, kwargs = self.inputs.of(batch)
+        traces: Traces = {name: [] for name in self.tags}
+        args, kwargs = self.inputs.of(batch)
+        with ExitStack() as stack:
+            for name, calls in traces.items():
+                note = partial(lambda calls, _module, _args, output: calls.append(output), calls)
+                stack.callback(module.get_submodule(name).register_forward_hook(note).remove)
             output = module(*args, **kwargs)
         if self.loss is None:
             return Results(None, output, traces)

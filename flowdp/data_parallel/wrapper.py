@@ -43,7 +43,7 @@ from flowdp.data_parallel.loss_context import (
     InputsOption,
     LossFunction,
     Results,
-    TaggedModules,
+    check_tags,
 )
 from flowdp.data_parallel.machine_sum import MachineSum, check_machines, check_norms
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
@@ -170,7 +170,7 @@ def setup(
     check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)
-    plan = BatchPlan(Inputs(inputs, model), TaggedModules(tags, model), check_loss(loss_fn))
+    plan = BatchPlan(Inputs(inputs, model), check_tags(tags), check_loss(loss_fn))
     check_loop_backend(backend, chosen)
     ratios = None if partition_ratios is None else fixed_ratios(partition_ratios, len(chosen))
     options, windows = check_cadence(cadence, chosen, ratios)
@@ -336,7 +336,7 @@ class DataParallel(StandInModule):
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Samples that each device had in the last call or window. Shape (world_size,)."""
+        """Samples that each of several devices had in the last call or window. Shape (world_size,)."""
         return self._balancer.shard_sizes
 
     @property
@@ -393,23 +393,20 @@ class DataParallel(StandInModule):
         Args:
             data: A loader or another iterable of batches, of which the module gets the fields that `inputs`
                 says; a map-style dataset, tensor or array, which is cut into batches.
-            batch_size: Samples of a batch, for a dataset, tensor or array. None: one batch of all.
+            batch_size: Samples of a batch, for a dataset (None: 1), tensor or array (None: all).
 
         Returns:
             The module's outputs, joined over the batches in their order as over devices, on the CPU.
 
         Raises:
-            OptionError: `data` is something else, or `batch_size` does not go with it.
+            OptionError: `batch_size` is none.
             DataError: There is no batch, or one without samples.
             FlowdpError: The outputs cannot be joined.
         """
         layout = self._layout
         batches = batches_of(data, batch_size, layout.dim if isinstance(layout.dim, int) else 0)
         with evaluating(self.module):
-            outputs = predict(self, batches, self._plan.inputs, layout, self._schedules.of("forward").callee)
-        if self.optimizers:
-            self._balancer.discard()  # nothing of it is part of a step
-        return outputs
+            return predict(self, batches, self._plan.inputs, layout, self._schedules.of("forward").callee)
 
     @property
     def _is_alone(self) -> bool:
@@ -421,7 +418,8 @@ class DataParallel(StandInModule):
     ) -> Any:
         if not self._is_on_host:
             args, kwargs = tree_map(self._bring_home, [args, kwargs])
-        self._did_alone(batch_length([args, kwargs]) or 0)
+        if self._replicas is not None:
+            self._did_alone(batch_length([args, kwargs]) or 0)
         if self._sums is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         samples = Arguments(self._layout, self._schedules.of(name).callee, args, kwargs).samples
@@ -598,7 +596,6 @@ class DataParallel(StandInModule):
 
         Raises:
             FlowdpError: The loss is not one number, or depends on no parameter.
-            OptionError: `inputs` names a field that the batch does not have.
         """
         if not isinstance(batch, Window):
             raise FlowdpError(f"forward_batch takes what epoch() yields, not {type(batch).__name__}")

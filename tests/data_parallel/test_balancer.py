@@ -22,7 +22,6 @@ class Watch:
 
     def __init__(self) -> None:
         self.laps = 0
-        self.discarded = 0
         self.ms: list[float] = []
 
     @property
@@ -31,9 +30,6 @@ class Watch:
 
     def lap(self) -> None:
         self.laps += 1
-
-    def discard(self) -> None:
-        self.discarded += 1
 
     def take_ms(self) -> float:
         self.laps -= 1
@@ -107,7 +103,6 @@ def test_a_step_without_samples_teaches_nothing() -> None:
     made.note_work((0, 0))
     made.step()
     assert [watch.laps for watch in (*watches, summing)] == [0, 0, 0]
-    assert [watch.discarded for watch in (*watches, summing)] == [1, 1, 1]
 
 
 # ---------------------------------------------------------------- windows
@@ -138,23 +133,6 @@ def test_a_device_that_was_slow_for_a_while_gets_batches_of_short_loaders_again(
             dealt[-1] += batches[1]
     assert 0 in dealt[3:12]  # far too slow for such a short loader
     assert dealt[-5:] == [5] * 5
-
-
-def test_calls_beside_a_window_teach_nothing() -> None:
-    made, watches, summing = paced(windows=True)
-    made.note_work((8, 8), (1, 1))
-    made.note_work((4, 4))
-    passed(watches, summing, (100.0, 1.0))
-    made.step()
-    assert made.throughput == (0.0, 0.0)
-    assert watches[0].discarded == 1
-    watches[0].ms.clear()
-    for watch in (watches[1], summing):
-        watch.ms.clear()
-    made.note_work((8, 8), (1, 1))
-    passed(watches, summing, (4.0, 2.0))
-    made.step()
-    assert made.throughput == pytest.approx((2.0, 4.0))
 
 
 def test_calls_alone_do_not_move_the_windows() -> None:

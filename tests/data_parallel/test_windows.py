@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.data_parallel.loss_context import BatchPlan, Inputs, LossContext, TaggedModules
+from flowdp.data_parallel.loss_context import BatchPlan, Inputs, LossContext
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_window
 from flowdp.errors import FlowdpError
@@ -40,8 +40,8 @@ def cross_entropy(context: LossContext) -> Tensor:
     return F.cross_entropy(context.output, context.batch[1])
 
 
-def plan_of(module: nn.Module, loss: Any = cross_entropy, tags: Sequence[str] = ()) -> BatchPlan:
-    return BatchPlan(Inputs(None, module), TaggedModules(tags, module), loss)
+def plan_of(module: nn.Module, loss: Any = cross_entropy, tags: tuple[str, ...] = ()) -> BatchPlan:
+    return BatchPlan(Inputs(None, module), tags, loss)
 
 
 class World:

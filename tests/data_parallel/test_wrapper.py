@@ -139,7 +139,7 @@ def test_a_batch_of_any_length(setup: Setup, samples: int) -> None:
     out = dp(x)
     assert_equal([out], [model(x)])
     assert len(dp.shard_sizes) == dp.world_size
-    assert sum(dp.shard_sizes) == samples
+    assert sum(dp.shard_sizes) == (samples if dp.is_distributed else 0)
     out.sum().backward()
 
 
@@ -788,7 +788,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cadence": CadenceOptions(speed_hint=(5, 2.0))}, "rank 5 of 2"),
     ({"loss_fn": 3}, "loss_fn"),
     ({"inputs": ()}, "inputs"),
-    ({"tags": ["nowhere"]}, "nowhere"),
+    ({"tags": 3}, "tags"),
     ({"buffers": "sum"}, "buffers"),
     ({"max_grad_norm": 0}, "max_grad_norm"),
     ({"tune_process": 3}, "tune_process"),
@@ -964,7 +964,8 @@ def test_every_sample_counts_once(setup: Setup, cadence: Any, has_loss: bool) ->
             result = dp.forward_batch(window)
             if not has_loss:
                 F.cross_entropy(result.output, window[1]).backward()
-            assert sum(dp.shard_sizes) == window.samples == len(result.output)
+            assert window.samples == len(result.output)
+            assert sum(dp.shard_sizes) == (window.samples if dp.is_distributed else 0)
             samples += window.samples
             dp.step()
             F.cross_entropy(twin(window[0]), window[1]).backward()
@@ -1061,7 +1062,7 @@ def test_fields_and_tags(setup: Setup) -> None:
         dp.step()
     dp = setup(mlp(), inputs="picture", loss_fn=loss)
     for window in dp.epoch(loader):
-        with pytest.raises(OptionError, match=r"'picture'.*'label', 'image'"):
+        with pytest.raises(KeyError, match="picture"):
             dp.forward_batch(window)
         break
 
