@@ -62,31 +62,26 @@ class Inputs:
             parameters of `forward`.
         module: The model.
 
-    Attributes:
-        function: The function, if one was given.
-
     Raises:
         OptionError: They name nothing.
     """
 
     def __init__(self, fields: InputsOption, module: nn.Module) -> None:
-        self.function = fields if callable(fields) else None
-        self._fields: tuple[str | int, ...] | None = None
-        if fields is not None and not callable(fields):
-            named = (fields,) if isinstance(fields, (str, int)) else fields
-            is_known = isinstance(named, Sequence) and all(isinstance(field, (str, int)) for field in named)
+        named = [fields] if isinstance(fields, str | int) else fields
+        if named is not None and not callable(named):
+            is_known = isinstance(named, Sequence) and all(isinstance(field, str | int) for field in named)
             if not is_known or not named:
                 raise OptionError(
                     "inputs must be keys (str) or positions (int) of a batch, at least one, or a function of "
                     f"it, not {fields!r}"
                 )
-            self._fields = tuple(named)
+        self._fields = named
         self._parameters = list(inspect.signature(module.forward).parameters)
 
     def of(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The module's arguments, by position and by name."""
-        if self.function is not None:
-            made = self.function(batch)
+        if callable(self._fields):
+            made = self._fields(batch)
             return (made if isinstance(made, tuple) else (made,)), {}
         if self._fields is not None:
             return tuple(field_of(batch, field) for field in self._fields), {}

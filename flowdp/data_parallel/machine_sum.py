@@ -180,9 +180,9 @@ class MachineSum:
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._trained]
         is_wide = any(one.dtype in (torch.float64, torch.complex128) for one in gradients)
         row = _row(gradients, torch.float64 if is_wide else torch.float32)
-        narrow = torch.bfloat16 if self._is_narrow and not is_wide else row.dtype
-        is_there = torch.tensor([one.grad is not None for one in self._trained], dtype=narrow)
-        sent = torch.cat([row.mul_(samples).to("cpu", narrow), is_there])
+        dtype = torch.bfloat16 if self._is_narrow and not is_wide else row.dtype
+        is_there = torch.tensor([one.grad is not None for one in self._trained], dtype=dtype)
+        sent = torch.cat([row.mul_(samples).to("cpu", dtype), is_there])
         # As data: a graph may have saved a buffer, so the writes are not counted, as a batch norm's own.
         layers = [part for part, is_one in zip(self._layers, changed, strict=True) if is_one]
         buffers = [one.data for part in layers for one in part.buffers(recurse=False)]

@@ -600,8 +600,6 @@ class DataParallel(StandInModule):
         if not isinstance(batch, Window):
             raise FlowdpError(f"forward_batch takes what epoch() yields, not {type(batch).__name__}")
         scale = None if scaler is None else scaler.scale
-        if scale is not None:
-            scale(torch.zeros((), device=self.devices[0]))  # the scaler makes its number here
         if self._balancer.cadence is not None:
             return self._run_window(batch, scale)
         return self._call_window(batch, scale)
@@ -624,6 +622,8 @@ class DataParallel(StandInModule):
     def _run_window(self, window: Window, scale: Callable[[Tensor], Tensor] | None) -> WindowResult:
         replicas = self._replicas
         assert replicas is not None
+        if scale is not None:  # the scaler makes its number here, and not in the thread of a rank
+            scale(torch.zeros((), device=self.devices[0]))
         with replicas.turn:
             replicas.look()
             is_due = self._checks and self._windows.is_due

@@ -583,6 +583,16 @@ def clipped_by_hand(rank: int) -> None:
     dp(rows(rank, width=5)).sum().backward()
 
 
+def rounded_otherwise(rank: int) -> None:
+    """No error: the machines are of different kinds."""
+    dp, optimizer = ready(network(), 2)
+    for step in range(2):
+        dp(rows(step, width=5)).sum().backward()
+        optimizer.step()
+        for parameter in dp.parameters():
+            parameter.data.mul_(1 + 1e-12 * rank)
+
+
 def evaluation_on_one(rank: int) -> None:
     """No error: machine 0 evaluates alone, in the middle of an epoch."""
     dp, _ = ready(network(), 2, loss_fn=square)
@@ -615,6 +625,7 @@ FAULTS: dict[Callable[[int], None], str] = {
     different_steps_of_norms: APART,
     gradients_by_hand: APART,
     clipped_by_hand: APART,
+    rounded_otherwise: "nothing",
     evaluation_on_one: "nothing",
 }
 
