@@ -53,6 +53,7 @@ class Epoch:
         self._loader = loader
         self._lanes = lanes
         self._cadence = cadence
+        self._is_copied = any(lane.is_async for lane in lanes) and (cadence is not None or len(lanes) == 1)
         self._staging = [Staging(lane) for lane in lanes]
 
     def __len__(self) -> int:
@@ -68,12 +69,7 @@ class Epoch:
         with starting():
             batches = iter(self._loader)  # worker processes are started by the calling thread
         windows = self._windows(batches)
-        is_copied = any(lane.is_async for lane in self._lanes) and not self._is_cut
-        return _ahead(windows, self._lanes) if is_copied and _may_read_ahead(self._loader) else windows
-
-    @property
-    def _is_cut(self) -> bool:
-        return self._cadence is None and len(self._lanes) > 1
+        return _ahead(windows, self._lanes) if self._is_copied and _may_read_ahead(self._loader) else windows
 
     def _windows(self, batches: Iterator[Any]) -> Iterator[Window]:
         """The windows, each read when it is asked for.
@@ -108,7 +104,7 @@ class Epoch:
         if not samples:
             raise DataError(f"the loader gave a batch without samples: {batch!r:.100}")
         lane = self._lanes[rank]
-        if not lane.is_async or self._is_cut:
+        if not (self._is_copied and lane.is_async):
             return Piece(rank, batch, samples)
         copied = lane.event()
         if any(tensor.device == lane.device for tensor in tensors_of(batch)):
