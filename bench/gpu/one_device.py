@@ -2,8 +2,8 @@
 
 `measure`: both gather shuffled batches from the same tensors on the device. `measure_loader`: both read the
 same `DataLoader` with worker processes; the hand loop with pin_memory and non_blocking copies.
-`measure_loop`: a loop over `dp.epoch` against such a hand loop, where the dataset is tensors, which flowdp
-keeps on the device, and through worker processes. The hand loops read nothing back; all optimizers are fused.
+`measure_loop`: a loop over `dp.epoch` against such a hand loop, where the dataset is tensors, and through
+worker processes. The hand loops read nothing back; all optimizers are fused.
 """
 
 from __future__ import annotations

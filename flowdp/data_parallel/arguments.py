@@ -16,7 +16,7 @@ from flowdp.device.discovery import devices as find_devices
 from flowdp.device.structure import structure
 from flowdp.errors import OptionError
 from flowdp.modules.whole_batch import check_embeddings
-from flowdp.options import CadenceOptions, CaptureOptions
+from flowdp.options import CadenceOptions
 from flowdp.replica.factories import check_plain
 from flowdp.validators import check_function
 
@@ -51,18 +51,12 @@ def check_model(model: object, optimizer: object) -> None:
         )
 
 
-def check_loss(loss_fn: object, capture: CaptureOptions | None = None) -> LossFunction | None:
+def check_loss(loss_fn: object) -> LossFunction | None:
     """Check that `loss_fn` is a function, or None; returns it.
 
     Raises:
-        OptionError: It is something else, or is missing where its steps are to be captured.
+        OptionError: It is something else.
     """
-    if loss_fn is None and capture is not None:
-        raise OptionError(
-            "capture records forward, loss and backward of windows, and there is no loss: give loss_fn= and "
-            "call dp.forward_batch for each batch of dp.epoch(loader); around a plain call dp(x) the loss is "
-            "in your own code, which runs as it is written: leave capture out there"
-        )
     check_function("loss_fn", loss_fn, "a LossContext")
     return cast("LossFunction | None", loss_fn)
 

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
-from itertools import accumulate
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from flowdp.data.batches import Portion
+from torch.utils.data import DataLoader
+
 from flowdp.data.memory import OwnMemory
-from flowdp.data_parallel.balancer import Balancer, SingleDevice
-from flowdp.data_parallel.batches import (
-    LoaderBatches,
-    ResidentBatches,
-    can_gather,
-    may_read_ahead,
-    samples_of,
-)
+from flowdp.data.processes import starting
+from flowdp.data.slots import keep_for
+from flowdp.data.staging import Staging
+from flowdp.data.trees import batch_length, flatten, tensors_of, unflatten
 from flowdp.data_parallel.windows import Piece, Window
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.streams import Lane
-from flowdp.threads.inbox import LISTEN_S
+from flowdp.errors import DataError
+from flowdp.policy.cadence import Cadence
 
-__all__ = ["WINDOWS_AHEAD", "Epoch", "interleaved"]
-
-T = TypeVar("T")
-
-WINDOWS_AHEAD = 1
-"""Windows ahead, unless the user says so. One may be many batches, and each is dealt by the speeds that were
-known when it was read."""
+__all__ = ["Epoch", "interleaved"]
 
 
 def interleaved(counts: Sequence[int], due: Collection[int] = ()) -> list[int]:
@@ -57,104 +45,100 @@ class Epoch:
     Args:
         loader: Any iterable of batches.
         lanes: One per rank.
-        balancer: Asked for each window's shares.
-        around: Passes the windows on, and does what is to be done behind the last.
-        depth: Windows that are read ahead, where a thread may read the loader.
+        cadence: Sizes windows of whole batches; None: each window is one batch, which is cut when it is
+            processed.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        lanes: Sequence[Lane],
-        balancer: Balancer | SingleDevice,
-        around: Callable[[Iterable[Window]], Iterator[Window]] = iter,
-        *,
-        depth: int = WINDOWS_AHEAD,
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], lanes: Sequence[Lane], cadence: Cadence | None = None) -> None:
         self._loader = loader
         self._lanes = lanes
-        self._balancer = balancer
-        self._around = around
-        self._depth = depth
+        self._cadence = cadence
+        self._is_copied = any(lane.is_async for lane in lanes) and (cadence is not None or len(lanes) == 1)
+        self._staging = [Staging(lane) for lane in lanes]
 
     def __len__(self) -> int:
         """Number of windows; TypeError where a cadence sizes them, or the loader has no length."""
-        counts = self._balancer.quotas()
-        if counts is not None and len(counts) > 1:
+        if self._cadence is not None:
             raise TypeError("a cadence sizes the windows as the epoch goes: their number is not known")
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Window]:
         """The windows; errors of the loader are raised here."""
-        return self._around(self._windows())
+        for lane in self._lanes:
+            lane.await_caller(lane.copy)  # the batches may be there already
+        with starting():
+            batches = iter(self._loader)  # worker processes are started by the calling thread
+        windows = self._windows(batches)
+        return _ahead(windows, self._lanes) if self._is_copied and _may_read_ahead(self._loader) else windows
 
-    def _windows(self) -> Iterator[Window]:
-        loader, lanes = self._loader, self._lanes
-        if len(lanes) == 1 and not lanes[0].is_async:
-            # Nothing to copy and no other device: a thread would only cost.
-            for batch in loader:
-                yield Window([Piece(0, batch, samples_of(batch))], lanes[0].device)
-            return
-        batches = (
-            ResidentBatches(loader, lanes) if can_gather(loader, lanes) else LoaderBatches(loader, lanes)
-        )
-        is_safe, is_left = may_read_ahead(loader), threading.Event()
-        windows = self._read(batches, None if is_safe else OwnMemory(), is_left)
-        reader = ThreadPoolExecutor(1, "flowdp-loader")  # it has a thread when it is asked for a window
-        ahead = deque(reader.submit(next, windows, None) for _ in range(self._depth if is_safe else 0))
-        try:
-            while True:
-                if ahead:
-                    ahead.append(reader.submit(next, windows, None))
-                    window = _result(ahead.popleft())
-                else:
-                    window = next(windows, None)
-                if window is None:
-                    return
-                yield window
-        finally:
-            keep_memory(lanes)
-            is_left.set()
-            reader.shutdown(cancel_futures=True)
-
-    def _read(
-        self, batches: LoaderBatches, memory: OwnMemory | None, is_left: threading.Event
-    ) -> Iterator[Window]:
-        """The windows, each read when it is asked for; once `is_left`, no further batch.
+    def _windows(self, batches: Iterator[Any]) -> Iterator[Window]:
+        """The windows, each read when it is asked for.
 
         Raises:
             BaseException: Raised by the loader.
             DataError: It gave a batch without samples, or has written to one that it gave before.
         """
-        while (counts := self._balancer.quotas()) is not None:
-            pieces = []
-            for rank, batch in zip(interleaved(counts, self._balancer.due()), batches, strict=False):
-                if is_left.is_set():
-                    return
-                if memory is not None:  # the whole window is read before any of it is used
-                    batch = memory.own(batch, "a batch of the loader")
-                pieces.append(batches.piece(rank, batch, samples_of(batch)))
+        home = self._lanes[0].device
+        if self._cadence is None:
+            for batch in batches:
+                yield Window([self._piece(0, batch)], home)
+            return
+        memory = OwnMemory()  # a window is read before any of it is used
+        while True:
+            ranks = interleaved(self._cadence.quotas, self._cadence.due)
+            pieces = [
+                self._piece(rank, memory.own(batch, "a batch of the loader"))
+                for rank, batch in zip(ranks, batches, strict=False)
+            ]
             if not pieces:
                 return
-            yield Window(pieces, self._lanes[0].device)
-        for batch in batches:
-            yield self._cut(batches, batch)
+            yield Window(pieces, home)
 
-    def _cut(self, batches: LoaderBatches, batch: Any) -> Window:
-        samples, home = samples_of(batch), self._lanes[0].device
-        sizes = self._balancer.cut(samples)
-        ranks = [rank for rank, size in enumerate(sizes) if size]
-        if len(ranks) == 1:  # whole: it need not be one that can be cut
-            return Window([batches.piece(ranks[0], batch, samples)], home)
-        portion, stops = Portion.of(batch, samples), list(accumulate(sizes))
-        pieces = [
-            batches.piece(rank, portion.rows(stops[rank] - sizes[rank], stops[rank]), sizes[rank])
-            for rank in ranks
-        ]
-        return Window(pieces, home, partial(batches.whole, batch))
+    def _piece(self, rank: int, batch: Any) -> Piece:
+        """A batch on its way to a rank's device, through pinned memory; one that is to be cut stays.
+
+        Raises:
+            DataError: It has no samples.
+        """
+        samples = batch_length(batch)
+        if not samples:
+            raise DataError(f"the loader gave a batch without samples: {batch!r:.100}")
+        lane = self._lanes[rank]
+        if not (self._is_copied and lane.is_async):
+            return Piece(rank, batch, samples)
+        copied = lane.event()
+        if any(tensor.device == lane.device for tensor in tensors_of(batch)):
+            lane.await_caller(lane.copy)  # the loader has made them, in this thread
+        with lane.on(lane.copy):
+            leaves, form = flatten(batch)
+            there = unflatten(self._staging[rank].bring(leaves), form)
+            copied.record(lane.copy)
+
+        def arrive() -> None:
+            stream = lane.current()
+            stream.wait_event(copied)
+            keep_for(stream, tensors_of(there))
+
+        return Piece(rank, there, samples, arrive)
 
 
-def _result(asked: Future[T]) -> T:
-    while not asked.done():
-        wait([asked], LISTEN_S)  # a Ctrl-C comes between two of them
-    return asked.result()
+def _may_read_ahead(loader: object) -> bool:
+    """Whether a thread may ask for batches while the user's thread does anything else.
+
+    Two threads that read one file through a dataset get wrong samples without an error, and the loop around
+    an epoch may read the same files, to evaluate, say. So a dataset's own code runs in the user's thread, as
+    it does without flowdp, or in worker processes.
+    """
+    return isinstance(loader, list | tuple) or (isinstance(loader, DataLoader) and loader.num_workers > 0)
+
+
+def _ahead(windows: Iterator[Window], lanes: Sequence[Lane]) -> Iterator[Window]:
+    """The windows, one of them read ahead by a thread."""
+    with ThreadPoolExecutor(1, "flowdp-loader") as reader:
+        coming = reader.submit(next, windows, None)
+        try:
+            while (window := coming.result()) is not None:
+                coming = reader.submit(next, windows, None)
+                yield window
+        finally:
+            keep_memory(lanes)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flowdp.data.trees import field_names, field_of
-from flowdp.errors import OptionError
-from flowdp.options import CaptureOptions
+from flowdp.errors import FlowdpError, OptionError
 
-__all__ = ["BatchPlan", "Inputs", "InputsOption", "LossContext", "LossFunction", "TaggedModules", "Traces"]
+__all__ = [
+    "BatchPlan",
+    "Inputs",
+    "InputsOption",
+    "LossContext",
+    "LossFunction",
+    "Results",
+    "Traces",
+    "check_tags",
+    "last_outputs",
+]
 
 Traces = dict[str, list[Any]]
 """Outputs of submodules: name -> one entry for each call."""
@@ -53,78 +62,63 @@ class Inputs:
             parameters of `forward`.
         module: The model.
 
-    Attributes:
-        function: The function, if one was given.
-
     Raises:
         OptionError: They name nothing.
     """
 
     def __init__(self, fields: InputsOption, module: nn.Module) -> None:
-        self.function = fields if callable(fields) else None
-        self._fields: tuple[str | int, ...] | None = None
-        if fields is not None and not callable(fields):
-            named = (fields,) if isinstance(fields, (str, int)) else fields
-            is_known = isinstance(named, Sequence) and all(isinstance(field, (str, int)) for field in named)
+        named = [fields] if isinstance(fields, str | int) else fields
+        if named is not None and not callable(named):
+            is_known = isinstance(named, Sequence) and all(isinstance(field, str | int) for field in named)
             if not is_known or not named:
                 raise OptionError(
                     "inputs must be keys (str) or positions (int) of a batch, at least one, or a function of "
                     f"it, not {fields!r}"
                 )
-            self._fields = tuple(named)
+        self._fields = named
         self._parameters = list(inspect.signature(module.forward).parameters)
 
     def of(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The module's arguments, by position and by name.
-
-        Raises:
-            OptionError: The batch has no such field; the message lists those it has.
-        """
-        if self.function is not None:
-            made = self.function(batch)
+        """The module's arguments, by position and by name."""
+        if callable(self._fields):
+            made = self._fields(batch)
             return (made if isinstance(made, tuple) else (made,)), {}
-        there = field_names(batch)
         if self._fields is not None:
-            missing = [field for field in self._fields if field not in there]
-            if missing:
-                raise OptionError(f"inputs names {missing}, and the fields of the batch are {there}")
             return tuple(field_of(batch, field) for field in self._fields), {}
+        there = field_names(batch)
         if isinstance(batch, tuple | list) or not there:
             return (batch[0] if there else batch,), {}
-        named = {field: field_of(batch, field) for field in self._parameters if field in there}
-        if not named:
-            raise OptionError(
-                f"which fields of the batch does the model take? Its forward has the parameters "
-                f"{self._parameters}, the fields are {there}: say inputs=..."
-            )
-        return (), named
+        return (), {field: field_of(batch, field) for field in self._parameters if field in there}
 
 
-class TaggedModules:
-    """Captures outputs of submodules, given by their names.
+def check_tags(tags: object) -> tuple[str, ...]:
+    """The names of submodules; one may be given as it is.
 
     Raises:
-        OptionError: It has no such submodule; the message lists those it has.
+        OptionError: They are no names.
+    """
+    if not isinstance(tags, Sequence):
+        raise OptionError(f"tags must be a sequence of names of submodules, not {tags!r}; none is ()")
+    return (tags,) if isinstance(tags, str) else tuple(tags)
+
+
+class Results(NamedTuple):
+    """Loss and outputs of a batch.
+
+    Attributes:
+        loss: Mean over the batch. Shape []. None without a loss function.
+        output: Return value of the module.
+        traces: Return values of the tagged submodules, call by call.
     """
 
-    def __init__(self, names: Sequence[str], module: nn.Module) -> None:
-        if not isinstance(names, Sequence):
-            raise OptionError(f"tags must be a sequence of names of submodules, not {names!r}; none is ()")
-        self.names = (names,) if isinstance(names, str) else tuple(names)
-        there = [name for name, _ in module.named_modules() if name]
-        for name in self.names:
-            if name not in there:
-                raise OptionError(f"tags names {name!r}, and the submodules of the model are {there}")
+    loss: Tensor | None
+    output: Any
+    traces: Traces
 
-    @contextmanager
-    def listening(self, module: nn.Module) -> Iterator[Traces]:
-        """Context with the outputs of their calls inside."""
-        heard: Traces = {name: [] for name in self.names}
-        with ExitStack() as stack:
-            for name in self.names:
-                note = partial(lambda calls, _module, _args, output: calls.append(output), heard[name])
-                stack.callback(module.get_submodule(name).register_forward_hook(note).remove)
-            yield heard
+
+def last_outputs(traces: Traces) -> dict[str, Any]:
+    """The return values of the tagged submodules in their last calls."""
+    return {name: calls[-1] for name, calls in traces.items() if calls}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +127,35 @@ class BatchPlan:
 
     Attributes:
         inputs: Fields of the batch that the module takes.
-        tagged: Submodules whose outputs are captured.
-        loss: The loss function; None: the caller computes a loss on the joined output.
-        capture: Options of captured steps; None: steps run eagerly.
-        scale: Scaling of a loss by a gradient scaler.
+        tags: Names of submodules whose outputs are captured.
+        loss: The loss function; None: the caller computes a loss on the output.
     """
 
     inputs: Inputs
-    tagged: TaggedModules
+    tags: tuple[str, ...] = ()
     loss: LossFunction | None = None
-    capture: CaptureOptions | None = None
-    scale: Callable[[Tensor], Tensor] | None = None
 
-    def scaled(self, scaler: torch.amp.GradScaler, device: torch.device) -> BatchPlan:
-        """This plan with losses that a scaler scales; its scale is made on the device, in this thread."""
-        scaler.scale(torch.zeros((), device=device))
-        return replace(self, scale=scaler.scale)
+    def results(self, module: nn.Module, batch: Any) -> Results:
+        """Forward of a module, and the loss, with their graph.
+
+        Raises:
+            FlowdpError: The loss is not one number, or depends on no parameter.
+        """
+        traces: Traces = {name: [] for name in self.tags}
+        args, kwargs = self.inputs.of(batch)
+        with ExitStack() as stack:
+            for name, calls in traces.items():
+                note = partial(lambda calls, _module, _args, output: calls.append(output), calls)
+                stack.callback(module.get_submodule(name).register_forward_hook(note).remove)
+            output = module(*args, **kwargs)
+        if self.loss is None:
+            return Results(None, output, traces)
+        loss = self.loss(LossContext(output, batch, last_outputs(traces), traces))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            form = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise FlowdpError(
+                f"the loss function must return one number, the mean over the batch, not {form}"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise FlowdpError("the loss depends on no parameter of the model: compute it from the context")
+        return Results(loss.squeeze(), output, traces)

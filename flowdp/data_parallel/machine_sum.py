@@ -1,46 +1,72 @@
 """Sums of gradients over the machines of a job, in a loop that the user owns.
 
-Each machine's gradients come out of a backward summed over its devices. At the end of that backward, before
-the user's thread has it back, they travel once through the host's memory: each times the samples of its
-machine's batch, and the sum is divided by all of these. So clipping and every optimizer see the gradients of
-one device with the batches of all machines. A few numbers of each machine go before them, so that machines
-which no longer do the same fail, all of them, instead of training apart.
+All machines begin with the parameters and buffers of machine 0. A machine's gradients come out of a backward
+summed over its devices. At the end of that backward, before the user's thread has it back, they travel once
+through the host's memory: each times the samples of its machine's batch, and the sum is divided by all of
+these. So clipping and every optimizer see the gradients of one device with the batches of all machines.
+
+Some numbers of the parameters go before them. Machines that no longer do the same have other parameters, and
+fail, all of them, instead of training apart.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-import weakref
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from flowdp.data.trees import tensors_of
-from flowdp.data_parallel.windows import Window
-from flowdp.errors import CollectiveError, FlowdpError
+from flowdp.collective.batch_norm import SharedStatistics
+from flowdp.device.streams import HostLane
+from flowdp.errors import CollectiveError, FlowdpError, OptionError
 from flowdp.network.machines import Machines, Reduction
-from flowdp.options import Payload
+from flowdp.options import MachineOptions, Payload
+from flowdp.replica.factories import equal_machines
 
-__all__ = ["MachineSum", "batch_checksum"]
+__all__ = ["TIMEOUT_S", "MachineSum", "check_machines", "check_norms"]
 
-SAMPLED = 1_024
-"""Numbers of each tensor of a batch that are compared with other machines' batches."""
+TIMEOUT_S = 600.0
+"""Longest wait for another machine, with `machines=True`. Longer than the Trainer's: in a loop that the user
+owns a machine may evaluate or save for minutes while the others wait for its gradients."""
 
-DIFFERENCES = (
-    "the epoch has ended on some machines (1), while others still train (0); give each machine as many "
-    "batches, by a DistributedSampler, and drop_last=True",
-    "they have taken different numbers of optimizer steps; each must step after the same backwards",
-    "their gradients are of different parameters (a checksum); freeze and thaw the same on each",
-    "the learning rates differ; a schedule must not depend on a value of one machine alone",
-)
-"""Errors for the first numbers that machines exchange, in their order: each must be the same everywhere."""
+COMPARED, NUMBERS = 128, 8
+"""Parameters that are compared with other machines' before each sum, and the first numbers of each."""
+
+
+def check_machines(option: object, model: nn.Module) -> MachineOptions | None:
+    """Options for the other machines of the job; None: they are not wanted, or there is nothing to train.
+
+    Raises:
+        OptionError: It is something else, or has options that a loop of the user's own cannot follow.
+    """
+    if option is False:
+        return None
+    if option is True:
+        option = MachineOptions(timeout=TIMEOUT_S)
+    if not isinstance(option, MachineOptions):
+        raise OptionError(f"machines must be True, False or MachineOptions(...), not {option!r}")
+    if option != MachineOptions(timeout=option.timeout, payload=option.payload):
+        raise OptionError(
+            f"machines={option!r}: setup() takes timeout and payload, and sums all machines' gradients in "
+            "every backward outside no_sync(); rounds, overlap and stream are for a Trainer: leave them out"
+        )
+    # A model that is used as it is, by one machine to evaluate for instance, needs no other.
+    return option if any(parameter.requires_grad for parameter in model.parameters()) else None
+
+
+def check_norms(model: nn.Module) -> None:
+    """Check that no layer needs the batch of all machines.
+
+    Raises:
+        OptionError: A layer does.
+    """
+    if SharedStatistics(model):
+        raise OptionError(
+            "SyncBatchNorm takes the statistics of the devices of one machine, and this job has several "
+            "machines: leave the model unconverted (each device normalises its part), or use GroupNorm"
+        )
 
 
 class MachineSum:
@@ -48,14 +74,14 @@ class MachineSum:
 
     Args:
         machines: All of them; closed by `close`.
-        module: The user's, alike on all machines.
+        module: The user's; its parameters and buffers become those of machine 0.
         payload: Numbers on the way: "bf16" halves the bytes of float32.
         averages: Whether buffers are averaged over the machines, weighted by samples; else they are machine
             0's. Those that a forward on any machine has written to travel with the gradients.
 
-    Attributes:
-        machines: As given.
-        optimizer: The one whose steps and learning rate are compared between machines; None: there is none.
+    Raises:
+        OptionError: The machines have different models; every machine raises it, with the first difference.
+        CollectiveError: A machine was lost, or does not come.
 
     Threads: the user's, and torch's in a backward.
 
@@ -65,21 +91,16 @@ class MachineSum:
     def __init__(
         self, machines: Machines, module: nn.Module, *, payload: Payload = "full", averages: bool = False
     ) -> None:
-        self.machines = machines
-        self.optimizer: Optimizer | None = None
+        equal_machines([module], [HostLane(next(module.parameters()).device)], machines)
+        self._machines = machines
         self._module = module
         self._is_narrow = payload == "bf16"
         self._averages = averages
-        self._number = next(_NUMBERS)
         self._is_syncing = True
         self._size = 1  # samples of the last call
         self._samples = 0  # of backwards whose gradients wait for a sum
-        self._steps = 0
-        self._sums = 0
-        self._sums_at_step = 0
-        self._batch = 0
-        self._layout = 0
-        self._trained: dict[str, nn.Parameter] = {}
+        self._backward = -1  # number of the last backward in torch
+        self._trained: list[nn.Parameter] = []
         self._hooks: list[tuple[Any, Any]] = []
         # By layers: the kernel of BatchNorm does not count its writes to the running statistics.
         self._layers = [part for part in module.modules() if list(part.buffers(recurse=False))]
@@ -97,11 +118,6 @@ class MachineSum:
         self._size = samples or 1
         self._hook_parameters()
 
-    def compare(self, batch: Any) -> None:
-        """Compare the first batch, or the first device's part of it, with other machines' in the next sum."""
-        if not self._sums and not self._batch:
-            self._batch = batch_checksum(batch)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context for backwards whose gradients wait for the sum of a later one."""
@@ -111,31 +127,19 @@ class MachineSum:
         finally:
             self._is_syncing = before
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Context for backwards of a window, which count as one: `attend` and `end_backward` follow them."""
-        before, self._size = self._size, 0
-        try:
-            with self.no_sync():
-                yield
-        finally:
-            self._size = before
-
-    def end_backward(self) -> None:
-        """Sum the gradients over the machines, or let them wait for the next sum."""
-        self._samples += self._size
-        if self._is_syncing:
-            self.reduce()
+    def collect(self) -> None:
+        """Sum the gradients that backwards inside `no_sync` have left at the machines."""
+        if self._samples and any(one.grad is not None for one in self._trained):
+            self._reduce()
 
     def _hook_parameters(self) -> None:
         """See to it that a backward which adds to a parameter's gradient is noticed."""
-        trained = {name: one for name, one in self._module.named_parameters() if one.requires_grad}
-        if list(map(id, trained.values())) == list(map(id, self._trained.values())):
+        trained = [one for one in self._module.parameters() if one.requires_grad]
+        if list(map(id, trained)) == list(map(id, self._trained)):
             return
         self._unhook()
         self._trained = trained
-        self._layout = zlib.crc32(repr([(name, one.shape) for name, one in trained.items()]).encode())
-        for parameter in trained.values():
+        for parameter in trained:
             # At the node of the graph: hooks of the parameter itself are the user's.
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             self._hooks.append((node, node.register_prehook(self._note)))
@@ -147,78 +151,87 @@ class MachineSum:
 
     def _note(self, *_: object) -> None:
         """Note that a backward is about to add to a gradient."""
-        with _LOCK:
-            due = _UNDER_WAY.setdefault(torch._C._current_graph_task_id(), set())
-            if self in due:
-                return
-            if not due:
-                torch.autograd.Variable._execution_engine.queue_callback(partial(_end, due))
-            due.add(self)
-        if all(one.grad is None for one in self._trained.values()):
-            self.drop()  # as the user has dropped those of earlier backwards
+        number = torch._C._current_graph_task_id()
+        if number == self._backward:
+            return
+        self._backward = number
+        if all(one.grad is None for one in self._trained):
+            self._samples = 0  # the user has dropped the gradients of earlier backwards
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def drop(self) -> None:
-        """Forget the gradients that wait for a sum."""
-        self._samples = 0
+    def _end_backward(self) -> None:
+        """Sum the gradients over the machines, or let them wait for the next sum."""
+        self._samples += self._size
+        if self._is_syncing:
+            self._reduce()
 
     # ------------------------------------------------------------------ the sum
-    def collect(self) -> None:
-        """Sum the gradients that backwards inside `no_sync` have left at the machines; raises as `reduce`."""
-        if self._samples:
-            self.reduce()
-
     @torch.no_grad()
-    def reduce(self) -> None:
+    def _reduce(self) -> None:
         """Replace the gradients of all machines by their mean, weighted by samples, and share buffers.
 
         Raises:
-            FlowdpError: The machines do not do the same, and all of them raise it; or a gradient has a graph,
-                or is sparse.
+            FlowdpError: The machines do not do the same, and all of them raise it.
             CollectiveError: A machine was lost, or does not come.
         """
-        samples, parameters = self._samples, list(self._trained.values())
-        self.drop()
-        gradients = [self._gradient_of(name, one) for name, one in self._trained.items()]
+        samples, self._samples = self._samples, 0
         states = self._states()
-        changed = [new != old for new, old in zip(states, self._known, strict=True)]
-        total, changed = self._agree(samples, changed)
+        changed = self._agree([new != old for new, old in zip(states, self._known, strict=True)])
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._trained]
         is_wide = any(one.dtype in (torch.float64, torch.complex128) for one in gradients)
-        row = _row(gradients, torch.float64 if is_wide else torch.float32).mul_(samples)
-        sent = row.to("cpu", torch.bfloat16 if self._is_narrow and not is_wide else row.dtype)
-        is_there = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
-        layers = [part for part, is_one in zip(self._layers, changed, strict=True) if is_one]
+        row = _row(gradients, torch.float64 if is_wide else torch.float32)
+        dtype = torch.bfloat16 if self._is_narrow and not is_wide else row.dtype
+        is_there = torch.tensor([one.grad is not None for one in self._trained], dtype=dtype)
+        sent = torch.cat([row.mul_(samples).to("cpu", dtype), is_there])
         # As data: a graph may have saved a buffer, so the writes are not counted, as a batch norm's own.
+        layers = [part for part, is_one in zip(self._layers, changed, strict=True) if is_one]
         buffers = [one.data for part in layers for one in part.buffers(recurse=False)]
-        floats = [one for one in buffers if one.is_floating_point() or one.is_complex()]
-        integers = [one for one in buffers if not (one.is_floating_point() or one.is_complex())]
-        means, counts = _row(floats, torch.float64).cpu(), _row(integers, torch.int64).cpu()
+        means = _row(buffers, torch.float64).cpu()
         if self._averages:
-            means.mul_(samples / total)
-        elif not self.machines.leads:
+            means.mul_(samples)
+        elif self._machines.index:
             means.zero_()
-            counts.zero_()
-        of_counts: Reduction = "max" if self._averages else "sum"
-        self._call([sent, is_there, means, counts], ["sum", "max", "sum", of_counts])
-        _fill(gradients, sent.to(row.device, row.dtype).div_(total))
-        _fill(floats, means)
-        _fill(integers, counts)
-        for parameter, gradient, is_one in zip(parameters, gradients, is_there.tolist(), strict=True):
-            if is_one:  # on any machine; else it stays None
+        means = torch.cat([means, torch.tensor([samples], dtype=torch.float64)])
+        self._call([sent, means])
+        total = means[-1].item()
+        _fill(gradients, sent[: len(row)].to(row.device, row.dtype).div_(total))
+        _fill(buffers, means[:-1] / total if self._averages else means[:-1])
+        for parameter, gradient, count in zip(self._trained, gradients, sent[len(row) :], strict=True):
+            if count:  # on any machine; else it stays None
                 parameter.grad = gradient
         self._known = states
-        self._sums += 1
 
-    def _gradient_of(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """The gradient of a parameter; zeros where there is none."""
-        grad = parameter.grad
-        if grad is None:
-            return torch.zeros_like(parameter)
-        if grad.requires_grad or grad.layout is not torch.strided:
+    def _agree(self, changed: Sequence[bool]) -> list[bool]:
+        """Whether any machine has changed the buffers of each layer.
+
+        Args:
+            changed: Whether this machine has.
+
+        Raises:
+            FlowdpError: The machines do not do the same.
+            CollectiveError: A machine was lost, or does not come.
+        """
+        trained = self._trained
+        some = _row([one.reshape(-1)[:NUMBERS] for one in trained[:COMPARED]], torch.float64).cpu()
+        own = torch.zeros(1 + 2 * COMPARED * NUMBERS, dtype=torch.float64)  # complex numbers are two
+        own[0], own[1 : 1 + len(some)] = sum(one.numel() for one in trained), some
+        flags = torch.tensor(changed, dtype=torch.float64)
+        table = torch.cat([own, -own, flags])
+        self._call([table], ["max"])
+        most, least = table[: len(own)], -table[len(own) : 2 * len(own)]
+        apart = (most - least)[1:].max().item()
+        # Machines of different kinds may round differently.
+        limit = max(torch.finfo(one.dtype).eps for one in trained) ** 0.5 * most[1:].maximum(-least[1:]).max()
+        if most[0] != least[0] or apart > limit:
+            found = f"their parameters differ by up to {apart:.3g}"
+            if most[0] != least[0]:
+                found = f"one trains {least[0]:.0f} numbers, and another {most[0]:.0f}"
             raise FlowdpError(
-                f"the gradient of {name!r} has a graph or is sparse, and cannot be summed over machines: "
-                "take gradients with a graph by torch.autograd.grad(), and make embeddings with sparse=False"
+                f"the machines do not do the same: {found}. All must freeze the same parameters and take the "
+                "same steps, with the same learning rates and state of the optimizer, by gradients that have "
+                "been summed: by a backward outside no_sync(), or step() or clip_grad_norm_() of dp"
             )
-        return grad
+        return table[2 * len(own) :].bool().tolist()
 
     def _states(self) -> list[list[tuple[int, int]]]:
         """Identity and version of the buffers of each layer."""
@@ -227,110 +240,21 @@ class MachineSum:
             for part in self._layers
         ]
 
-    # ------------------------------------------------------------------ what machines tell each other
-    def epoch(self, windows: Iterable[Window]) -> Iterator[Window]:
-        """The windows of an epoch, which ends on all machines at once where it has trained.
-
-        Raises:
-            FlowdpError: Another machine still trains behind the last window.
-            CollectiveError: A machine was lost, or does not come.
-        """
-        before = self._sums
-        yield from windows
-        if self._sums > before:  # not of an evaluation, which one machine may do alone
-            self._agree(0, [False] * len(self._layers))
-
-    def _agree(self, samples: int, changed: Sequence[bool]) -> tuple[float, list[bool]]:
-        """Samples of all machines together, and whether any has changed the buffers of each layer.
-
-        Args:
-            samples: Weight of this machine's gradients; 0: it has none, for its epoch has ended.
-            changed: Whether this machine has changed the buffers of each layer.
-
-        Raises:
-            FlowdpError: The machines do not do the same.
-            CollectiveError: A machine was lost, or does not come.
-        """
-        rate = 0 if self.optimizer is None else self.optimizer.param_groups[0].get("lr")
-        own = [not samples, self._steps, self._layout, float(rate or 0), self._batch, samples, *changed]
-        table = torch.zeros(self.machines.count, len(own), dtype=torch.float64)
-        table[self.machines.index] = torch.tensor(own, dtype=torch.float64)
-        self._call([table])
-        columns = table.T.tolist()
-        for text, values in zip(DIFFERENCES, columns, strict=False):
-            if len(set(values)) > 1:
-                of_each = zip(values, self.machines.names, strict=True)
-                found = ", ".join(f"{value:.12g} on {name}" for value, name in of_each)
-                raise FlowdpError(f"the machines do not do the same: {text}: {found}")
-        batches, sizes, *flags = columns[len(DIFFERENCES) :]
-        if batches[0] and len(set(batches)) == 1:
-            raise FlowdpError(
-                "every machine has begun with the same batch, so all would train the same samples: give each "
-                "its own, by a torch.utils.data.DistributedSampler, or a shard of the data; if it is meant, "
-                "call the model in a loop over the loader"
-            )
-        return sum(sizes), [any(column) for column in flags]
-
     def _call(self, tensors: Sequence[Tensor], operations: Sequence[Reduction] = ()) -> None:
-        """Reduce tensors over the machines, with an error that says which step it was."""
+        """Reduce tensors over the machines."""
         try:
-            self.machines.reduce(tensors, operations)
+            self._machines.reduce(tensors, operations)
         except CollectiveError as error:
-            others = [name for k, name in enumerate(self.machines.names) if k != self.machines.index]
-            raise type(error)(
-                f"the gradients of step {self._steps} could not be summed with those of "
-                f"{', '.join(others)}: a machine was lost, has ended its loop before the others (each must "
-                "make the same number of backward passes: give each as many batches), or did not come "
-                f"within {self.machines.timeout_s:g} s (MachineOptions(timeout=...)): {error}"
-            ) from error
-
-    # ------------------------------------------------------------------ steps
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Check, before the first optimizer steps, that its gradients have been summed.
-
-        Raises:
-            FlowdpError: There has been no sum since its last step, or since the last backward.
-        """
-        is_summed = self._sums > self._sums_at_step and not self._samples
-        if is_summed or all(one.grad is None for one in self._module.parameters()):
-            return
-        raise FlowdpError(
-            f"{type(optimizer).__name__} would step by gradients of this machine alone: since its last step "
-            "no backward outside no_sync() has summed them over the machines; let the last backward be "
-            "outside, or clip and step by clip_grad_norm_() and step() of what setup() returned"
-        )
-
-    def stepped(self) -> None:
-        """Count a step of the first optimizer."""
-        self._steps += 1
-        self._sums_at_step = self._sums
+            error.add_note(
+                "flowdp: in the sum of gradients at the end of a backward; each machine must make as many of "
+                "them, so give each as many batches. MachineOptions(timeout=...) is the longest wait"
+            )
+            raise
 
     def close(self) -> None:
         """Leave the other machines: one that still waits for this one fails at once."""
         self._unhook()
-        self.machines.close()
-
-
-_NUMBERS = itertools.count()
-
-_UNDER_WAY: weakref.WeakValueDictionary[int, set[MachineSum]] = weakref.WeakValueDictionary()
-"""Sums that are due at the end of each backward under way, by its number in torch. The callback at its end
-keeps them, which goes with a backward that fails."""
-
-_LOCK = threading.Lock()
-"""Held where backwards are noted: torch has a thread for each CUDA device."""
-
-
-def _end(due: set[MachineSum]) -> None:
-    """Sum all gradients that a backward has made: everywhere in the order in which `setup` was called."""
-    for one in sorted(due, key=lambda one: one._number):
-        one.end_backward()
-
-
-def batch_checksum(batch: Any) -> int:
-    """A checksum of the beginning of each tensor of a batch; 0: there is none."""
-    dense = [leaf for leaf in tensors_of(batch) if leaf.layout is torch.strided]
-    return zlib.crc32(repr([leaf.flatten()[:SAMPLED].tolist() for leaf in dense]).encode()) if dense else 0
+        self._machines.close()
 
 
 def _row(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -341,8 +265,11 @@ def _row(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _fill(tensors: Sequence[Tensor], row: Tensor) -> None:
-    """Write a row, as `_row` makes it, into tensors."""
+    """Write a row, as `_row` makes it, into tensors; integers are rounded."""
     sizes = [one.numel() * (2 if one.is_complex() else 1) for one in tensors]
     for one, part in zip(tensors, row.split(sizes), strict=True):
-        numbers = torch.complex(*part.view(-1, 2).unbind(1)) if one.is_complex() else part
-        one.copy_(numbers.view(one.shape))
+        if one.is_complex():
+            part = torch.complex(*part.view(-1, 2).unbind(1))
+        elif not one.is_floating_point():
+            part = part.round()
+        one.copy_(part.view(one.shape))

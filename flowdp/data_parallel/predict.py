@@ -15,7 +15,7 @@ from flowdp.data_parallel.cut import Arguments
 from flowdp.data_parallel.join import join
 from flowdp.data_parallel.layout import Callee, Layout, WeightFunction
 from flowdp.data_parallel.loss_context import Inputs
-from flowdp.errors import DataError, FlowdpError, OptionError
+from flowdp.errors import DataError
 from flowdp.validators import check_int
 
 __all__ = ["batches_of", "predict"]
@@ -23,16 +23,17 @@ __all__ = ["batches_of", "predict"]
 HOST = torch.device("cpu")
 
 
-def batches_of(data: object, batch_size: int | None, dim: int = 0) -> Iterable[Any]:
+def batches_of(data: Any, batch_size: int | None, dim: int = 0) -> Iterable[Any]:
     """The batches of a loader, a dataset, a tensor or an array.
 
     Args:
         data: A loader or another iterable of batches; or a dataset, tensor or array to cut into batches.
-        batch_size: Samples of a batch, for a dataset, tensor or array. None: a tensor or array is one batch.
+        batch_size: Samples of a batch, for a dataset, tensor or array. None: a tensor or array is one batch,
+            and a sample of a dataset.
         dim: Batch dimension of a tensor or array.
 
     Raises:
-        OptionError: It is none of these, or the batch size is wrong, missing, or has no use.
+        OptionError: The batch size is wrong.
     """
     check_int("batch_size", batch_size, optional=True)
     if isinstance(data, Tensor | np.ndarray):
@@ -40,18 +41,9 @@ def batches_of(data: object, batch_size: int | None, dim: int = 0) -> Iterable[A
         size = batch_size or samples
         return [cut(data, at, min(size, samples - at), dim) for at in range(0, samples, size)]
     if isinstance(data, Dataset) and hasattr(data, "__getitem__"):
-        if batch_size is None:
-            raise OptionError("a dataset needs a batch_size: dp.predict(dataset, batch_size=...)")
-        made: DataLoader[Any] = DataLoader(data, batch_size)
-        return made
-    if not isinstance(data, Iterable) or isinstance(data, Mapping | tuple | str):
-        raise OptionError(
-            f"data must be a loader or another iterable of batches, a dataset, a tensor or an array, not a "
-            f"{type(data).__name__}; one batch goes in a list: [batch]"
-        )
-    if batch_size is not None:
-        raise OptionError("batch_size has no use: a loader has its own")
-    return data
+        return DataLoader(data, batch_size or 1)
+    batches: Iterable[Any] = data
+    return batches
 
 
 @torch.no_grad()
@@ -78,13 +70,7 @@ def predict(
         outputs.append(tree_map(_on_host, call(*args, **kwargs)))
     if not outputs:
         raise DataError("there is no batch to predict from")
-    try:
-        return join(outputs, samples, layout, callee, arguments.dim, weights)
-    except FlowdpError as error:
-        raise FlowdpError(
-            f"the outputs of {len(outputs)} batches cannot be put together ({error}); call the module batch "
-            "by batch, after eval() and under torch.no_grad()"
-        ) from None
+    return join(outputs, samples, layout, callee, arguments.dim, weights)
 
 
 def _on_host(leaf: Any) -> Any:

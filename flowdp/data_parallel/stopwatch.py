@@ -40,11 +40,6 @@ class Stopwatch:
         stop.record(lane.current())
         self._pieces.append((start, stop))
 
-    def discard(self) -> None:
-        """Forget the pieces since the last lap."""
-        self._free += self._pieces
-        self._pieces = []
-
     def lap(self) -> None:
         """End a lap."""
         self._laps.append(self._pieces)

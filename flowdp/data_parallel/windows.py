@@ -16,32 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import Gradients, accumulate, add_up, without_hooks
-from flowdp.data.trees import field_of, tensors_of, tree_map
+from flowdp.data.trees import field_of, tree_map
 from flowdp.data_parallel.call import call_parts
-from flowdp.data_parallel.comparison import Call, lost_gradient, outside
+from flowdp.data_parallel.comparison import lost_gradient, outside
 from flowdp.data_parallel.cut import Part
 from flowdp.data_parallel.device_copies import Packed
 from flowdp.data_parallel.join import join
-from flowdp.data_parallel.layout import PLAIN, Callee
-from flowdp.data_parallel.loss_context import BatchPlan, Traces
+from flowdp.data_parallel.layout import PLAIN
+from flowdp.data_parallel.loss_context import BatchPlan, Results, Traces, last_outputs
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.window_step import Results, WindowCapture, call, last_outputs, results_of, train
 from flowdp.device.copies import move
-from flowdp.graphs.base import Factors
 
-__all__ = ["Piece", "Window", "WindowResult", "run_alone", "run_window", "window_call"]
-
-
-ADVICE = (
-    "A part of a batch counts by its samples, which lie along dim 0. Where a loss is a mean over something "
-    "else, or a sum, leave loss_fn out and compute it of result.output; where the samples lie elsewhere, "
-    "call the module in a loop over the loader: for such calls setup() has dim=, split=, join= and reduce=."
-)
+__all__ = ["Piece", "Window", "WindowResult", "run_window"]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A batch, or a part of one, on a rank's device.
+    """A batch for a rank.
 
     Attributes:
         arrive: To be called before the batch is used, on the stream that uses it.
@@ -62,38 +53,43 @@ class Window:
     Args:
         pieces: In order.
         home: The first device.
-        whole: Makes the batch that was cut into the pieces; None where each is a batch of its own.
 
     Attributes:
         pieces: As given.
         home: As given.
-        whole: As given; it makes the batch anew each time where that lies on devices.
         sizes: Samples of each of them.
         samples: Samples of all of them.
     """
 
-    def __init__(
-        self, pieces: Sequence[Piece], home: torch.device, whole: Callable[[], Any] | None = None
-    ) -> None:
+    def __init__(self, pieces: Sequence[Piece], home: torch.device) -> None:
         self.pieces = tuple(pieces)
         self.home = home
-        self.whole = whole
         self.sizes = [piece.samples for piece in pieces]
         self.samples = sum(self.sizes)
 
-    def of_rank(self, world_size: int) -> list[list[Piece]]:
-        """The pieces of each rank. Shape (world_size, pieces)."""
-        return [[piece for piece in self.pieces if piece.rank == rank] for rank in range(world_size)]
-
     def per_rank(self, world_size: int) -> tuple[list[int], list[int]]:
         """Samples and batches of each rank. Both of shape (world_size,)."""
-        ranks = self.of_rank(world_size)
-        return [sum(piece.samples for piece in own) for own in ranks], [len(own) for own in ranks]
+        samples, batches = [0] * world_size, [0] * world_size
+        for piece in self.pieces:
+            samples[piece.rank] += piece.samples
+            batches[piece.rank] += 1
+        return samples, batches
+
+    def join(self, trees: Sequence[Any]) -> Any:
+        """Put one tree for each batch together, on the first device.
+
+        Raises:
+            FlowdpError: They cannot be.
+        """
+        return join(tree_map(self._bring_home, list(trees)), self.sizes, PLAIN)
+
+    def _bring_home(self, leaf: Any) -> Any:
+        return move(leaf, self.home) if isinstance(leaf, Tensor) else leaf
 
     def __getitem__(self, field: Any) -> Any:
         for piece in self.pieces:
             piece.arrive()
-        return _join([field_of(piece.batch, field) for piece in self.pieces], self.sizes, self.home)
+        return self.join([field_of(piece.batch, field) for piece in self.pieces])
 
 
 class WindowResult:
@@ -136,42 +132,14 @@ class WindowResult:
         return last_outputs(self.traces)
 
 
-def window_call(window: Window, plan: BatchPlan, world_size: int, told: set[str]) -> Call:
-    """The processing of a window that was cut, as a call for `check_call`."""
-    assert window.whole is not None
-
-    def run(module: nn.Module, part: Part) -> Any:
-        if plan.loss is None:
-            return call(module, part.args[0], plan)[0]
-        return {"loss": results_of(module, part.args[0], plan).loss}
-
-    callee = Callee(run)
-    callee.name = "the loss of a window" if plan.loss else "the module"
-    sizes, _ = window.per_rank(world_size)
-    return Call(PLAIN, callee, run, (window.whole(),), {}, tuple(sizes), told, lambda *_: ADVICE)
-
-
-def run_alone(
-    window: Window, plan: BatchPlan, module: nn.Module, capture: WindowCapture | None = None
+def run_window(
+    window: Window,
+    plan: BatchPlan,
+    replicas: Replicas,
+    *,
+    scale: Callable[[Tensor], Tensor] | None = None,
+    guards: bool = False,
 ) -> WindowResult:
-    """Let the calling thread work through a window, by the user's module; see `run_window`."""
-    if plan.loss is None:
-        (piece,) = window.pieces
-        piece.arrive()
-        both = call(module, piece.batch, plan)
-        return WindowResult(window.samples, None, lambda: both)
-    results = []
-    for piece in window.pieces:
-        piece.arrive()
-        factors = Factors(piece.samples / window.samples, piece.samples)
-        if capture is None:
-            results.append(train(module, piece.batch, plan, factors.share, Tensor.backward))
-        else:
-            results.append(capture.step.run(piece.batch, plan, factors))
-    return _result(window, results)
-
-
-def run_window(window: Window, plan: BatchPlan, replicas: Replicas, *, guards: bool = False) -> WindowResult:
     """Let every device work through its batches of a window.
 
     With a loss function the summed gradients are at the user's module when this returns; where gradients
@@ -181,6 +149,7 @@ def run_window(window: Window, plan: BatchPlan, replicas: Replicas, *, guards: b
         window: Batches of all devices.
         plan: Processing of each.
         replicas: The modules.
+        scale: Scales each loss before its backward; None: it is differentiated as it is.
         guards: Whether a loss with parameters of its own, which get no gradient here, is an error.
 
     Raises:
@@ -192,32 +161,33 @@ def run_window(window: Window, plan: BatchPlan, replicas: Replicas, *, guards: b
     if plan.loss is None:
         return _forward(window, plan, replicas)
     replicas.follow()
-    of_rank = window.of_rank(len(replicas.modules))
+    of_rank = [
+        [piece for piece in window.pieces if piece.rank == rank] for rank in range(len(replicas.modules))
+    ]
     is_trained = torch.is_grad_enabled()
     carrier = replicas.carrier(replicas.trained(), is_whole=is_trained and all(of_rank))
     results: list[Any] = [None] * len(window.pieces)
     leaves: list[dict[int, Tensor]] = []  # that are no parameters, of each loss
-    given: list[Tensor] = []
-    if guards:
-        whole = None if window.whole is None else window.whole()
-        given = list(tensors_of([whole, *(piece.batch for piece in window.pieces)]))
 
     def work(rank: int) -> Packed:
         """A rank's batches one after another; returns the sum of their gradients."""
         total: Gradients = []
 
-        def backward(loss: Tensor) -> None:
-            nonlocal total
-            found: Gradients = []
-            if guards:
-                leaves.append(outside(loss, [*replicas.trained(rank), *given]))
-            with replicas.walking(rank):  # not around forward: in a mode it would not be compiled
-                found += torch.autograd.grad(loss, replicas.trained(rank), allow_unused=True)
-            total = add_up([total, found]) if total else found
-
         def step(module: nn.Module, piece: Piece) -> Results:
+            nonlocal total
             piece.arrive()
-            return train(module, piece.batch, plan, piece.samples / window.samples, backward)
+            made = plan.results(module, piece.batch)
+            if is_trained:
+                assert made.loss is not None
+                loss = made.loss * (piece.samples / window.samples)
+                if guards:
+                    leaves.append(outside(loss, replicas.trained(rank)))
+                with replicas.walking(rank):  # not around forward: in a mode it would not be compiled
+                    found = torch.autograd.grad(
+                        loss if scale is None else scale(loss), replicas.trained(rank), allow_unused=True
+                    )
+                total = add_up([total, list(found)]) if total else list(found)
+            return detached(made)
 
         for place, piece in enumerate(window.pieces):
             if piece.rank == rank:
@@ -233,7 +203,9 @@ def run_window(window: Window, plan: BatchPlan, replicas: Replicas, *, guards: b
     if is_trained:
         with replicas.summing.running():
             accumulate(replicas.trained(), carrier.sum([packed for packed in done if packed is not None]))
-    return _result(window, results)
+    # The caller's streams on all devices come after the creation of the losses.
+    loss = window.join([own.loss for own in results])
+    return WindowResult(window.samples, loss, partial(window.join, [own[1:] for own in results]))
 
 
 def _forward(window: Window, plan: BatchPlan, replicas: Replicas) -> WindowResult:
@@ -242,22 +214,13 @@ def _forward(window: Window, plan: BatchPlan, replicas: Replicas) -> WindowResul
     def run(module: nn.Module, part: Part) -> tuple[Any, Traces]:
         (piece,) = part.args
         piece.arrive()
-        return call(module, piece.batch, plan)
+        return plan.results(module, piece.batch)[1:]
 
     parts = [Part(((piece,), {}), piece.rank, piece.samples, ()) for piece in window.pieces]
     both = join(call_parts(replicas, parts, run), window.sizes, PLAIN)
     return WindowResult(window.samples, None, lambda: both)
 
 
-def _result(window: Window, results: Sequence[Results]) -> WindowResult:
-    # The caller's streams on all devices come after their creation.
-    loss = _join([own.loss for own in results], window.sizes, window.home)
-    trees = [(own.output, own.traces) for own in results]
-    return WindowResult(window.samples, loss, partial(_join, trees, window.sizes, window.home))
-
-
-def _join(trees: Sequence[Any], sizes: Sequence[int], home: torch.device) -> Any:
-    def bring(leaf: Any) -> Any:
-        return move(leaf, home) if isinstance(leaf, Tensor) else leaf
-
-    return join([tree_map(bring, tree) for tree in trees], sizes, PLAIN)
+def detached(results: Results) -> Results:
+    """Results without their graph."""
+    return Results(*tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, [*results]))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flowdp.checks import check_capture, check_loop_backend, fixed_ratios
+from flowdp.checks import check_loop_backend, fixed_ratios
 from flowdp.collective.select import open_loop
-from flowdp.data.trees import tree_map
+from flowdp.data.trees import batch_length, tree_map
 from flowdp.data_parallel.advice import advice
 from flowdp.data_parallel.arguments import (
     OptimizerOption,
@@ -29,23 +29,28 @@ from flowdp.data_parallel.arguments import (
     kept_after_errors,
     set_epoch,
 )
-from flowdp.data_parallel.balancer import Balancer, SingleDevice
+from flowdp.data_parallel.balancer import Balancer
 from flowdp.data_parallel.call import Run, call_parts
 from flowdp.data_parallel.check_schedule import Schedule, Schedules
 from flowdp.data_parallel.comparison import Call, Verdict, check_call
 from flowdp.data_parallel.cut import Arguments, Part
 from flowdp.data_parallel.join import output_form
 from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
-from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch
-from flowdp.data_parallel.loss_context import BatchPlan, Inputs, InputsOption, LossFunction, TaggedModules
-from flowdp.data_parallel.machine_start import check_loop, check_machines, share_optimizers, share_start
-from flowdp.data_parallel.machine_sum import MachineSum
+from flowdp.data_parallel.loader import Epoch
+from flowdp.data_parallel.loss_context import (
+    BatchPlan,
+    Inputs,
+    InputsOption,
+    LossFunction,
+    Results,
+    check_tags,
+)
+from flowdp.data_parallel.machine_sum import MachineSum, check_machines, check_norms
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.data_parallel.pace import Pace
 from flowdp.data_parallel.predict import batches_of, predict
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.window_step import WindowCapture
-from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_alone, run_window, window_call
+from flowdp.data_parallel.windows import Window, WindowResult, detached, run_window
 from flowdp.device.compiled import make_room
 from flowdp.device.copies import move
 from flowdp.device.cores import LentThreads, open_pools
@@ -56,7 +61,7 @@ from flowdp.device.streams import open_lanes
 from flowdp.device.torch_modes import watcher
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.evaluation import evaluating
-from flowdp.errors import FlowdpError, OptionError
+from flowdp.errors import FlowdpError
 from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import start_training
 from flowdp.network.devices import check_devices
@@ -65,14 +70,13 @@ from flowdp.observe.banner import tell_devices
 from flowdp.options import (
     Buffers,
     CadenceOptions,
-    CaptureOptions,
     LoopBackend,
     MachineOptions,
     ProcessTuning,
 )
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.recheck import Recheck
-from flowdp.validators import check_flag, check_int, check_number, one_of
+from flowdp.validators import check_flag, check_number, one_of
 
 __all__ = ["DataParallel", "setup"]
 
@@ -97,7 +101,6 @@ def setup(
     reduce: ReduceOption = "mean",
     check: bool = True,
     backend: LoopBackend = "auto",
-    capture: bool | CaptureOptions = False,
     machines: bool | MachineOptions = True,
     tune_process: bool | ProcessTuning = True,
     progress: bool = True,
@@ -150,8 +153,6 @@ def setup(
         backend: Transfer of parameters and gradients between CUDA devices: "nccl"; "local", by copies between
             each device and the first; "auto", by NCCL where each replica has a CUDA device of its own and
             NCCL works, else by copies. Without an optimizer only "nccl" uses NCCL.
-        capture: Record forward, loss and backward of `forward_batch` with a `loss_fn` as a graph, on one
-            device. Steps that cannot be captured run eagerly; `uncaptured` says why.
         machines: Whether a process of a job (torchrun, Slurm, Ray) is one of several machines. Each runs the
             loop on batches of its own, and all start from the parameters of machine 0; each backward sums the
             gradients of all machines, weighted by the samples of their batches, through the host's memory,
@@ -161,23 +162,15 @@ def setup(
         progress: False leaves out the line on stderr that names the devices, once in a process.
 
     Raises:
-        OptionError: An argument is wrong, or the machines have different models, optimizers or arguments. No
-            thread has been started then, and the model is as it was.
+        OptionError: An argument is wrong, or the machines have different models. No thread has been started
+            then, and the model is as it was.
         CollectiveError: backend="nccl" does not work here; or not all machines came here in time.
     """
     check_model(model, optimizer)
     check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)
-    captures = check_capture(capture, None)
-    if captures is not None and len(chosen) > 1:
-        raise OptionError(
-            f"capture records the steps of one device, and there are {len(chosen)}: leave capture out, give "
-            "devices=1, or train by flowdp.Trainer, which captures on several"
-        )
-    plan = BatchPlan(
-        Inputs(inputs, model), TaggedModules(tags, model), check_loss(loss_fn, captures), captures
-    )
+    plan = BatchPlan(Inputs(inputs, model), check_tags(tags), check_loss(loss_fn))
     check_loop_backend(backend, chosen)
     ratios = None if partition_ratios is None else fixed_ratios(partition_ratios, len(chosen))
     options, windows = check_cadence(cadence, chosen, ratios)
@@ -198,15 +191,11 @@ def setup(
         if between is not None and (found := find_machines(timeout_s=between.timeout)) is not None:
             stack.callback(found.close)  # if the machines, or the threads, do not get to work
             check_devices(found, chosen)
-            check_loop(model, cadence, windows=windows)
-            windows = False
-            settings = {"buffers": buffers, "max_grad_norm": max_grad_norm, "payload": between.payload}
-            share_start(found, model, settings)
+            check_norms(model)
+            windows = False  # they go by the speed of one machine's devices
             sums = MachineSum(found, model, payload=between.payload, averages=buffers == "average")
             stack.callback(sums.close)
         optimizers = check_optimizers(optimizer, model)
-        if sums is not None:
-            share_optimizers(sums.machines, model, optimizers)
         made = DataParallel(
             model,
             optimizers,
@@ -293,18 +282,13 @@ class DataParallel(StandInModule):
                 self._threads.lend()
                 stack.callback(self._threads.take_back)
             self._close = weakref.finalize(self, stack.pop_all().close)
-        self._alone = SingleDevice()  # where there are no replicas
         self._is_on_host = devices[0].type == "cpu"
         chooses = self._replicas is not None and ratios is None and not windows
         self._pace = Pace(self._lanes, type(module).__name__) if chooses else None
-        self._balancer = (
-            self._alone
-            if self._replicas is None
-            else (Balancer(self._replicas, options, windows=windows, ratios=ratios))
-        )
-        self._optimizer_hooks = OptimizerHooks(module, self._stepped, sums)
+        self._balancer = Balancer(module, self._replicas, options, windows=windows, ratios=ratios)
+        self._steps = 0
+        self._optimizer_hooks = OptimizerHooks(module, self._stepped)
         self._optimizer_hooks.use(optimizers or None)
-        self._capture = self._open_capture()
         self._seal(setup, ("devices", "world_size", "module"))
 
     def __repr__(self) -> str:
@@ -328,7 +312,7 @@ class DataParallel(StandInModule):
     @property
     def training_step(self) -> int:
         """Steps of the first optimizer so far."""
-        return self._optimizer_hooks.count
+        return self._steps
 
     @property
     def is_distributed(self) -> bool:
@@ -347,23 +331,18 @@ class DataParallel(StandInModule):
 
     @property
     def throughput(self) -> tuple[float, ...]:
-        """Samples a second of each device, smoothed; 0.0 before it is measured. Shape (world_size,)."""
+        """Samples a second of each of several devices, smoothed; 0.0 if not measured. Shape (world_size,)."""
         return tuple(1e3 * per_ms for per_ms in self._balancer.throughput)
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Samples that each device had in the last call or window. Shape (world_size,)."""
+        """Samples that each of several devices had in the last call or window. Shape (world_size,)."""
         return self._balancer.shard_sizes
 
     @property
     def loss_fn(self) -> LossFunction | None:
         """The loss function of `forward_batch`."""
         return self._plan.loss
-
-    @property
-    def uncaptured(self) -> tuple[str, ...]:
-        """Reasons for which windows run eagerly instead of captured; empty where none does."""
-        return () if self._capture is None else self._capture.ended
 
     # ------------------------------------------------------------------ forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -414,28 +393,20 @@ class DataParallel(StandInModule):
         Args:
             data: A loader or another iterable of batches, of which the module gets the fields that `inputs`
                 says; a map-style dataset, tensor or array, which is cut into batches.
-            batch_size: Samples of a batch, for a dataset, tensor or array. None: one batch of all.
+            batch_size: Samples of a batch, for a dataset (None: 1), tensor or array (None: all).
 
         Returns:
             The module's outputs, joined over the batches in their order as over devices, on the CPU.
 
         Raises:
-            OptionError: `data` is something else, or `batch_size` does not go with it.
+            OptionError: `batch_size` is none.
             DataError: There is no batch, or one without samples.
             FlowdpError: The outputs cannot be joined.
         """
         layout = self._layout
         batches = batches_of(data, batch_size, layout.dim if isinstance(layout.dim, int) else 0)
         with evaluating(self.module):
-            outputs = predict(self, batches, self._plan.inputs, layout, self._schedules.of("forward").callee)
-        if self.optimizers and isinstance(self._balancer, Balancer):
-            self._balancer.discard()  # nothing of it is part of a step
-        return outputs
-
-    def _open_capture(self) -> WindowCapture | None:
-        if self._plan.capture is None:
-            return None
-        return WindowCapture(self.module, self._plan, self._lanes[0])
+            return predict(self, batches, self._plan.inputs, layout, self._schedules.of("forward").callee)
 
     @property
     def _is_alone(self) -> bool:
@@ -447,9 +418,8 @@ class DataParallel(StandInModule):
     ) -> Any:
         if not self._is_on_host:
             args, kwargs = tree_map(self._bring_home, [args, kwargs])
-        self._alone.note_call(args)
         if self._replicas is not None:
-            self._did_alone(self._alone.shard_sizes[0])
+            self._did_alone(batch_length([args, kwargs]) or 0)
         if self._sums is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         samples = Arguments(self._layout, self._schedules.of(name).callee, args, kwargs).samples
@@ -561,7 +531,6 @@ class DataParallel(StandInModule):
         self._note(sum(samples))
 
     def _did_alone(self, samples: int) -> None:
-        assert isinstance(self._balancer, Balancer)
         self._balancer.shard_sizes = (samples, *[0] * (self.world_size - 1))
         self._note(samples)
 
@@ -569,10 +538,15 @@ class DataParallel(StandInModule):
         if self._pace is not None:
             self._pace.note(samples)
         if not self.optimizers:
-            self._stepped()  # no other moment tells when to look at the speed
+            self._learn()  # no other moment tells when to look at the speed
 
     def _stepped(self) -> None:
-        """Learn from a step of the first optimizer."""
+        """Count a step of the first optimizer."""
+        self._steps += 1
+        self._learn()
+
+    def _learn(self) -> None:
+        """Learn from the time of a step."""
         self._balancer.step()
         if self._pace is not None:
             was_cut = self._pace.is_cut
@@ -583,13 +557,7 @@ class DataParallel(StandInModule):
                 self._threads.lend()
 
     # ------------------------------------------------------------------ windows
-    def epoch(
-        self,
-        loader: Iterable[Any],
-        epoch: int | None = None,
-        *,
-        prefetch_depth: int = WINDOWS_AHEAD,
-    ) -> Epoch:
+    def epoch(self, loader: Iterable[Any], epoch: int | None = None) -> Epoch:
         """Go through a loader once, in windows.
 
         ::
@@ -601,33 +569,26 @@ class DataParallel(StandInModule):
         With a cadence a window holds whole batches, each device's by its speed; without one a single batch,
         cut. The last may hold fewer; no batch is left out.
 
-        CUDA devices get windows ahead of their use, through pinned memory, if a thread may read ahead: of a
-        list, of a DataLoader with worker processes, and of one over a TensorDataset. The tensors of the last
-        kind are copied to the devices at the epoch's beginning, if they take no more than half of the free
-        memory, and windows are gathered there.
+        Whole batches go to CUDA devices through pinned memory; those of a list, and of a DataLoader with
+        worker processes, one window ahead.
 
         Args:
             loader: Any iterable of batches, a DataLoader for instance.
             epoch: Told to its sampler, where that has `set_epoch`. None: one more than the last.
-            prefetch_depth: Windows ahead; 0: none, where a device has no memory for more. Each is dealt by
-                the speeds that are known when it is read.
 
         Raises:
-            OptionError: An argument is out of its range; or `setup` was given `dim`, `split`, `join` or
-                `reduce`, which are for calls.
+            OptionError: `setup` was given `dim`, `split`, `join` or `reduce`, which are for calls.
         """
         self._layout.check_plain()
-        check_int("prefetch_depth", prefetch_depth, least=0)
         self._epochs = (self._epochs if epoch is None else epoch) + 1
         set_epoch(loader, self._epochs - 1)
-        around = iter if self._sums is None else self._sums.epoch
-        return Epoch(loader, self._lanes, self._balancer, around, depth=prefetch_depth)
+        return Epoch(loader, self._lanes, self._balancer.cadence)
 
     def forward_batch(self, batch: Window, scaler: torch.amp.GradScaler | None = None) -> WindowResult:
-        """Let every device work through its batches of a window.
+        """Let every device work through its batches of a window, or its part of a single batch.
 
-        With a `loss_fn`: forward, loss and backward, batch by batch; the gradients are summed when this
-        returns. Without one: forward alone; compute a loss of `result.output` and call backward.
+        With a `loss_fn`: forward, loss and backward; the gradients are summed when this returns. Without one:
+        forward alone; compute a loss of `result.output` and call backward.
 
         Args:
             batch: From `epoch`.
@@ -635,56 +596,44 @@ class DataParallel(StandInModule):
 
         Raises:
             FlowdpError: The loss is not one number, or depends on no parameter.
-            OptionError: `inputs` names a field that the batch does not have.
         """
         if not isinstance(batch, Window):
             raise FlowdpError(f"forward_batch takes what epoch() yields, not {type(batch).__name__}")
-        plan = self._plan if scaler is None else self._plan.scaled(scaler, self.devices[0])
+        scale = None if scaler is None else scaler.scale
+        if self._balancer.cadence is not None:
+            return self._run_window(batch, scale)
+        return self._call_window(batch, scale)
+
+    def _call_window(self, window: Window, scale: Callable[[Tensor], Tensor] | None) -> WindowResult:
+        """A window of one batch, by a call and a backward of its loss."""
+        plan, (piece,) = self._plan, window.pieces
+
+        def forward_batch(module: nn.Module, batch: Any) -> Results:
+            return plan.results(module, batch)
+
+        piece.arrive()
+        results: Results = self.call(forward_batch, piece.batch)
+        if results.loss is not None:
+            if torch.is_grad_enabled():
+                (results.loss if scale is None else scale(results.loss)).backward()
+            results = detached(results)
+        return WindowResult(window.samples, results.loss, lambda: (results.output, results.traces))
+
+    def _run_window(self, window: Window, scale: Callable[[Tensor], Tensor] | None) -> WindowResult:
         replicas = self._replicas
-        with nullcontext() if self._sums is None else self._sums.held():
-            if replicas is None:
-                result = run_alone(batch, plan, self.module, self._capture)
-                self._did(*batch.per_rank(1))
-            else:
-                with replicas.turn:
-                    replicas.look()
-                    result = self._run_window(replicas, batch, plan)
-        if self._sums is not None and torch.is_grad_enabled():
-            self._sum_window(self._sums, batch, result)
-        return result
-
-    def _run_window(self, replicas: Replicas, batch: Window, plan: BatchPlan) -> WindowResult:
-        if batch.whole is not None and self._is_for_one(replicas, batch, plan):
-            self._did_alone(batch.samples)
-            whole = tree_map(self._bring_home, batch.whole())
-            return run_alone(Window([Piece(0, whole, batch.samples)], batch.home), plan, self.module)
-        result = run_window(batch, plan, replicas, guards=self._checks and self._windows.is_due)
-        self._windows.passed()
-        samples, batches = batch.per_rank(self.world_size)
-        if self._averages:
-            replicas.average_buffers(samples)
-        self._did(samples, batches)
-        return result
-
-    def _is_for_one(self, replicas: Replicas, batch: Window, plan: BatchPlan) -> bool:
-        """Whether the first device does a batch that was cut, all of it; a comparison may say so."""
-        if (self._pace is not None and not self._pace.is_cut) or self._is_hooked():
-            return True
-        schedule = self._schedules.of("forward_batch")
-        if not self._checks or schedule.is_alone:
-            return schedule.is_alone
-        form = (replicas.flags, torch.is_grad_enabled(), plan.loss is not None)
-        if schedule.is_due(form):
-            self._compare(schedule, form, window_call(batch, plan, self.world_size, schedule.told))
-        schedule.is_due_after(form, None)
-        schedule.passed(form)
-        return schedule.is_alone
-
-    def _sum_window(self, sums: MachineSum, batch: Window, result: WindowResult) -> None:
-        sums.compare(batch.pieces[0].batch)
-        sums.attend(batch.samples)
-        if result.loss is not None:  # else the caller computes one, and calls backward
-            sums.end_backward()
+        assert replicas is not None
+        if scale is not None:  # the scaler makes its number here, and not in the thread of a rank
+            scale(torch.zeros((), device=self.devices[0]))
+        with replicas.turn:
+            replicas.look()
+            is_due = self._checks and self._windows.is_due
+            result = run_window(window, self._plan, replicas, scale=scale, guards=is_due)
+            self._windows.passed()
+            samples, batches = window.per_rank(self.world_size)
+            if self._averages:
+                replicas.average_buffers(samples)
+            self._did(samples, batches)
+            return result
 
     # ------------------------------------------------------------------ step
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -694,20 +643,21 @@ class DataParallel(StandInModule):
             scaler: Scaler of the losses' gradients; it decides whether the optimizers step.
 
         Raises:
-            FlowdpError: There is no optimizer, or no parameter has a gradient.
+            FlowdpError: There is no optimizer.
         """
+        self._collect()
         self._optimizer_hooks.step(scaler, self.max_grad_norm)
         self.zero_grad()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all devices together; returns their norm. Shape []."""
-        return self._optimizer_hooks.clip(max_norm, norm_type)
+        self._collect()
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, and those that `no_sync` keeps from other machines."""
-        self.module.zero_grad(set_to_none)
+    def _collect(self) -> None:
+        """Sum the gradients that backwards inside `no_sync` have left at the machines."""
         if self._sums is not None:
-            self._sums.drop()
+            self._sums.collect()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -722,27 +672,20 @@ class DataParallel(StandInModule):
     def set_lr(self, lr: float) -> None:
         """Scale the learning rates of all groups of all optimizers so that the first that is not 0 has `lr`.
 
-        Groups at 0 stay there; those that `set_lr(0)` holds still come back in their old proportions.
+        Groups at 0 stay there.
 
         Raises:
-            FlowdpError: There is no optimizer.
             OptionError: Several groups, and all at 0.
         """
         self._optimizer_hooks.set_lr(lr)
 
     def set_loss_fn(self, loss_fn: LossFunction | None) -> None:
-        """Replace the loss function of `forward_batch`; graphs of the old one are freed."""
-        self._plan = replace(self._plan, loss=check_loss(loss_fn, self._plan.capture))
-        if self._capture is not None:
-            self._capture.close()
-        self._capture = self._open_capture()
+        """Replace the loss function of `forward_batch`."""
+        self._plan = replace(self._plan, loss=check_loss(loss_fn))
 
     def set_optimizer(self, optimizer: OptimizerOption) -> None:
         """Replace the optimizers: one, several, a factory of them, or None; on all machines at once."""
-        optimizers = check_optimizers(optimizer, self.module)
-        if self._sums is not None:
-            share_optimizers(self._sums.machines, self.module, optimizers)
-        self._optimizer_hooks.use(optimizers or None)
+        self._optimizer_hooks.use(optimizer)
 
     def close(self) -> None:
         """End the threads; a second time does nothing. Collecting the object does the same."""

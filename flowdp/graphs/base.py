@@ -1,8 +1,8 @@
 """Interfaces of captured steps: the forward and backward of a rank, and graphs of them.
 
 A `Recorder` makes graphs, one for each kind of device: on the CPU `step_graph`, on CUDA `cuda_graph`. Both
-record the `forward` of a `Capturable` and its gradients, inside of `watching(worker)`. Capturable are the
-replica of a run, and a rank's part of a window in a loop that the user owns.
+record the `forward` of a `Capturable` and its gradients, inside of `watching(worker)`. The replica of a run
+is capturable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Captured steps for the ranks of a run or of a loop: which recorder makes their graphs."""
+"""Captured steps for the ranks of a run: which recorder makes their graphs."""
 
 from __future__ import annotations
 

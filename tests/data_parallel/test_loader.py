@@ -14,44 +14,35 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from flowdp.data_parallel.batches import LoaderBatches, may_read_ahead, samples_of
-from flowdp.data_parallel.loader import WINDOWS_AHEAD, Epoch, interleaved
-from flowdp.data_parallel.windows import Window
-from flowdp.device.streams import HostLane, StreamLane
+import flowdp
+from flowdp.data_parallel import wrapper
+from flowdp.data_parallel.loader import Epoch, interleaved
+from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.errors import DataError
-from flowdp.policy.shares import shard_sizes
 from tests.accelerators import OnXpu
 from tests.data.cards import Card, CardLane
 from tests.data.test_processes import Collecting, Garbage
 from tests.loops import CPU, WAIT_S
 
-LANES = [HostLane(CPU), HostLane(CPU)]
+LANES: list[Lane] = [HostLane(CPU), HostLane(CPU)]
+CARDS: list[Lane] = [StreamLane(torch.device("cpu", 0), Card()) for _ in range(2)]
 
 
-class Halves:
-    """Batches are cut in two; the deals size the windows in turn, the last one all that follow."""
+class Deals:
+    """A cadence: sizes of the windows in turn, the last one of all that follow."""
 
-    def __init__(self, *deals: Sequence[int] | None, due: Sequence[int] = ()) -> None:
-        self.deals, self.ranks_due = list(deals), due
+    def __init__(self, *deals: Sequence[int], due: Sequence[int] = ()) -> None:
+        self.deals, self.due = list(deals), due
 
-    def quotas(self) -> Sequence[int] | None:
+    @property
+    def quotas(self) -> Sequence[int]:
         return self.deals.pop(0) if len(self.deals) > 1 else self.deals[0]
 
-    def cut(self, samples: int) -> Sequence[int]:
-        return shard_sizes(samples, (0.5, 0.5))
 
-    def due(self) -> Sequence[int]:
-        return self.ranks_due
-
-
-def epoch(loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES) -> Epoch:
-    return Epoch(loader, lanes, Halves(counts))
-
-
-def read_ahead(
-    loader: Any, counts: Sequence[int] | None = None, lanes: Any = LANES, depth: int = WINDOWS_AHEAD
-) -> Iterator[Window]:
-    return iter(Epoch(loader, lanes, Halves(counts), depth=depth))
+def epoch(
+    loader: Any, *deals: Sequence[int], lanes: Sequence[Lane] = LANES, due: Sequence[int] = ()
+) -> Epoch:
+    return Epoch(loader, lanes, Deals(*deals, due=due) if deals else None)  # type: ignore[arg-type]
 
 
 def data(*sizes: int) -> list[tuple[Tensor, Tensor]]:
@@ -86,7 +77,7 @@ def test_batches_of_a_window_lie_in_the_order_in_which_they_end(counts: Any, ran
 def test_a_rank_that_is_due_has_its_first_batch_before_the_others() -> None:
     assert interleaved((3, 1), (1,)) == [1, 0, 0, 0]
     assert interleaved((3, 2), (1,)) == [1, 0, 0, 0, 1]
-    windows = list(Epoch(data(*[2] * 4), LANES, Halves((1000, 10), due=(1,))))
+    windows = list(epoch(data(*[2] * 4), (1000, 10), due=(1,)))
     assert [[piece.rank for piece in window.pieces] for window in windows] == [[1, 0, 0, 0]]
 
 
@@ -100,28 +91,23 @@ def test_windows_hold_whole_batches_and_the_last_holds_what_is_left() -> None:
     assert flat(ids_of(windows)) == list(range(27))
 
 
-def test_batches_are_cut_where_there_are_no_windows() -> None:
-    windows = list(epoch(data(4, 3, 1)))
-    assert [[piece.samples for piece in window.pieces] for window in windows] == [[2, 2], [2, 1], [1]]
-    assert ids_of(windows) == [[0, 1, 2, 3], [4, 5, 6], [7]]
-
-
-def test_what_has_not_the_batchs_length_goes_whole_to_all() -> None:
-    (window,) = epoch([{"x": torch.ones(4), "scale": torch.ones(3), "name": "n"}])
-    for piece in window.pieces:
-        assert piece.batch["x"].shape == (2,)
-        assert piece.batch["scale"].shape == (3,)
-    assert window["name"] == "n"
+def test_a_batch_that_is_to_be_cut_stays_whole_where_it_is() -> None:
+    batches = data(4, 3, 1)
+    lanes = [StreamLane(torch.device("cpu", 0), Card()) for _ in range(2)]
+    for there in (LANES, lanes):
+        windows = list(epoch(batches, lanes=there))
+        assert all(window.pieces[0].batch is one for window, one in zip(windows, batches, strict=True))
+        assert ids_of(windows) == [[0, 1, 2, 3], [4, 5, 6], [7]]
 
 
 def test_the_deal_is_asked_for_each_window() -> None:
-    windows = Epoch(data(*[2] * 6), LANES, Halves((1, 1), (1, 2), (1, 1)))
+    windows = epoch(data(*[2] * 6), (1, 1), (1, 2), (1, 1))
     assert [len(window.pieces) for window in windows] == [2, 3, 1]
 
 
-@pytest.mark.parametrize("counts", [None, (1, 1)])
+@pytest.mark.parametrize("counts", [(), ((1, 1),)])
 def test_a_loader_without_batches(counts: Any) -> None:
-    assert list(epoch([], counts)) == []
+    assert list(epoch([], *counts)) == []
 
 
 def test_a_loader_that_ends_with_its_window() -> None:
@@ -130,7 +116,7 @@ def test_a_loader_that_ends_with_its_window() -> None:
 
 def test_how_many_windows() -> None:
     assert len(epoch(data(4, 4, 4))) == 3
-    assert len(epoch(data(4, 4, 4), (1,), LANES[:1])) == 3
+    assert len(epoch(data(4, 4, 4), lanes=LANES[:1])) == 3
     with pytest.raises(TypeError, match="number is not known"):
         len(epoch(data(4), (1, 1)))
     with pytest.raises(TypeError):
@@ -147,9 +133,9 @@ class Refilled:
             yield buffer, buffer
 
 
-@pytest.mark.parametrize("counts", [(3, 1), None])
-def test_a_loader_may_fill_one_buffer_again_and_again(counts: Sequence[int] | None) -> None:
-    seen = flat(ids_of(epoch(Refilled(), counts)))
+@pytest.mark.parametrize("counts", [((3, 1),), ()])
+def test_a_loader_may_fill_one_buffer_again_and_again(counts: Any) -> None:
+    seen = flat([window[1].tolist() for window in epoch(Refilled(), *counts)])
     assert seen == [number // 2 for number in range(16)]
 
 
@@ -166,13 +152,13 @@ def collate(ids: list[int]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("counts", [None, (1, 2)])
+@pytest.mark.parametrize("counts", [(), ((1, 2),)])
 def test_loaders_of_torch(counts: Any, workers: int) -> None:
     ids = torch.arange(11)
     for dataset, options in ((TensorDataset(ids.float(), ids), {}), (Stream(), {"collate_fn": collate})):
         loader = DataLoader(dataset, batch_size=3, num_workers=workers, **options)  # type: ignore[arg-type, var-annotated]
         for _ in range(2):
-            assert sorted(flat(ids_of(epoch(loader, counts)))) == list(range(11))
+            assert sorted(flat(ids_of(epoch(loader, *counts)))) == list(range(11))
 
 
 def test_a_loader_of_workers_that_is_left_in_the_middle() -> None:
@@ -189,11 +175,11 @@ class Loader(list[Any]):
         super().__init__(batches)
         self.batches, self.fail_at = batches, fail_at
         self.asked = 0
-        self.threads: set[str] = set()
+        self.threads: list[str] = []
         self.read = threading.Condition()
 
     def __iter__(self) -> Iterator[Any]:
-        self.threads.add(threading.current_thread().name)
+        self.threads.append(threading.current_thread().name)
         return self
 
     def __next__(self) -> Any:
@@ -211,39 +197,30 @@ class Loader(list[Any]):
             assert self.read.wait_for(happened, WAIT_S)
 
 
-def test_what_the_loader_raises_comes_after_the_windows_before_it() -> None:
-    for depth in (0, 1, 9):
-        windows = read_ahead(Loader(data(*[2] * 9), fail_at=5), (1, 1), depth=depth)
-        assert [next(windows).samples for _ in range(2)] == [4, 4]
-        with pytest.raises(OSError, match="disk"):
-            next(windows)
+@pytest.mark.parametrize("lanes", [LANES, CARDS])
+def test_an_error_of_the_loader_comes_after_the_windows_before_it(lanes: Any) -> None:
+    windows = iter(epoch(Loader(data(*[2] * 9), fail_at=5), (1, 1), lanes=lanes))
+    assert [next(windows).samples for _ in range(2)] == [4, 4]
+    with pytest.raises(OSError, match="disk"):
+        next(windows)
 
 
-@pytest.mark.parametrize("lanes", [LANES, LANES[:1]])
+@pytest.mark.parametrize("lanes", [LANES, LANES[:1], CARDS])
 def test_a_batch_without_samples_is_an_error(lanes: Any) -> None:
     for bad in ((torch.ones(0),), ("text",), torch.tensor(1.0)):
         with pytest.raises(DataError, match="without samples"):
             list(epoch([bad], lanes=lanes))
-    assert samples_of([torch.ones(3)]) == 3
 
 
-@pytest.mark.parametrize("depth", [1, 2, 7])
-def test_so_many_windows_are_read_ahead_and_no_more(depth: int) -> None:
+def test_one_window_is_read_ahead_for_cards_and_no_more() -> None:
     loader = Loader(data(*[2] * 40))
-    windows = read_ahead(loader, (1, 1), depth=depth)
+    windows = iter(epoch(loader, (1, 1), lanes=CARDS))
     for number in range(1, 4):
         next(windows)
-        loader.until(lambda number=number: loader.asked == 2 * (number + depth))  # type: ignore[misc]
+        loader.until(lambda number=number: loader.asked == 2 * (number + 1))  # type: ignore[misc]
     del windows
-    assert loader.asked == 2 * (3 + depth), "three windows in use, and those ahead"
-    assert loader.threads == {threading.main_thread().name}, "worker processes are started by the caller"
-
-
-def test_without_windows_ahead_the_caller_reads() -> None:
-    loader, before = Loader(data(*[2] * 4)), threading.active_count()
-    for number, _ in enumerate(read_ahead(loader, (1, 1), depth=0), 1):
-        assert threading.active_count() == before
-        assert loader.asked == 2 * number
+    assert loader.asked == 2 * (3 + 1)
+    assert loader.threads[0] == threading.main_thread().name, "worker processes are started by the caller"
 
 
 def test_an_epoch_that_is_left_ends_its_thread() -> None:
@@ -251,11 +228,11 @@ def test_an_epoch_that_is_left_ends_its_thread() -> None:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("flowdp-loader")]
 
     loader = data(*[2] * 20)
-    for _ in epoch(loader, (1, 1)):
+    for _ in epoch(loader, (1, 1), lanes=CARDS):
         assert readers()
         break
     assert not readers()
-    windows = iter(epoch(loader))
+    windows = iter(epoch(loader, (1, 1), lanes=CARDS))
     next(windows)
     assert readers()
     with pytest.raises(KeyError):
@@ -264,7 +241,7 @@ def test_an_epoch_that_is_left_ends_its_thread() -> None:
     assert ids_of(epoch(Loader(data(2)))) == [[0, 1]], "and the next one goes its way"
 
 
-@pytest.mark.parametrize("counts", [None, (1, 2)])
+@pytest.mark.parametrize("counts", [(), ((1, 2),)])
 def test_the_code_of_a_dataset_runs_in_the_thread_of_the_loop(counts: Any) -> None:
     """The loop may read the same files at the same time, for example to evaluate."""
     threads = set()
@@ -278,19 +255,8 @@ def test_the_code_of_a_dataset_runs_in_the_thread_of_the_loop(counts: Any) -> No
             return index
 
     loader = DataLoader(Here(), batch_size=3, collate_fn=collate)
-    assert sorted(flat(ids_of(epoch(loader, counts)))) == list(range(11))
-    assert ids_of(epoch(iter(data(2, 1)), None)) == [[0, 1], [2]]  # the code run by a generator is unknown
+    assert sorted(flat(ids_of(epoch(loader, *counts, lanes=CARDS)))) == list(range(11))
     assert threads == {threading.main_thread()}
-
-
-def test_what_a_thread_may_read_ahead() -> None:
-    tensors = TensorDataset(torch.arange(4), torch.arange(4))
-    assert may_read_ahead(data(2, 2))
-    assert may_read_ahead(DataLoader(tensors))
-    assert may_read_ahead(DataLoader(Stream(), num_workers=1))
-    assert not may_read_ahead(DataLoader(Stream()))
-    assert not may_read_ahead(DataLoader(tensors, collate_fn=lambda samples: samples))
-    assert not may_read_ahead(iter(data(2)))
 
 
 def test_epochs_inside_one_another() -> None:
@@ -303,7 +269,7 @@ def test_epochs_inside_one_another() -> None:
 
 def test_one_device_needs_no_thread() -> None:
     before = threading.active_count()
-    for window in epoch(data(2, 3), (1,), LANES[:1]):
+    for window in epoch(data(2, 3), lanes=LANES[:1]):
         assert threading.active_count() == before
         assert [piece.rank for piece in window.pieces] == [0]
 
@@ -317,10 +283,10 @@ def test_a_batch_is_used_after_its_copy(is_deaf: bool) -> None:
     if is_deaf:
         card.deaf.add(user)
     with card.stream(user):
-        for window in read_ahead(data(4, 4, 4), lanes=lanes):
+        for window in epoch(data(4, 4, 4), (1, 1), lanes=lanes):
             for piece in window.pieces:
                 card.watch("batch", piece.batch[0])
-            assert len(window[1]) == 4
+            assert len(window[1]) == window.samples
             for piece in window.pieces:
                 piece.arrive()
                 piece.batch[0].add_(1)
@@ -330,7 +296,7 @@ def test_a_batch_is_used_after_its_copy(is_deaf: bool) -> None:
 def test_a_batch_that_is_computed_keeps_its_graph_on_its_way_to_a_card() -> None:
     weight = torch.ones(4, requires_grad=True)
     lanes = [StreamLane(torch.device("cpu", 0), Card()) for _ in range(2)]
-    (window,) = epoch([(2 * weight, torch.arange(4))], lanes=lanes)
+    (window,) = epoch([(2 * weight, torch.arange(4))], (1, 1), lanes=lanes)
     for piece in window.pieces:
         piece.arrive()
     (torch.cat([piece.batch[0] for piece in window.pieces]) + window[0]).sum().backward()
@@ -358,7 +324,43 @@ def test_a_piece_on_an_accelerator_is_kept_for_the_stream_that_reads_it(
 ) -> None:
     monkeypatch.setattr(OnXpu, "recorded", [])
     lane = CardLane()
-    piece = LoaderBatches([], [lane]).piece(0, torch.rand(3).as_subclass(OnXpu), 3)
+    ((piece,),) = (window.pieces for window in epoch([torch.rand(3).as_subclass(OnXpu)], lanes=[lane]))
     with lane.on(lane.comm):
         piece.arrive()
     assert OnXpu.recorded == [lane.compute, lane.comm]
+
+
+# ---------------------------------------------------------------- a loop
+@pytest.mark.parametrize("cadence", [False, True])
+def test_a_loop_trains_the_same_on_streams(monkeypatch: pytest.MonkeyPatch, cadence: bool) -> None:
+    card, states = Card(), []
+    for is_streamed in (False, True):
+        if is_streamed:
+            monkeypatch.setattr(
+                wrapper, "open_lanes", lambda devices: [StreamLane(device, card) for device in devices]
+            )
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        dp = flowdp.setup(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            devices=["cpu", "cpu"],
+            loss_fn=lambda context: (context.output.squeeze(1) - context.batch[1]).square().mean(),
+            cadence=cadence,
+            partition_ratios=[0.5, 0.5] if not cadence else None,
+            progress=False,
+        )
+        with dp:
+            samples = TensorDataset(torch.randn(23, 3), torch.randn(23))
+            loader = DataLoader(samples, batch_size=4, shuffle=not cadence)
+            trained = 0
+            for _ in range(2):
+                for window in dp.epoch(loader):
+                    trained += dp.forward_batch(window).samples
+                    dp.step()
+            assert trained == 2 * 23
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+    if not cadence:  # windows are dealt by speed
+        for name, value in states[0].items():
+            torch.testing.assert_close(states[1][name], value, rtol=1e-6, atol=1e-7)
+    assert card.races == []

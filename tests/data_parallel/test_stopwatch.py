@@ -99,23 +99,12 @@ def test_a_lap_without_pieces_is_known(watch: Stopwatch) -> None:
     assert watch.take_ms() == 0.0
 
 
-def test_what_is_discarded_counts_nowhere(watch: Stopwatch, clock: Clock) -> None:
-    run(watch, 3)  # 1, 3, 5
-    watch.discard()
-    run(watch)  # 7
-    watch.lap()
-    clock.catch_up()
-    assert watch.take_ms() == pytest.approx(7.0)
-
-
 def test_marks_are_used_again(watch: Stopwatch, clock: Clock) -> None:
     for _ in range(20):
         run(watch, 3)
         watch.lap()
         clock.catch_up()
         watch.take_ms()
-        run(watch, 2)
-        watch.discard()
     assert len(clock.made) == 6
 
 

@@ -1,4 +1,4 @@
-"""Tests of windows: the gradient of one batch of all samples, on one device or several."""
+"""Tests of windows: the gradient of one batch of all samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.data_parallel.loss_context import BatchPlan, Inputs, LossContext, TaggedModules
+from flowdp.data_parallel.loss_context import BatchPlan, Inputs, LossContext
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_alone, run_window
+from flowdp.data_parallel.windows import Piece, Window, WindowResult, run_window
 from flowdp.errors import FlowdpError
 from tests.loops import CPU, WAIT_S, assert_equal, gradients, mlp, numbers, replicas_of
 from tests.wired import wired
@@ -40,49 +40,42 @@ def cross_entropy(context: LossContext) -> Tensor:
     return F.cross_entropy(context.output, context.batch[1])
 
 
-def plan_of(module: nn.Module, loss: Any = cross_entropy, tags: Sequence[str] = ()) -> BatchPlan:
-    return BatchPlan(Inputs(None, module), TaggedModules(tags, module), loss)
+def plan_of(module: nn.Module, loss: Any = cross_entropy, tags: tuple[str, ...] = ()) -> BatchPlan:
+    return BatchPlan(Inputs(None, module), tags, loss)
 
 
 class World:
     """A model on some devices, and its copy on one."""
 
-    def __init__(self, module: nn.Module, replicas: Replicas | None) -> None:
+    def __init__(self, module: nn.Module, replicas: Replicas) -> None:
         self.module: Any = module
         self.replicas = replicas
         self.twin: Any = copy.deepcopy(module)
         self.plan = plan_of(module, tags=("0", "2"))
 
-    def run(self, window: Window, **changes: Any) -> WindowResult:
-        plan = replace(self.plan, **changes)
-        if self.replicas is not None:
-            return run_window(window, plan, self.replicas)
-        return run_alone(window, plan, self.module)
+    def run(self, window: Window, *, scale: Any = None, **changes: Any) -> WindowResult:
+        return run_window(window, replace(self.plan, **changes), self.replicas, scale=scale)
 
     def check(self) -> None:
         assert_equal(gradients(self.module), gradients(self.twin))
 
 
-@pytest.fixture(params=["1", "2", "3", "2 on nccl", "3 on nccl"])
+@pytest.fixture(params=["2", "3", "2 on nccl", "3 on nccl"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     module = mlp()
     count, _, on_nccl = request.param.partition(" on ")
-    if count == "1":
-        yield World(module, None)
-        return
     with wired(module, int(count)) if on_nccl else replicas_of(module, int(count)) as replicas:
         yield World(module, replicas)
 
 
-def ragged(world: World) -> Window:
+def ragged() -> Window:
     """Batches of different lengths; with three devices the last one has none."""
-    pieces = ((0, 4), (1, 6), (0, 4), (1, 3)) if world.replicas else ((0, 4),)
-    return window_of(*pieces)
+    return window_of((0, 4), (1, 6), (0, 4), (1, 3))
 
 
 # ---------------------------------------------------------------- results
 def test_gradients_loss_and_outputs_are_those_of_one_big_batch(world: World) -> None:
-    window = ragged(world)
+    window = ragged()
     result = world.run(window)
     x, y = window  # a window unpacks like a batch
     out = world.twin(x)
@@ -99,7 +92,7 @@ def test_gradients_loss_and_outputs_are_those_of_one_big_batch(world: World) -> 
 
 
 def test_without_a_loss_function_the_output_has_its_graph(world: World) -> None:
-    window = ragged(world)
+    window = ragged()
     result = world.run(window, loss=None)
     assert result.loss is None
     F.cross_entropy(result.output, window[1]).backward()
@@ -109,7 +102,7 @@ def test_without_a_loss_function_the_output_has_its_graph(world: World) -> None:
 
 
 def test_gradients_accumulate_over_windows(world: World) -> None:
-    for window in (ragged(world), window_of((0, 2))):
+    for window in (ragged(), window_of((0, 2))):
         world.run(window)
         F.cross_entropy(world.twin(window[0]), window[1]).backward()
         world.check()
@@ -129,7 +122,7 @@ def test_hooks_of_parameters_see_the_sum_once(world: World, register: str) -> No
 
     for module in seen:
         getattr(module[0].bias, register)(partial(clamp if register == "register_hook" else note, module))
-    for window in (ragged(world), window_of((0, 2))):
+    for window in (ragged(), window_of((0, 2))):
         world.run(window)
         F.cross_entropy(world.twin(window[0]), window[1]).backward()
         world.check()
@@ -137,7 +130,7 @@ def test_hooks_of_parameters_see_the_sum_once(world: World, register: str) -> No
 
 
 def test_without_gradients_the_loss_alone_is_computed(world: World) -> None:
-    window = ragged(world)
+    window = ragged()
     with torch.no_grad():
         result = world.run(window)
         loss = F.cross_entropy(world.twin(window[0]), window[1])
@@ -147,7 +140,7 @@ def test_without_gradients_the_loss_alone_is_computed(world: World) -> None:
 
 
 def test_losses_are_scaled_before_backward_and_reported_as_they_are(world: World) -> None:
-    window = ragged(world)
+    window = ragged()
     result = world.run(window, scale=lambda loss: loss * 8)
     loss = F.cross_entropy(world.twin(window[0]), window[1])
     (loss * 8).backward()
@@ -157,7 +150,7 @@ def test_losses_are_scaled_before_backward_and_reported_as_they_are(world: World
 
 
 def test_a_loss_of_one_element_is_a_number(world: World) -> None:
-    window = ragged(world)
+    window = ragged()
     result = world.run(window, loss=lambda context: cross_entropy(context).reshape(1, 1))
     assert result.loss is not None
     assert result.loss.shape == ()
@@ -170,7 +163,7 @@ def test_the_loss_function_sees_its_batch_with_graph_tags_and_traces(world: Worl
         seen.append(context)
         return cross_entropy(context) + 0.1 * context.tags["0"].square().mean()
 
-    window = ragged(world)
+    window = ragged()
     world.run(window, loss=loss)
     assert sorted(len(c.output) for c in seen) == sorted(piece.samples for piece in window.pieces)
     assert all(c.tags["0"] is c.traces["0"][-1] for c in seen)
@@ -250,8 +243,8 @@ def test_devices_work_at_once() -> None:
 )
 def test_a_loss_that_is_none(world: World, loss: Any, message: str) -> None:
     with pytest.raises(FlowdpError, match=message):
-        world.run(ragged(world), loss=loss)
-    assert world.run(ragged(world)).loss is not None
+        world.run(ragged(), loss=loss)
+    assert world.run(ragged()).loss is not None
 
 
 def test_after_an_error_nothing_of_it_is_left() -> None:
@@ -265,7 +258,7 @@ def test_after_an_error_nothing_of_it_is_left() -> None:
     module = mlp()
     with replicas_of(module) as replicas:
         world = World(module, replicas)
-        window = ragged(world)
+        window = ragged()
         with pytest.raises(KeyError, match="mine") as caught:
             world.run(window, loss=loss)
         assert caught.value.__notes__ == ["flowdp: on rank 1, cpu"]

@@ -179,7 +179,7 @@ def loader(kind: str) -> DataLoader[tuple[torch.Tensor, ...]]:
 @pytest.mark.parametrize("cadence", [False, True])
 @pytest.mark.parametrize("kind", ["tensors", "lengths"])
 def test_windows_of_a_loader_hold_each_sample_once(ranks: Ranks, kind: str, cadence: bool) -> None:
-    """Tensors are gathered on a card; batches of many lengths go through pinned memory."""
+    """Whole batches, of many lengths, go through pinned memory."""
     devices, given = ranks(2), loader(kind)
     with flowdp.setup(nn.Linear(5, 1), devices=devices, cadence=cadence) as dp:
         for _ in range(3):

@@ -13,7 +13,6 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from flowdp.data.copy_spans import CopySpans
 from flowdp.data.epoch_order import EpochOrder
@@ -23,11 +22,11 @@ from flowdp.data.ring_gauge import RingGauge
 from flowdp.data.slots import Pool, Slot
 from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource
-from flowdp.data_parallel.balancer import SingleDevice
-from flowdp.data_parallel.batches import ResidentBatches
 from flowdp.data_parallel.loader import Epoch
 from flowdp.device.streams import StreamLane
 from flowdp.engine.shared_batches import SharedBatches
+from flowdp.options import CadenceOptions
+from flowdp.policy.cadence import Cadence
 from flowdp.policy.efficiency import Activity
 from flowdp.replica.factories import build_models
 from flowdp.timeline.spans import RankSpans
@@ -143,57 +142,10 @@ def staged(_cuda: LateCuda) -> list[str]:
     return [f"batches {wrong} are wrong"] if wrong else []
 
 
-def loaded(*, has_late: bool, is_written: bool = False) -> Callable[[LateCuda], list[str]]:
-    """Batches of a DataLoader over tensors, gathered for two ranks on one device.
-
-    Args:
-        has_late: Whether the caller's work makes the tensors on the device, and is not done.
-        is_written: Whether it writes to them between two batches.
-    """
-
-    def work(_cuda: LateCuda) -> list[str]:
-        lanes = [StreamLane(torch.device("cuda:0")) for _ in range(2)]
-        numbers = torch.arange(LENGTH, dtype=torch.float64)
-        if has_late:
-            (numbers,) = late([numbers])
-        batches = ResidentBatches(DataLoader(TensorDataset(numbers), BATCH), lanes)
-        expected, found = torch.arange(LENGTH, dtype=torch.float64), []
-        for number in range(4):
-            if number == 2 and is_written:
-                for lane in reversed(lanes) if has_late else ():  # the caller waits for what it writes to
-                    lane.drain()
-                numbers.add_(100)
-                expected = expected + 100
-            index, rank = next(batches), number % 2
-            with lanes[rank].on(lanes[rank].copy):
-                (rows,) = batches.bring(index, rank)
-            found.append((rows, expected[index]))
-        for lane in reversed(lanes):  # nobody waits for the copies of the first one
-            lane.drain()
-        wrong = sum(rows.tolist() != values.tolist() for rows, values in found)
-        return [f"{wrong} of {len(found)} batches are wrong"] if wrong else []
-
-    return work
-
-
-def let_go(_cuda: LateCuda) -> list[str]:
-    """Tensors of a loader on the device that the caller lets go of, behind the last batch that it wants."""
-    lane = StreamLane(torch.device("cuda:0"))
-    (numbers,) = late([torch.arange(LENGTH, dtype=torch.float64)])
-    batches = ResidentBatches(DataLoader(TensorDataset(numbers), BATCH), [lane])
-    index = next(batches)
-    with lane.on(lane.copy):
-        (rows,) = batches.bring(index, 0)
-    del batches, numbers
-    torch.zeros(LENGTH, dtype=torch.float64, device="cuda:0")  # the caller's next ones
-    lane.drain()
-    return [] if rows.tolist() == index.tolist() else ["a batch is wrong"]
-
-
 def window(_cuda: LateCuda) -> list[str]:
     """A batch of a loop that its caller reads, on a stream of the caller's own, and lets go of."""
     lane, numbers = StreamLane(torch.device("cuda:0")), torch.arange(BATCH, dtype=torch.float64)
-    read = next(iter(Epoch([numbers], [lane], SingleDevice())))
+    read = next(iter(Epoch([numbers], [lane])))
     (piece,) = read.pieces
     piece.arrive()
     rows = piece.batch.clone()
@@ -214,7 +166,7 @@ def made(*, ahead: bool) -> Callable[[LateCuda], list[str]]:
         own = torch.cuda.Stream(device="cuda:0")
         with torch.cuda.stream(own):
             loader = list(late(values)) if ahead else late(values)
-            read = next(iter(Epoch(loader, lanes, _OneEach())))
+            read = next(iter(Epoch(loader, lanes, Cadence(2, CadenceOptions(anchor=1)))))
         found = []
         for piece in read.pieces:
             with lanes[piece.rank].on(lanes[piece.rank].compute):
@@ -226,13 +178,6 @@ def made(*, ahead: bool) -> Callable[[LateCuda], list[str]]:
         return [] if rows == [value.tolist() for value in values] else ["a batch is wrong"]
 
     return work
-
-
-class _OneEach(SingleDevice):
-    """A batch for each of two ranks."""
-
-    def quotas(self) -> tuple[int, ...]:
-        return 1, 1
 
 
 class Spans(RankSpans):
@@ -288,12 +233,7 @@ FEEDS = [
     Door("shared batches, made late", shared),
     Door("a ring that gives a slot up", shrunk),
     Door("staged", staged),
-    Door("a loader's tensors", loaded(has_late=False)),
-    Door("a loader's tensors, made late", loaded(has_late=True)),
-    Door("a loader's tensors, written", loaded(has_late=True, is_written=True)),
     # Tensors are freed that a copy stream still reads.
-    Door("a loader's tensors, written on the host", loaded(has_late=False, is_written=True)),
-    Door("a loader's tensors, let go", let_go),
     Door("a window that is let go of", window),
     Door("batches of a list, made late", made(ahead=True)),
     Door("batches of a loader, made late", made(ahead=False)),

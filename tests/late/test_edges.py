@@ -39,6 +39,7 @@ HOST = late("rounds of in_host on (0, 1)")
 CARD = late("rounds of DeviceMean on (0, 0)")
 SNAPSHOTS = late("snapshots on (0, 0)")
 THREADS = late("threads, one device")
+WHOLE = late("windows of whole batches")
 LOOP = late("sums of NCCL")
 WATCHED = late("setup, the replica watched")
 OFTEN = 20
@@ -123,28 +124,23 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/staging.py Staging._next: buffer.copied.synchronize()": late("staged"),
     "data/tensor_source.py TensorSource.for_all_streams: "
     "device_module(device).current_stream(device).synchronize()": late("shared batches, made late"),
-    "data_parallel/batches.py LoaderBatches.__init__: lane.await_caller(lane.copy)": late(
+    "data_parallel/loader.py Epoch.__iter__: lane.await_caller(lane.copy)": late(
         "batches of a list, made late"
     ),
-    "data_parallel/batches.py LoaderBatches.piece: lane.await_caller(lane.copy)": late(
+    "data_parallel/loader.py Epoch._piece: lane.await_caller(lane.copy)": late(
         "batches of a loader, made late"
     ),
-    "data_parallel/batches.py ResidentBatches.bring: lane.await_default(lane.copy, lane.device)": late(
-        "a loader's tensors, written"
+    "data_parallel/loader.py Epoch._piece: copied.record(lane.copy)": WHOLE,
+    "data_parallel/loader.py Epoch._piece.arrive: stream.wait_event(copied)": late(
+        "windows of whole batches"
     ),
-    "data_parallel/batches.py ResidentBatches.bring: lane.copy.wait_event(data.copied)": late(
-        "a loader's tensors"
-    ),
-    "data_parallel/batches.py LoaderBatches.piece: copied.record(lane.copy)": late("windows"),
-    "data_parallel/batches.py LoaderBatches.piece.arrive: stream.wait_event(copied)": late("windows"),
-    "data_parallel/batches.py ResidentBatches.bring: keep_for(lane.copy, data.tensors)": late(
-        "a loader's tensors, let go"
-    ),
-    "data_parallel/batches.py LoaderBatches.piece.arrive: keep_for(stream, tensors_of(there))": late(
+    "data_parallel/loader.py Epoch._piece.arrive: keep_for(stream, tensors_of(there))": late(
         "a window that is let go of"
     ),
     "data_parallel/replicas.py Replicas.each: asked.record(stream)": WATCHED,
-    "data_parallel/replicas.py Replicas.each: home.aside(rank).wait_event(self._asked[0])": late("windows"),
+    "data_parallel/replicas.py Replicas.each: home.aside(rank).wait_event(self._asked[0])": late(
+        "windows of whole batches"
+    ),
     "data_parallel/replicas.py Replicas.each: computed.record(lane.compute)": WATCHED,
     "data_parallel/replicas.py Replicas.each: here[rank].wait_event(computed)": WATCHED,
     "data_parallel/stopwatch.py Stopwatch.running: start.record(lane.current())": late("laps"),
