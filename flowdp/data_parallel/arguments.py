@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,7 +26,6 @@ __all__ = [
     "check_loss",
     "check_model",
     "check_optimizers",
-    "kept_after_errors",
     "set_epoch",
 ]
 
@@ -58,11 +56,7 @@ def check_loss(loss_fn: object, capture: CaptureOptions | None = None) -> LossFu
         OptionError: It is something else, or is missing where its steps are to be captured.
     """
     if loss_fn is None and capture is not None:
-        raise OptionError(
-            "capture records forward, loss and backward of windows, and there is no loss: give loss_fn= and "
-            "call dp.forward_batch for each batch of dp.epoch(loader); around a plain call dp(x) the loss is "
-            "in your own code, which runs as it is written: leave capture out there"
-        )
+        raise OptionError("capture records forward, loss and backward of dp.forward_batch: give loss_fn=")
     check_function("loss_fn", loss_fn, "a LossContext")
     return cast("LossFunction | None", loss_fn)
 
@@ -108,28 +102,6 @@ def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: 
     check_sync_batch_norm([model] * len(devices), "exact", devices)
     if len(devices) > 1:
         check_embeddings(model, "setup", is_shared=True)
-
-
-@contextmanager
-def kept_after_errors(model: nn.Module) -> Iterator[None]:
-    """Take a model's moves to other devices and modes back if the context ends by an error."""
-    modes = [(part, part.training) for part in model.modules()]
-    tables: list[dict[str, Any]] = [
-        table for part in model.modules() for table in (part._parameters, part._buffers)
-    ]
-    entries = [dict(table) for table in tables]
-    leaves = [one for tensor in model.parameters() for one in (tensor, tensor.grad) if one is not None]
-    data = [one.data for one in leaves]
-    try:
-        yield
-    except BaseException:
-        for part, mode in modes:
-            part.training = mode
-        for table, before in zip(tables, entries, strict=True):
-            table.update(before)
-        for one, memory in zip(leaves, data, strict=True):
-            one.data = memory
-        raise
 
 
 def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:

@@ -41,14 +41,13 @@ def check_embeddings(module: nn.Module, owner: str, *, is_shared: bool) -> None:
         if part.scale_grad_by_freq:
             raise OptionError(
                 f"{which} has scale_grad_by_freq=True, which counts how often an index occurs in a forward, "
-                "and a forward has a part of the batch alone: make it with scale_grad_by_freq=False"
+                "and a forward has a part of the batch alone"
             )
         if is_shared and part.max_norm is not None:
             raise OptionError(
                 f"{which} has max_norm={part.max_norm}: its forward writes to the rows of its weight that "
                 "the device's part of the batch uses, and the devices would come to have different weights: "
-                "make it with max_norm=None, and normalise its output, or the rows in the model's forward "
-                "without writing to them"
+                "normalise its output"
             )
 
 
@@ -98,32 +97,26 @@ class Written:
         Raises:
             ValueError: It is a frozen parameter, and several have: one without a part does not write to it.
         """
-        changed = self._frozen.changed()
-        if changed and is_shared:
+        frozen = self._frozen.changed()
+        if frozen and is_shared:
             raise ValueError(
-                f"frozen parameter {changed[0]!r} was written to by the loss or the model's forward: under "
+                f"frozen parameter {frozen[0]!r} was written to by the loss or the model's forward: under "
                 "policy='exact' that is once per micro-batch, and not at all on a device that has no part of "
                 "a window, so the devices would come to have different ones. Write to it in "
                 "Callback.on_step, which is called on every device after every step"
             )
-        if changed and changed[0] not in self._logged:
+        found = {name: f"the frozen parameter {name!r}" for name in frozen}
+        for name, kind, buffer in _buffers(self._module):
+            if self._before.get(name) != _state(buffer):
+                found[name] = f"buffer {name!r} of {kind}"
+        new = [text for name, text in found.items() if name not in self._logged]
+        self._logged |= found.keys()
+        if new:
             log.warning(
-                "policy='exact': the loss or forward writes to the frozen parameter %r: it changes once per "
-                "micro-batch, not once per window; Callback.on_step is called once per window",
-                changed[0],
-            )
-        found = {
-            name: f"{name!r} of {kind}"
-            for name, kind, buffer in _buffers(self._module)
-            if self._before.get(name) != _state(buffer) and name not in self._logged
-        }
-        self._logged |= {*changed, *found}
-        if found:
-            log.warning(
-                "policy='exact': forward writes to buffer %s%s: its buffers change once per micro-batch, not "
-                "once per window, so this run is not that of one device",
-                ", ".join([*found.values()][:4]),
-                f" and {len(found) - 4} more" if len(found) > 4 else "",
+                "policy='exact': forward writes to %s%s: that changes once per micro-batch, not once per "
+                "window, so this run is not that of one device; Callback.on_step is called once per window",
+                ", ".join(new[:4]),
+                f" and {len(new) - 4} more" if len(new) > 4 else "",
             )
 
 

@@ -15,7 +15,6 @@ from flowdp.data_parallel.arguments import (
     check_loss,
     check_model,
     check_optimizers,
-    kept_after_errors,
     set_epoch,
 )
 from flowdp.errors import OptionError
@@ -128,34 +127,6 @@ def test_optimizers_one_several_or_made() -> None:
 def test_optimizers_that_are_none(option: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         check_optimizers(option, mlp())
-
-
-def test_a_model_is_given_back_as_it_was_after_an_error() -> None:
-    model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval(), nn.Linear(2, 2))
-    model[2].weight.requires_grad_(False)
-    model(torch.ones(3, 2)).sum().backward()
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    memory = [tensor.data_ptr() for tensor in parameters]
-    gradients = [parameter.grad for parameter in parameters]
-
-    def fail() -> None:
-        with kept_after_errors(model):
-            model.double().train()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert [part.training for part in model.modules()] == [True, True, False, True]
-    assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
-    assert all(now is before for now, before in zip(model.buffers(), buffers, strict=True))
-    assert [tensor.data_ptr() for tensor in parameters] == memory
-    assert [tensor.requires_grad for tensor in parameters] == [True] * 4 + [False, True]
-    assert all(p.grad is before for p, before in zip(parameters, gradients, strict=True))
-    assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
-    assert model[0].weight.grad.dtype == torch.float32
-    with kept_after_errors(model):
-        model.eval()
-    assert not model.training
 
 
 class Sampler:
