@@ -28,11 +28,13 @@ class Schedule:
     Attributes:
         callee: The function.
         told: What the log has had.
+        is_alone: Whether it gives the right result in the calling thread alone.
     """
 
     def __init__(self, callee: Callee) -> None:
         self.callee = callee
         self.told: set[str] = set()
+        self.is_alone = False
         self._calls: dict[Hashable, Recheck] = {}
         self._last: dict[Hashable, Hashable] = {}  # form of the last outputs, by what was known before
 

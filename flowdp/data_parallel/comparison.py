@@ -48,8 +48,7 @@ SEEDS = range(20_417, 20_425)
 GENERAL = (
     "If an argument is no part of the batch, say dim={its name: None}. A number is averaged by samples: if "
     "it is a mean over something else, say over what, reduce=lambda labels: (labels != -100).sum(). "
-    "A module that looks across the batch returns a row for each sample, and the loop computes the rest. "
-    "State of the calling thread alone (threading.local) is not seen by other threads: use a ContextVar."
+    "A module that looks across the batch returns a row for each sample, and the loop computes the rest."
 )
 
 LEFT_OUT = "(check=False in setup() leaves this check out.)"
@@ -109,11 +108,14 @@ class Result:
     error: Exception | None = None
 
 
-def check_call(replicas: Replicas, call: Call) -> None:
+def check_call(replicas: Replicas, call: Call) -> str:
     """Check that a call that is cut gives what one device gives for the whole batch.
 
     Where the first device has no memory for the whole batch, half of it is tried. The log says why a call
     cannot be compared.
+
+    Returns:
+        The reason why the calling thread alone gives the right result; empty: the others do, too.
 
     Raises:
         FlowdpError: They differ; the message has the difference, the cut of the call, and a remedy.
@@ -130,10 +132,10 @@ def check_call(replicas: Replicas, call: Call) -> None:
         call = fewer
 
 
-def _compare(replicas: Replicas, call: Call) -> None:
+def _compare(replicas: Replicas, call: Call) -> str:
     for wide in (torch.float32, None):
         trial = Trial(replicas, call, wide)
-        whole = trial.whole()
+        whole = trial.here()
         if whole.error is None:
             break
     if isinstance(whole.error, FlowdpError):
@@ -141,8 +143,7 @@ def _compare(replicas: Replicas, call: Call) -> None:
     parts = trial.parts()
     if whole.error is not None:
         if parts.error is not None:
-            _warn(call, f"with the whole batch it raises {_words(whole.error)}")
-            return
+            return _warn(call, f"with the whole batch it raises {_words(whole.error)}")
         raise FlowdpError(
             f"{call.callee.name} raises an error for the whole batch, which is cut "
             f"({call.arguments.in_words(call.sizes)}): {_words(whole.error)}. {LEFT_OUT}"
@@ -153,15 +154,17 @@ def _compare(replicas: Replicas, call: Call) -> None:
     if found and not _is_rounding(replicas, call, trial):
         # Outputs that cannot be joined say why.
         cannot_join = isinstance(parts.error, FlowdpError)
-        if not cannot_join and any(trial.differences(whole, trial.whole(seed)) for seed in SEEDS):
-            _warn(call, f"its results differ from call to call ({found[0].text})")
-            return
+        if not cannot_join and any(trial.differences(whole, trial.here(seed)) for seed in SEEDS):
+            return _warn(call, f"its results differ from call to call ({found[0].text})")
+        if parts.error is None and not trial.differences(whole, trial.here(is_cut=True)):
+            return f"{call.callee.name} gives another result in other threads ({found[0].text})"
         text = str(parts.error) if cannot_join else "; ".join(one.text for one in found[:3])
         remedy = call.advice(trial, whole) or ("" if cannot_join else GENERAL)
         cut = call.arguments.in_words(call.sizes)
         words = f"{call.callee.name} gives another result when the batch is cut: {text} ({cut})."
         raise FlowdpError(" ".join(filter(None, (words, remedy, LEFT_OUT)))) from parts.error
     _warn_of_kept(call, trial, whole, parts)
+    return ""
 
 
 class Trial:
@@ -200,22 +203,28 @@ class Trial:
         """The rounding of sums of many roundings, as gradients are."""
         return self.epsilon if self.epsilon < 1e-12 else max(self.epsilon, TF32)
 
-    def whole(self, seed: int | None = None) -> Result:
-        """Run the whole batch on the first device, in the calling thread; `seed` is that of generators."""
-        replicas = self._replicas
+    def here(self, seed: int | None = None, *, is_cut: bool = False) -> Result:
+        """Run the whole batch, or its parts, on the first device in the calling thread.
+
+        Args:
+            seed: Seed of generators meanwhile; None: they go on.
+            is_cut: Whether the parts are run, one after another.
+        """
+        replicas, home = self._replicas, self._replicas.devices[0]
 
         def run(arguments: Arguments, isolated: Isolated) -> Any:
             replicas.follow(isolated)
-            whole = arguments.whole()
-            part = whole.replaced([move(tensor, replicas.devices[0]) for tensor in whole.tensors])
+            parts = _cut(self.call, arguments) if is_cut else [arguments.whole()]
+            given = [part.replaced([move(tensor, home) for tensor in part.tensors]) for part in parts]
             with self._draws[0]:
-                output = self.call.run(replicas.modules[0], part)
-            if any(tensor._version for tensor in part.tensors if not tensor.is_inference()):
+                made = [self.call.run(replicas.modules[0], part) for part in given]
+            tensors = [tensor for part in given for tensor in part.tensors]
+            if any(tensor._version for tensor in tensors if not tensor.is_inference()):
                 raise FlowdpError(
                     f"{self.call.callee.name} writes to an argument, which several devices may have: let it "
                     "write to a copy, argument.clone()"
                 )
-            return output
+            return arguments.join(made, parts)
 
         return self._run(self.call, run, seed)
 
@@ -376,14 +385,15 @@ def _is_rounding(replicas: Replicas, call: Call, trial: Trial) -> bool:
     if trial.epsilon < 1e-12:
         return False
     wide = Trial(replicas, call, torch.float64)
-    whole = wide.whole()
+    whole = wide.here()
     return whole.error is None and not wide.differences(whole, wide.parts())
 
 
-def _warn(call: Call, why: str) -> None:
+def _warn(call: Call, why: str) -> str:
     if why not in call.told:
         call.told.add(why)
         log.warning("%s could not be compared with one device: %s", call.callee.name, why)
+    return ""
 
 
 def _warn_of_kept(call: Call, trial: Trial, whole: Result, parts: Result) -> None:

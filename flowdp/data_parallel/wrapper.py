@@ -30,7 +30,7 @@ from flowdp.data_parallel.arguments import (
 )
 from flowdp.data_parallel.balancer import Balancer, SingleDevice
 from flowdp.data_parallel.call import Run, call_parts
-from flowdp.data_parallel.check_schedule import Schedules
+from flowdp.data_parallel.check_schedule import Schedule, Schedules
 from flowdp.data_parallel.comparison import Call, check_call
 from flowdp.data_parallel.cut import Arguments, Part
 from flowdp.data_parallel.join import output_form
@@ -443,7 +443,7 @@ class DataParallel(StandInModule):
             if arguments.samples is None:
                 self._tell_alone("nothing in a call can be cut", f" ({arguments.described()})")
             is_cut = sum(size > 0 for size in sizes) > 1 and (self._pace is None or self._pace.is_cut)
-            if not is_cut or self._is_hooked():
+            if not is_cut or schedule.is_alone or self._is_hooked():
                 return self._call_alone(function, args, kwargs, arguments)
 
             def run(module: nn.Module, part: Part) -> Any:
@@ -452,12 +452,12 @@ class DataParallel(StandInModule):
             form = replicas.flags, torch.is_grad_enabled(), arguments.pattern
             call = Call(self._layout, schedule.callee, run, args, kwargs, tuple(sizes), schedule.told, advice)
             is_due = self._checks and schedule.is_due(form)
-            if is_due:
-                check_call(replicas, call)
+            if is_due and self._is_for_one(schedule, call):
+                return self._call_alone(function, args, kwargs, arguments)
             outputs = self._run_cut(run, arguments, sizes, guards=is_due)
             if self._checks:
                 if schedule.is_due_after(form, output_form(outputs)):
-                    check_call(replicas, call)
+                    self._is_for_one(schedule, call)
                 schedule.passed(form)
             self._did(sizes)
             if self._sums is not None and torch.is_grad_enabled():
@@ -496,6 +496,14 @@ class DataParallel(StandInModule):
         if self._averages:
             replicas.average_buffers(sizes)
         return outputs
+
+    def _is_for_one(self, schedule: Schedule, call: Call) -> bool:
+        """Compare a call; whether the calling thread alone gives the right result."""
+        assert self._replicas is not None
+        if why := check_call(self._replicas, call):
+            schedule.is_alone = True
+            self._tell_alone(why)
+        return schedule.is_alone
 
     def _is_hooked(self) -> bool:
         """Whether a hook of the module sees what it returns: it would see the parts, in any order."""
@@ -615,16 +623,17 @@ class DataParallel(StandInModule):
 
     def _run_window(self, replicas: Replicas, batch: Window, plan: BatchPlan) -> WindowResult:
         if batch.whole is not None:
-            if (self._pace is not None and not self._pace.is_cut) or self._is_hooked():
+            schedule = self._schedules.of("forward_batch")
+            form = replicas.flags, torch.is_grad_enabled(), plan.loss is not None
+            is_alone = (self._pace is not None and not self._pace.is_cut) or self._is_hooked()
+            if self._checks and not is_alone:
+                if schedule.is_due(form):
+                    self._is_for_one(schedule, window_call(batch, plan, self.world_size, schedule.told))
+                schedule.passed(form)
+            if is_alone or schedule.is_alone:
                 self._did_alone(batch.samples)
                 whole = tree_map(self._bring_home, batch.whole())
                 return run_alone(Window([Piece(0, whole, batch.samples)], batch.home), plan, self.module)
-            if self._checks:
-                schedule = self._schedules.of("forward_batch")
-                form = replicas.flags, torch.is_grad_enabled(), plan.loss is not None
-                if schedule.is_due(form):
-                    check_call(replicas, window_call(batch, plan, self.world_size, schedule.told))
-                schedule.passed(form)
         result = run_window(batch, plan, replicas, guards=self._checks and self._windows.is_due)
         self._windows.passed()
         samples, batches = batch.per_rank(self.world_size)
