@@ -32,21 +32,16 @@ __all__ = [
 OptimizerOption = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Any] | None
 
 
-def check_model(model: object, optimizer: object) -> None:
-    """Check that the model is a module of parameters with shapes, some to train where an optimizer is given.
+def check_model(model: object) -> None:
+    """Check that the model is a module of parameters with shapes.
 
     Raises:
-        OptionError: It is no module, is not complete, or has nothing to train.
+        OptionError: It is no module, or is not complete.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory is called first")
     check_plain(model)
     structure(model)  # raises where a tensor has no shape yet
-    if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise OptionError(
-            "the model has no parameter that requires grad: there is nothing to train. Layers in a plain "
-            "list are not found, use nn.ModuleList; give optimizer=None to use the model as it is"
-        )
 
 
 def check_loss(loss_fn: object, capture: CaptureOptions | None = None) -> LossFunction | None:
@@ -108,7 +103,7 @@ def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimiz
     """The optimizers given, or made by a factory; () for None.
 
     Raises:
-        OptionError: They are no optimizers, or belong to another model.
+        OptionError: They are no optimizers.
     """
     if option is None:
         return ()
@@ -116,16 +111,9 @@ def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimiz
     if not isinstance(option, (Optimizer, Sequence)) and callable(option):
         made = option([parameter for parameter in model.parameters() if parameter.requires_grad])
     optimizers = tuple(made) if isinstance(made, Sequence) else (made,)
-    if not optimizers:
-        raise OptionError("optimizer must name at least one optimizer, or be None")
-    own = set(model.parameters())
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {optimizer!r}")
-        if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise OptionError(
-                "the optimizer holds no parameter of the model; make it from model.parameters()"
-            )
     return optimizers
 
 

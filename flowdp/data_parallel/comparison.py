@@ -34,7 +34,7 @@ from flowdp.device.seeding import generators_kept, seed_everything
 from flowdp.errors import FlowdpError
 from flowdp.modules.comparison import Difference, compare
 from flowdp.modules.constant_draws import TF32, ConstantDraws, still
-from flowdp.modules.shallow import SHARED, own_containers
+from flowdp.modules.shallow import SHARED
 
 __all__ = ["Call", "Result", "Trial", "check_call", "lost_gradient", "outside"]
 
@@ -122,14 +122,13 @@ def check_call(replicas: Replicas, call: Call) -> str:
 
     Threads: the one that holds the turn of the replicas.
     """
-    while True:
-        try:
-            return _compare(replicas, call)
-        except torch.OutOfMemoryError:
-            fewer = call.fewer()
-        if fewer is None:
-            return _warn(call, "the first device has no memory for it beside what it holds")
-        call = fewer
+    try:
+        return _compare(replicas, call)
+    except torch.OutOfMemoryError:
+        fewer = call.fewer()
+    if fewer is None:
+        return _warn(call, "the first device has no memory for it beside what it holds")
+    return check_call(replicas, fewer)
 
 
 def _compare(replicas: Replicas, call: Call) -> str:
@@ -295,8 +294,8 @@ class Trial:
     def _given(self, leaves: list[Tensor], leaf: Any) -> Any:
         """A copy of a leaf of the arguments, for the module may write to it."""
         if not isinstance(leaf, Tensor):
-            is_record = is_dataclass(leaf) or isinstance(leaf, SimpleNamespace)
-            return copy(leaf) if is_record else own_containers(leaf)
+            is_open = isinstance(leaf, (list, np.ndarray, SimpleNamespace)) or is_dataclass(leaf)
+            return copy(leaf) if is_open else leaf
         own = self._wider(leaf.detach().clone())
         if leaf.requires_grad and torch.is_grad_enabled():
             leaves.append(own.requires_grad_())

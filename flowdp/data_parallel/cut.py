@@ -132,7 +132,7 @@ class Arguments:
             FlowdpError: They cannot be.
         """
         samples, weights = [part.samples for part in parts], [part.weights for part in parts]
-        return join(outputs, samples, self._layout, self._callee, self.dim, weights)
+        return join(outputs, samples, self._layout, self.dim, weights)
 
     def in_words(self, sizes: Sequence[int]) -> str:
         """The cut in words, for messages."""

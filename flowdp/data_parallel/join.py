@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowdp.data.trees import column, concatenated, flatten, is_cut, is_same, unflatten
-from flowdp.data_parallel.layout import Callee, Layout, Reduction, WeightFunction
+from flowdp.data_parallel.layout import Layout, Reduction, WeightFunction
 from flowdp.errors import FlowdpError
 
 __all__ = ["join", "output_form"]
@@ -42,7 +42,6 @@ def join(
     trees: Sequence[Any],
     samples: Sequence[int],
     layout: Layout,
-    callee: Callee | None = None,
     dim: int = 0,
     weights: Weights = (),
 ) -> Any:
@@ -56,7 +55,6 @@ def join(
         trees: Return values, in the order of the samples. Their tensors are on one device.
         samples: Samples of each part.
         layout: Layout of the outputs.
-        callee: Function that returned them, for messages.
         dim: Batch dimension of the first argument that was cut.
         weights: Weights of each part by the functions in `reduce`.
 
@@ -83,23 +81,20 @@ def join(
             elif layout.reduction(path) == "sum" and pieces[0].dtype != torch.bool:
                 joined.append(torch.stack(pieces).sum(0, dtype=pieces[0].dtype))
             else:
-                joined.append(_number(pieces, samples, _counts(layout.reduction(path), weights, callee)))
+                joined.append(_number(pieces, samples, _counts(layout.reduction(path), weights)))
         except _Unjoinable as why:
             raise FlowdpError(f"output{name} cannot be gathered: {why}") from None
     return unflatten(joined, form)
 
 
-def _counts(reduction: Reduction, weights: Weights, callee: Callee | None) -> Tensor | None:
+def _counts(reduction: Reduction, weights: Weights) -> Tensor | None:
     """The weight of each part in a mean; None: its samples."""
     if not callable(reduction):
         return None
     own = [part[reduction] for part in weights if reduction in part]
     if not own or len(own) < len(weights):
-        known = "" if callee is None else f"; those of {callee.name} are {list(callee.parameters or ())}"
-        raise _Unjoinable(
-            f"its weight is a function of {', '.join(inspect.signature(reduction).parameters)}, and the call "
-            f"has no such arguments{known}"
-        )
+        names = ", ".join(inspect.signature(reduction).parameters)
+        raise _Unjoinable(f"its weight is a function of {names}, and the call has no such arguments")
     return torch.stack(own)
 
 

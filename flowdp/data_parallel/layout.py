@@ -72,7 +72,6 @@ class Callee:
     Attributes:
         name: For messages.
         positional: Names of the parameters that may be given by position, in order.
-        parameters: Names of all parameters; None: any name goes.
         has_entries: Whether lists among its arguments have been found to have an entry for each sample.
     """
 
@@ -80,15 +79,12 @@ class Callee:
         self.name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
         self.positional: tuple[str, ...] = ()
         self.has_entries = False
-        self.parameters: tuple[str, ...] | None = None
         try:
             parameters = list(inspect.signature(function).parameters.values())[skip:]
         except (TypeError, ValueError):  # a builtin, or a scripted method
             return
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.positional = tuple(p.name for p in parameters if p.kind in by_position)
-        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-            self.parameters = tuple(p.name for p in parameters)
 
     def names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str | int]:
         """A name for each argument of a call: its parameter's, or its position where it has none."""

@@ -79,7 +79,7 @@ def predict(
     if not outputs:
         raise DataError("there is no batch to predict from")
     try:
-        return join(outputs, samples, layout, callee, arguments.dim, weights)
+        return join(outputs, samples, layout, arguments.dim, weights)
     except FlowdpError as error:
         raise FlowdpError(
             f"the outputs of {len(outputs)} batches cannot be put together ({error}); call the module batch "

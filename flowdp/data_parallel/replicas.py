@@ -10,7 +10,7 @@ anew before each call. Buffers are copied for each call, for a forward may write
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -193,15 +193,9 @@ class Replicas:
         Args:
             instead: By the identity of the module's own.
         """
-        tables: list[dict[str, Any]] = []
-        for part in self._shallow.parts:
-            tables += [part._parameters, part._buffers]
-        held = [
-            (table, name, tensor)
-            for table in tables
-            for name, tensor in table.items()
-            if id(tensor) in instead
-        ]
+        parts = self._shallow.parts
+        tables: list[dict[str, Any]] = [own for part in parts for own in (part._parameters, part._buffers)]
+        held = [(table, *item) for table in tables for item in table.items() if id(item[1]) in instead]
         for table, name, tensor in held:
             table[name] = instead[id(tensor)]
         try:
@@ -433,10 +427,6 @@ def _fresh(buffers: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return own
 
 
-def _each_once(tables: Any) -> list[Tensor]:
-    found: dict[int, Tensor] = {}
-    for table in tables:
-        for tensor in table.values():
-            if tensor is not None:
-                found[id(tensor)] = tensor
-    return list(found.values())
+def _each_once(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
+    tensors = (tensor for table in tables for tensor in table.values() if tensor is not None)
+    return [*{id(tensor): tensor for tensor in tensors}.values()]

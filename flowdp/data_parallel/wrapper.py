@@ -164,7 +164,7 @@ def setup(
             thread has been started then.
         CollectiveError: backend="nccl" does not work here; or not all machines came here in time.
     """
-    check_model(model, optimizer)
+    check_model(model)
     check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)
@@ -719,17 +719,6 @@ class DataParallel(StandInModule):
     def __prepare_scriptable__(self) -> nn.Module:
         """The module itself, for `torch.jit.script`."""
         return self.module
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a DataParallel cannot be copied or pickled, for it has threads: take its `module`")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        if self._replicas is None and self._sums is None:
-            return super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            if all(fn(tensor) is tensor for tensor in (*self.module.parameters(), *self.module.buffers())):
-                return self  # `cpu()` of one that is there
-        raise FlowdpError("setup() has replicated the module as it is: convert or move it before setup()")
 
 
 def _bound(function: str | Callable[..., Any], module: nn.Module) -> Callable[..., Any]:

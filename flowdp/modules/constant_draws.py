@@ -8,10 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.batch_norm import plain_layers
 from flowdp.device.compiled import take_out
 from flowdp.device.dispatch import RankMode
 from flowdp.errors import FlowdpError
+from flowdp.modules.whole_batch import BATCH_NORMS
 
 __all__ = ["ConstantDraws", "still"]
 
@@ -112,14 +112,12 @@ def still(module: nn.Module) -> None:
     """Let a module's batch norms use the statistics that they have, and its compiled parts run as written."""
     take_out(module)
     like = next(module.parameters(), torch.zeros(())).detach()
-    for norm in plain_layers(module):
-        norm.training = False
-        if norm.running_mean is None:
-            norm.running_mean = like.new_zeros(norm.num_features)
-            norm.running_var = like.new_ones(norm.num_features)
-    for part in module.modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            part.training = False
+    for norm in module.modules():
+        if isinstance(norm, BATCH_NORMS):
+            norm.training = False
+            if norm.running_mean is None:
+                norm.running_mean = like.new_zeros(norm.num_features)
+                norm.running_var = like.new_ones(norm.num_features)
 
 
 def _fill(name: str, drawn: Tensor, given: Mapping[str, Any]) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from flowdp.device.compiled import compiled_attributes
 
-__all__ = ["SHARED", "ShallowReplicas", "own_containers"]
+__all__ = ["SHARED", "ShallowReplicas"]
 
 SHARED = frozenset(vars(nn.Module()))
 """Attributes of torch's own, to which no forward writes, but for tables of hooks."""
@@ -30,11 +30,6 @@ CONTAINERS = (list, tuple, dict, set, deque)
 
 MOST_ENTRIES = 256
 """Longest container whose entries are looked at: layers are listed, not numbers."""
-
-
-def own_containers(value: Any) -> Any:
-    """A value with lists, dicts and the like of its own, and arrays; all else is the same."""
-    return _Follow({}, lambda numbers: numbers if isinstance(numbers, Tensor) else numbers.copy())(value)
 
 
 class ShallowReplicas:

@@ -9,13 +9,12 @@ import logging
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.optim import Optimizer, SparseAdam
 
 from flowdp.device.frozen_parameters import FrozenParameters
 from flowdp.device.streams import Lane
 from flowdp.errors import OptionError
 
-__all__ = ["Written", "check_dense", "check_embeddings"]
+__all__ = ["BATCH_NORMS", "Written", "check_embeddings"]
 
 log = logging.getLogger("flowdp")
 
@@ -49,19 +48,6 @@ def check_embeddings(module: nn.Module, owner: str, *, is_shared: bool) -> None:
                 "the device's part of the batch uses, and the devices would come to have different weights: "
                 "normalise its output"
             )
-
-
-def check_dense(optimizer: Optimizer) -> None:
-    """Check that an optimizer takes dense gradients, which those of policy="exact" are.
-
-    Raises:
-        OptionError: It takes sparse ones alone.
-    """
-    if isinstance(optimizer, SparseAdam):
-        raise OptionError(
-            "optimizer: under policy='exact' gradients are dense, those of nn.Embedding(sparse=True) too, "
-            "and SparseAdam takes sparse ones alone: use Adam, or policy='sync'"
-        )
 
 
 class Written:

@@ -696,21 +696,24 @@ def test_saved_and_loaded_by_itself_or_as_a_part(setup: Setup) -> None:
 
 
 @two
-def test_it_is_not_converted_afterwards(setup: Setup) -> None:
-    dp = setup(mlp())
-    with pytest.raises(FlowdpError, match="before setup"):
-        dp.float()
-    with pytest.raises(FlowdpError, match="before setup"):
-        nn.Sequential(dp).to(torch.float16)
-    assert dp.cpu() is dp
-    assert nn.Sequential(dp).double().to("cpu")[0] is dp
-    assert dp.module[0].weight.dtype == torch.float64  # type: ignore[index]
+def test_it_may_be_converted_afterwards(setup: Setup) -> None:
+    model = mlp()
+    dp = setup(model)
+    x = numbers(9, 6)
+    dp(x).sum().backward()
+    dp.zero_grad()
+    assert dp.float() is dp
+    dp(x.float()).sum().backward()
+    twin = mlp().float()
+    twin(x.float()).sum().backward()
+    assert model[0].weight.grad is not None
+    torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad)
 
 
 def test_it_is_not_copied(setup: Setup) -> None:
     dp = setup(mlp())
-    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(TypeError, match="take its `module`"):
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
             copied(dp)
     assert len(list(copy.deepcopy(dp.module).parameters())) == 4
 
@@ -773,9 +776,7 @@ def test_outputs_that_have_no_seam(setup: Setup) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": mlp}, "a factory is called first"),
-    ({"model": nn.Tanh()}, "nothing to train"),
-    ({"optimizer": SGD(mlp().parameters(), 0.1)}, "no parameter of the model"),
-    ({"optimizer": []}, "at least one"),
+    ({"optimizer": 3}, "must be a torch optimizer"),
     ({"devices": "gpu9"}, "devices"),
     ({"cadence": 3}, "cadence"),
     ({"cadence": CadenceOptions(speed_hint=(5, 2.0))}, "rank 5 of 2"),
