@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from flowdp.collective.gradient_sum import Gradients, has_hooks
 from flowdp.data.trees import flatten, tensors_of, unflatten
 from flowdp.data_parallel.cut import Part
-from flowdp.data_parallel.device_copies import Copying, Packed, Reducing
+from flowdp.data_parallel.device_copies import Copying, Packed
 from flowdp.data_parallel.replicas import Isolated, Modes, Replicas
 from flowdp.device.copies import move
 from flowdp.errors import FlowdpError
@@ -262,7 +262,7 @@ class Graphs:
             with replicas.summing.running():
                 summed = carrier.sum([packed for packed, _ in found])
         total = [*summed, *[None] * (len(asked) - len(summed))]
-        return self._added(total, [pair for _, own in found for pair in own])
+        return self._added(total, [pair for _, own in found for pair in own.items()])
 
     def differentiate(
         self, gradients: Sequence[Tensor | None], asked: Sequence[bool], inputs: Sequence[Tensor]
@@ -285,11 +285,10 @@ class Graphs:
             places: dict[int, list[int]] = {}
 
             def forward(rank: int) -> list[Tensor]:
-                found = [
-                    (place, one) for place, one in self._walk(rank, bare, asked, keep=True) if one is not None
-                ]
-                places[rank] = [place for place, _ in found]
-                return [one for _, one in found]
+                known = self._walk(rank, bare, asked, keep=True).items()
+                found = {place: gradient for place, gradient in known if gradient is not None}
+                places[rank] = list(found)
+                return list(found.values())
 
             made = graphs.run(forward, [*inputs, *more.values()])
         pairs = [pair for rank in places for pair in zip(places[rank], made[rank], strict=True)]
@@ -319,15 +318,15 @@ class Graphs:
 
     def _walk(
         self, rank: int, seeds: Sequence[Sequence[Tensor | None]], asked: Sequence[bool], *, keep: bool
-    ) -> list[tuple[int, Tensor | None]]:
-        """Gradients of a rank's leaves that are asked for, with the inputs for which they stand."""
+    ) -> dict[int, Tensor | None]:
+        """Gradients of a rank's leaves that are asked for, by the numbers of the inputs they stand for."""
         assert self._outputs is not None
         pairs = zip(self._outputs[rank], seeds[rank], strict=True)
         roots = [(one, seed) for one, seed in pairs if seed is not None and one.requires_grad]
         # Torch gives none to a leaf that has been frozen since.
         ends = [(place, leaf) for place, leaf in self._ends[rank] if asked[place] and leaf.requires_grad]
         if not roots or not ends:
-            return []
+            return {}
         _walk.is_inside = True
         try:
             found = torch.autograd.grad(
@@ -340,24 +339,20 @@ class Graphs:
             )
         finally:
             _walk.is_inside = False
-        return [(place, one) for (place, _), one in zip(ends, found, strict=True)]
+        return dict(zip([place for place, _ in ends], found, strict=True))
 
     def _walked(
         self,
         seeds: Sequence[Sequence[Tensor | None]],
         asked: Sequence[bool],
         keep: bool,
-        carrier: Copying | Reducing,
+        carrier: Copying,
         rank: int,
-    ) -> tuple[Packed, list[tuple[int, Tensor | None]]]:
+    ) -> tuple[Packed, dict[int, Tensor | None]]:
         """A rank's walk: the gradients of shared inputs on their way to the first device, and the others."""
         found = self._walk(rank, seeds, asked, keep=keep)
-        shared: Gradients = [None] * self._shared
-        for place, gradient in found:
-            if place < self._shared:
-                shared[place] = gradient
-        packed = carrier.pack(shared, self._replicas.devices[rank])
-        return packed, [(place, one) for place, one in found if place >= self._shared]
+        shared = [found.pop(place, None) for place in range(self._shared)]
+        return carrier.pack(shared, self._replicas.devices[rank]), found
 
     def _each(self, do: Callable[[int], Any], modes: Modes | None, *, walks: bool) -> list[Any]:
         """The results of the ranks that have work."""

@@ -32,7 +32,7 @@ from flowdp.device.compiled import Uncompiled
 from flowdp.device.copies import move
 from flowdp.device.seeding import generators_kept, seed_everything
 from flowdp.errors import FlowdpError
-from flowdp.modules.comparison import Difference, compare
+from flowdp.modules.comparison import compare
 from flowdp.modules.constant_draws import TF32, ConstantDraws, still
 from flowdp.modules.shallow import SHARED
 
@@ -154,10 +154,10 @@ def _compare(replicas: Replicas, call: Call) -> str:
         # Outputs that cannot be joined say why.
         cannot_join = isinstance(parts.error, FlowdpError)
         if not cannot_join and any(trial.differences(whole, trial.here(seed)) for seed in SEEDS):
-            return _warn(call, f"its results differ from call to call ({found[0].text})")
+            return _warn(call, f"its results differ from call to call ({found[0]})")
         if parts.error is None and not trial.differences(whole, trial.here(is_cut=True)):
-            return f"{call.callee.name} gives another result in other threads ({found[0].text})"
-        text = str(parts.error) if cannot_join else "; ".join(one.text for one in found[:3])
+            return f"{call.callee.name} gives another result in other threads ({found[0]})"
+        text = str(parts.error) if cannot_join else "; ".join(found[:3])
         remedy = call.advice(trial, whole) or ("" if cannot_join else GENERAL)
         cut = call.arguments.in_words(call.sizes)
         words = f"{call.callee.name} gives another result when the batch is cut: {text} ({cut})."
@@ -238,10 +238,10 @@ class Trial:
 
         return self._run(call, run)
 
-    def differences(self, whole: Result, other: Result) -> list[Difference]:
+    def differences(self, whole: Result, other: Result) -> list[str]:
         """The differences of another run from that of the whole batch."""
         if other.error is not None:
-            return [Difference((), f"a part raises {_words(other.error)}")]
+            return [f"a part raises {_words(other.error)}"]
         gradients = (
             compare(mine, other.gradients[name], self.coarse, f"the gradient of {name}")
             for name, mine in whole.gradients.items()

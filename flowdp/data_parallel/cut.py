@@ -7,7 +7,7 @@ any other views.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import Any
@@ -176,12 +176,15 @@ def _shown(path: tuple[Any, ...]) -> str:
 
 def _length(values: Mapping[Any, Any], dims: Mapping[Any, int]) -> tuple[int | None, int]:
     """Samples of a batch, and the batch dimension of the tensor or array that they were read from."""
-    leaves = [(leaf, dim) for key, dim in dims.items() for leaf in walk(values[key])]
+
+    def leaves() -> Iterator[tuple[Any, int]]:
+        return ((leaf, dim) for key, dim in dims.items() for leaf in walk(values[key]))
+
     for kind in (Tensor, np.ndarray):
-        for leaf, dim in leaves:
+        for leaf, dim in leaves():
             if isinstance(leaf, kind) and leaf.ndim > dim:
                 return leaf.shape[dim], dim
-    for leaf, _ in leaves:
+    for leaf, _ in leaves():
         if isinstance(leaf, list) and leaf and all(isinstance(item, str | bytes) for item in leaf):
             return len(leaf), 0
     return None, 0

@@ -182,13 +182,9 @@ def _by_name(given: Any, path: KeyPath, default: Any) -> Any:
     """The value for an output: that of all, its own, or that of the innermost container with an entry."""
     if not isinstance(given, Mapping):
         return given
-    for length in range(len(path), -1, -1):
-        name = output_name(path[:length])
-        if name in given:
-            return given[name]
-        if name.isdecimal() and int(name) in given:
-            return given[int(name)]
-    return default
+    known = {str(name): value for name, value in given.items()}
+    names = (output_name(path[:length]) for length in range(len(path), -1, -1))
+    return next((known[name] for name in names if name in known), default)
 
 
 def _entries(name: str, option: Any) -> list[tuple[str, Any]]:

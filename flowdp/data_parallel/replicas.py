@@ -26,7 +26,7 @@ from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for
 from flowdp.data.trees import tensors_of
-from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link, Reducing
+from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link
 from flowdp.data_parallel.stopwatch import Stopwatch
 from flowdp.device.compiled import FirstCalls, warn_of_draws
 from flowdp.device.copies import carry, copied
@@ -249,7 +249,7 @@ class Replicas:
                 return f"{getattr(owner, '__qualname__', owner)} of {type(part).__name__}"
         return None
 
-    def carrier(self, tensors: Sequence[Tensor], *, is_whole: bool) -> Copying | Reducing:
+    def carrier(self, tensors: Sequence[Tensor], *, is_whole: bool) -> Copying:
         """The transfer of gradients of the first rank's tensors to the first device, where they are summed.
 
         Args:

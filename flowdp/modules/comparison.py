@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from flowdp.data.trees import flatten
 
-__all__ = ["Difference", "compare", "is_close"]
+__all__ = ["compare", "is_close"]
 
 FINEST = 1e-14
 """The finest rounding that is told from a difference: sums in float64 have many."""
@@ -20,21 +19,8 @@ FLIPS = 0.02
 """Fraction of a tensor that may differ where ties are common: integers, and floats of 16 bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One output that differs.
-
-    Attributes:
-        path: The keys, names and positions that lead to it.
-        text: The difference in words, for a message.
-    """
-
-    path: tuple[Any, ...]
-    text: str
-
-
-def compare(whole: Any, joined: Any, epsilon: float, what: str = "output") -> list[Difference]:
-    """The differences between the outputs of the whole batch and those of its parts, joined: any pytrees.
+def compare(whole: Any, joined: Any, epsilon: float, what: str = "output") -> list[str]:
+    """The differences, in words, between outputs of the whole batch and those of its parts: any pytrees.
 
     Args:
         whole: Outputs of the whole batch.
@@ -45,10 +31,10 @@ def compare(whole: Any, joined: Any, epsilon: float, what: str = "output") -> li
     mine, form = flatten(whole)
     others, other_form = flatten(joined)
     if form != other_form:
-        return [Difference((), f"the whole batch gives {form!s:.120}, its parts {other_form!s:.120}")]
-    leaves = zip(form.key_paths(), form.paths(), mine, others, strict=True)
-    found = [(path, name, _difference(own, other, epsilon)) for path, name, own, other in leaves]
-    return [Difference(path, f"{what}{name} {text}") for path, name, text in found if text is not None]
+        return [f"the whole batch gives {form!s:.120}, its parts {other_form!s:.120}"]
+    leaves = zip(form.paths(), mine, others, strict=True)
+    found = [(name, _difference(own, other, epsilon)) for name, own, other in leaves]
+    return [f"{what}{name} {text}" for name, text in found if text is not None]
 
 
 def is_close(mine: Tensor, other: Tensor, epsilon: float) -> bool:
