@@ -25,7 +25,7 @@ from flowdp.collective.gradient_sum import Gradients, has_hooks
 from flowdp.data.trees import flatten, tensors_of, unflatten
 from flowdp.data_parallel.cut import Part
 from flowdp.data_parallel.device_copies import Copying, Packed
-from flowdp.data_parallel.replicas import Isolated, Modes, Replicas
+from flowdp.data_parallel.replicas import Modes, Replicas, StandIns
 from flowdp.device.copies import move
 from flowdp.errors import FlowdpError
 from flowdp.modules.shallow import SHARED
@@ -43,7 +43,7 @@ def call_parts(
     parts: Sequence[Part],
     run: Run,
     *,
-    isolated: Isolated | None = None,
+    isolated: StandIns | None = None,
     guards: bool = False,
     around: Around | None = None,
 ) -> list[Any]:
@@ -53,7 +53,7 @@ def call_parts(
         replicas: The modules.
         parts: In the order of the outputs. A rank does its own one after another.
         run: Calls a module.
-        isolated: Prepares replicas whose forwards leave no trace; see `Replicas.follow`.
+        isolated: Of a run that leaves no trace; see `Replicas.follow`.
         guards: Whether a backward through a tensor that the first device's forward leaves in an attribute is
             an error.
         around: Makes a context for the work of each rank, in forward and backward.

@@ -27,13 +27,13 @@ from flowdp.data.trees import tensors_of, tree_map, walk
 from flowdp.data_parallel.call import Graphs, Run, call_parts
 from flowdp.data_parallel.cut import Arguments, Part
 from flowdp.data_parallel.layout import Callee, Layout
-from flowdp.data_parallel.replicas import Isolated, Replicas
+from flowdp.data_parallel.replicas import Replicas, StandIns
 from flowdp.device.compiled import Uncompiled
 from flowdp.device.copies import move
 from flowdp.device.seeding import generators_kept, seed_everything
 from flowdp.errors import FlowdpError
 from flowdp.modules.comparison import compare
-from flowdp.modules.constant_draws import TF32, ConstantDraws, still
+from flowdp.modules.constant_draws import TF32, ConstantDraws
 from flowdp.modules.shallow import SHARED
 
 __all__ = ["Call", "Result", "Trial", "check_call", "lost_gradient", "outside"]
@@ -211,7 +211,7 @@ class Trial:
         """
         replicas, home = self._replicas, self._replicas.devices[0]
 
-        def run(arguments: Arguments, isolated: Isolated) -> Any:
+        def run(arguments: Arguments, isolated: StandIns) -> Any:
             replicas.follow(isolated)
             parts = _cut(self.call, arguments) if is_cut else [arguments.whole()]
             given = [part.replaced([move(tensor, home) for tensor in part.tensors]) for part in parts]
@@ -231,7 +231,7 @@ class Trial:
         """Run the parts on all devices, and join their outputs; in another layout, if one is given."""
         call = self.call if layout is None else replace(self.call, layout=layout)
 
-        def run(arguments: Arguments, isolated: Isolated) -> Any:
+        def run(arguments: Arguments, isolated: StandIns) -> Any:
             parts = _cut(call, arguments)
             made = call_parts(self._replicas, parts, call.run, isolated=isolated, around=self._constant)
             return arguments.join(made, parts)
@@ -248,13 +248,13 @@ class Trial:
         )
         return compare(whole.output, other.output, self.epsilon) or next(filter(None, gradients), [])
 
-    def _run(self, call: Call, run: Callable[[Arguments, Isolated], Any], seed: int | None = None) -> Result:
+    def _run(self, call: Call, run: Callable[[Arguments, StandIns], Any], seed: int | None = None) -> Result:
         replicas, result = self._replicas, Result()
         standing = [
             self._wider(value.clone()).requires_grad_(own.requires_grad)
             for own, value in zip(self._tensors, self._values, strict=True)
         ]
-        isolated = Isolated(still, dict(zip(map(id, self._tensors), standing, strict=True)))
+        isolated = dict(zip(map(id, self._tensors), standing, strict=True))
         with generators_kept(), ExitStack() as stack:
             if seed is not None:
                 seed_everything(seed)
@@ -406,8 +406,7 @@ def _warn_of_kept(call: Call, trial: Trial, whole: Result, parts: Result) -> Non
         call.told.update(names)
         log.warning(
             "%s keeps values of the batch in %s: a state that forward keeps is that of the first device's "
-            "part (buffers='average': the mean of all parts); where the loop needs it of the whole batch, "
-            "return it",
+            "part (buffers='average': the mean of all parts); return what the loop needs of the whole batch",
             call.callee.name,
             ", ".join(map(repr, sorted(names))),
         )

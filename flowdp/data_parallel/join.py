@@ -153,9 +153,8 @@ def _same(pieces: Sequence[Any], samples: Sequence[int]) -> Any:
     if is_rows and all(is_cut(piece, count) for piece, count in zip(pieces, samples, strict=True)):
         return concatenated(pieces)
     if not all(is_same(piece, first) for piece in pieces[1:]):
-        shown = ", ".join("a tensor" if isinstance(piece, Tensor) else repr(piece) for piece in pieces)
         raise _Unjoinable(
-            f"it is no tensor, and differs between the devices: {f'[{shown}]':.200}; return tensors, or "
+            f"it is no tensor, and differs between the devices: {list(pieces)!r:.200}; return tensors, or "
             "lists and arrays with one entry for each sample, in tuples, lists, dicts or dataclasses"
         )
     return first

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,31 +33,21 @@ from flowdp.device.draws import NoRedraws, OwnDraws, SeededCalls, draw_seed, sha
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.device.torch_modes import caller_modes, unhooked
+from flowdp.modules.constant_draws import still
 from flowdp.modules.shallow import ShallowReplicas
 from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.recheck import Recheck
 from flowdp.threads.crew import Crew
 
-__all__ = ["Isolated", "Modes", "Replicas"]
+__all__ = ["Modes", "Replicas", "StandIns"]
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 Modes = Callable[[], AbstractContextManager[None]]
 
-
-@dataclass(frozen=True, slots=True)
-class Isolated:
-    """A run that leaves no trace in attributes, containers and tensors of the module.
-
-    Attributes:
-        prepare: Called with each replica before it runs.
-        instead: Tensors that stand for the module's own, by the identity of those; those that require grad
-            are leaves.
-    """
-
-    prepare: Callable[[nn.Module], None]
-    instead: Mapping[int, Tensor]
+StandIns = Mapping[int, Tensor]
+"""Tensors that stand for a module's own, by the identity of those; those that require grad are leaves."""
 
 
 class Replicas:
@@ -139,23 +128,24 @@ class Replicas:
         """The tensors of the module that require grad, as they are on a rank since `follow`."""
         return self._tensors[rank]
 
-    def wanted(self, isolated: Isolated | None = None) -> list[Tensor]:
+    def wanted(self, isolated: StandIns | None = None) -> list[Tensor]:
         """The tensors of the module that require grad, or those that stand for them in an isolated run."""
-        known = {} if isolated is None else isolated.instead
+        known = isolated or {}
         now = (known.get(id(tensor), tensor) for tensor in (*self.parameters(), *self.buffers()))
         return [tensor for tensor in now if tensor.requires_grad]
 
-    def follow(self, isolated: Isolated | None = None) -> None:
+    def follow(self, isolated: StandIns | None = None) -> None:
         """Renew the replicas: they are like the user's module as it is now.
 
         Args:
-            isolated: Of a run that leaves no trace in the module: the first rank has a replica then, too.
+            isolated: Of a run that leaves no trace in attributes, containers and tensors of the module, and
+                in which nothing is random: the first rank has a replica then, too.
 
         Streams:
             Tensors are sent on the caller's current ones of all devices.
         """
         self._is_isolated = isolated is not None
-        known = {} if isolated is None else isolated.instead
+        known = isolated or {}
         own = self.parameters()
         count = len(own)
         own += self.buffers()
@@ -178,7 +168,7 @@ class Replicas:
             instead = dict(zip(map(id, own), column, strict=True))
             module = self._shallow.renew(rank, instead, partial(self._copy, self.devices[rank]))
             if isolated is not None:
-                isolated.prepare(module)
+                still(module)
             modules[rank:] = [module]
         self.modules = tuple(modules)
 
