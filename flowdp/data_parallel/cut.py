@@ -163,7 +163,7 @@ class Arguments:
         return tuple(rows.pop(place) for place in range(len(self._call[0]))), rows
 
     def _cut_dim(self, leaf: Any, dim: int | None) -> int | None:
-        """The dim along which a leaf is cut; None where it goes whole, or `check` refuses it."""
+        """The dim along which a leaf is cut; None where it goes whole."""
         is_strided = isinstance(leaf, Tensor) and leaf.layout is torch.strided
         is_rows = is_strided or isinstance(leaf, np.ndarray) or column(leaf)
         return dim if is_rows and dim is not None and is_cut(leaf, self.samples, dim) else None
