@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,28 +26,22 @@ __all__ = [
     "check_loss",
     "check_model",
     "check_optimizers",
-    "kept_after_errors",
     "set_epoch",
 ]
 
 OptimizerOption = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Any] | None
 
 
-def check_model(model: object, optimizer: object) -> None:
-    """Check that the model is a module of parameters with shapes, some to train where an optimizer is given.
+def check_model(model: object) -> None:
+    """Check that the model is a module of parameters with shapes.
 
     Raises:
-        OptionError: It is no module, is not complete, or has nothing to train.
+        OptionError: It is no module, or is not complete.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory is called first")
     check_plain(model)
     structure(model)  # raises where a tensor has no shape yet
-    if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise OptionError(
-            "the model has no parameter that requires grad: there is nothing to train. Layers in a plain "
-            "list are not found, use nn.ModuleList; give optimizer=None to use the model as it is"
-        )
 
 
 def check_loss(loss_fn: object) -> LossFunction | None:
@@ -104,33 +97,11 @@ def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: 
         check_embeddings(model, "setup", is_shared=True)
 
 
-@contextmanager
-def kept_after_errors(model: nn.Module) -> Iterator[None]:
-    """Take a model's moves to other devices and modes back if the context ends by an error."""
-    modes = [(part, part.training) for part in model.modules()]
-    tables: list[dict[str, Any]] = [
-        table for part in model.modules() for table in (part._parameters, part._buffers)
-    ]
-    entries = [dict(table) for table in tables]
-    leaves = [one for tensor in model.parameters() for one in (tensor, tensor.grad) if one is not None]
-    data = [one.data for one in leaves]
-    try:
-        yield
-    except BaseException:
-        for part, mode in modes:
-            part.training = mode
-        for table, before in zip(tables, entries, strict=True):
-            table.update(before)
-        for one, memory in zip(leaves, data, strict=True):
-            one.data = memory
-        raise
-
-
 def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:
     """The optimizers given, or made by a factory; () for None.
 
     Raises:
-        OptionError: They are no optimizers, or belong to another model.
+        OptionError: They are no optimizers.
     """
     if option is None:
         return ()
@@ -138,16 +109,9 @@ def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimiz
     if not isinstance(option, (Optimizer, Sequence)) and callable(option):
         made = option([parameter for parameter in model.parameters() if parameter.requires_grad])
     optimizers = tuple(made) if isinstance(made, Sequence) else (made,)
-    if not optimizers:
-        raise OptionError("optimizer must name at least one optimizer, or be None")
-    own = set(model.parameters())
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {optimizer!r}")
-        if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise OptionError(
-                "the optimizer holds no parameter of the model; make it from model.parameters()"
-            )
     return optimizers
 
 

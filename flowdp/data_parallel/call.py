@@ -13,23 +13,22 @@ gradients that came in, and whose own backward is one more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.gradient_sum import Gradients, added, has_hooks
+from flowdp.collective.gradient_sum import Gradients, has_hooks
 from flowdp.data.trees import flatten, tensors_of, unflatten
 from flowdp.data_parallel.cut import Part
-from flowdp.data_parallel.device_copies import Copying, Packed, Reducing
-from flowdp.data_parallel.replicas import Isolated, Replicas
+from flowdp.data_parallel.device_copies import Copying, Packed
+from flowdp.data_parallel.replicas import Modes, Replicas, StandIns
 from flowdp.device.copies import move
 from flowdp.errors import FlowdpError
-from flowdp.modules.shallow import CONTAINERS, SHARED
+from flowdp.modules.shallow import SHARED
 
 __all__ = ["Around", "Graphs", "Run", "call_parts"]
 
@@ -44,7 +43,7 @@ def call_parts(
     parts: Sequence[Part],
     run: Run,
     *,
-    isolated: Isolated | None = None,
+    isolated: StandIns | None = None,
     guards: bool = False,
     around: Around | None = None,
 ) -> list[Any]:
@@ -54,16 +53,13 @@ def call_parts(
         replicas: The modules.
         parts: In the order of the outputs. A rank does its own one after another.
         run: Calls a module.
-        isolated: Prepares replicas whose forwards leave no trace; see `Replicas.follow`.
+        isolated: Of a run that leaves no trace; see `Replicas.follow`.
         guards: Whether a backward through a tensor that the first device's forward leaves in an attribute is
             an error.
         around: Makes a context for the work of each rank, in forward and backward.
 
     Returns:
         The return value for each part, its tensors on the first device and in the caller's graph.
-
-    Raises:
-        FlowdpError: The module wrote to an argument that cannot be written to.
 
     Streams:
         As `Replicas.each`, in forward and in backward.
@@ -76,32 +72,16 @@ def call_parts(
             leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in wanted}
             stack.enter_context(replicas.standing_in(leaves))
         replicas.follow(isolated)
-        known = [pair for part in replicas.module.modules() for pair in vars(part).items()] if guards else []
-        before = {id(tensor) for pair in known for tensor in _graph_tensors(*pair)}
         given = [
-            part.replaced(
-                [
-                    _begin(*pair, replicas.devices[part.rank])
-                    for pair in zip(part.tensors, part.is_cut, strict=True)
-                ]
-            )
+            part.replaced([_begin(one, replicas.devices[part.rank]) for one in part.tensors])
             for part in parts
         ]
-        writes = _Writes(parts, given)
-        containers = [_contents(part) for part in given] if guards else []
         graphs = _graphs(replicas, given, around)
         inputs = [*wanted, *(t for part in parts for t in part.tensors if t.requires_grad and has_graph)]
         outputs: list[tuple[list[Any], Any]] = [([], None)] * len(parts)
-        forward = partial(_forward, replicas, given, run, outputs)
-        made = graphs.run(forward, inputs)
-    graphs.watched = writes.settle()
-    if has_graph:
-        replicas.check_flags()
-    if guards:
-        replicas.check_parts()
-        _check_containers(containers, given, outputs)
-        if has_graph:
-            _guard(replicas.module, before)
+        made = graphs.run(partial(_forward, replicas, given, run, outputs), inputs)
+    if guards and has_graph:
+        _guard(replicas.module)
     rest = [iter(own) for own in made]
     return [
         unflatten([next(rest[part.rank]) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
@@ -114,16 +94,11 @@ def _graphs(replicas: Replicas, parts: Sequence[Part], around: Around | None) ->
     ranks = range(len(replicas.modules))
     busy = [any(part.rank == rank for part in parts) for rank in ranks]
     shared = len(replicas.trained()) if torch.is_grad_enabled() else 0
-    leaves = [replicas.trained(rank)[:shared] if busy[rank] else [] for rank in ranks]
-    places = [list(range(len(own))) for own in leaves]
-    number = shared
-    for part in parts:
-        for tensor in part.tensors:
-            if tensor.requires_grad:
-                leaves[part.rank].append(tensor)
-                places[part.rank].append(number)
-                number += 1
-    return Graphs(replicas, leaves, places, busy, shared, around)
+    ends = [list(enumerate(replicas.trained(rank)[:shared])) if busy[rank] else [] for rank in ranks]
+    asking = [(part.rank, tensor) for part in parts for tensor in part.tensors if tensor.requires_grad]
+    for place, (rank, tensor) in enumerate(asking, shared):
+        ends[rank].append((place, tensor))
+    return Graphs(replicas, ends, busy, shared, around)
 
 
 def _forward(
@@ -136,118 +111,30 @@ def _forward(
     """A rank's forwards; returns the tensors among their outputs, which go to `outputs`."""
     made: list[Tensor] = []
     for place, part in enumerate(parts):
-        if part.rank != rank:
-            continue
-        try:
+        if part.rank == rank:
             outputs[place] = flatten(replicas.call(rank, part.samples, run, part))
-        except RuntimeError as error:
-            if "used in an in-place operation" in str(error):
-                raise FlowdpError(
-                    f"the module wrote to an argument that asks for a gradient; {COPY}"
-                ) from error
-            raise
-        made += [leaf for leaf in outputs[place][0] if isinstance(leaf, Tensor)]
+            made += [leaf for leaf in outputs[place][0] if isinstance(leaf, Tensor)]
     return made
 
 
-COPY = "setup() cannot follow a write to such an argument: let the module write to a copy, argument.clone()"
-
-
-def _begin(tensor: Tensor, is_cut: bool, device: torch.device) -> Tensor:
+def _begin(tensor: Tensor, device: torch.device) -> Tensor:
     """The begin of a device's graph: the memory of a tensor of the caller's, or a copy of it there."""
-    if tensor.requires_grad:
-        return move(tensor.detach(), device).requires_grad_(torch.is_grad_enabled())
-    # With a count of writes of its own: those of another device to its part do not matter to this one.
-    return move(tensor.data if is_cut else tensor, device)
-
-
-class _Writes:
-    """A look at what modules write to their arguments.
-
-    Args:
-        parts: Arguments in the caller's memory, part by part.
-        given: The same on the devices.
-    """
-
-    def __init__(self, parts: Sequence[Part], given: Sequence[Part]) -> None:
-        counts: dict[int, int] = {}
-        for part in parts:
-            for tensor in part.tensors:
-                counts[id(tensor)] = counts.get(id(tensor), 0) + 1
-        self._seen = [
-            (tensor, piece, piece._version, counts[id(tensor)] > 1)
-            for part, own in zip(parts, given, strict=True)
-            for tensor, piece in zip(part.tensors, own.tensors, strict=True)
-            if not piece.is_inference()
-        ]
-
-    def settle(self) -> list[tuple[Tensor, int, Tensor]]:
-        """Count the writes as the caller's tensors', and bring those to copies back.
-
-        Returns:
-            The caller's tensors, torch's counts of writes to them, and what the devices have of them.
-
-        Raises:
-            FlowdpError: A tensor was written to that several devices have, or that asks for a gradient.
-        """
-        written = [one for one in self._seen if one[1]._version != one[2]]
-        for tensor, piece, _, is_shared in written:
-            if is_shared or piece.requires_grad:
-                why = "goes whole to several devices" if is_shared else "asks for a gradient"
-                raise FlowdpError(
-                    f"the module wrote to an argument of shape {tuple(tensor.shape)} that {why}; {COPY}"
-                )
-            if piece.device != tensor.device:
-                with torch.no_grad():
-                    tensor.copy_(piece, non_blocking=True)
-            elif piece is not tensor:
-                torch.autograd.graph.increment_version([tensor])
-        return [(tensor, tensor._version, piece) for tensor, piece, *_ in self._seen]
-
-
-def _contents(part: Part) -> tuple[list[Any], list[Any]]:
-    """The leaves and the forms of a part's arguments."""
-    flat = [flatten(value) for value in (*part.args, *part.kwargs.values())]
-    return [leaf for leaves, _ in flat for leaf in leaves], [form for _, form in flat]
-
-
-def _check_containers(
-    before: Sequence[tuple[list[Any], Any]], parts: Sequence[Part], outputs: Sequence[tuple[list[Any], Any]]
-) -> None:
-    """Check that the module has left the containers among its arguments as they were, or returns what is new.
-
-    Raises:
-        FlowdpError: It has not: each device has others than the caller.
-    """
-    for (known, known_form), part, (returned, _) in zip(before, parts, outputs, strict=True):
-        leaves, form = _contents(part)
-        new = set(map(id, leaves)).difference(map(id, known))
-        is_changed = form != known_form or any(map(is_not, leaves, known))
-        if is_changed and not (new and new.issubset(map(id, returned))):  # as the cache of a language model
-            raise FlowdpError(
-                "the module changed a list, dict or other container among its arguments, and each device "
-                "does so for its part: let it return what it has put there"
-            )
+    if not tensor.requires_grad:
+        return move(tensor, device)
+    return move(tensor.detach(), device).requires_grad_(torch.is_grad_enabled())
 
 
 _walk = threading.local()
 """Has `is_inside` in a thread that walks the graph of a device."""
 
 
-def _guard(module: nn.Module, before: set[int]) -> None:
+def _guard(module: nn.Module) -> None:
     """Refuse walks from outside to tensors that the first device's forward has left in attributes."""
     for name, part in module.named_modules():
         for key, value in vars(part).items():
-            for tensor in _graph_tensors(key, value):
-                if id(tensor) not in before:
+            for tensor in () if key in SHARED else tensors_of(value):
+                if tensor.grad_fn is not None:
                     tensor.register_hook(partial(_refuse, f"{name}.{key}".removeprefix(".")))
-
-
-def _graph_tensors(key: str, value: Any) -> list[Tensor]:
-    """The tensors with a graph in an attribute, or in its list, tuple, dict or set."""
-    if key in SHARED or not isinstance(value, (Tensor, *CONTAINERS)):
-        return []
-    return [tensor for tensor in tensors_of(value) if tensor.grad_fn is not None]
 
 
 def _refuse(name: str, _gradient: Tensor) -> None:
@@ -295,62 +182,55 @@ def _asked(edges: Sequence[tuple[Any, int]]) -> list[bool]:
 Job = Callable[[int], list[Tensor]]
 """Makes the outputs of a rank, in its thread."""
 
+Ends = list[tuple[int, Tensor]]
+"""Tensors at the begin of a rank's graph, each behind the number of the node's input that it stands for."""
+
 
 class Graphs:
     """The graphs of the devices between inputs and outputs of a node.
 
     Args:
         replicas: Runs the ranks.
-        leaves: Tensors at the begin of each rank's graph; those of a rank without work are empty.
-        places: The input that each of them stands for.
+        ends: Of each rank; those of a rank without work are empty.
         busy: Flag per rank: it has work.
         shared: Number of inputs that all ranks have, the first ones; their gradients are summed.
         around: Makes a context for the work of each rank.
+        walks: Whether making the outputs walks other graphs.
 
     Attributes:
         home: The first device, which has the outputs.
-        watched: Tensors of the caller's, torch's counts of writes to them, and tensors in the same memory
-            that the graphs may have saved.
     """
 
     def __init__(
         self,
         replicas: Replicas,
-        leaves: Sequence[Sequence[Tensor]],
-        places: Sequence[Sequence[int]],
+        ends: Sequence[Ends],
         busy: Sequence[bool],
         shared: int,
         around: Around | None,
+        *,
+        walks: bool = False,
     ) -> None:
         self._replicas = replicas
-        self._leaves = [list(own) for own in leaves]
-        self._places = [list(own) for own in places]
-        self._busy = list(busy)
+        self._ends = ends
+        self._busy = busy
         self._shared = shared
         self._around = around
+        self._walks = walks
         self._modes = replicas.modes()  # inside a node, autograd has switched gradients off
         self.home = replicas.devices[0]
         self._homes: list[torch.device] = []
-        self._walks = False
         self._counts: list[int] = []
         self._outputs: list[list[Tensor]] | None = None
-        self._is_shared = False  # with graphs of its gradients
-        self.watched: list[tuple[Tensor, int, Tensor]] = []
+        self._is_kept = walks  # for graphs of its gradients, which lead through it
 
     @property
-    def ends(self) -> list[Any]:
+    def last(self) -> list[Any]:
         """The last nodes of the graphs."""
         return [one.grad_fn for own in self._outputs or () for one in own if one.grad_fn is not None]
 
-    def run(self, forward: Job, inputs: Sequence[Tensor], *, walks: bool = False) -> list[list[Tensor]]:
-        """The outputs of each rank, in the caller's graph.
-
-        Args:
-            forward: Makes them.
-            inputs: Inputs of the node.
-            walks: Whether it walks other graphs.
-        """
-        self._walks = walks
+    def run(self, forward: Job, inputs: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The outputs of each rank, as `forward` makes them, in the caller's graph."""
         self._homes = [tensor.device for tensor in inputs]
         if inputs:
             made: Sequence[Tensor] = _Node.apply(self, forward, *inputs)  # type: ignore[no-untyped-call]
@@ -361,11 +241,7 @@ class Graphs:
 
     def make(self, forward: Job) -> list[Tensor]:
         """The outputs of all ranks, each in the graph of its device."""
-        jobs = self._jobs(forward)
-        found = self._replicas.each(
-            jobs, self._modes, self._parts, draws=not self._walks, walks=self._walks, around=self._around
-        )
-        outputs = [own or [] for own in found]
+        outputs = [own or [] for own in self._each(forward, self._modes, walks=self._walks)]
         self._counts = [len(own) for own in outputs]
         if any(tensor.requires_grad for own in outputs for tensor in own):
             self._outputs = outputs
@@ -377,69 +253,54 @@ class Graphs:
         with self._turn():
             seeds = self._seeds(gradients)
             is_whole = all(self._busy) and any(asked[: self._shared])
-            carrier = replicas.carrier(self._leaves[0][: self._shared], is_whole=is_whole)
-            written = [own for tensor, version, own in self.watched if tensor._version != version]
-            torch.autograd.graph.increment_version(written)  # so that torch finds them in the graphs
-            walk = partial(self._walked, seeds, asked, keep or self._is_shared, carrier)
-            found = replicas.each(
-                self._jobs(walk), None, self._parts, draws=False, walks=True, around=self._around
-            )
+            shared = [leaf for _, leaf in self._ends[0][: self._shared]]
+            carrier = replicas.carrier(shared, is_whole=is_whole)
+            walk = partial(self._walked, seeds, asked, keep or self._is_kept, carrier)
+            found = [answer for answer in self._each(walk, None, walks=True) if answer is not None]
             if not keep:  # the copies of parameters go, too
-                self._outputs, self._leaves, self.watched = None, [], []
+                self._outputs, self._ends = None, []
             with replicas.summing.running():
-                summed = carrier.sum([answer[0] for answer in found if answer is not None])
-        total: Gradients = [*summed, *[None] * (len(asked) - len(summed))]
-        for answer in found:
-            for place, gradient in answer[1] if answer is not None else ():
-                if gradient is not None:
-                    own, known = move(gradient, self._homes[place]), total[place]
-                    total[place] = own if known is None else known + own  # ranks may have one seed in common
-        return total
+                summed = carrier.sum([packed for packed, _ in found])
+        total = [*summed, *[None] * (len(asked) - len(summed))]
+        return self._added(total, [pair for _, own in found for pair in own.items()])
 
     def differentiate(
         self, gradients: Sequence[Tensor | None], asked: Sequence[bool], inputs: Sequence[Tensor]
     ) -> Gradients:
         """The gradients of the inputs, by one more node."""
         with self._turn():
-            return self._differentiate(gradients, asked, inputs)
+            self._is_kept = True
+            seeds = self._seeds(gradients)
+            more = {id(one): one for own in seeds for one in own if one is not None and one.requires_grad}
+            numbers = {key: len(inputs) + place for place, key in enumerate(more)}
+            ends, bare = [list(own) for own in self._ends], []
+            for rank, own in enumerate(seeds):
+                device = self._replicas.devices[rank]
+                bare.append([None if one is None else _begin(one, device) for one in own])
+                known = [(numbers.get(id(one)), leaf) for one, leaf in zip(own, bare[-1], strict=True)]
+                ends[rank] += [
+                    (place, leaf) for place, leaf in known if place is not None and leaf is not None
+                ]
+            graphs = Graphs(self._replicas, ends, self._busy, self._shared, self._around, walks=True)
+            places: dict[int, list[int]] = {}
 
-    def _differentiate(
-        self, gradients: Sequence[Tensor | None], asked: Sequence[bool], inputs: Sequence[Tensor]
-    ) -> Gradients:
-        self._is_shared = True
-        seeds = self._seeds(gradients)
-        bare = [
-            [None if one is None else _begin(one, False, device) for one in own]
-            for own, device in zip(seeds, self._replicas.devices, strict=True)
-        ]
-        more = [one for own in seeds for one in own if one is not None and one.requires_grad]
-        numbers = {id(one): len(inputs) + k for k, one in enumerate(more)}
-        leaves, places = [], []
-        for rank, own in enumerate(seeds):
-            pairs = [
-                (leaf, numbers[id(one)])
-                for one, leaf in zip(own, bare[rank], strict=True)
-                if one is not None and leaf is not None and leaf.requires_grad
-            ]
-            leaves.append([*self._leaves[rank], *(leaf for leaf, _ in pairs)])
-            places.append([*self._places[rank], *(place for _, place in pairs)])
-        graphs = Graphs(self._replicas, leaves, places, self._busy, self._shared, self._around)
-        graphs._is_shared = True  # it leads through this one
-        has: dict[int, list[int]] = {}
+            def forward(rank: int) -> list[Tensor]:
+                known = self._walk(rank, bare, asked, keep=True).items()
+                found = {place: gradient for place, gradient in known if gradient is not None}
+                places[rank] = list(found)
+                return list(found.values())
 
-        def forward(rank: int) -> list[Tensor]:
-            found = self._walk(rank, bare, asked, keep=True)
-            has[rank] = [place for place, one in found if one is not None]
-            return [one for _, one in found if one is not None]
+            made = graphs.run(forward, [*inputs, *more.values()])
+        pairs = [pair for rank in places for pair in zip(places[rank], made[rank], strict=True)]
+        return self._added([None] * len(inputs), pairs)
 
-        made = graphs.run(forward, [*inputs, *more], walks=True)
-        columns: list[Gradients] = []
-        for rank, outputs in enumerate(made):
-            column: Gradients = [None] * len(inputs)
-            for place, gradient in zip(has.get(rank, ()), outputs, strict=True):
-                column[place] = move(gradient, self._homes[place])
-            columns.append(column)
-        return added(columns)
+    def _added(self, total: Gradients, found: Iterable[tuple[int, Tensor | None]]) -> Gradients:
+        """The gradients of inputs, with those that were found for some of them, in order."""
+        for place, gradient in found:
+            if gradient is not None:
+                own, known = move(gradient, self._homes[place]), total[place]
+                total[place] = own if known is None else known + own
+        return total
 
     def _turn(self) -> AbstractContextManager[object]:
         """The turn of a backward; its caller has it in a comparison, and torch may walk in another thread."""
@@ -457,17 +318,17 @@ class Graphs:
 
     def _walk(
         self, rank: int, seeds: Sequence[Sequence[Tensor | None]], asked: Sequence[bool], *, keep: bool
-    ) -> list[tuple[int, Tensor | None]]:
-        """Gradients of a rank's leaves that are asked for, with the inputs for which they stand."""
+    ) -> dict[int, Tensor | None]:
+        """Gradients of a rank's leaves that are asked for, by the numbers of the inputs they stand for."""
         assert self._outputs is not None
         pairs = zip(self._outputs[rank], seeds[rank], strict=True)
         roots = [(one, seed) for one, seed in pairs if seed is not None and one.requires_grad]
-        known = zip(self._places[rank], self._leaves[rank], strict=True)
         # Torch gives none to a leaf that has been frozen since.
-        ends = [(place, leaf) for place, leaf in known if asked[place] and leaf.requires_grad]
+        ends = [(place, leaf) for place, leaf in self._ends[rank] if asked[place] and leaf.requires_grad]
         if not roots or not ends:
-            return []
-        with _walking():
+            return {}
+        _walk.is_inside = True
+        try:
             found = torch.autograd.grad(
                 [one for one, _ in roots],
                 [leaf for _, leaf in ends],
@@ -476,45 +337,24 @@ class Graphs:
                 create_graph=torch.is_grad_enabled(),
                 allow_unused=True,
             )
-        return [(place, one) for (place, _), one in zip(ends, found, strict=True)]
+        finally:
+            _walk.is_inside = False
+        return dict(zip([place for place, _ in ends], found, strict=True))
 
     def _walked(
         self,
         seeds: Sequence[Sequence[Tensor | None]],
         asked: Sequence[bool],
         keep: bool,
-        carrier: Copying | Reducing,
+        carrier: Copying,
         rank: int,
-    ) -> tuple[Packed, list[tuple[int, Tensor | None]]]:
+    ) -> tuple[Packed, dict[int, Tensor | None]]:
         """A rank's walk: the gradients of shared inputs on their way to the first device, and the others."""
         found = self._walk(rank, seeds, asked, keep=keep)
-        shared: Gradients = [None] * self._shared
-        for place, gradient in found:
-            if place < self._shared:
-                shared[place] = gradient
-        packed = carrier.pack(shared, self._replicas.devices[rank])
-        return packed, [(place, one) for place, one in found if place >= self._shared]
+        shared = [found.pop(place, None) for place in range(self._shared)]
+        return carrier.pack(shared, self._replicas.devices[rank]), found
 
-    @property
-    def _parts(self) -> list[list[None]]:
-        return [[None] if is_busy else [] for is_busy in self._busy]
-
-    def _jobs(self, do: Callable[[int], Any]) -> list[Callable[[], Any] | None]:
-        return [partial(do, rank) if is_busy else None for rank, is_busy in enumerate(self._busy)]
-
-
-@contextmanager
-def _walking() -> Iterator[None]:
-    """Context of a walk through a device's graph, with a remedy for an error."""
-    _walk.is_inside = True
-    try:
-        yield
-    except RuntimeError as error:
-        if "use_reentrant=True" in str(error):
-            raise FlowdpError(
-                "torch.utils.checkpoint inside a model of setup() needs use_reentrant=False: with True it "
-                "starts a backward of its own, which cannot be told where to end"
-            ) from None
-        raise
-    finally:
-        _walk.is_inside = False
+    def _each(self, do: Callable[[int], Any], modes: Modes | None, *, walks: bool) -> list[Any]:
+        """The results of the ranks that have work."""
+        jobs = [partial(do, rank) if is_busy else None for rank, is_busy in enumerate(self._busy)]
+        return self._replicas.each(jobs, modes, walks=walks, around=self._around)

@@ -27,7 +27,7 @@ class Schedule:
 
     Attributes:
         callee: The function.
-        told: Names that the log has had.
+        told: What the log has had.
         is_alone: Whether it gives the right result in the calling thread alone.
     """
 
@@ -37,35 +37,23 @@ class Schedule:
         self.is_alone = False
         self._calls: dict[Hashable, Recheck] = {}
         self._last: dict[Hashable, Hashable] = {}  # form of the last outputs, by what was known before
-        self._left_out: set[Hashable] = set()
-        # Left out as soon as a call passes: it may be the call that is wrong.
-        self._refused: set[Hashable] = set()
 
     def is_due(self, before: Hashable) -> bool:
         """Whether a call is to be compared, should its outputs have the form of the last."""
-        return before not in self._left_out and self._is_due(before, self._last.get(before))
+        return self._calls.get(self._key(before), Recheck()).is_due
 
     def is_due_after(self, before: Hashable, outputs: Hashable) -> bool:
         """Whether it is to be compared now that the form of its outputs is known, and is another one."""
         is_other = before in self._last and self._last[before] != outputs
         self._last[before] = outputs
-        return is_other and before not in self._left_out and self._is_due(before, outputs)
+        return is_other and self.is_due(before)
 
     def passed(self, before: Hashable) -> None:
         """Count the call: it went well, compared or not."""
-        if before in self._refused:
-            self._left_out.add(before)
-        self._calls.setdefault(self._key(before, self._last[before]), Recheck()).passed()
+        self._calls.setdefault(self._key(before), Recheck()).passed()
 
-    def leave_out(self, before: Hashable) -> None:
-        """Compare no more such calls once one has passed: they cannot be."""
-        self._refused.add(before)
-
-    def _is_due(self, before: Hashable, outputs: Hashable) -> bool:
-        return self._calls.get(self._key(before, outputs), Recheck()).is_due
-
-    def _key(self, before: Hashable, outputs: Hashable) -> Hashable:
-        key = before, outputs
+    def _key(self, before: Hashable) -> Hashable:
+        key = before, self._last.get(before)
         return key if key in self._calls or len(self._calls) < MOST_FORMS else None
 
 

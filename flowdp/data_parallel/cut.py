@@ -7,7 +7,7 @@ any other views.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import Any
@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowdp.data.trees import Uncuttable, column, cut, described, flatten, is_cut, is_size, unflatten, walk
+from flowdp.data.trees import column, cut, described, flatten, is_cut, is_size, unflatten, walk
 from flowdp.data_parallel.join import join
-from flowdp.data_parallel.layout import Call, Callee, KeyPath, Layout, WeightFunction
-from flowdp.errors import FlowdpError
+from flowdp.data_parallel.layout import Call, Callee, Layout, WeightFunction
 
 __all__ = ["Arguments", "Part"]
 
@@ -31,24 +30,21 @@ class Part:
         call: Positional and named arguments.
         rank: Rank of the device.
         samples: Samples of the part; 0 where nothing is cut.
-        callers: Identities of the caller's tensors.
 
     Attributes:
         args: Positional arguments.
         kwargs: Arguments by name.
         tensors: The tensors among the arguments, in order. Their number is the same in all parts of a call,
             unless the user's `split` made them, or they are entries of lists.
-        is_cut: Flag per tensor: a view of some rows, or made by the user's `split`; else the caller's own.
         weights: Weights of the part by the functions in `reduce`.
     """
 
-    def __init__(self, call: Call, rank: int, samples: int, callers: Container[int]) -> None:
+    def __init__(self, call: Call, rank: int, samples: int) -> None:
         self.args, self.kwargs = call
         self.rank = rank
         self.samples = samples
         self._leaves, self._form = flatten(call)
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.is_cut = [id(tensor) not in callers for tensor in self.tensors]
         self.weights: dict[WeightFunction, Tensor] = {}
 
     def replaced(self, tensors: Sequence[Tensor]) -> Part:
@@ -86,7 +82,7 @@ class Arguments:
         dims = {key: layout.argument_dim(key, name) for key, name in self._names.items()}
         self._dims = {key: dim for key, dim in dims.items() if dim is not None}
         self.samples, self.dim = _length(self._values, self._dims)
-        self._lists = _lists(self._values, self._dims, None if callee.has_entries else self.samples)
+        self._lists = _lists(self._values, self._dims, has_entries=callee.has_entries)
         if self._lists:
             callee.has_entries = True
             self.samples, self.dim = len(self._values[self._lists[0]]), 0
@@ -96,7 +92,6 @@ class Arguments:
             None if self._lists else self._cut_dim(leaf, self._dims.get(path[0]))
             for path, leaf in zip(self._paths, self._leaves, strict=True)
         ]
-        self._own = {id(leaf) for leaf in self._leaves}
 
     @property
     def named(self) -> list[tuple[str | int, Any]]:
@@ -104,38 +99,11 @@ class Arguments:
         return list(zip(self._names.values(), self._values.values(), strict=True))
 
     @property
-    def cut_paths(self) -> list[KeyPath]:
-        """The path to each leaf that is cut, from the name of its argument."""
-        cuts = zip(self._paths, self._cuts, strict=True)
-        paths = [path for path, dim in cuts if dim is not None] or [(key,) for key in self._lists]
-        return [(self._names[key], *inside) for key, *inside in paths]
-
-    @property
     def pattern(self) -> Hashable:
         """The names of the arguments, and which leaves are cut: with another one a call has another form."""
-        return frozenset(self._names.values()), frozenset(self.cut_paths)
-
-    @property
-    def has_iterator(self) -> bool:
-        """Whether an iterator is among them, which gives each item once."""
-        return any(isinstance(leaf, Iterator) for leaf in self._leaves)
-
-    def check(self) -> None:
-        """Check that the batch can be cut.
-
-        Raises:
-            FlowdpError: An argument holds samples, and cannot be cut.
-        """
-        if self._lists or self._layout.split is not None:
-            return
-        for path, leaf, own in zip(self._paths, self._leaves, self._cuts, strict=True):
-            dim = self._dims.get(path[0])
-            try:
-                is_long = dim is not None and is_cut(leaf, self.samples, dim)
-            except Uncuttable as why:
-                raise FlowdpError(f"argument {_shown(path)}: {why}") from None
-            if is_long and own is None:
-                raise FlowdpError(self._sparse(self._names[path[0]], path[1:]))
+        cuts = zip(self._paths, self._cuts, strict=True)
+        paths = [(self._names[path[0]], *path[1:]) for path, dim in cuts if dim is not None]
+        return frozenset(self._names.values()), frozenset(paths), len(self._lists)
 
     def whole(self, rank: int = 0) -> Part:
         """All arguments, as one part."""
@@ -151,7 +119,7 @@ class Arguments:
         if len(own) < 2:
             return [self.whole(next(iter(own), 0))]
         if self._layout.split is not None:
-            calls = self._layout.apart(*self._call, tuple(own.values()))
+            calls = self._layout.split(*self._call, tuple(own.values()))
         else:
             stops = accumulate(own.values())
             calls = [self._rows(stop - size, size) for stop, size in zip(stops, own.values(), strict=True)]
@@ -164,21 +132,15 @@ class Arguments:
             FlowdpError: They cannot be.
         """
         samples, weights = [part.samples for part in parts], [part.weights for part in parts]
-        return join(outputs, samples, self._layout, self._callee, self.dim, weights)
+        return join(outputs, samples, self._layout, self.dim, weights)
 
     def in_words(self, sizes: Sequence[int]) -> str:
         """The cut in words, for messages."""
         own = [size for size in sizes if size]
         pieces = f"{sum(own)} samples as {' + '.join(map(str, own))}"
-        if self._layout.split is not None:
-            return f"{pieces}, by split"
-        if self._lists:
-            return f"{pieces}, by the entries of its lists"
         for path, leaf, dim in zip(self._paths, self._leaves, self._cuts, strict=True):
-            if dim is not None and isinstance(leaf, Tensor | np.ndarray):
-                name = self._names[path[0]]
-                shown = repr(name) if isinstance(name, str) else f"argument {name}"
-                return f"{pieces}, along dim {dim} of {shown} of shape {tuple(leaf.shape)}"
+            if dim is not None and isinstance(leaf, Tensor):
+                return f"{pieces}, along dim {dim} of {self._names[path[0]]!r} of shape {tuple(leaf.shape)}"
         return pieces
 
     def described(self) -> str:
@@ -188,7 +150,7 @@ class Arguments:
         return f"{words:.1000}" or "no arguments"
 
     def _part(self, call: Call, rank: int, samples: int) -> Part:
-        part = Part(call, rank, samples, self._own)
+        part = Part(call, rank, samples)
         names = self._callee.names(part.args, part.kwargs)
         part.weights = self._layout.weigh(dict(zip(names, (*part.args, *part.kwargs.values()), strict=True)))
         return part
@@ -201,26 +163,13 @@ class Arguments:
         return tuple(rows.pop(place) for place in range(len(self._call[0]))), rows
 
     def _cut_dim(self, leaf: Any, dim: int | None) -> int | None:
-        """The dim along which a leaf is cut; None where it goes whole, or `check` refuses it."""
+        """The dim along which a leaf is cut; None where it goes whole."""
         is_strided = isinstance(leaf, Tensor) and leaf.layout is torch.strided
         is_rows = is_strided or isinstance(leaf, np.ndarray) or column(leaf)
         return dim if is_rows and dim is not None and is_cut(leaf, self.samples, dim) else None
 
-    def _sparse(self, name: str | int, inside: KeyPath) -> str:
-        """A sparse tensor as long as the batch, and what to do about it, in words."""
-        advice = "give it as an argument of its own, or cut the call by split="
-        if not inside:
-            names = self._callee.parameters or self._callee.positional
-            advice = f"say dim={self._layout.dims_with(names, {name: None})!r} in setup()"
-        return (
-            f"{self._callee.name}: argument {_shown((name, *inside))} is a sparse tensor as long as the "
-            f"batch ({self.samples}), and cannot be cut: if it is no part of the batch, {advice}, and it "
-            "goes whole to every device; a batch that is one graph cannot be cut at all: call the bare "
-            "module (dp.module), on one device"
-        )
 
-
-def _shown(path: KeyPath) -> str:
+def _shown(path: tuple[Any, ...]) -> str:
     """The path to a leaf, for a message: `'x'['ids']`."""
     return repr(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
 
@@ -241,19 +190,16 @@ def _length(values: Mapping[Any, Any], dims: Mapping[Any, int]) -> tuple[int | N
     return None, 0
 
 
-def _lists(values: Mapping[Any, Any], dims: Mapping[Any, int], samples: int | None) -> list[Any]:
-    """The arguments that are lists with an entry for each sample, where the batch is in lists alone.
+def _lists(values: Mapping[Any, Any], dims: Mapping[Any, int], *, has_entries: bool) -> list[Any]:
+    """The arguments that are lists with an entry for each sample, as of a detection model.
 
-    Two lists of one length, one of them of records that hold tensors of other lengths than the first tensor
-    (`samples`): those could not be cut. Without `samples`, lists are known to have an entry for each sample.
+    Where the batch is in lists of one length alone, tensors in one and records in another; or, if lists are
+    known to have an entry for each sample (`has_entries`), in any.
     """
     lists = [values[key] for key in dims if any(isinstance(leaf, Tensor) for leaf in walk(values[key]))]
     if any(dims.values()) or not all(map(column, lists)) or len(set(map(len, lists))) != 1:
         return []
-    records = [one for one in lists if not any(isinstance(entry, Tensor) or column(entry) for entry in one)]
-    tensors = [leaf for leaf in walk(records) if isinstance(leaf, Tensor)]
-    is_unlike = len(lists) > 1 and any(leaf.dim() == 0 or len(leaf) != samples for leaf in tensors)
-    if samples is not None and not is_unlike:
+    if not has_entries and {isinstance(one[0], Mapping) for one in lists} != {True, False}:
         return []
     columns = [key for key in dims if column(values[key]) and not is_size(values[key])]
     return [key for key in columns if len(values[key]) == len(lists[0])]

@@ -58,7 +58,7 @@ class Copying:
         return add_up([one.rest for one in ranks])
 
 
-class Reducing:
+class Reducing(Copying):
     """Sums gradients over NCCL: each rank puts its own into rows, which are reduced in place.
 
     Args:
@@ -68,9 +68,9 @@ class Reducing:
     """
 
     def __init__(self, loop: NcclLoop, tensors: Sequence[Tensor], home: torch.device) -> None:
+        super().__init__(home)
         self._loop = loop
         self._rows = PackedRows(tensors, SUMMED)
-        self._home = home
 
     def pack(self, gradients: Gradients, device: torch.device) -> Packed:
         """Put a rank's gradients into rows, on its device's current stream."""
@@ -141,7 +141,7 @@ class DeviceCopies:
             for lane, column in zip(self._lanes[1:], sent, strict=True)
         ]
 
-    def carrier(self, tensors: Sequence[Tensor], *, is_whole: bool) -> Copying | Reducing:
+    def carrier(self, tensors: Sequence[Tensor], *, is_whole: bool) -> Copying:
         """The transfer of the gradients of tensors; `is_whole`: all ranks give some, which NCCL needs."""
         home = self._lanes[0].device
         if self._loop is None or not is_whole:

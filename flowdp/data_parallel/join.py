@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from flowdp.data.trees import column, concatenated, flatten, is_cut, is_same, unflatten
-from flowdp.data_parallel.layout import RETURN, Callee, Layout, Reduction, WeightFunction, output_name
+from flowdp.data_parallel.layout import Layout, Reduction, WeightFunction
 from flowdp.errors import FlowdpError
 
 __all__ = ["join", "output_form"]
@@ -43,7 +42,6 @@ def join(
     trees: Sequence[Any],
     samples: Sequence[int],
     layout: Layout,
-    callee: Callee | None = None,
     dim: int = 0,
     weights: Weights = (),
 ) -> Any:
@@ -57,7 +55,6 @@ def join(
         trees: Return values, in the order of the samples. Their tensors are on one device.
         samples: Samples of each part.
         layout: Layout of the outputs.
-        callee: Function that returned them, for messages.
         dim: Batch dimension of the first argument that was cut.
         weights: Weights of each part by the functions in `reduce`.
 
@@ -80,27 +77,24 @@ def join(
             if not all(isinstance(piece, Tensor) for piece in pieces):
                 joined.append(_same(pieces, samples))
             elif any(piece.dim() for piece in pieces):
-                joined.append(_rows(pieces, samples, layout.output_dim(path, dim), output_name(path)))
+                joined.append(_rows(pieces, samples, layout.output_dim(path, dim)))
             elif layout.reduction(path) == "sum" and pieces[0].dtype != torch.bool:
                 joined.append(torch.stack(pieces).sum(0, dtype=pieces[0].dtype))
             else:
-                joined.append(_number(pieces, samples, _counts(layout.reduction(path), weights, callee)))
+                joined.append(_number(pieces, samples, _counts(layout.reduction(path), weights)))
         except _Unjoinable as why:
             raise FlowdpError(f"output{name} cannot be gathered: {why}") from None
     return unflatten(joined, form)
 
 
-def _counts(reduction: Reduction, weights: Weights, callee: Callee | None) -> Tensor | None:
+def _counts(reduction: Reduction, weights: Weights) -> Tensor | None:
     """The weight of each part in a mean; None: its samples."""
     if not callable(reduction):
         return None
     own = [part[reduction] for part in weights if reduction in part]
     if not own or len(own) < len(weights):
-        known = "" if callee is None else f"; those of {callee.name} are {list(callee.parameters or ())}"
-        raise _Unjoinable(
-            f"its weight is a function of {', '.join(inspect.signature(reduction).parameters)}, and the call "
-            f"has no such arguments{known}"
-        )
+        names = ", ".join(inspect.signature(reduction).parameters)
+        raise _Unjoinable(f"its weight is a function of {names}, and the call has no such arguments")
     return torch.stack(own)
 
 
@@ -108,22 +102,16 @@ def _number(pieces: Sequence[Tensor], samples: Sequence[int], counts: Tensor | N
     """The mean of one number from each part."""
     first = pieces[0]
     if not (first.is_floating_point() or first.is_complex()):
-        total = "" if first.dtype == torch.bool else ", or say reduce='sum' in setup()"
         raise _Unjoinable(
             f"it is one number of {first.dtype} from each device, of which there is no mean; return a float, "
-            f"or one number for each sample{total}"
+            "or one number for each sample, or say reduce='sum' in setup()"
         )
-    if counts is None:
-        return _mean(pieces, samples)
-    if "cpu" not in (counts.device.type, first.device.type):
+    if counts is not None and "cpu" not in (counts.device.type, first.device.type):
         return _masked_mean(pieces, counts.to(first.device), samples)
     # Nothing to count anywhere: the module's answer to that is the mean, as on one device.
-    return _mean(pieces, counts.tolist() if counts.any() else samples)
-
-
-def _mean(pieces: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
-    """The mean by counts. A part that has nothing to count is left out: it may have divided by 0."""
-    shares = [count / sum(counts) for count in counts]
+    known = samples if counts is None or not counts.any() else counts.tolist()
+    shares = [count / sum(known) for count in known]
+    # A part that has nothing to count is left out: it may have divided by 0.
     return torch.stack([piece * share for piece, share in zip(pieces, shares, strict=True) if share]).sum(0)
 
 
@@ -135,22 +123,14 @@ def _masked_mean(pieces: Sequence[Tensor], counts: Tensor, samples: Sequence[int
     return (numbers * (counts / counts.sum())).sum(0).to(pieces[0].dtype)
 
 
-def _rows(pieces: Sequence[Tensor], samples: Sequence[int], dim: int, key: str) -> Tensor:
+def _rows(pieces: Sequence[Tensor], samples: Sequence[int], dim: int) -> Tensor:
     if _are_rows(pieces, samples, dim):
         return torch.cat(list(pieces), dim)
-    remedy = ""
-    other = next(
-        (own for own in range(max(map(Tensor.dim, pieces))) if _are_rows(pieces, samples, own)), None
-    )
-    if all(piece.numel() == 1 for piece in pieces):
-        remedy = ": return loss.mean() or loss.squeeze()"
-    elif other is not None:
-        option = {RETURN: {key: other} if key else other}
-        remedy = f"; if its samples lie along dim {other}, say dim={option} in setup()"
     raise _Unjoinable(
         f"for {list(samples)} samples the devices returned shapes {[tuple(one.shape) for one in pieces]}; "
-        f"dim {dim} must be the samples' or a multiple of it, and the rest equal, or it must be one number, "
-        f"which is averaged{remedy}"
+        f"dim {dim} must be the samples' or a multiple of it, and the rest equal (another one: "
+        "dim={'return': its number} in setup()), or it must be one number, which is averaged: loss.mean(), "
+        "loss.squeeze()"
     )
 
 
@@ -169,16 +149,12 @@ def _same(pieces: Sequence[Any], samples: Sequence[int]) -> Any:
     first = pieces[0]
     if isinstance(first, torch.device):  # that of a cache, for instance
         return first
-    if isinstance(first, PackedSequence):
-        raise _Unjoinable("it is a PackedSequence; return the padded tensor")
     is_rows = all(isinstance(piece, np.ndarray) for piece in pieces) or all(map(column, pieces))
     if is_rows and all(is_cut(piece, count) for piece, count in zip(pieces, samples, strict=True)):
         return concatenated(pieces)
     if not all(is_same(piece, first) for piece in pieces[1:]):
-        shown = ", ".join("a tensor" if isinstance(piece, Tensor) else repr(piece) for piece in pieces)
         raise _Unjoinable(
-            f"it is no tensor, and differs between the devices: {f'[{shown}]':.200}; return tensors, or "
-            "lists and arrays with one entry for each sample, in tuples, lists, dicts, dataclasses, or "
-            "classes that torch knows as pytrees"
+            f"it is no tensor, and differs between the devices: {list(pieces)!r:.200}; return tensors, or "
+            "lists and arrays with one entry for each sample, in tuples, lists, dicts or dataclasses"
         )
     return first

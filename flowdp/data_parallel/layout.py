@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flowdp.errors import FlowdpError, OptionError
-from flowdp.validators import check_function, check_int
+from flowdp.errors import OptionError
+from flowdp.validators import check_function, check_int, one_of
 
 __all__ = [
     "PLAIN",
@@ -32,7 +32,7 @@ __all__ = [
 KeyPath = tuple[Any, ...]
 """See `Form.key_paths`."""
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[Sequence[Any], dict[str, Any]]
 """(args, kwargs) of a call or a part."""
 
 DimOption = int | Mapping[str | int, Any]
@@ -72,7 +72,6 @@ class Callee:
     Attributes:
         name: For messages.
         positional: Names of the parameters that may be given by position, in order.
-        parameters: Names of all parameters; None: any name goes.
         has_entries: Whether lists among its arguments have been found to have an entry for each sample.
     """
 
@@ -80,15 +79,12 @@ class Callee:
         self.name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
         self.positional: tuple[str, ...] = ()
         self.has_entries = False
-        self.parameters: tuple[str, ...] | None = None
         try:
             parameters = list(inspect.signature(function).parameters.values())[skip:]
         except (TypeError, ValueError):  # a builtin, or a scripted method
             return
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.positional = tuple(p.name for p in parameters if p.kind in by_position)
-        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-            self.parameters = tuple(p.name for p in parameters)
 
     def names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str | int]:
         """A name for each argument of a call: its parameter's, or its position where it has none."""
@@ -126,7 +122,8 @@ class Layout:
         check_function("split", self.split, "(args, kwargs, sizes)")
         check_function("join", self.join, "(outputs, sizes)")
         for name, reduction in _entries("reduce", self.reduce):
-            _check_reduction(name, reduction)
+            if not callable(reduction):
+                one_of(name, reduction, Literal["mean", "sum"])
 
     def check_plain(self) -> None:
         """Check that all options have their defaults, for windows.
@@ -140,21 +137,6 @@ class Layout:
                 "the module in a loop over the loader, or leave them out"
             )
 
-    def checked(self, module: nn.Module) -> Layout:
-        """This layout, after a check that the arguments in `dim` are some of the module's.
-
-        Raises:
-            OptionError: One is not.
-        """
-        known = Callee(module.forward).parameters
-        for name in self.dim if isinstance(self.dim, Mapping) else ():
-            if isinstance(name, str) and name != RETURN and known is not None and name not in known:
-                raise OptionError(
-                    f"dim names {name!r}, and the parameters of {type(module).__name__}.forward are "
-                    f"{list(known)}"
-                )
-        return self
-
     # ------------------------------------------------------------------ arguments
     def argument_dim(self, key: str | int, name: str | int) -> int | None:
         """The dim of an argument, by its position or its parameter's name; None: it goes whole."""
@@ -162,34 +144,6 @@ class Layout:
             return self.dim
         dim: int | None = self.dim.get(key, self.dim.get(name, 0))
         return dim
-
-    def dims_with(self, names: Sequence[str | int], own: Mapping[str | int, int | None]) -> DimOption:
-        """The option `dim` with other dims (`own`) of some arguments, of all those named."""
-        if isinstance(self.dim, Mapping):
-            return {**self.dim, **own}
-        known = {**dict.fromkeys(names, self.dim), RETURN: self.dim} if self.dim else {}
-        return {**known, **own}
-
-    def apart(self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: tuple[int, ...]) -> list[Call]:
-        """The calls that the user's `split` makes of one.
-
-        Raises:
-            FlowdpError: It returned something else than one (args, kwargs) for each part.
-        """
-        assert self.split is not None
-        made = list(self.split(args, kwargs, sizes))
-        if len(made) != len(sizes) or not all(
-            isinstance(part, tuple)
-            and len(part) == 2
-            and isinstance(part[0], (tuple, list))
-            and isinstance(part[1], dict)
-            for part in made
-        ):
-            raise FlowdpError(
-                f"split must return one (args, kwargs), a tuple and a dict, for each part of {list(sizes)} "
-                f"samples, not {made!r:.200}"
-            )
-        return [(tuple(part[0]), part[1]) for part in made]
 
     # ------------------------------------------------------------------ outputs
     def output_dim(self, path: KeyPath, dim: int) -> int:
@@ -205,32 +159,22 @@ class Layout:
 
     @torch.no_grad()
     def weigh(self, named: Mapping[str | int, Any]) -> dict[WeightFunction, Tensor]:
-        """The weights of a part, but for functions for which the call has no arguments.
+        """The weights of a part, each one number, but for functions for which the call has no arguments.
 
         Args:
             named: The arguments of the part by their names.
-
-        Raises:
-            FlowdpError: A weight is not one number.
         """
-        functions = [function for _, function in _entries("reduce", self.reduce) if callable(function)]
-        given = {name: value for name, value in named.items() if isinstance(name, str) and value is not None}
         weights = {}
-        for function in functions:
-            signature = inspect.signature(function)
-            takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-            own = {name: given[name] for name in given if takes_all or name in signature.parameters}
-            try:
-                signature.bind(**own)
-            except TypeError:  # the call has no such arguments
-                continue
-            weight = torch.as_tensor(function(**own))
-            if weight.numel() != 1:
-                raise FlowdpError(
-                    f"the function in reduce must return one number for a part, how many things its mean is "
-                    f"of, not a tensor of shape {tuple(weight.shape)}"
-                )
-            weights[function] = weight.detach().reshape(()).double()
+        for _, function in _entries("reduce", self.reduce):
+            if callable(function):
+                signature = inspect.signature(function)
+                own = {name: named[name] for name in signature.parameters if named.get(name) is not None}
+                try:
+                    given = signature.bind(**own)
+                except TypeError:  # the call has no such arguments
+                    continue
+                weight = torch.as_tensor(function(*given.args, **given.kwargs))
+                weights[function] = weight.detach().reshape(()).double()
         return weights
 
 
@@ -238,13 +182,9 @@ def _by_name(given: Any, path: KeyPath, default: Any) -> Any:
     """The value for an output: that of all, its own, or that of the innermost container with an entry."""
     if not isinstance(given, Mapping):
         return given
-    for length in range(len(path), -1, -1):
-        name = output_name(path[:length])
-        if name in given:
-            return given[name]
-        if name.isdecimal() and int(name) in given:
-            return given[int(name)]
-    return default
+    known = {str(name): value for name, value in given.items()}
+    names = (output_name(path[:length]) for length in range(len(path), -1, -1))
+    return next((known[name] for name in names if name in known), default)
 
 
 def _entries(name: str, option: Any) -> list[tuple[str, Any]]:
@@ -252,20 +192,6 @@ def _entries(name: str, option: Any) -> list[tuple[str, Any]]:
     if isinstance(option, Mapping):
         return [(f"{name}[{key!r}]", value) for key, value in option.items()]
     return [(name, option)]
-
-
-def _check_reduction(name: str, reduction: Any) -> None:
-    if reduction in ("mean", "sum"):
-        return
-    try:
-        parameters = inspect.signature(reduction).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise OptionError(
-            f"{name} must be 'mean', 'sum', or a function of a part's arguments that returns how many things "
-            f"the part's mean is a mean of, not {reduction!r}: {error}"
-        ) from error
-    if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-        raise OptionError(f"{name}: the function is called by name, and has parameters without one")
 
 
 PLAIN = Layout()

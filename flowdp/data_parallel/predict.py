@@ -70,7 +70,7 @@ def predict(
         outputs.append(tree_map(_on_host, call(*args, **kwargs)))
     if not outputs:
         raise DataError("there is no batch to predict from")
-    return join(outputs, samples, layout, callee, arguments.dim, weights)
+    return join(outputs, samples, layout, arguments.dim, weights)
 
 
 def _on_host(leaf: Any) -> Any:

@@ -10,10 +10,9 @@ anew before each call. Buffers are copied for each call, for a forward may write
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for
 from flowdp.data.trees import tensors_of
-from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link, Reducing
+from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link
 from flowdp.data_parallel.stopwatch import Stopwatch
 from flowdp.device.compiled import FirstCalls, warn_of_draws
 from flowdp.device.copies import carry, copied
@@ -34,32 +33,21 @@ from flowdp.device.draws import NoRedraws, OwnDraws, SeededCalls, draw_seed, sha
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.streams import Lane
 from flowdp.device.torch_modes import caller_modes, unhooked
-from flowdp.errors import FlowdpError
+from flowdp.modules.constant_draws import still
 from flowdp.modules.shallow import ShallowReplicas
 from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.recheck import Recheck
 from flowdp.threads.crew import Crew
 
-__all__ = ["Isolated", "Replicas"]
+__all__ = ["Modes", "Replicas", "StandIns"]
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 Modes = Callable[[], AbstractContextManager[None]]
 
-
-@dataclass(frozen=True, slots=True)
-class Isolated:
-    """A run that leaves no trace in attributes, containers and tensors of the module.
-
-    Attributes:
-        prepare: Called with each replica and its rank, before it runs.
-        instead: Tensors that stand for the module's own, by the identity of those; those that require grad
-            are leaves.
-    """
-
-    prepare: Callable[[nn.Module, int], None]
-    instead: Mapping[int, Tensor]
+StandIns = Mapping[int, Tensor]
+"""Tensors that stand for a module's own, by the identity of those; those that require grad are leaves."""
 
 
 class Replicas:
@@ -80,8 +68,6 @@ class Replicas:
         watches: One per rank: times of its jobs on the device.
         summing: Times of the sums of gradients.
         pools: As given; updated where the watches are read.
-        apart: Numbers of the parameters to which a forward writes by a write that torch counts, or which it
-            moves (`p.data = ...`): the other CPU ranks have tensors of their own, in the same memory.
         turn: Held by a call from its first look at the module to its last, for threads take turns.
 
     Raises:
@@ -104,7 +90,6 @@ class Replicas:
         self.summing = Stopwatch(lanes[0])
         self.pools = tuple(pools)
         self.turn = threading.RLock()
-        self.apart: set[int] = set()
         self.module = module
         self._lanes = tuple(lanes)
         self._repeats = repeats
@@ -112,8 +97,6 @@ class Replicas:
         self._shallow.look()
         self._tensors: list[list[Tensor]] = []
         self._is_isolated = False
-        self._flags: list[tuple[Tensor, bool]] = []  # `requires_grad` at the last `follow`
-        self._count = 0  # parameters of the user's module at the last `follow`
         self._copies: DeviceCopies | None = None
         if any(lane.is_async for lane in lanes):
             self._copies = DeviceCopies(self.parameters(), lanes, link)
@@ -145,27 +128,27 @@ class Replicas:
         """The tensors of the module that require grad, as they are on a rank since `follow`."""
         return self._tensors[rank]
 
-    def wanted(self, isolated: Isolated | None = None) -> list[Tensor]:
+    def wanted(self, isolated: StandIns | None = None) -> list[Tensor]:
         """The tensors of the module that require grad, or those that stand for them in an isolated run."""
-        known = {} if isolated is None else isolated.instead
+        known = isolated or {}
         now = (known.get(id(tensor), tensor) for tensor in (*self.parameters(), *self.buffers()))
         return [tensor for tensor in now if tensor.requires_grad]
 
-    def follow(self, isolated: Isolated | None = None) -> None:
+    def follow(self, isolated: StandIns | None = None) -> None:
         """Renew the replicas: they are like the user's module as it is now.
 
         Args:
-            isolated: Of a run that leaves no trace in the module: the first rank has a replica then, too.
+            isolated: Of a run that leaves no trace in attributes, containers and tensors of the module, and
+                in which nothing is random: the first rank has a replica then, too.
 
         Streams:
             Tensors are sent on the caller's current ones of all devices.
         """
         self._is_isolated = isolated is not None
-        known = {} if isolated is None else isolated.instead
+        known = isolated or {}
         own = self.parameters()
-        count = self._count = len(own)
+        count = len(own)
         own += self.buffers()
-        self._flags = [(tensor, tensor.requires_grad) for tensor in own]
         now = [known.get(id(tensor), tensor) for tensor in own]
         kept = [number for number, tensor in enumerate(now) if number < count or tensor.requires_grad]
         written = [number for number in range(count, len(own)) if not now[number].requires_grad]
@@ -176,9 +159,6 @@ class Replicas:
             if rank and columns is not None:
                 for number, tensor in zip(kept, columns[rank - 1], strict=True):
                     column[number] = tensor
-            else:
-                for number in self.apart if rank else ():
-                    column[number] = now[number].data.requires_grad_(now[number].requires_grad)
             self._tensors.append([column[k] for k, tensor in enumerate(now) if tensor.requires_grad])
             if rank == 0 and isolated is None:
                 continue
@@ -188,17 +168,13 @@ class Replicas:
             instead = dict(zip(map(id, own), column, strict=True))
             module = self._shallow.renew(rank, instead, partial(self._copy, self.devices[rank]))
             if isolated is not None:
-                isolated.prepare(module, rank)
+                still(module)
             modules[rank:] = [module]
         self.modules = tuple(modules)
 
     def _copy(self, device: torch.device, tensor: Tensor) -> Tensor:
         """A copy of a plain tensor of the module for a rank's device; where it lies if not on the first."""
         return tensor.to(device, copy=True) if tensor.device == self.devices[0] else tensor.clone()
-
-    def versions(self) -> list[int]:
-        """Torch's counts of writes to the parameters; 0 where it does not count."""
-        return [0 if tensor.is_inference() else tensor._version for tensor in self.parameters()]
 
     @contextmanager
     def standing_in(self, instead: Mapping[int, Tensor]) -> Iterator[None]:
@@ -207,15 +183,9 @@ class Replicas:
         Args:
             instead: By the identity of the module's own.
         """
-        tables: list[dict[str, Any]] = []
-        for part in self._shallow.parts:
-            tables += [part._parameters, part._buffers]
-        held = [
-            (table, name, tensor)
-            for table in tables
-            for name, tensor in table.items()
-            if id(tensor) in instead
-        ]
+        parts = self._shallow.parts
+        tables: list[dict[str, Any]] = [own for part in parts for own in (part._parameters, part._buffers)]
+        held = [(table, *item) for table in tables for item in table.items() if id(item[1]) in instead]
         for table, name, tensor in held:
             table[name] = instead[id(tensor)]
         try:
@@ -269,7 +239,7 @@ class Replicas:
                 return f"{getattr(owner, '__qualname__', owner)} of {type(part).__name__}"
         return None
 
-    def carrier(self, tensors: Sequence[Tensor], *, is_whole: bool) -> Copying | Reducing:
+    def carrier(self, tensors: Sequence[Tensor], *, is_whole: bool) -> Copying:
         """The transfer of gradients of the first rank's tensors to the first device, where they are summed.
 
         Args:
@@ -289,21 +259,18 @@ class Replicas:
         self,
         jobs: Sequence[Callable[[], T] | None],
         modes: Modes | None = None,
-        parts: Sequence[Sequence[object]] = (),
         *,
-        draws: bool = True,
         walks: bool = False,
         around: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> list[T | None]:
         """Run a job on every rank at once, each in a copy of the caller's context (`contextvars`).
 
+        Ranks that have a job take the statistics of SyncBatchNorm together.
+
         Args:
             jobs: One per rank; None: nothing to do there.
             modes: Torch modes of the jobs; None: the caller's.
-            parts: Parts of one batch, per rank: ranks that have one take the statistics of SyncBatchNorm
-                together. Empty: none does.
-            draws: Whether the jobs are forwards, which may draw random numbers.
-            walks: Whether the jobs walk graphs.
+            walks: Whether the jobs walk graphs, and are no forwards, which may draw random numbers.
             around: Makes a context for each rank's job, in the place of its draws.
 
         Raises:
@@ -322,12 +289,13 @@ class Replicas:
             lane.compute.wait_event(self._asked[0])
             home.aside(rank).wait_event(self._asked[0])
         entered = modes or self.modes()
-        groups = self._groups(parts)
-        contexts = [around() for _ in jobs] if around else self._draws(draws, walks)
+        groups = self._groups([rank for rank, job in enumerate(jobs) if job is not None])
+        seed = draw_seed() if self._repeats and not walks and around is None else None
         handed: list[Callable[[], T] | None] = [None] * len(jobs)
         for rank, job in enumerate(jobs):
             if job is not None:
-                do = partial(self._do, rank, job, entered, groups.get(rank), contexts[rank])
+                context = around() if around else self._drawing(rank, seed, walks=walks)
+                do = partial(self._do, rank, job, entered, groups.get(rank), context)
                 handed[rank] = partial(copy_context().run, do)
         try:
             return self._crew.run(handed)
@@ -363,48 +331,18 @@ class Replicas:
         self._crew.settle()
         self._shallow.look()
 
-    def check_parts(self) -> None:
-        """Check that a forward has not given the module other parts.
-
-        Raises:
-            FlowdpError: It has: each device has made its own.
-        """
-        if not self._shallow.is_same() or len(self.parameters()) != self._count:
-            raise FlowdpError(
-                f"the forward of {type(self.module).__name__} has given it a module or parameter, and each "
-                "device has made its own: call the model once on a batch before setup()"
-            )
-
-    def check_flags(self) -> None:
-        """Check that a forward has left `requires_grad` of the module's tensors as it was.
-
-        Raises:
-            FlowdpError: It has not: what is trained is decided before the devices begin.
-        """
-        if any(tensor.requires_grad is not flag for tensor, flag in self._flags):
-            raise FlowdpError(
-                f"the forward of {type(self.module).__name__} has changed requires_grad of a parameter, and "
-                "its gradient of this call would be lost: freeze and thaw in the loop, before the call"
-            )
-
     def close(self) -> None:
         """End the threads, and give NCCL back."""
         self._crew.close()
         if self._copies is not None:
             self._copies.close()
 
-    def _groups(self, parts: Sequence[Sequence[object]]) -> dict[int, ProcessGroup]:
+    def _groups(self, ranks: Sequence[int]) -> dict[int, ProcessGroup]:
         """A group of the ranks that have a part, by rank, for one forward or backward."""
-        ranks = [rank for rank, own in enumerate(parts) if own]
         if not self._norms[0] or len(ranks) < 2:
             return {}
         lanes = [self._lanes[rank] for rank in ranks]
         return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
-
-    def _draws(self, draws: bool, walks: bool) -> list[AbstractContextManager[object]]:
-        """Contexts of the ranks' jobs: repeatable draws, or a look for a forward that is repeated."""
-        seed = draw_seed() if self._repeats and draws else None
-        return [self._drawing(rank, seed, walks=walks) for rank in range(len(self._lanes))]
 
     def walking(self, rank: int) -> AbstractContextManager[object]:
         """Context of a walk of graphs inside a job that does other things, too."""
@@ -479,10 +417,6 @@ def _fresh(buffers: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return own
 
 
-def _each_once(tables: Any) -> list[Tensor]:
-    found: dict[int, Tensor] = {}
-    for table in tables:
-        for tensor in table.values():
-            if tensor is not None:
-                found[id(tensor)] = tensor
-    return list(found.values())
+def _each_once(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
+    tensors = (tensor for table in tables for tensor in table.values() if tensor is not None)
+    return [*{id(tensor): tensor for tensor in tensors}.values()]

@@ -196,7 +196,7 @@ def run_window(
 
     jobs = [partial(work, rank) if own else None for rank, own in enumerate(of_rank)]
     with without_hooks(replicas.trained()):  # they shall run on the sum
-        done = replicas.each(jobs, parts=of_rank)
+        done = replicas.each(jobs)
     for own, other in combinations(leaves, 2):  # one that a loss makes itself is of one batch alone
         for key in own.keys() & other.keys():
             raise lost_gradient("the loss of a window", own[key])
@@ -216,7 +216,7 @@ def _forward(window: Window, plan: BatchPlan, replicas: Replicas) -> WindowResul
         piece.arrive()
         return plan.results(module, piece.batch)[1:]
 
-    parts = [Part(((piece,), {}), piece.rank, piece.samples, ()) for piece in window.pieces]
+    parts = [Part(((piece,), {}), piece.rank, piece.samples) for piece in window.pieces]
     both = join(call_parts(replicas, parts, run), window.sizes, PLAIN)
     return WindowResult(window.samples, None, lambda: both)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,13 +26,12 @@ from flowdp.data_parallel.arguments import (
     check_loss,
     check_model,
     check_optimizers,
-    kept_after_errors,
     set_epoch,
 )
 from flowdp.data_parallel.balancer import Balancer
 from flowdp.data_parallel.call import Run, call_parts
 from flowdp.data_parallel.check_schedule import Schedule, Schedules
-from flowdp.data_parallel.comparison import Call, Verdict, check_call
+from flowdp.data_parallel.comparison import Call, check_call
 from flowdp.data_parallel.cut import Arguments, Part
 from flowdp.data_parallel.join import output_form
 from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
@@ -163,10 +162,10 @@ def setup(
 
     Raises:
         OptionError: An argument is wrong, or the machines have different models. No thread has been started
-            then, and the model is as it was.
+            then.
         CollectiveError: backend="nccl" does not work here; or not all machines came here in time.
     """
-    check_model(model, optimizer)
+    check_model(model)
     check_number("max_grad_norm", max_grad_norm, above=True, optional=True)
     one_of("buffers", buffers, Buffers)
     chosen = resolve_devices(devices)
@@ -175,7 +174,7 @@ def setup(
     ratios = None if partition_ratios is None else fixed_ratios(partition_ratios, len(chosen))
     options, windows = check_cadence(cadence, chosen, ratios)
     check_layers(model, chosen, windows=windows)
-    layout = Layout(dim, split, join, reduce).checked(model)
+    layout = Layout(dim, split, join, reduce)
     check_flag("check", check)
     between = check_machines(machines, model)
     tuning = as_tuning(tune_process)
@@ -183,7 +182,7 @@ def setup(
     check_flag("progress", progress)
     if progress:
         tell_devices(chosen)
-    with kept_after_errors(model), ExitStack() as stack:
+    with ExitStack() as stack:
         model.to(chosen[0])
         if optimizer is not None:
             start_training(model)
@@ -289,7 +288,7 @@ class DataParallel(StandInModule):
         self._steps = 0
         self._optimizer_hooks = OptimizerHooks(module, self._stepped)
         self._optimizer_hooks.use(optimizers or None)
-        self._seal(setup, ("devices", "world_size", "module"))
+        self._seal()
 
     def __repr__(self) -> str:
         pace = "" if self._pace is None else f"; {self._pace}"
@@ -360,13 +359,9 @@ class DataParallel(StandInModule):
             FlowdpError: The outputs cannot be joined.
             Exception: Raised by the module, with a note that names rank and device.
         """
-        if self._replicas is None:
-            return self._call_alone(self.module, "forward", args, kwargs)
-        if torch.compiler.is_compiling():
+        if self._replicas is not None and torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
-        if self._is_alone:
-            return self._call_alone(self.module, "forward", args, kwargs)
-        return self._call("forward", _call_module, args, kwargs)
+        return self._call("forward", args, kwargs)
 
     def call(self, function: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the module the same way, or `function(module, ...)`.
@@ -377,11 +372,7 @@ class DataParallel(StandInModule):
         # As in `dp.call(model.encode, x)`: each device calls it of its own module.
         if isinstance(function, MethodType) and function.__self__ is self.module:
             function = function.__func__
-        if self._is_alone:
-            return self._call_alone(_bound(function, self.module), function, args, kwargs)
-        return self._call(
-            function, lambda module, part: _bound(function, module)(*part.args, **part.kwargs), args, kwargs
-        )
+        return self._call(function, args, kwargs)
 
     def predict(self, data: Any, batch_size: int | None = None) -> Any:
         """The module's outputs for all samples of a dataset: in evaluation mode, without gradients.
@@ -408,31 +399,13 @@ class DataParallel(StandInModule):
         with evaluating(self.module):
             return predict(self, batches, self._plan.inputs, layout, self._schedules.of("forward").callee)
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether the first device does all calls."""
-        return self._replicas is None or (self._pace is not None and self._pace.is_settled)
-
-    def _call_alone(
-        self, function: Callable[..., Any], name: str | Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        if not self._is_on_host:
-            args, kwargs = tree_map(self._bring_home, [args, kwargs])
-        if self._replicas is not None:
-            self._did_alone(batch_length([args, kwargs]) or 0)
-        if self._sums is None or not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        samples = Arguments(self._layout, self._schedules.of(name).callee, args, kwargs).samples
-        outputs = function(*args, **kwargs)
-        self._sums.attend(samples)
-        return outputs
-
-    def _call(self, function: str | Callable[..., Any], run: Run, args: Any, kwargs: Any) -> Any:
+    def _call(self, function: str | Callable[..., Any], args: Any, kwargs: Any) -> Any:
         replicas = self._replicas
-        assert replicas is not None
+        if replicas is None or (self._pace is not None and self._pace.is_settled):
+            return self._call_alone(function, args, kwargs)
         if (seen := watcher()) is not None:
             self._tell_alone(f"{seen} sees one thread alone")
-            return self._call_alone(_bound(function, self.module), function, args, kwargs)
+            return self._call_alone(function, args, kwargs)
         with replicas.turn:
             replicas.look()
             schedule = self._schedules.of(function)
@@ -440,29 +413,44 @@ class DataParallel(StandInModule):
             sizes = self._balancer.cut(arguments.samples) if arguments.samples else ()
             if arguments.samples is None:
                 self._tell_alone("nothing in a call can be cut", f" ({arguments.described()})")
-            elif arguments.has_iterator:
-                self._tell_alone("an argument is an iterator")
-                return self._run_alone(run, arguments)
             is_cut = sum(size > 0 for size in sizes) > 1 and (self._pace is None or self._pace.is_cut)
             if not is_cut or schedule.is_alone or self._is_hooked():
-                return self._run_alone(run, arguments)
-            arguments.check()
-            form = self._form(arguments)
+                return self._call_alone(function, args, kwargs, arguments)
+
+            def run(module: nn.Module, part: Part) -> Any:
+                return _bound(function, module)(*part.args, **part.kwargs)
+
+            form = replicas.flags, torch.is_grad_enabled(), arguments.pattern
             call = Call(self._layout, schedule.callee, run, args, kwargs, tuple(sizes), schedule.told, advice)
-            verdict = None
-            if self._checks and schedule.is_due(form):
-                verdict = self._compare(schedule, form, call)
-                if schedule.is_alone:
-                    return self._run_alone(run, arguments)
-            outputs = self._run_cut(run, arguments, sizes, guards=verdict is not None)
-            if verdict is not None:
-                verdict.check(outputs, replicas.versions())
+            is_due = self._checks and schedule.is_due(form)
+            if is_due and self._is_for_one(schedule, call):
+                return self._call_alone(function, args, kwargs, arguments)
+            outputs = self._run_cut(run, arguments, sizes, guards=is_due)
             if self._checks:
                 if schedule.is_due_after(form, output_form(outputs)):
-                    self._compare(schedule, form, call)
+                    self._is_for_one(schedule, call)
                 schedule.passed(form)
             self._did(sizes)
-            return self._finish(outputs, arguments)
+            if self._sums is not None and torch.is_grad_enabled():
+                self._sums.attend(arguments.samples)
+            return outputs
+
+    def _call_alone(
+        self, function: str | Callable[..., Any], args: Any, kwargs: Any, known: Arguments | None = None
+    ) -> Any:
+        """The outputs of a call, by the first device."""
+        if not self._is_on_host:
+            args, kwargs = tree_map(self._bring_home, [args, kwargs])
+        if self._replicas is not None:
+            samples = batch_length([args, kwargs]) if known is None else known.samples
+            self._did_alone(samples or 0)
+        call = _bound(function, self.module)
+        if self._sums is None or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        samples = Arguments(self._layout, self._schedules.of(function).callee, args, kwargs).samples
+        outputs = call(*args, **kwargs)
+        self._sums.attend(samples)
+        return outputs
 
     def _run_cut(self, run: Run, arguments: Arguments, sizes: Sequence[int], *, guards: bool) -> Any:
         """The outputs of a call, by all devices that have samples."""
@@ -479,33 +467,13 @@ class DataParallel(StandInModule):
             replicas.average_buffers(sizes)
         return outputs
 
-    def _run_alone(self, run: Run, arguments: Arguments) -> Any:
-        """The outputs of a call, by the first device."""
-        self._did_alone(arguments.samples or 0)
-        part = arguments.whole()
-        if not self._is_on_host:
-            part = part.replaced([move(tensor, self.devices[0]) for tensor in part.tensors])
-        return self._finish(run(self.module, part), arguments)
-
-    def _finish(self, outputs: Any, arguments: Arguments) -> Any:
-        if self._sums is not None and torch.is_grad_enabled():
-            self._sums.attend(arguments.samples)
-        return outputs
-
-    def _form(self, arguments: Arguments) -> Hashable:
-        """The form of a call, as far as it is known before the call is made."""
+    def _is_for_one(self, schedule: Schedule, call: Call) -> bool:
+        """Compare a call; whether the calling thread alone gives the right result."""
         assert self._replicas is not None
-        return self._replicas.flags, torch.is_grad_enabled(), arguments.pattern
-
-    def _compare(self, schedule: Schedule, form: Hashable, call: Call) -> Verdict:
-        assert self._replicas is not None
-        verdict = check_call(self._replicas, call)
-        if not verdict:
-            schedule.leave_out(form)
-        if verdict.why:
+        if why := check_call(self._replicas, call):
             schedule.is_alone = True
-            self._tell_alone(verdict.why)
-        return verdict
+            self._tell_alone(why)
+        return schedule.is_alone
 
     def _is_hooked(self) -> bool:
         """Whether a hook of the module sees what it returns: it would see the parts, in any order."""
@@ -701,31 +669,12 @@ class DataParallel(StandInModule):
         """The module itself, for `torch.jit.script`."""
         return self.module
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a DataParallel cannot be copied or pickled, for it has threads: take its `module`")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        if self._replicas is None and self._sums is None:
-            return super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            if all(fn(tensor) is tensor for tensor in (*self.module.parameters(), *self.module.buffers())):
-                return self  # `cpu()` of one that is there
-        raise FlowdpError("setup() has replicated the module as it is: convert or move it before setup()")
-
-    def _instead(self, method: str) -> str:
-        return (
-            f"`.call({method!r}, ...)` runs it on all devices, each with its part of the arguments, and "
-            f"`.module.{method}(...)` on the first device alone"
-        )
-
-
-def _call_module(module: nn.Module, part: Part) -> Any:
-    return module(*part.args, **part.kwargs)
-
 
 def _bound(function: str | Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """A method of a module by its name, or a function that takes the module first."""
     if not isinstance(function, str):
         return partial(function, module)
+    if function == "forward":
+        return module
     method: Callable[..., Any] = getattr(module, function)
     return method

@@ -83,7 +83,7 @@ class DistributedDataParallel(StandInModule):
             bucket_bytes=bucket_bytes,
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
-        self._seal(type(self))
+        self._seal()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, in training after a copy of rank 0's buffers."""

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from flowdp.device.compiled import take_out
 from flowdp.device.dispatch import RankMode
+from flowdp.errors import FlowdpError
+from flowdp.modules.whole_batch import BATCH_NORMS
 
-__all__ = ["ConstantDraws"]
+__all__ = ["ConstantDraws", "still"]
 
 TF32 = 2.0**-11
 """Rounding of float32 products on tensor cores."""
 
-DRAWS = frozenset(
-    (
-        *("bernoulli", "bernoulli_", "binomial", "cauchy", "cauchy_", "exponential", "exponential_"),
-        *("geometric", "geometric_", "log_normal", "log_normal_", "multinomial", "normal", "normal_"),
-        *("poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random"),
-        *("random_", "randperm", "uniform", "uniform_", "_sample_dirichlet", "_standard_gamma"),
-    )
-)
-"""Operations that return a random draw."""
-
 MOST_DRAWS = 2_000
 """A forward that draws more often waits for a number that it likes: from there on it gets random ones."""
 
-SWITCHES = ("dropout_p", "dropout", "p", "training")
-"""Arguments of other operations that draw: probabilities, and whether it is training (`rrelu`)."""
+DROPOUT = frozenset({"dropout_p", "dropout", "p"})
+"""Arguments of other operations that draw: probabilities."""
+
+BINARY = ("bernoulli", "geometric")
+"""Beginnings of the names of draws that have a probability, too."""
 
 
 class ConstantDraws(RankMode):
@@ -46,10 +42,6 @@ class ConstantDraws(RankMode):
     Attributes:
         epsilon: The coarsest rounding of the floats that operations gave: that of bfloat16, for instance.
         has_convolved: Whether a convolution or a recurrent layer ran.
-        has_drawn: Whether an operation would have drawn.
-        has_given_up: Whether it has let operations draw.
-        has_seeded: Whether one would have drawn behind a `torch.manual_seed` inside, or from a generator that
-            it was given.
 
     Threads: one.
     """
@@ -60,11 +52,13 @@ class ConstantDraws(RankMode):
         super().__init__()
         self.epsilon = 0.0
         self.has_convolved = False
-        self.has_drawn = False
-        self.has_given_up = False
-        self.has_seeded = False
-        self._seed = torch.initial_seed()
+        self._seed = 0
         self._draws = 0
+
+    def __enter__(self) -> Self:
+        self._seed, self._draws = torch.initial_seed(), 0
+        super().__enter__()
+        return self
 
     def rounding(self, device: torch.device) -> float:
         """The coarsest rounding of what ran on this device, where CUDA may multiply float32 in TF32."""
@@ -80,52 +74,59 @@ class ConstantDraws(RankMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation without its randomness."""
-        kwargs = dict(kwargs or {})
+        """Run an operation without its randomness.
+
+        Raises:
+            FlowdpError: It draws behind a seed, or from a generator, of the module's own.
+        """
         schema = getattr(func, "_schema", None)
         if schema is None:  # an operator of a higher order
-            return func(*args, **kwargs)
+            return func(*args, **kwargs or {})
         names = [argument.name for argument in schema.arguments]
         name = schema.name.partition("::")[2]
+        given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
         self.has_convolved |= "conv" in name or "rnn" in name
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if name in DRAWS:
-            self._note_draw(given)
-            self._draws += 1
-            self.has_given_up |= self._draws > MOST_DRAWS
-            drawn = func(*args, **kwargs)
-            return drawn if self.has_given_up else _fill(name, drawn, given)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            off = {switch: type(given[switch])(0) for switch in SWITCHES if given.get(switch)}
-            if off:
-                self._note_draw(given)
-            args = tuple(off.get(key, value) for key, value in zip(names, args, strict=False))
-            kwargs |= {key: value for key, value in off.items() if key in kwargs}
-            if "training" in off and "noise" in given:  # `rrelu` without draws leaves what its backward reads
-                mean = 0.5 * (given.get("lower", 1 / 8) + given.get("upper", 1 / 3))
-                given["noise"].copy_(torch.where(given["self"] <= 0, mean, 1.0))
-        output = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            output = func(*args, **kwargs or {})
+        elif name.startswith(BINARY) or DROPOUT.isdisjoint(names):
+            self._check_draw(given)
+            drawn = func(*args, **kwargs or {})
+            return drawn if self._draws > MOST_DRAWS else _fill(name, drawn, given)
+        else:
+            output = func(**{key: 0.0 if key in DROPOUT else value for key, value in given.items()})
         for leaf in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
                 self.epsilon = max(self.epsilon, torch.finfo(leaf.dtype).eps)
         return output
 
-    def _note_draw(self, given: Mapping[str, Any]) -> None:
-        self.has_drawn = True
-        self.has_seeded |= torch.initial_seed() != self._seed or given.get("generator") is not None
+    def _check_draw(self, given: Mapping[str, Any]) -> None:
+        self._draws += 1
+        if torch.initial_seed() != self._seed or given.get("generator") is not None:
+            raise FlowdpError(
+                "the forward draws from a generator that it has seeded, or has of its own, and all devices "
+                "would draw from that at once: draw such numbers in the loop, and give them as an argument"
+            )
 
 
-def _fill(name: str, drawn: Any, given: Mapping[str, Any]) -> Any:
-    if not isinstance(drawn, Tensor) or drawn.is_meta:
-        return drawn
+def still(module: nn.Module) -> None:
+    """Let a module's batch norms use the statistics that they have, and its compiled parts run as written."""
+    take_out(module)
+    like = next(module.parameters(), torch.zeros(())).detach()
+    for norm in module.modules():
+        if isinstance(norm, BATCH_NORMS):
+            norm.training = False
+            if norm.running_mean is None:
+                norm.running_mean = like.new_zeros(norm.num_features)
+                norm.running_var = like.new_ones(norm.num_features)
+
+
+def _fill(name: str, drawn: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """A draw's tensor, with a constant that may have been drawn."""
     if name == "randperm":
         return drawn.copy_(torch.arange(len(drawn), device=drawn.device))
     low = given.get("from", given.get("low", 0))
-    value: float = low if isinstance(low, (int, float)) else 0
-    if name.startswith(("bernoulli", "geometric")):
-        value = 1
-    elif name.startswith("uniform"):
-        value = 0.5 * (value + given.get("to", 1.0))
-    elif drawn.is_floating_point() and name not in ("binomial", "poisson") and "random" not in name:
-        value = value if "randint" in name else 0.5
-    return drawn.fill_(value)
+    if name.startswith(BINARY):
+        return drawn.fill_(1)
+    if name.startswith("uniform"):
+        return drawn.fill_(0.5 * (low + given.get("to", 1.0)))
+    return drawn.fill_(0.5 if drawn.is_floating_point() and "randint" not in name else low)

@@ -1,20 +1,19 @@
 """Shallow replicas of a module: modules with the same attributes, and tables of tensors of their own.
 
 Hooks and configurations are the module's own objects, so a replica follows them by construction; lists,
-dicts, sets and deques are copied, and plain tensors and arrays, and objects that refer to a part. What a
-forward sets on a replica, or writes to such a copy, is dropped when the replica is renewed.
+dicts, sets and deques are copied, and plain tensors and arrays. What a forward sets on a replica, or writes
+to such a copy, is dropped when the replica is renewed.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from functools import partial
 from operator import eq, is_, is_not
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import MethodType
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -22,31 +21,23 @@ from torch import Tensor, nn
 
 from flowdp.device.compiled import compiled_attributes
 
-__all__ = ["CONTAINERS", "SHARED", "ShallowReplicas", "own_containers"]
+__all__ = ["SHARED", "ShallowReplicas"]
 
 SHARED = frozenset(vars(nn.Module()))
 """Attributes of torch's own, to which no forward writes, but for tables of hooks."""
 
-CONTAINERS = (list, tuple, dict, set, deque, Counter, OrderedDict, defaultdict)
+CONTAINERS = (list, tuple, dict, set, deque)
 
 MOST_ENTRIES = 256
 """Longest container whose entries are looked at: layers are listed, not numbers."""
-
-MOST_DEPTH = 8
-"""Most containers and functions inside one another that are looked at: they may contain themselves."""
-
-
-def own_containers(value: Any) -> Any:
-    """A value with lists, dicts and the like of its own, and arrays; all else is the same."""
-    return _Follow({}, lambda numbers: numbers if isinstance(numbers, Tensor) else numbers.copy())(value)
 
 
 class ShallowReplicas:
     """Shallow replicas of one module, kept from call to call.
 
-    A replica has twins of all parts of the module. Attributes that are bound methods of a part, functions
-    that close over one, objects that refer to one, or lists, tuples, dicts and partial functions with parts
-    in them, have the twins in their place. Scripted parts are shared.
+    A replica has twins of all parts of the module. Attributes that are bound methods of a part, or lists,
+    tuples, dicts and partial functions with parts in them, have the twins in their place. Scripted parts, and
+    what other objects and functions refer to, are shared.
 
     Args:
         module: The module; its parts and attributes may change at any time.
@@ -82,8 +73,7 @@ class ShallowReplicas:
             if not _is_same(own, part.attributes):
                 part.attributes = dict(own)
                 part.hooks = [key for key in own if key.endswith("_hooks") and "ward" in key]
-                twins = self._twins[0]
-                part.state = [key for key in own if key not in SHARED and _holds_state(own[key], twins)]
+                part.state = [key for key in own if key not in SHARED and _holds_state(own[key])]
                 part.templates = [self._template(part, number) for number in range(self._count)]
 
     def is_same(self) -> bool:
@@ -182,19 +172,11 @@ def _replaced(table: Mapping[str, Tensor | None], instead: Mapping[int, Tensor])
     return {name: instead.get(id(tensor), tensor) for name, tensor in table.items()}
 
 
-def _holds_state(value: Any, twins: Mapping[int, nn.Module]) -> bool:
+def _holds_state(value: Any) -> bool:
     """Whether an attribute can be written to, or has something in it that can be."""
     if isinstance(value, tuple):
-        return any(_holds_state(one, twins) for one in value)
-    return isinstance(value, (Tensor, np.ndarray, *CONTAINERS)) or _refers(value, twins)
-
-
-def _refers(value: Any, twins: Mapping[int, nn.Module]) -> bool:
-    """Whether a plain object has a part of the module as an attribute."""
-    held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict) or isinstance(value, (nn.Module, ModuleType, FunctionType)):
-        return False
-    return any(id(one) in twins for one in held.values())
+        return any(map(_holds_state, value))
+    return isinstance(value, (Tensor, np.ndarray, *CONTAINERS))
 
 
 class _Follow:
@@ -210,75 +192,32 @@ class _Follow:
     ) -> None:
         self._twins = twins
         self._replaced = replaced
-        self._copies: dict[int, Any] = {}  # of containers: two attributes may be one list
+        self._copies: dict[int, Any] = {}  # two attributes may be one list
 
-    def __call__(self, value: Any, depth: int = MOST_DEPTH) -> Any:
+    def __call__(self, value: Any) -> Any:
         """A value; itself where it holds neither parts nor containers."""
         if isinstance(value, nn.Module):
             return self._twins.get(id(value), value)
         if type(value) is MethodType:
             own = self._twins.get(id(value.__self__))
             return value if own is None else MethodType(value.__func__, own)
-        if type(value) is ref:
-            own = self._twins.get(id(value()))
-            return value if own is None else ref(own)
-        if isinstance(value, (Tensor, np.ndarray)):
-            if id(value) not in self._copies:
-                self._copies[id(value)] = self._replaced(value)
-            return self._copies[id(value)]
-        if not depth:
-            return value
-        if type(value) is FunctionType and (value.__closure__ or value.__defaults__):
-            return self._function(value, depth - 1)
         if type(value) is partial:
-            before = (value.func, value.args, value.keywords)
-            function, args, keywords = (self(one, depth - 1) for one in before)
-            is_own = function is value.func and args is value.args and keywords == value.keywords
-            return value if is_own else partial(function, *args, **keywords)
+            named = {key: self(one) for key, one in value.keywords.items()}
+            return partial(self(value.func), *map(self, value.args), **named)
         if isinstance(value, tuple):
-            entries = self._entries(value, depth - 1)
+            entries = tuple(map(self, value))
             if not any(map(is_not, entries, value)):
                 return value
             return type(value)._make(entries) if hasattr(value, "_make") else entries
-        if isinstance(value, CONTAINERS) or _refers(value, self._twins):
-            return self._container(value, depth - 1)
-        return value
-
-    def _container(self, value: Any, depth: int) -> Any:
-        if id(value) not in self._copies:
-            made = self._copies[id(value)] = copy(value)
-            if not isinstance(value, CONTAINERS):
-                vars(made).update({key: self(one, depth) for key, one in vars(value).items()})
-            elif len(value) > MOST_ENTRIES:
-                pass
-            elif isinstance(value, dict):
-                made.clear()
-                for key, one in value.items():  # a Counter's update() counts
-                    made[self(key, depth)] = self(one, depth)
-            elif isinstance(value, set):
-                self._copies[id(value)] = {self(one, depth) for one in value}
+        if isinstance(value, (Tensor, np.ndarray, *CONTAINERS)) and id(value) not in self._copies:
+            if isinstance(value, (Tensor, np.ndarray)):
+                self._copies[id(value)] = self._replaced(value)
             else:
-                for place, one in enumerate(value):
-                    made[place] = self(one, depth)
-        return self._copies[id(value)]
+                self._copy(value)
+        return self._copies.get(id(value), value)
 
-    def _function(self, function: FunctionType, depth: int) -> FunctionType:
-        """A function, with twins in the place of parts among what it closes over, and its defaults."""
-        cells = function.__closure__ or ()
-        try:
-            held = [cell.cell_contents for cell in cells]
-        except ValueError:  # an empty one
-            return function
-        # Containers and tensors that it closes over stay its own: it may write to them.
-        found = [one if isinstance(one, (Tensor, *CONTAINERS)) else self(one, depth) for one in held]
-        defaults = self._entries(function.__defaults__ or (), depth)
-        if not any(map(is_not, found, held)) and not any(map(is_not, defaults, function.__defaults__ or ())):
-            return function
-        pairs = zip(cells, found, held, strict=True)
-        own = tuple(cell if one is before else CellType(one) for cell, one, before in pairs)
-        made = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, own)
-        made.__kwdefaults__ = function.__kwdefaults__
-        return made
-
-    def _entries(self, values: tuple[Any, ...], depth: int) -> tuple[Any, ...]:
-        return tuple(self(value, depth) for value in values)
+    def _copy(self, value: Any) -> None:
+        made = self._copies[id(value)] = copy(value)  # it may contain itself
+        if len(value) <= MOST_ENTRIES and not isinstance(value, set):
+            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+                made[key] = self(one)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Container
 from typing import Any, Self
 
 from torch import nn
@@ -22,7 +20,7 @@ class StandInModule(nn.Module):
 
     `state_dict`, `named_parameters` and the like show the module's own entries, without a prefix, also
     where the wrapper is a part of a larger module; `train()` and `eval()` reach the module. Other attributes
-    are the module's, to read and to set, but for its methods: they would run the module without the wrapper.
+    are the module's, to read and to set; its methods run it without the wrapper.
 
     Args:
         module: Module that it stands for.
@@ -38,44 +36,21 @@ class StandInModule(nn.Module):
         del self.__dict__["training"]  # the module's flag counts
         self.__dict__ |= {"module": module} | {name: getattr(module, name) for name in (*TABLES, *METHODS)}
 
-    def _seal(self, maker: Callable[..., Any], fixed: Container[str] = ()) -> None:
-        """Set other attributes than this object's own on the module, from here on.
-
-        Args:
-            maker: The function that made it; to set one of its arguments is an error.
-            fixed: Attributes of this object's own that cannot be set, either.
-        """
-        self.__dict__ |= {"_fixed": fixed, "_maker": maker}
-
-    def _instead(self, method: str) -> str:
-        """Advice for calling a method of the module."""
-        return f"`.module.{method}(...)` calls it on the module itself"
+    def _seal(self) -> None:
+        """Set other attributes than this object's own on the module, from here on."""
+        self.__dict__["_is_sealed"] = True
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")  # missing while a copy is being made
         if module is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(module, name)
-        if inspect.ismethod(value) and value.__self__ is module:
-            raise AttributeError(
-                f"{name!r} is a method of {type(module).__name__}, for which {type(self).__name__} does not "
-                f"stand: {self._instead(name)}"
-            )
-        return value
+        return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        maker = self.__dict__.get("_maker")
-        if maker is None or name in self.__dict__ or hasattr(type(self), name):
-            if maker is not None and name in self._fixed:
-                raise AttributeError(f"{name} cannot be set: call {maker.__name__}() again")
+        if "_is_sealed" in self.__dict__ and name not in self.__dict__ and not hasattr(type(self), name):
+            setattr(self.module, name, value)
+        else:
             super().__setattr__(name, value)
-            return
-        if not hasattr(self.module, name) and name in inspect.signature(maker).parameters:
-            raise AttributeError(
-                f"{name} is an argument of {maker.__name__}(), and has no effect afterwards: call "
-                f"{maker.__name__}() again; an attribute of the module is set by .module.{name} = ..."
-            )
-        setattr(self.module, name, value)
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of the module."""

@@ -9,13 +9,12 @@ import logging
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.optim import Optimizer, SparseAdam
 
 from flowdp.device.frozen_parameters import FrozenParameters
 from flowdp.device.streams import Lane
 from flowdp.errors import OptionError
 
-__all__ = ["Written", "check_dense", "check_embeddings"]
+__all__ = ["BATCH_NORMS", "Written", "check_embeddings"]
 
 log = logging.getLogger("flowdp")
 
@@ -41,28 +40,14 @@ def check_embeddings(module: nn.Module, owner: str, *, is_shared: bool) -> None:
         if part.scale_grad_by_freq:
             raise OptionError(
                 f"{which} has scale_grad_by_freq=True, which counts how often an index occurs in a forward, "
-                "and a forward has a part of the batch alone: make it with scale_grad_by_freq=False"
+                "and a forward has a part of the batch alone"
             )
         if is_shared and part.max_norm is not None:
             raise OptionError(
                 f"{which} has max_norm={part.max_norm}: its forward writes to the rows of its weight that "
                 "the device's part of the batch uses, and the devices would come to have different weights: "
-                "make it with max_norm=None, and normalise its output, or the rows in the model's forward "
-                "without writing to them"
+                "normalise its output"
             )
-
-
-def check_dense(optimizer: Optimizer) -> None:
-    """Check that an optimizer takes dense gradients, which those of policy="exact" are.
-
-    Raises:
-        OptionError: It takes sparse ones alone.
-    """
-    if isinstance(optimizer, SparseAdam):
-        raise OptionError(
-            "optimizer: under policy='exact' gradients are dense, those of nn.Embedding(sparse=True) too, "
-            "and SparseAdam takes sparse ones alone: use Adam, or policy='sync'"
-        )
 
 
 class Written:
@@ -109,26 +94,21 @@ class Written:
                 "a window, so the devices would come to have different ones. Write to it in "
                 "Callback.on_step, which is called on every device after every step"
             )
-        for name in changed[:1]:
-            if name not in self._logged:
-                log.warning(
-                    "policy='exact': the loss or forward writes to the parameter %r: it changes once per "
-                    "micro-batch, not once per window%s; Callback.on_step is called once per window",
-                    name,
-                    ", and by the part of the device that steps it" if is_shared else "",
-                )
+        kinds = {False: "the frozen parameter", True: "the parameter"}
         found = {
-            name: f"{name!r} of {kind}"
-            for name, kind, buffer in _buffers(self._module)
-            if self._before.get(name) != _state(buffer) and name not in self._logged
+            name: f"{kinds[self._module.get_parameter(name).requires_grad]} {name!r}" for name in changed
         }
-        self._logged |= {*changed, *found}
-        if found:
+        for name, kind, buffer in _buffers(self._module):
+            if self._before.get(name) != _state(buffer):
+                found[name] = f"buffer {name!r} of {kind}"
+        new = [text for name, text in found.items() if name not in self._logged]
+        self._logged |= found.keys()
+        if new:
             log.warning(
-                "policy='exact': forward writes to buffer %s%s: its buffers change once per micro-batch, not "
-                "once per window, so this run is not that of one device",
-                ", ".join([*found.values()][:4]),
-                f" and {len(found) - 4} more" if len(found) > 4 else "",
+                "policy='exact': forward writes to %s%s: that changes once per micro-batch, not once per "
+                "window, so this run is not that of one device; Callback.on_step is called once per window",
+                ", ".join(new[:4]),
+                f" and {len(new) - 4} more" if len(new) > 4 else "",
             )
 
 

@@ -26,7 +26,7 @@ from flowdp.device.streams import Lane, open_lanes
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.rounds import Averages
-from flowdp.modules.whole_batch import check_dense, check_embeddings
+from flowdp.modules.whole_batch import check_embeddings
 from flowdp.network.team import Team
 from flowdp.options import CaptureOptions, Policy, Precision
 from flowdp.policy.schedule import lr_factor
@@ -251,5 +251,4 @@ def _replica(
     seed = config.seed if config.repeats else None
     if len(config.sizes.parts) == 1:
         return LoneReplica(parts, function, size=size, seed=seed, checks=checks)
-    check_dense(all_of(parts.optimizers)[0])
     return ExactReplica(parts, function, size=size, touched=touched, groups=groups, seed=seed, checks=checks)

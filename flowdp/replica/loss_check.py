@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowdp.data.trees import tree_map
-from flowdp.device.compiled import Uncompiled, take_out, uses_compile
+from flowdp.device.compiled import Uncompiled, uses_compile
 from flowdp.modules.comparison import is_close
-from flowdp.modules.constant_draws import ConstantDraws
+from flowdp.modules.constant_draws import ConstantDraws, still
 from flowdp.policy.formats import format_error
 from flowdp.replica.model_copy import copy_module
 from flowdp.replica.replica import Loss
@@ -59,7 +58,8 @@ def check_mean(
     as_written = Uncompiled() if uses_compile(module, loss) else nullcontext()
 
     def of(start: int, stop: int, call: Loss = loss) -> tuple[Tensor, Tensor] | None:
-        twin = _stilled(copy_module(module, device))
+        twin = copy_module(module, device)
+        still(twin)
         given = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rows(start, stop))
         with as_written, draws:
             found = _unpacked(call(twin, given), stop - start)
@@ -108,19 +108,6 @@ def check_mean(
         f"({float(whole[0]):.6g}) is not the mean of those of {sizes} of them ({of_parts}): {remedy}. "
         f"(FailureOptions(check_loss=False) leaves this out.)"
     )
-
-
-def _stilled(module: nn.Module) -> nn.Module:
-    """The module as it is written, whose batch norms use the statistics that they have."""
-    take_out(module)
-    for part in module.modules():
-        if isinstance(part, (_BatchNorm, nn.RNNBase)):
-            part.training = False
-        if isinstance(part, _BatchNorm) and part.running_mean is None:
-            like = next(module.parameters())
-            part.running_mean = like.new_zeros(part.num_features)
-            part.running_var = like.new_ones(part.num_features)
-    return module
 
 
 def _nudged(loss: Loss, module: nn.Module, batch: Any) -> Any:

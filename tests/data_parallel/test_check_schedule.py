@@ -33,8 +33,6 @@ def test_each_form_of_outputs_has_its_distances() -> None:
     schedule = Schedule(Callee(mlp().forward))
     rows, number = form(False), form(True)
     assert due(schedule, [rows, rows, rows, number, number, rows, number, number]) == [1, 2, 4, 5, 6, 8]
-    schedule.leave_out(True)
-    assert due(schedule, [form(True, True)] * 20) == [1]
 
 
 def test_each_mode_has_its_distances() -> None:
@@ -42,19 +40,6 @@ def test_each_mode_has_its_distances() -> None:
     assert due(schedule, [form(False)] * 4, modes=False) == [1, 2, 4]
     assert due(schedule, [form(False)] * 5, modes=True) == [1, 2, 4]
     assert due(schedule, [form(False)] * 5, modes=False) == [4]
-    schedule.leave_out(False)
-    assert due(schedule, [form(False)] * 20, modes=False) == []
-    assert due(schedule, [form(False)] * 4, modes=True) == [3]
-
-
-def test_a_call_that_cannot_be_compared_and_fails_does_not_count() -> None:
-    schedule = Schedule(Callee(mlp().forward))
-    for _ in range(3):
-        assert schedule.is_due(True)
-        schedule.leave_out(True)  # and the call itself raises an error
-    schedule.is_due_after(True, form(False))
-    schedule.passed(True)
-    assert not any(schedule.is_due(True) or schedule.passed(True) for _ in range(20))
 
 
 def test_forms_without_end_are_checked_at_growing_distances_too() -> None:

@@ -7,11 +7,10 @@ import itertools
 import logging
 import random
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,7 +122,7 @@ def test_a_squeeze_with_one_sample_a_device(setup: Any) -> None:
             lambda out: (out, (out > 0).sum()),
             r"output\[1\] cannot be gathered: it is one number of torch.int64",
         ),
-        (lambda out: out.mean().reshape(1), r"output cannot be .* return loss.mean\(\) or loss.squeeze\(\)"),
+        (lambda out: out.mean().reshape(1), r"output cannot be .* averaged: loss.mean\(\), loss.squeeze"),
         (lambda out: list(out), r"part 1 returned .*part 2|output\[0\] cannot be gathered"),
         (lambda out: out - out.mean(0), r"output differs by up to .* A module that looks across the batch"),
         (lambda out: out.flip(0), r"output differs by up to"),
@@ -167,7 +166,7 @@ class Bag(nn.Module):
 
 def test_arguments_that_are_no_part_of_the_batch(setup: Any) -> None:
     table, places = torch.randn(10, 4), torch.arange(9, 1, -1)
-    with pytest.raises(FlowdpError, match=r"a part raises IndexError: .* say dim=\{'table': None\} in setup"):
+    with pytest.raises(FlowdpError, match=r"a part raises IndexError: .* say dim=\{its name: None\}"):
         setup(Bag())(table, places)
     assert setup(Bag(), dim={"table": None})(table, places).shape == (8, 3)
     with pytest.raises(FlowdpError, match="If an argument is no part of the batch, say dim="):
@@ -233,7 +232,7 @@ def test_gradients_that_depend_on_the_cut(setup: Any) -> None:
     frozen = Giving(function).requires_grad_(False)
     with flowdp.setup(frozen, devices=["cpu"] * 2, progress=False) as dp:
         dp(numbers(8, 6))
-        with pytest.raises(FlowdpError, match="the gradient of an argument differs"):
+        with pytest.raises(FlowdpError, match="the gradient of argument 0 differs"):
             dp(numbers(8, 6).requires_grad_())
 
 
@@ -293,9 +292,7 @@ def test_a_codebook_of_buffers_is_logged(setup: Any, caplog: pytest.LogCaptureFi
 def test_a_parameter_to_which_forward_writes_values_of_the_batch(setup: Any) -> None:
     model = Codebook(is_parameter=True)
     before = model.table.clone()
-    with pytest.raises(
-        FlowdpError, match="its forward writes to its parameter 'table', which all devices share"
-    ):
+    with pytest.raises(FlowdpError, match="writes to its parameter 'table', which all devices share"):
         setup(model)(numbers(8, 6))
     assert_equal([model.table], [before])
 
@@ -528,7 +525,7 @@ def test_containers_have_nothing_of_a_comparison(setup: Any) -> None:
     held = [getattr(model, name) for name in names]
     setup(model)
     with replicas_of(model) as replicas:
-        assert check_call(replicas, call(model, numbers(8, 6), (4, 4)))
+        check_call(replicas, call(model, numbers(8, 6), (4, 4)))
     for name, own in zip(names, held, strict=True):
         assert getattr(model, name) is own
         assert own == getattr(twin, name), name
@@ -570,13 +567,12 @@ class Loose(nn.Module):
 def test_a_comparison_leaves_the_module_as_it_was() -> None:
     model = Loose()
     model(numbers(8, 6)).sum().backward()
-    model.calls.data.zero_()
     before, state = dict(vars(model)), copy.deepcopy(model.state_dict())
     tensors = [*model.parameters(), *model.buffers()]
     versions, grads = [tensor._version for tensor in tensors], gradients(model)
     x = numbers(8, 6).requires_grad_()
     with replicas_of(model) as replicas:
-        assert check_call(replicas, call(model, x, (4, 4)))
+        check_call(replicas, call(model, x, (4, 4)))
     assert all(vars(model)[name] is value for name, value in before.items())
     assert vars(model).keys() == before.keys()
     assert all(
@@ -609,7 +605,7 @@ def test_another_thread_may_step_meanwhile() -> None:
 
     stepping = Stepping()
     with replicas_of(stepping) as replicas:
-        assert check_call(replicas, call(stepping, numbers(8, 6), (4, 4)))
+        check_call(replicas, call(stepping, numbers(8, 6), (4, 4)))
 
 
 def test_other_threads_wait_for_a_comparison(setup: Any) -> None:
@@ -723,7 +719,7 @@ def test_numbers_drawn_for_each_sample_in_python(setup: Any, caplog: pytest.LogC
     x[0, 0] = 0.0
     setup(Noisy(6, 2))(x)
     (told,) = warnings_of(caplog)
-    assert "its results differ from call to call, by random numbers that cannot be held" in told
+    assert "its results differ from call to call" in told
 
 
 @pytest.mark.parametrize(
@@ -744,7 +740,7 @@ def test_a_device_without_room_for_the_whole_batch(
 
     model = Large(6, 2)
     with replicas_of(model) as replicas:
-        assert bool(check_call(replicas, call(model, torch.randn(9, 6), (5, 4)))) is (room > 1)
+        check_call(replicas, call(model, torch.randn(9, 6), (5, 4)))
     assert sorted(seen, reverse=True) == tried
     told = warnings_of(caplog)
     assert (not told) if room > 1 else ("the first device has no memory for it beside what it" in told[0])
@@ -762,7 +758,6 @@ def test_half_of_a_batch_of_lists() -> None:
     assert half.sizes == (2, 1)
     assert [len(part.args[0]) for part in half.arguments.parts(half.sizes)] == [2, 1]
     assert half.fewer() is None
-    assert given.arguments.in_words(given.sizes) == "6 samples as 4 + 2, by the entries of its lists"
 
 
 def call(model: nn.Module, x: Any, sizes: tuple[int, ...]) -> Call:
@@ -840,12 +835,10 @@ def test_a_forward_with_random_numbers_that_cannot_be_held_is_not_refused(
     assert "could not be compared" in caplog.text or "random" not in do.__name__
 
 
-def test_a_forward_that_depends_on_its_earlier_calls(setup: Any) -> None:
+def test_a_forward_that_depends_on_its_earlier_calls(setup: Any, caplog: pytest.LogCaptureFixture) -> None:
     dp = setup(Doing(lambda module, y: y * next(module.steps)))
-    with pytest.raises(
-        FlowdpError, match=r"another result each time it is called \(output differs.* an iterator"
-    ):
-        dp(numbers(8, 6))
+    dp(numbers(8, 6))
+    assert "could not be compared with one device: its results differ from call to call" in caplog.text
 
 
 def test_a_forward_that_calls_backward(setup: Any) -> None:
@@ -855,7 +848,7 @@ def test_a_forward_that_calls_backward(setup: Any) -> None:
         return loss.detach()
 
     dp = setup(Doing(train))
-    with pytest.raises(FlowdpError, match="calls backward itself"):
+    with pytest.raises(FlowdpError, match=r"the gradient of inner.0.weight, by forward, differs"):
         dp(numbers(8, 6))
     assert gradients(dp.module) == [None] * 4
 
@@ -863,7 +856,7 @@ def test_a_forward_that_calls_backward(setup: Any) -> None:
 def test_forces_in_an_evaluation(setup: Any) -> None:
     def forces(module: Any, y: Tensor) -> Any:
         with torch.enable_grad():
-            x = numbers(len(y), 6).requires_grad_()
+            x = torch.ones(len(y), 6, dtype=y.dtype, requires_grad=True)
             energy = module.inner(x).sum(1)
             (force,) = torch.autograd.grad(energy.sum(), x)
         return y, force
@@ -874,35 +867,50 @@ def test_forces_in_an_evaluation(setup: Any) -> None:
     assert force.shape == (8, 6)
 
 
-CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], object]]] = {
-    "a list": (list, lambda one, y: one.append(y.mean())),
-    "a defaultdict": (lambda: defaultdict(list), lambda one, y: one["a"].append(y.mean())),
-    "a tuple of lists": (lambda: ([], []), lambda one, y: one[0].append(y.mean())),
-    "a record": (lambda: SimpleNamespace(aux=0.0), lambda one, y: setattr(one, "aux", y.mean())),
-    "a record of tensors": (
-        lambda: SimpleNamespace(aux=torch.zeros(())),
-        lambda one, y: setattr(one, "aux", y.mean()),
-    ),
-}
+class Thawing(nn.Module):
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.inner = mlp().requires_grad_(False)
+        self.out = nn.Linear(3, 3).double()
+        self.calls, self.since = 0, since
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        if self.calls == self.since:
+            self.inner.requires_grad_(True)
+        return self.out(self.inner(x))
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_a_forward_that_puts_something_into_an_argument(setup: Any, kind: str) -> None:
-    make, put = CONTAINERS[kind]
+@pytest.mark.parametrize("since", [1, 4])
+def test_a_forward_that_thaws_its_layers_is_for_one_device(setup: Any, since: int) -> None:
+    model = Thawing(since)
+    twin, dp = copy.deepcopy(model), setup(model)
+    for step in range(1, 6):
+        for one in (dp, twin):
+            one(numbers(8, 6, seed=step)).sum().backward()
+    assert_equal(gradients(model), gradients(twin))
 
-    class Putting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
 
-        def forward(self, x: Tensor, more: Any) -> Any:
-            y = self.inner(x)
-            put(more, y)
-            return y
+def test_an_output_that_cannot_be_joined_is_named(setup: Any) -> None:
+    dp = setup(Doing(lambda module, y: torch.distributions.Normal(y, 1.0)))
+    with pytest.raises(FlowdpError, match="output cannot be gathered: it is no tensor"):
+        dp(numbers(8, 6))
 
-    dp = setup(Putting())
-    with pytest.raises(FlowdpError, match="changed a list, dict or other container among its arguments"):
-        dp(numbers(8, 6), make())
+
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize("ratios", [None, (2, 1)])
+def test_a_forward_that_seeds_a_generator_is_refused(setup: Any, ratios: Any, has_own: bool) -> None:
+    def project(module: Any, y: Tensor) -> Tensor:
+        if own is not None:
+            return y @ torch.rand(3, 3, dtype=y.dtype, generator=own.manual_seed(7))
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return y @ torch.rand(3, 3, dtype=y.dtype)
+
+    own = torch.Generator() if has_own else None
+    dp = setup(Doing(project), partition_ratios=ratios)
+    with pytest.raises(FlowdpError, match="draws from a generator that it has seeded, or has of its own"):
+        dp(numbers(8, 6))
 
 
 def test_what_a_forward_puts_into_an_argument_and_returns_is_the_callers(setup: Any) -> None:
@@ -925,57 +933,8 @@ def test_what_a_forward_puts_into_an_argument_and_returns_is_the_callers(setup: 
     assert_equal(mine, other)
 
 
-class Thawing(nn.Module):
-    def __init__(self, since: int) -> None:
-        super().__init__()
-        self.inner = mlp().requires_grad_(False)
-        self.out = nn.Linear(3, 3).double()
-        self.calls, self.since = 0, since
-
-    def forward(self, x: Tensor) -> Any:
-        self.calls += 1
-        if self.calls == self.since:
-            self.inner.requires_grad_(True)
-        return self.out(self.inner(x))
-
-
-@pytest.mark.parametrize("since", [1, 3, 4])
-def test_a_forward_that_thaws_its_layers(setup: Any, since: int) -> None:
-    model = Thawing(since)
-    twin, dp = copy.deepcopy(model), setup(model)
-    for step in range(1, 5):
-        loss = twin(numbers(8, 6, seed=step)).sum()
-        if step == since == 3:  # the third call is not compared
-            with pytest.raises(FlowdpError, match="changed requires_grad of a parameter"):
-                dp(numbers(8, 6, seed=step))
-            break
-        loss.backward()
-        dp(numbers(8, 6, seed=step)).sum().backward()
-    assert_equal(gradients(model), [None] * 4 + gradients(twin)[4:] if since == 3 else gradients(twin))
-
-
-def test_an_output_that_cannot_be_joined_is_named(setup: Any) -> None:
-    dp = setup(Doing(lambda module, y: torch.distributions.Normal(y, 1.0)))
-    with pytest.raises(FlowdpError, match="output cannot be gathered: it is no tensor"):
-        dp(numbers(8, 6))
-
-
-@pytest.mark.parametrize("has_own", [False, True])
-@pytest.mark.parametrize("ratios", [None, (2, 1)])
-def test_a_forward_that_seeds_a_generator_is_for_one_device(
-    setup: Any, ratios: Any, has_own: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    def project(module: Any, y: Tensor) -> Tensor:
-        if own is not None:
-            return y @ torch.rand(3, 3, dtype=y.dtype, generator=own.manual_seed(7))
-        with torch.random.fork_rng():
-            torch.manual_seed(7)
-            return y @ torch.rand(3, 3, dtype=y.dtype)
-
-    own = torch.Generator() if has_own else None
-    model = Doing(project)
-    dp = setup(model, partition_ratios=ratios)
-    for step in range(20):
-        x = numbers(8, 6, seed=step)
-        assert torch.equal(dp(x), model(x))
-    assert caplog.text.count("seeds a generator that all threads have in common") == 1
+def test_a_forward_that_writes_to_an_argument_is_refused(setup: Any) -> None:
+    x = numbers(8, 6)
+    with pytest.raises(FlowdpError, match=r"writes to an argument, .* argument\.clone\(\)"):
+        setup(nn.Sequential(nn.ReLU(inplace=True), mlp()))(x)
+    assert x.min() < 0

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_dataclass
 
 from flowdp.data_parallel.join import _masked_mean, join, output_form
-from flowdp.data_parallel.layout import PLAIN, Callee, Layout
+from flowdp.data_parallel.layout import PLAIN, Layout
 from flowdp.errors import FlowdpError
 
 
@@ -180,17 +179,11 @@ def test_a_part_without_anything_to_count_gives_nothing_on_a_device() -> None:
 
 
 def test_weights_that_are_none() -> None:
-    def forward(x: Tensor, mask: Tensor) -> None: ...
-
-    with pytest.raises(
-        FlowdpError, match=r"a function of mask, .* no such arguments; .*forward .*'x', 'mask'"
-    ):
-        join(asking(1.0, 2.0), (1, 1), COUNTED, Callee(forward), weights=[{}, {}])
-    with pytest.raises(FlowdpError, match=r"a function of mask, and the call has no such arguments$"):
-        join(asking(1.0, 2.0), (1, 1), COUNTED)
+    for weights in ([{}, {}], ()):
+        with pytest.raises(FlowdpError, match=r"a function of mask, and the call has no such arguments$"):
+            join(asking(1.0, 2.0), (1, 1), COUNTED, weights=weights)
 
 
-# ---------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
@@ -202,22 +195,16 @@ def test_weights_that_are_none() -> None:
         (torch.ones(3), torch.ones(3), r"for \[2, 1\] samples .*\(3,\), \(3,\)"),
         (torch.ones(2), torch.tensor(1.0), r"\(2,\), \(\)"),
         (torch.ones(0), torch.ones(0), r"\(0,\), \(0,\)"),
-        (torch.ones(1), torch.ones(1), r"return loss.mean\(\) or loss.squeeze\(\)"),
-        (torch.ones(3, 2), torch.ones(3, 1), r"along dim 1, say dim=\{'return': 1\} in setup"),
-        ((1, torch.ones(3, 2)), (1, torch.ones(3, 1)), r"say dim=\{'return': \{'1': 1\}\} in setup"),
+        (torch.ones(1), torch.ones(1), r"averaged: loss.mean\(\), loss.squeeze\(\)"),
+        (torch.ones(3, 2), torch.ones(3, 1), r"another one: dim=\{'return'"),
         ({"n": torch.tensor(3)}, {"n": torch.tensor(3)}, r"output\['n'\] .*one number of torch.int64"),
         ({"a": torch.ones(2)}, {"b": torch.ones(1)}, "part 1 returned .*'a'.* part 2 .*'b'"),
         ((torch.ones(2), 1), (torch.ones(1), 2), r"output\[1\] .*differs between the devices: \[1, 2\]"),
         ((1,), (True,), "differs between the devices"),
         (np.ones(2), np.ones(2), "it is no tensor, and differs"),
-        (Opaque(torch.ones(2)), Opaque(torch.ones(1)), "classes that torch knows as pytrees"),
-        (
-            pack_sequence([torch.ones(2)] * 2),
-            pack_sequence([torch.ones(2)]),
-            "PackedSequence; return the padded",
-        ),
+        (Opaque(torch.ones(2)), Opaque(torch.ones(1)), "in tuples, lists, dicts or dataclasses"),
         ({"loss": 0.5}, {"loss": 0.25}, r"output\['loss'\]"),
-        (torch.ones(2), 1.0, r"differs between the devices: \[a tensor, 1.0\]"),
+        (torch.ones(2), 1.0, r"differs between the devices: \[tensor\(.*, 1.0\]"),
         (1.0, torch.ones(2), "it is no tensor, and differs"),
     ],
 )
@@ -227,7 +214,7 @@ def test_what_cannot_be_gathered(one: Any, other: Any, message: str) -> None:
 
 
 def test_booleans_have_no_sum() -> None:
-    with pytest.raises(FlowdpError, match=r"one number of torch.bool .* one number for each sample$"):
+    with pytest.raises(FlowdpError, match=r"one number of torch.bool .* one number for each sample"):
         join([torch.tensor(True)] * 2, (2, 1), Layout(reduce="sum"))
 
 

@@ -155,24 +155,12 @@ def test_what_has_gone_whole_is_not_cut_in_a_batch_of_its_length(
             assert_equal([dp(x, *args, **kwargs)], [model(x, *args, **kwargs)])
             continue
         for _ in range(2):
-            with pytest.raises(FlowdpError, match=r"whole of 'candidates' .* dim=\{'candidates': None\}"):
+            with pytest.raises(FlowdpError, match=r"no part of the batch, say dim=\{its name: None\}"):
                 dp(x[:6], *args, **kwargs)
     sparing = setup(model, dim={"candidates": None})
     args, kwargs = made(6)
     for samples in (8, 6):
         assert_equal([sparing(x[:samples], *args, **kwargs)], [model(x[:samples], *args, **kwargs)])
-
-
-@pytest.mark.parametrize(
-    ("dim", "whole"),
-    [
-        (0, {"rows": None}),
-        (1, {"x": 1, "rows": None, "return": 1}),
-        ({"x": 1}, {"x": 1, "rows": None}),
-    ],
-)
-def test_a_remedy_is_a_whole_option(dim: Any, whole: Any) -> None:
-    assert Layout(dim=dim).dims_with(["x", "rows"], {"rows": None}) == whole
 
 
 def test_what_is_as_long_as_the_batch_at_times(setup: Any) -> None:
@@ -201,13 +189,13 @@ def test_what_is_inside_an_argument_goes_whole_with_it(setup: Any) -> None:
     dp = setup(Scores())
     rows = {"rows": numbers(6, 6)}
     dp(numbers(8, 6), rows)
-    with pytest.raises(FlowdpError, match=r"whole of 'candidates' .* dim=\{'candidates': None\}"):
+    with pytest.raises(FlowdpError, match=r"no part of the batch, say dim=\{its name: None\}"):
         dp(numbers(6, 6), rows)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
-def test_a_sparse_tensor_goes_whole_or_is_refused(setup: Any, kind: str) -> None:
+def test_a_sparse_tensor_goes_whole(setup: Any, kind: str) -> None:
     class Graph(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -218,11 +206,6 @@ def test_a_sparse_tensor_goes_whole_or_is_refused(setup: Any, kind: str) -> None
 
     model = Graph()
     adjacency = getattr(torch.eye(6, dtype=torch.float64) * 2, kind)()
-    with pytest.raises(
-        FlowdpError,
-        match=r"'adjacency' is a sparse .* \(6\), .*dim=\{'adjacency': None\} .* one graph .* \(dp.module\)",
-    ):
-        setup(model)(numbers(6, 6), adjacency)
     dp = setup(model, dim={"adjacency": None})
     for samples in (9, 6):
         x = numbers(samples, 6)
@@ -276,18 +259,13 @@ def test_a_list_of_images_alone_may_be_anything(setup: Any) -> None:
         ({"dim": -1}, "dim must be an int of at least 0, not -1"),
         ({"dim": True}, "dim must be an int"),
         ({"dim": None}, "dim must be an int of at least 0, not None"),
-        ({"dim": {"inputs": 1}}, r"dim names 'inputs', and the parameters of Linear.forward are \['input'\]"),
         ({"dim": {"input": "1"}}, r"dim\['input'\]"),
         ({"dim": {"return": None}}, r"dim\['return'\]"),
         ({"dim": {"return": {"out": None}}}, r"dim\['return'\]\['out'\]"),
         ({"split": 3}, "split must be a function"),
         ({"join": "cat"}, "join must be a function"),
-        (
-            {"reduce": "tokens"},
-            "reduce must be 'mean', 'sum', or a function of a part's arguments .* not 'tokens'",
-        ),
+        ({"reduce": "tokens"}, "reduce must be one of 'mean', 'sum', not 'tokens'"),
         ({"reduce": {"loss": 3}}, r"reduce\['loss'\]"),
-        ({"reduce": lambda labels, /: labels}, "called by name"),
     ],
 )
 def test_options_are_checked(setup: Any, options: Any, message: str) -> None:
@@ -367,7 +345,7 @@ def test_a_split_of_the_users_own(setup: Any) -> None:
 
 
 def test_a_split_that_makes_no_parts(setup: Any) -> None:
-    with pytest.raises(FlowdpError, match=r"split must return one \(args, kwargs\)"):
+    with pytest.raises(FlowdpError, match="a part raises"):
         setup(mlp(), split=lambda args, kwargs, sizes: [args, kwargs])(numbers(6, 6))
 
 
@@ -480,7 +458,6 @@ def test_weights_keep_the_dtype_of_a_loss(setup: Any) -> None:
             lambda tokens: tokens.sum(),
             "its weight is a function of tokens, and the call has no such arguments",
         ),
-        (lambda labels: labels != -100, r"one number for a part, .* shape \(2, 8\)"),
     ],
 )
 def test_weights_that_are_none(setup: Any, reduce: Any, message: str) -> None:

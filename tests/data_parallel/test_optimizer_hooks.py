@@ -69,7 +69,7 @@ def test_optimizers_that_are_replaced_count_no_longer() -> None:
     hooks, steps = hooks_of(mlp())
     (old,) = hooks.optimizers
     with pytest.raises(OptionError):
-        hooks.use([])
+        hooks.use(3)  # type: ignore[arg-type]
     assert hooks.optimizers == (old,)
     new = AdamW(hooks._module.parameters())
     hooks.use(new)

@@ -158,15 +158,15 @@ def shrink_anew(model: Any) -> None:
     model.layer.weight.data = model.layer.weight.data * 0.9
 
 
+WRITES = "writes to its parameter|modified by an inplace operation"
+
+
 @pytest.mark.parametrize("write", [clamp, clamp_under_no_grad, copy_in, replace_data])
 @everywhere
 def test_a_forward_that_writes_the_same_to_a_parameter_however_often(
     write: Callable[[Any], None], shares: Shares
 ) -> None:
-    check(train, shares, functools.partial(Writing, write))
-
-
-WRITES = r"writ|layer\.(weight|bias)|parameter"
+    check(train, shares, functools.partial(Writing, write), refused=WRITES)
 
 
 @pytest.mark.parametrize("write", [shrink, shrink_bias, shrink_under_no_grad, shrink_anew])
@@ -222,8 +222,7 @@ def test_a_momentum_encoder(shares: Shares, in_place: bool) -> None:
             side.step()
         return seen
 
-    refused = "writ|key|parameter" if in_place else None
-    check(loop, shares, functools.partial(Momentum, in_place), refused=refused)
+    check(loop, shares, functools.partial(Momentum, in_place), refused=WRITES)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -353,7 +352,7 @@ def test_a_hidden_state_that_forward_keeps(shares: Shares) -> None:
             try:
                 y = side.model(draw(SAMPLES, seed=number))
                 square(y).backward()
-            except flowdp.FlowdpError as error:
+            except (flowdp.FlowdpError, RuntimeError) as error:
                 refusal = str(error)
                 break
             torch.testing.assert_close(y, expected, rtol=0, atol=TOLERANCE)
@@ -534,13 +533,13 @@ def test_a_forward_that_is_replaced(way: str, layer: str, when: str, shares: Sha
 
 
 class Remembering(nn.Module):
-    """A function as an attribute reads what forward has just set: each device has another part there."""
+    """A method as an attribute reads what forward has just set: each device has another part there."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer, self.out = nn.Linear(6, 5), nn.Linear(5, 3)
         self.skip: Any = None
-        self.way = self._way if kind == "method" else lambda y: y + self.skip
+        self.way = self._way
 
     def _way(self, y: Tensor) -> Tensor:
         return y + self.skip
@@ -553,9 +552,6 @@ class Remembering(nn.Module):
         return self.out(hidden)
 
 
-@pytest.mark.parametrize("kind", ["method", "lambda"])
 @everywhere
-def test_a_function_that_reads_what_forward_has_set(kind: str, shares: Shares) -> None:
-    check(
-        functools.partial(train, steps=12), shares, functools.partial(Remembering, kind), refused="skip|way"
-    )
+def test_a_method_that_reads_what_forward_has_set(shares: Shares) -> None:
+    check(functools.partial(train, steps=12), shares, Remembering)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import weight_norm
 
-from flowdp.data_parallel.replicas import Isolated, Replicas
+from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.streams import StreamLane
 from flowdp.errors import FlowdpError
 from tests.fakes import FakeCuda
@@ -50,38 +50,6 @@ def test_ranks_on_the_cpu_have_the_users_parameters_and_buffers_of_their_own() -
             assert all(map(lambda a, b: a is b, replica.parameters(), module.parameters()))
             assert not {t.data_ptr() for t in replica.buffers()} & {t.data_ptr() for t in module.buffers()}
             assert is_like(replicas)
-
-
-def test_a_parameter_that_a_forward_moves_is_moved_for_its_device_alone() -> None:
-    module: Any = nn.Linear(2, 2).requires_grad_(False)
-    with replicas_of(module) as replicas:
-        replicas.apart = {0}
-        replicas.follow()
-        replica: Any = replicas.modules[1]
-        assert replica.weight.data_ptr() == module.weight.data_ptr()
-        replica.weight.data = torch.zeros(2, 2)
-        assert module.weight.all()
-        replicas.look()
-        replicas.follow()
-        assert is_like(replicas)
-
-
-def test_writes_to_a_parameter_apart_are_counted_by_each_device() -> None:
-    module: Any = nn.Linear(2, 2)
-    with replicas_of(module) as replicas:
-        replicas.apart = {0}
-        replicas.look()
-        replicas.follow()
-        replica: Any = replicas.modules[1]
-        before = replica.weight._version
-        with torch.no_grad():
-            module.weight.add_(1)
-        assert replica.weight._version == before
-        assert is_like(replicas)
-        assert replica.weight.requires_grad
-        assert replica.bias is module.bias
-        called(replicas, (2, 2), torch.ones(4, 2)).sum().backward()
-        assert module.weight.grad.tolist() == [[4.0, 4.0]] * 2
 
 
 WRITES: dict[str, Callable[[Any], object]] = {
@@ -221,13 +189,11 @@ def test_other_tensors_stand_in_the_tables_and_what_is_set_meanwhile_stays() -> 
 
 def test_a_run_without_a_trace_has_a_replica_of_the_first_rank_too() -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    seen: list[tuple[nn.Module, int]] = []
     zeros = {id(t): torch.zeros_like(t) for t in (*module.parameters(), *module.buffers())}
     with replicas_of(module) as replicas:
         replicas.look()
-        replicas.follow(Isolated(lambda net, rank: seen.append((net, rank)), zeros))
-        assert [rank for _, rank in seen] == [0, 1]
-        assert [net for net, _ in seen] == list(replicas.modules)
+        replicas.follow(zeros)
+        assert not any(net.get_submodule("1").training for net in replicas.modules)
         assert module not in replicas.modules
         for net in replicas.modules:
             assert not any(tensor.any() for tensor in net.state_dict().values())

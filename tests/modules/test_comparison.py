@@ -43,7 +43,7 @@ def test_rounding_is_no_difference(whole: Any, joined: Any, epsilon: float) -> N
 @pytest.mark.parametrize(
     ("whole", "joined", "epsilon", "text"),
     [
-        (x, x * (1 + 1e-8), DOUBLE, "differs by up to"),
+        (x, x * (1 + 1e-6), DOUBLE, "differs by up to"),
         (x.float(), x.float() * 1.001, SINGLE, "differs by up to"),
         (x.bfloat16(), (x * 1.3).bfloat16(), HALF, "differs by up to"),
         (
@@ -65,13 +65,12 @@ def test_rounding_is_no_difference(whole: Any, joined: Any, epsilon: float) -> N
 )
 def test_differences_have_words(whole: Any, joined: Any, epsilon: float, text: str) -> None:
     (found,) = compare(whole, joined, epsilon)
-    assert text in found.text
+    assert text in found
 
 
-def test_differences_have_a_place_and_a_kind() -> None:
+def test_differences_have_a_place() -> None:
     whole = {"loss": torch.tensor(1.0), "rows": x, "n": torch.tensor(9)}
     joined = {"loss": torch.tensor(2.0), "rows": x + 1, "n": torch.tensor(3)}
     found = compare(whole, joined, SINGLE)
-    assert [one.text.split()[0] for one in found] == ["output['loss']", "output['rows']", "output['n']"]
-    assert [one.is_number for one in found] == [True, False, False]
+    assert [text.split()[0] for text in found] == ["output['loss']", "output['rows']", "output['n']"]
     assert is_close(torch.tensor(1.0), torch.tensor(1.000001), SINGLE)

@@ -128,7 +128,7 @@ class Sealed(StandInModule):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.own = 1
-        self._seal(type(self))
+        self._seal()
 
 
 def test_attributes_are_the_modules() -> None:
@@ -156,11 +156,9 @@ def test_what_is_set_is_set_on_the_module() -> None:
     assert not stand_in.module.training
 
 
-def test_a_method_says_how_it_is_called() -> None:
+def test_a_method_runs_the_module() -> None:
     stand_in = Sealed(Model())
-    with pytest.raises(AttributeError, match=r"'decode' is a method of Model.*`\.module\.decode\(\.\.\.\)`"):
-        stand_in.decode(torch.ones(1, 2))
-    assert not hasattr(stand_in, "decode")
+    assert stand_in.decode(torch.ones(1, 2)).shape == (1, 2)
     assert len(list(stand_in.parameters())) == 2, "those of nn.Module work"
 
 
