@@ -331,8 +331,6 @@ class Worker:
                 return
             self._retry.run(batcher.micros, full)
         self._feed.release()
-        if step.alone and self._joint is not None:
-            self._joint.take_over(self._index)
         loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
         current.local_step += 1
         if self._step_callbacks:
@@ -403,7 +401,11 @@ class Worker:
         self.current.round = outcome.round
         order = self.machine.order
         if arrival.together:
-            self._step_together(arrival, outcome)
+            try:
+                self._step_together(arrival, outcome)
+            except CollectiveAborted:
+                self._await_leave()  # another rank has failed in its step
+                return
         else:
             self._advance_rates(arrival)
             if outcome.lr is not None:

@@ -37,6 +37,9 @@ LESSON = 8
 MOVING = 0.05
 """Relative change of a share, from order to order, with which the shares still move."""
 
+LONE_RANK = 0
+"""Rank that trains windows alone: it owns all parameters, and the state of the optimizer."""
+
 INTERVAL = 1
 """Orders between two splits. Waiting longer gains nothing on noisy times, and shows a slower rank later."""
 
@@ -80,7 +83,6 @@ class ExactRounds(PlannedRounds):
         self._is_split = ratios is not None
         self._is_moving = False
         self._sharing = Sharing() if batch.may_be_alone and ratios is None and world_size > 1 else None
-        self._lone_rank = 0
         self._exclusion = Exclusion(world_size)
         # Of the order that is dealt.
         self._next_alone: int | None = None
@@ -106,11 +108,9 @@ class ExactRounds(PlannedRounds):
             is_trial = self._sharing.plan()
             if is_trial:
                 count = -(-count // LESSON)
-                if self._sharing.is_shared:
-                    self._lone_rank = shares.index(max(shares))
             if self._sharing.is_shared == is_trial:
-                self._next_alone = self._lone_rank
-                shares = tuple(float(rank == self._lone_rank) for rank in range(self.world_size))
+                self._next_alone = LONE_RANK
+                shares = tuple(float(rank == LONE_RANK) for rank in range(self.world_size))
         batches = ledger.deal_to(0, count)
         self._next_parts = list(zip(*self._parts(batches, shares), strict=True))
         deal = (batches, *((),) * (self.world_size - 1))

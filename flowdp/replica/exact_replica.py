@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import and_
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.protocol.messages import Outcome, SampleRange
 from flowdp.replica.factories import each_of
-from flowdp.replica.optimizer_state import copy_state
 from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
 from flowdp.replica.window_replica import WindowReplica
 
@@ -37,7 +37,7 @@ class ExactReplica(WindowReplica):
 
     Attributes:
         owned: Flag per parameter, as the gradients count them: this rank steps it. None: it steps all.
-        whole_state: Returns the `state_dict()` of the optimizer with the state that all owners have; None
+        whole_state: Method for the `state_dict()` of the optimizer with the state that all owners have; None
             where the rank's own has all.
 
     Args:
@@ -57,7 +57,7 @@ class ExactReplica(WindowReplica):
     gradients: SharedGradients
     steps_at_gate = True
     owned: Sequence[bool] | None = None
-    whole_state: Callable[[], dict[str, Any]] | None = None
+    whole_state: WeakMethod[Callable[[], dict[str, Any]]] | None = None
 
     def __init__(
         self,
@@ -113,7 +113,8 @@ class ExactReplica(WindowReplica):
     def step_alone(self) -> Tensor | None:
         """Step the optimizer by this rank's gradients, of a whole window; returns the loss as `step` does.
 
-        One that is not finite is left out: the other ranks have no optimizer to go on with (`left_out`).
+        A step whose gradient is not finite is left out, with what its forwards have written to buffers: no
+        other rank has an optimizer to go on with.
 
         Streams:
             As `Replica.step`. The host waits for the gradients.
@@ -125,11 +126,12 @@ class ExactReplica(WindowReplica):
         if self._scaler is None and not self.gradients.is_finite():
             self.left_out = True
             self.gradients.clear()
+            if self._has_buffers:
+                self.flat.put_back_buffers()
         else:
             self._launch_step(self._step, touched)
             if self.average is not None:
                 self.average.update()
-        self.watched = None  # no gradient is left to look at
         return loss
 
     def meet(self, outcome: Outcome) -> None:
@@ -163,64 +165,45 @@ class ExactReplica(WindowReplica):
 
     # ------------------------------------------------------------------ owners
     def own(self, owned: Sequence[bool]) -> None:
-        """Step these parameters alone from now on, flag per parameter; the state of others is dropped.
+        """Step these parameters alone, flag per parameter; the state of others is dropped.
 
         Threads:
-            Any, while the replica is not in use.
+            The one that builds, before the workers run.
         """
         self.owned = owned
-        if self._flat_optimizer is not None:
-            self._flat_optimizer.publish()
-            self._flat_optimizer.reload()
         for parameter, is_own in zip(self.gradients.parameters, owned, strict=True):
             if not is_own:
                 self._optimizer.state.pop(parameter, None)
         # Torch's schedulers would warn that it has not stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def take_state(self, other: ExactReplica) -> None:
-        """Take over the optimizer's state of another replica, which owns all parameters.
+    def received(self, owner: ExactReplica) -> None:
+        """Tell module and autograd of parameters that owners have written to the flat memory.
 
-        Threads:
-            Any, while neither is in use.
+        Args:
+            owner: Has the scale of the loss.
         """
-        if other._flat_optimizer is not None:
-            other._flat_optimizer.publish()
-        mine, theirs = self._optimizer, other._optimizer
-        copy_state(mine, theirs)
-        for group, others in zip(mine.param_groups, theirs.param_groups, strict=True):
-            # Some optimizers keep numbers of their own there; the rates are equal.
-            group |= {name: value for name, value in others.items() if name not in ("params", "lr")}
-        if self._flat_optimizer is not None:
-            self._flat_optimizer.reload()
-        self.follow(other)
-
-    def follow(self, owner: ExactReplica) -> None:
-        """Take over the scale of the loss."""
-        if self._scaler is not None and owner._scaler is not None:
-            self._scaler.load_state_dict(owner._scaler.state_dict())
-
-    def received(self) -> None:
-        """Tell module and autograd of parameters that others have written to the flat memory."""
         self.flat.scatter()
         # By its version autograd sees that a parameter has changed since a forward used it.
         torch.autograd.graph.increment_version(self.gradients.parameters)
+        if self._scaler is not None and owner._scaler is not None:
+            self._scaler.load_state_dict(owner._scaler.state_dict())
 
     def copy_from(self, donor: Replica) -> None:
         """See `Replica.copy_from`; the state of optimizers stays with the owners of the parameters."""
-        if self.owned is None:
+        if self.owned is None or not isinstance(donor, ExactReplica):
             super().copy_from(donor)
             return
         for mine, theirs in zip(self.flat.memories, donor.flat.memories, strict=True):
             mine.copy_(theirs)
         if self.average is not None and donor.average is not None:
             self.average.copy_from(donor.average)
-        self.received()
+        self.received(donor)
         self.gradients.clear()
 
     def optimizer_states(self) -> Any:
         """See `Replica.optimizer_states`; the state of each parameter is its owner's."""
-        whole = self.whole_state
+        whole = None if self.whole_state is None else self.whole_state()
         return super().optimizer_states() if whole is None else each_of(self.optimizers, lambda _: whole())
 
     def checksum(self) -> Callable[[], int]:

@@ -460,7 +460,8 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 
 def _has_own_step(optimizer: Optimizer) -> bool:
     step = vars(optimizer).get("step")
-    return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+    # Torch's schedulers wrap the step of the class, or one of the user's.
+    return step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
 
 
 def _no_gain(optimizer: Optimizer, views: Sequence[Tensor]) -> str | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class JointStep:
         self._replicas = tuple(replicas)
         self._meet = meet
         self._owners: tuple[int, ...] = ()  # of each parameter; empty: each rank steps all
-        self._received: list[list[tuple[Tensor, Tensor]]] = []  # for each rank: its memory, and an owner's
+        self._given: list[list[tuple[Tensor, Tensor]]] = []  # of each rank: another's memory, and its own
         self._taken: Outcome | None = None
         self._at_once = False
         self._launch_ms = 0.0
@@ -75,12 +76,23 @@ class JointStep:
         sizes = [parameter.numel() for parameter in replicas[0].gradients.parameters]
         if has_one_owner(replicas):
             first = next((rank for rank, one in enumerate(replicas) if one.lane.is_async), 0)
+            self._owners = (first,) * len(sizes)
             self._at_once = at_once
-            self._assign((first,) * len(sizes))
         else:
-            self._assign(divide(sizes, len(replicas)))
-        for replica in replicas:
-            replica.whole_state = self.whole_state
+            self._owners = divide(sizes, len(replicas))
+        pieces = [replica.flat.pieces(self._owners) for replica in replicas]
+        for rank, replica in enumerate(replicas):
+            replica.own([owner == rank for owner in self._owners])
+            replica.whole_state = WeakMethod(self.whole_state)
+            self._given.append(
+                [
+                    (theirs, mine)
+                    for others in pieces
+                    if others is not pieces[rank]
+                    for (owner, theirs), (_, mine) in zip(others, pieces[rank], strict=True)
+                    if owner == rank
+                ]
+            )
 
     def launch(self, outcome: Outcome) -> None:
         """Take the step for all ranks, where one owns all parameters and the mean is there.
@@ -95,15 +107,16 @@ class JointStep:
         start_s = perf_counter()
         owner = self._owners[0]
         self._replicas[owner].take_step(outcome)
+        self._give(owner)
         for rank in outcome.members:
             if rank != owner:
-                self._receive(rank)
+                self._replicas[rank].received(self._replicas[owner])
                 self._replicas[rank].gradients.clear()
         self._taken = outcome
         self._launch_ms = (perf_counter() - start_s) * 1e3
 
     def step(self, rank: int, outcome: Outcome) -> None:
-        """Take this rank's part of the step, and receive the others'.
+        """Take this rank's part of the step, give it to the others, and receive theirs.
 
         Raises:
             CollectiveAborted: The round was given up meanwhile.
@@ -118,23 +131,15 @@ class JointStep:
         if self._taken is not outcome:
             replica.meet(outcome)
             if self._owners:
+                # Written by their owner: behind the meeting a callback, or a forward, may write to its own.
+                self._give(rank)
                 if replica.lane.is_async:
                     replica.lane.drain()
                 self._meet(rank)
-                self._receive(rank)
+                if any(owner != rank for owner in self._owners):
+                    replica.received(self._replicas[self._owners[0]])
         if replica.average is not None:
             replica.average.update()
-
-    def take_over(self, rank: int) -> None:
-        """Make a rank the owner of all parameters, which takes steps alone from now on.
-
-        Threads:
-            Worker `rank`, while the others stand at a gate, or are on their way to it without a step.
-        """
-        owner = self._owners[0]
-        if owner != rank:
-            self._replicas[rank].take_state(self._replicas[owner])
-            self._assign((rank,) * len(self._owners))
 
     def timed(self, reading: Reading, outcome: Outcome) -> Reading:
         """A reading of a mean with the time of the step that the last arrival has taken behind it."""
@@ -158,7 +163,6 @@ class JointStep:
         donor = next((member for member in outcome.members if outcome.steps[member]), rank)
         if donor != rank:
             self._replicas[rank].copy_from(self._replicas[donor])
-            self._replicas[rank].follow(self._replicas[donor])
         self._replicas[rank].left_out = False
         self._meet(rank)
         averaging = Averaging((perf_counter() - start_s) * 1e3, None)
@@ -172,28 +176,12 @@ class JointStep:
         """
         first, *others = sorted(set(self._owners))
         whole: dict[str, Any] = self._replicas[first].optimizer.state_dict()
-        for rank in others:
+        for rank in others:  # of torch's optimizers alone, whose state goes by the number of the parameter
             whole["state"] |= self._replicas[rank].optimizer.state_dict()["state"]
-        whole["state"] = {key: whole["state"][key] for key in sorted(whole["state"], key=str)}
         return whole
 
-    def _assign(self, owners: Sequence[int]) -> None:
-        self._owners = tuple(owners)
-        for rank, replica in enumerate(self._replicas):
-            replica.own([owner == rank for owner in owners])
-        pieces = [replica.flat.pieces(owners) for replica in self._replicas]
-        self._received = [
-            [(mine, pieces[owner][at][1]) for at, (owner, mine) in enumerate(pieces[rank]) if owner != rank]
-            for rank in range(len(self._replicas))
-        ]
-
     @torch.no_grad()
-    def _receive(self, rank: int) -> None:
-        """Copy the parameters that other ranks own, as they are behind the step."""
-        if not self._received[rank]:
-            return
-        for mine, theirs in self._received[rank]:
-            mine.copy_(theirs)
-        replica = self._replicas[rank]
-        replica.received()
-        replica.follow(self._replicas[self._owners[0]])  # with a scale there is one owner
+    def _give(self, rank: int) -> None:
+        """Write the parameters that a rank owns to the memory of all others, who do not touch them now."""
+        for theirs, mine in self._given[rank]:
+            theirs.copy_(mine)

@@ -39,7 +39,8 @@ def _like(value: Any, old: Any, key: Any, mine: Any) -> Any:
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
-        there = mine.device if leaf.device == key.device else leaf.device
+        is_beside = isinstance(key, Tensor) and leaf.device == key.device
+        there = mine.device if is_beside else leaf.device
         return leaf.to(old.device if isinstance(old, Tensor) else there, copy=True)
 
     return tree_map(copied, value)

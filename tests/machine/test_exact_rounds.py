@@ -333,7 +333,7 @@ def test_windows_stay_shared_where_that_is_faster(ms: float, alone_ms: float) ->
     assert machine.epochs.of(0).is_complete
 
 
-def test_the_fastest_rank_is_the_one_alone() -> None:
+def test_the_rank_alone_is_the_first_for_it_owns_all_parameters() -> None:
     machine = rounds(1000, may_be_alone=True)
     blocks = decide(machine)
     for block in blocks:
@@ -341,7 +341,7 @@ def test_the_fastest_rank_is_the_one_alone() -> None:
         blocks += decide(machine)
     lone = [block for block in blocks if block[0].alone]
     assert lone
-    assert all(order.parts[0].samples == (64 if rank else 0) for b in lone for rank, order in enumerate(b))
+    assert all(order.parts[0].samples == (0 if rank else 64) for b in lone for rank, order in enumerate(b))
 
 
 @pytest.mark.parametrize(

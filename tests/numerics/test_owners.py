@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -221,31 +222,136 @@ def test_a_card_and_the_cpu(card_at: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert [all(owned or ()) for owned in states] == [rank == card_at for rank in range(2)]
 
 
-def test_the_owner_is_the_rank_that_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever rank that is; nothing of the optimizer's state is lost on the way."""
-    for name, value in (("GAIN", float("inf")), ("FIRST_TRIAL", 1)):
-        monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
-    for name in ("policy.exclusion.LONGER", "machine.exact_rounds.MOVING"):
-        monkeypatch.setattr(f"flowdp.{name}", float("inf"))
-    alone: set[int] = set()
-    lock = threading.Lock()
+class Alone:
+    """A loss that notes the ranks which train whole windows, and may be odd there."""
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if len(batch[0]) == WINDOW:
-            with lock:
-                alone.add(flowdp.current_worker().rank)
+    def __init__(self, at: int | None = None) -> None:
+        self.ranks: set[int] = set()
+        self.at = at
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        worker = flowdp.current_worker()
+        is_alone = len(batch[0]) == WINDOW
+        if is_alone:
+            self.ranks.add(worker.rank)
+        is_odd = is_alone and self.at is not None and worker.global_step >= self.at
+        if is_odd:
+            self.at = None
+            batch = (batch[0] * math.nan, batch[1])
         return mse(model, batch)
 
-    model, make = net(), OPTIMIZERS["AdamW"]
+
+def train_alone(
+    monkeypatch: pytest.MonkeyPatch, make: Make, loss: Alone, model: nn.Module, **options: Any
+) -> None:
+    """Train in turns of one device alone and all together."""
+    for name, value in (("GAIN", math.inf), ("FIRST_TRIAL", 1)):
+        monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
+    for name in ("policy.exclusion.LONGER", "machine.exact_rounds.MOVING"):
+        monkeypatch.setattr(f"flowdp.{name}", math.inf)
     runtime = flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))
-    trainer = flowdp.Trainer(
+    flowdp.Trainer(
         model, make, loss, dataset=(X, Y), batch_size=WINDOW, per_device_batch_size=WINDOW, max_steps=STEPS,
         devices=["cpu"] * 3, policy="exact", runtime=runtime, progress=False,
-        failures=flowdp.FailureOptions(check_loss=False),
-    )  # fmt: skip
-    trainer.fit()
-    assert alone
+        failures=flowdp.FailureOptions(check_loss=False), **options,
+    ).fit()  # fmt: skip
+
+
+class Counts(optim.SGD):
+    """An optimizer with numbers of its own, in an attribute and in its rate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.02)
+        self.taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        for group in self.param_groups:
+            group["lr"] *= 0.99
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=group["lr"] / self.taken)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], Counts])
+def test_the_rank_that_trains_alone_owns_all(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    loss, model = Alone(), net()
+    train_alone(monkeypatch, make, loss, model)
+    assert loss.ranks == {0}
     assert apart(model, plain(make)) < 1e-12
+
+
+def test_a_scheduler_that_sets_momentum_where_a_rank_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+
+    def one_cycle(optimizer: optim.Optimizer) -> Any:
+        return optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)
+
+    options = flowdp.SchedulerOptions(one_cycle, unit="step")
+    train_alone(monkeypatch, OPTIMIZERS["AdamW"], Alone(), model, scheduler=options)
+    expected = net()
+    optimizer = OPTIMIZERS["AdamW"](expected.parameters())
+    scheduler = one_cycle(optimizer)
+    for index in itertools.islice(windows(), STEPS):
+        mse(expected, (X[index], Y[index])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert apart(model, expected) < 1e-12
+
+
+def test_a_step_that_is_left_out_leaves_nothing_in_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+    loss = Alone(at=9)
+    train_alone(monkeypatch, OPTIMIZERS["AdamW"], loss, model)
+    assert loss.at is None
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+
+
+@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.parametrize("sets_rate", [False, True])
+def test_a_callback_that_shrinks_the_weights_on_every_device(sets_rate: bool) -> None:
+    """It runs while others may still be in the step; where the rate is set, that comes behind the gate."""
+    model = net()
+    handle: list[flowdp.Run] = []
+
+    class Shrinks(flowdp.Callback):
+        def on_step(self, worker: Any, loss: Tensor | None) -> None:
+            with torch.no_grad():
+                for parameter in worker.model.parameters():
+                    parameter.mul_(0.999)
+            if sets_rate and worker.rank == 0 and worker.local_step % 7 == 0:
+                started.wait(60)
+                handle[0].set_lr(0.01)  # the same
+
+    started = threading.Event()
+    run = exact(OPTIMIZERS["AdamW"], 3, model, callbacks=[Shrinks()]).start()
+    handle.append(run)
+    started.set()
+    run.join()
+    expected = net()
+    optimizer = OPTIMIZERS["AdamW"](expected.parameters())
+    for index in itertools.islice(windows(), STEPS):
+        mse(expected, (X[index], Y[index])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in expected.parameters():
+                parameter.mul_(0.999)
+    assert apart(model, expected) < 1e-12
+    check_equal(run)
+
+
+class NoDict(optim.SGD):
+    """An optimizer whose state has a form of its own."""
+
+    def state_dict(self) -> Any:
+        return {"inner": super().state_dict()}
+
+
+def test_an_optimizer_with_a_state_of_its_own_form() -> None:
+    result = exact(partial(NoDict, lr=0.02), 2).fit()
+    assert list(result.optimizer_state) == ["inner"]
 
 
 @pytest.mark.usefixtures("kept_replicas", "owners")
