@@ -241,7 +241,8 @@ def test_a_run_that_was_joined_holds_no_replica(policy: str, no_collector: None)
     ]
     steps = run.join().global_step
     assert [ref for ref in held if ref() is not None] == []
-    assert sum(run.status().local_steps) == steps * (2 if policy == "exact" else 1)
+    count = max if policy == "exact" else sum  # under exact one step is taken by all, or by the first alone
+    assert count(run.status().local_steps) == steps
     assert run.join().global_step == steps
     assert "SyncAck" in run.dump()
 
