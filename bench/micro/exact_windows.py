@@ -87,7 +87,7 @@ def exact(name: str, devices: int) -> float:
         make(),
         adamw,
         loss,
-        dataset=draw(4 * window),
+        dataset=draw(steps * window),
         batch_size=window,
         max_steps=2 * steps,
         devices=["cpu"] * devices,

@@ -69,7 +69,12 @@ class Epoch:
         with starting():
             batches = iter(self._loader)  # worker processes are started by the calling thread
         windows = self._windows(batches)
-        return _ahead(windows, self._lanes) if self._is_copied and _may_read_ahead(self._loader) else windows
+        if self._is_copied and _may_read_ahead(self._loader):
+            windows = _ahead(windows)
+        try:
+            yield from windows
+        finally:
+            keep_memory(self._lanes)
 
     def _windows(self, batches: Iterator[Any]) -> Iterator[Window]:
         """The windows, each read when it is asked for.
@@ -132,13 +137,10 @@ def _may_read_ahead(loader: object) -> bool:
     return isinstance(loader, list | tuple) or (isinstance(loader, DataLoader) and loader.num_workers > 0)
 
 
-def _ahead(windows: Iterator[Window], lanes: Sequence[Lane]) -> Iterator[Window]:
+def _ahead(windows: Iterator[Window]) -> Iterator[Window]:
     """The windows, one of them read ahead by a thread."""
     with ThreadPoolExecutor(1, "flowdp-loader") as reader:
         coming = reader.submit(next, windows, None)
-        try:
-            while (window := coming.result()) is not None:
-                coming = reader.submit(next, windows, None)
-                yield window
-        finally:
-            keep_memory(lanes)
+        while (window := coming.result()) is not None:
+            coming = reader.submit(next, windows, None)
+            yield window
