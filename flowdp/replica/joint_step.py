@@ -131,7 +131,9 @@ class JointStep:
         if self._taken is not outcome:
             replica.meet(outcome)
             if self._owners:
-                # Written by their owner: behind the meeting a callback, or a forward, may write to its own.
+                # A step reads all parameters that lie outside of the flat memory. And owners give, for behind
+                # the last meeting a callback, or a forward, may write to its own.
+                self._meet(rank)
                 self._give(rank)
                 if replica.lane.is_async:
                     replica.lane.drain()

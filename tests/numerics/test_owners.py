@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 import flowdp
 from flowdp.data.epoch_order import epoch_order
 from flowdp.device.streams import HostLane, StreamLane
+from flowdp.replica.exact_replica import ExactReplica
 from tests.numerics.test_exact import RATIOS, apart, check_equal
 
 SAMPLES, WINDOW, STEPS = 160, 13, 50
@@ -339,6 +340,33 @@ def test_a_callback_that_shrinks_the_weights_on_every_device(sets_rate: bool) ->
             for parameter in expected.parameters():
                 parameter.mul_(0.999)
     assert apart(model, expected) < 1e-12
+    check_equal(run)
+
+
+class Moves(nn.Sequential):
+    """A model whose forward moves its parameters out of the flat memory."""
+
+    def forward(self, x: Any) -> Any:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clone()
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_parameters_that_a_forward_moves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow rank has not begun its step when others have done theirs."""
+    take = ExactReplica.take_step
+
+    def slow(replica: ExactReplica, outcome: Any) -> None:
+        sum(range(30_000 * replica.flat.rank))
+        take(replica, outcome)
+
+    monkeypatch.setattr(ExactReplica, "take_step", slow)
+    make, model = OPTIMIZERS[name], Moves(*net())
+    run = exact(make, 3, model).start()
+    run.join()
+    assert apart(model, plain(make)) < 1e-12
     check_equal(run)
 
 
