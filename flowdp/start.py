@@ -40,6 +40,7 @@ from flowdp.errors import OptionError
 from flowdp.inference import open_evaluator, try_evaluation
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
+from flowdp.machine.exact_rounds import LONE_RANK
 from flowdp.machine.policies import ROUNDS
 from flowdp.network.machines import Machines
 from flowdp.network.quorum import is_elastic
@@ -53,7 +54,7 @@ from flowdp.protocol.messages import Requested
 from flowdp.replica.build import build_replicas
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.factories import ModelOption, all_of
-from flowdp.replica.joint_step import has_one_owner
+from flowdp.replica.joint_step import owner_of
 from flowdp.replica.replica import Replica
 from flowdp.result import TrainedState
 from flowdp.run import Run
@@ -399,8 +400,8 @@ def _global_batch(config: RunConfig, source: Source, replicas: Sequence[Replica]
         sizes.parts if first.meets else None,
         may_be_alone=bool(exact)
         and not is_shared
-        and has_one_owner(exact)
-        and not any(one.lane.is_async for one in exact),
+        and owner_of(exact) == LONE_RANK
+        and not exact[LONE_RANK].lane.is_async,
     )
 
 

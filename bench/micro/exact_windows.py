@@ -53,7 +53,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[int], tuple[Tens
         40,
     ),
 }
-"""Name -> model, loss, data, samples of a window, windows that are timed."""
+"""Name -> model, loss, data, samples of a window, windows that are timed at least."""
+
+SETTLED_S = 2.0
+"""Seconds after which a run has tried whether one device alone is faster."""
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -81,7 +84,7 @@ def by_hand(name: str) -> float:
 
 
 def exact(name: str, devices: int) -> float:
-    """Milliseconds of a window of a run, in its second half."""
+    """Milliseconds of a window of a run that has found out whether its windows are worth sharing."""
     make, loss, draw, window, steps = CASES[name]
     run = flowdp.Trainer(
         make(),
@@ -89,20 +92,26 @@ def exact(name: str, devices: int) -> float:
         loss,
         dataset=draw(steps * window),
         batch_size=window,
-        max_steps=2 * steps,
+        epochs=10**6,
         devices=["cpu"] * devices,
         policy="exact",
         failures=flowdp.FailureOptions(check_loss=False),
         progress=False,
     ).start()
-    begun_s = [time.perf_counter()]
-    seen, half = 0, 0
+    start_s = time.perf_counter()
+    begun_s = took_s = 0.0
+    seen = 0
     for record in run.metrics("round"):
-        seen += max(record.steps)
-        if seen >= steps and not half:
-            half, begun_s = seen, [time.perf_counter()]
+        now_s = time.perf_counter()
+        if not begun_s:
+            begun_s = now_s if now_s - start_s > SETTLED_S else 0.0
+            continue
+        seen, took_s = seen + max(record.steps), now_s - begun_s
+        if seen >= steps and took_s > SETTLED_S / 2:
+            break
+    run.stop()
     run.join()
-    return (time.perf_counter() - begun_s[0]) * 1e3 / (seen - half)
+    return took_s * 1e3 / seen
 
 
 def threads(name: str) -> float:

@@ -19,7 +19,7 @@ from flowdp.collective.host import HostMean
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
 from flowdp.device.compiled import make_room
-from flowdp.device.cores import open_pools
+from flowdp.device.cores import open_pools, thread_budget
 from flowdp.device.discovery import device_names
 from flowdp.device.dispatch import prepared_torch
 from flowdp.device.failed_device import keep_memory
@@ -161,6 +161,7 @@ class Engine:
                 feed=self._feeds[index],
                 inbox=self._inboxes[index],
                 pool=pools[index],
+                budget=thread_budget() if self._tuning.openmp else pools[index].size,
                 failures=failures,
                 global_step=config.start.global_step if config.start is not None else 0,
                 epoch=config.start.last_epoch if config.start is not None else 0,

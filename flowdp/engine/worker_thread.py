@@ -81,6 +81,10 @@ ACTIVITIES = {
 }
 """Use of the time of each barrier task."""
 
+CROWDED = 2.0
+"""Where all threads take so many times as long for a sample as the rank's own, other programs want the cores:
+threads that compute together wait for the one that has none."""
+
 CAPTURED_BY = 16
 """Steps of a rank after which its graphs are there, as a rule, and have taken their memory."""
 
@@ -96,6 +100,7 @@ class Worker:
         feed: Brings this rank's batches to its device.
         inbox: Inbox of this thread.
         pool: Chooses the size of this thread's OpenMP pool.
+        budget: Threads of the pools of all ranks, which are this one's while it trains alone.
         index: Place of this rank among those of its machine; None: its rank.
         failures: Whether the others continue where this rank fails by itself, and whether NaNs are errors.
         global_step: Steps of all ranks before the run begins.
@@ -120,6 +125,7 @@ class Worker:
         feed: Feed,
         inbox: Inbox[Mail],
         pool: PoolSize,
+        budget: int = 1,
         index: int | None = None,
         failures: FailureOptions | None = None,
         global_step: int = 0,
@@ -178,7 +184,9 @@ class Worker:
         self._snapshots = meeting.snapshots
         self._post = services.requests.inbox.post
         self._failures = services.failures
-        self._pool = pool
+        self._pool, self._budget = pool, budget
+        self._is_alone = False  # it trains alone, with the threads of all
+        self._sample_ms = 0.0  # with its own threads
         self._step_callbacks = tuple(services.step_callbacks)
         self._part_loss: Tensor | None = None  # of the step that comes behind the gate (exact)
         self._fed = 0  # the machine's plans that the feed knows
@@ -310,6 +318,9 @@ class Worker:
                 self._await_batch(start_s)
                 return
             if is_first:
+                if step.alone and not self._is_alone:
+                    self._is_alone = True
+                    set_own_threads(self._budget)
                 meter.begin(start_s)
                 replica.part = step.part
                 replica.learning_rate.advance(step.position, step.epoch, step.metrics)
@@ -341,6 +352,10 @@ class Worker:
         meter.end(loss, batcher.samples, step, replica.take_norms(), replica.loss_weight)
         if not self._pool.is_fixed:
             set_own_threads(self._pool.worked(meter.step_ms, batcher.samples))
+        if not step.alone:
+            self._sample_ms = meter.step_ms / batcher.samples
+        elif meter.step_ms > CROWDED * self._sample_ms * batcher.samples:
+            set_own_threads(self._pool.size)  # for the rest of the order
         if meter.bad:
             self._numbers.check_losses()
         self.machine.trained(batcher.samples)
@@ -388,6 +403,8 @@ class Worker:
             self._is_bound = True
             outcome = self._gate.enter(self.machine.judged(arrival))
             if arrival.alone and joint is not None:
+                self._is_alone = False
+                set_own_threads(self._pool.size)
                 reading = joint.copy_step(self._index, outcome)
             else:
                 reading = self._collective.average(self._index, outcome)

@@ -32,7 +32,10 @@ CALIBRATION = 2
 """Measurements before the first split by speed; until then an order is one round."""
 
 LESSON = 8
-"""An order that is to teach something soon is this part of another: a trial, a probe, shares that move."""
+"""An order that is to teach something soon is this part of another: a probe, shares that move ..."""
+
+TRIAL = 4
+"""... and one of a trial this part: its first windows fill caches, and start the threads that are lent."""
 
 MOVING = 0.05
 """Relative change of a share, from order to order, with which the shares still move."""
@@ -107,7 +110,7 @@ class ExactRounds(PlannedRounds):
         elif self._sharing is not None and self._is_split:
             is_trial = self._sharing.plan()
             if is_trial:
-                count = -(-count // LESSON)
+                count = -(-count // TRIAL)
             if self._sharing.is_shared == is_trial:
                 self._next_alone = LONE_RANK
                 shares = tuple(float(rank == LONE_RANK) for rank in range(self.world_size))
@@ -186,6 +189,8 @@ class ExactRounds(PlannedRounds):
             self._sharing.measured(armed.alone is None, held.longest_ms / steps)
         self._is_warm = True
         reason = super()._measure(held)
+        if armed.alone is not None:
+            self.times.sync_ms /= max(1, steps)  # once for all of them
         for rank in self._exclusion.out:
             self.times.pace_ms[rank] = 0.0  # no order waits for it
         return reason

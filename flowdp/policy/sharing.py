@@ -9,7 +9,7 @@ from __future__ import annotations
 
 __all__ = ["Sharing"]
 
-GAIN = 0.9
+GAIN = 0.95
 """The other way replaces the present one where it takes at most this part of its time."""
 
 FIRST_TRIAL, LAST_TRIAL = 2, 256

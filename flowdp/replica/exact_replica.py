@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import and_
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from flowdp.device.streams import QUIET
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.protocol.messages import Outcome, SampleRange
-from flowdp.replica.factories import each_of
 from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
 from flowdp.replica.window_replica import WindowReplica
 
@@ -36,9 +34,7 @@ class ExactReplica(WindowReplica):
     """Replica whose optimizer steps by the mean gradient of all ranks.
 
     Attributes:
-        owned: Flag per parameter, as the gradients count them: this rank steps it. None: it steps all.
-        whole_state: Method for the `state_dict()` of the optimizer with the state that all owners have; None
-            where the rank's own has all.
+        owner: The replica that steps the parameters of all; None: each its own.
 
     Args:
         parts: Objects and settings of this rank.
@@ -56,8 +52,7 @@ class ExactReplica(WindowReplica):
 
     gradients: SharedGradients
     steps_at_gate = True
-    owned: Sequence[bool] | None = None
-    whole_state: WeakMethod[Callable[[], dict[str, Any]]] | None = None
+    _owner: Callable[[], ExactReplica | None] | None = None  # weak
 
     def __init__(
         self,
@@ -151,9 +146,7 @@ class ExactReplica(WindowReplica):
         self._step(self.gradients.settle([member for member in outcome.members if outcome.samples[member]]))
 
     def _step(self, touched: Sequence[bool]) -> None:
-        if self.owned is not None:
-            touched = list(map(and_, touched, self.owned))
-        if self.owned is None or any(self.owned):
+        if self.owner in (None, self):
             if self._flat_optimizer is None:
                 self.gradients.show(touched)
                 self._optimize(self._optimizer)
@@ -163,48 +156,49 @@ class ExactReplica(WindowReplica):
             self.flat.refresh()
         self.gradients.clear()
 
-    # ------------------------------------------------------------------ owners
-    def own(self, owned: Sequence[bool]) -> None:
-        """Step these parameters alone, flag per parameter; the state of others is dropped.
+    # ------------------------------------------------------------------ another one steps
+    @property
+    def owner(self) -> ExactReplica | None:
+        """See the class."""
+        return None if self._owner is None else self._owner()
+
+    def follow(self, owner: ExactReplica) -> None:
+        """Let another replica step the parameters; the state of this one's optimizer is dropped.
 
         Threads:
             The one that builds, before the workers run.
         """
-        self.owned = owned
-        for parameter, is_own in zip(self.gradients.parameters, owned, strict=True):
-            if not is_own:
-                self._optimizer.state.pop(parameter, None)
-        # Torch's schedulers would warn that it has not stepped.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._owner = ref(owner)
+        if owner is not self:
+            self._optimizer.state.clear()
+            # Torch's schedulers would warn that it has not stepped.
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def received(self, owner: ExactReplica) -> None:
-        """Tell module and autograd of parameters that owners have written to the flat memory.
-
-        Args:
-            owner: Has the scale of the loss.
-        """
+    def received(self) -> None:
+        """Tell module and autograd of parameters that the owner has written to the flat memory."""
         self.flat.scatter()
         # By its version autograd sees that a parameter has changed since a forward used it.
         torch.autograd.graph.increment_version(self.gradients.parameters)
-        if self._scaler is not None and owner._scaler is not None:
+        owner = self.owner
+        if self._scaler is not None and owner is not None and owner._scaler is not None:
             self._scaler.load_state_dict(owner._scaler.state_dict())
 
     def copy_from(self, donor: Replica) -> None:
-        """See `Replica.copy_from`; the state of optimizers stays with the owners of the parameters."""
-        if self.owned is None or not isinstance(donor, ExactReplica):
+        """See `Replica.copy_from`; the state of the optimizer stays with the owner of the parameters."""
+        if self.owner is None:
             super().copy_from(donor)
             return
         for mine, theirs in zip(self.flat.memories, donor.flat.memories, strict=True):
             mine.copy_(theirs)
         if self.average is not None and donor.average is not None:
             self.average.copy_from(donor.average)
-        self.received(donor)
+        self.received()
         self.gradients.clear()
 
     def optimizer_states(self) -> Any:
-        """See `Replica.optimizer_states`; the state of each parameter is its owner's."""
-        whole = None if self.whole_state is None else self.whole_state()
-        return super().optimizer_states() if whole is None else each_of(self.optimizers, lambda _: whole())
+        """See `Replica.optimizer_states`; the state is the owner's."""
+        owner = self.owner
+        return super().optimizer_states() if owner in (None, self) else owner.optimizer_states()
 
     def checksum(self) -> Callable[[], int]:
         """Sum the bits of the parameters; returns a function that reads the sum when it is there."""

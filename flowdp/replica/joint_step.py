@@ -1,12 +1,11 @@
-"""The step that all ranks of a process take together (exact), and the owners of the parameters.
+"""The step that all ranks of a process take together (exact), and the owner of the parameters.
 
-Where a rank trains on the CPU, each parameter has one owner: that rank alone steps it, and all others receive
-its new values. So the replicas are equal by construction, whatever kinds of device they lie on, and the state
-of the optimizer is there once. A small model has one owner, and the last arrival at the gate steps it for all
-ranks while they stand there. The parameters of a large one on CPUs are divided, and the ranks step theirs at
-once. Ranks on cards of one kind come to the same bits by themselves: each steps all parameters.
+Where a rank trains on the CPU, one rank owns all parameters: it alone steps them, and all others receive the
+new values. So the replicas are equal by construction, whatever kinds of device they lie on, and the state of
+the optimizer is there once. A small model is stepped by the last arrival at the gate, for all ranks, while
+they stand there. Ranks on cards of one kind come to the same bits by themselves: each steps all parameters.
 
-Source: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
+Source: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), here with one owner.
 """
 
 from __future__ import annotations
@@ -14,39 +13,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
-from weakref import WeakMethod
 
 import torch
-from torch import Tensor
 
 from flowdp.collective.base import Averaging, Reading
-from flowdp.collective.memory_mean import SMALL
-from flowdp.policy.owners import divide
 from flowdp.protocol.messages import Outcome
 from flowdp.replica.exact_replica import ExactReplica
-from flowdp.replica.flat_optimizer import steps_one_by_one
 
-__all__ = ["JointStep", "has_one_owner"]
-
-
-def has_owners(replicas: Sequence[ExactReplica]) -> bool:
-    """Whether each parameter has one owner: a rank trains on the CPU, and no other machine takes the step."""
-    is_here = not replicas[0].gradients.travels
-    return is_here and len(replicas) > 1 and any(not replica.lane.is_async for replica in replicas)
+__all__ = ["JointStep", "owner_of"]
 
 
-def has_one_owner(replicas: Sequence[ExactReplica]) -> bool:
-    """Whether one rank owns all parameters, so that it can train alone."""
-    first = replicas[0]
-    is_large = sum(len(flat.memory) for flat in first.gradients.flats) > SMALL
-    is_divided = (
-        is_large
-        and not any(replica.lane.is_async for replica in replicas)
-        and not first.scales_loss  # by one flag of all gradients
-        and steps_one_by_one(first.optimizer)
-    )
-    return has_owners(replicas) and not is_divided
+def owner_of(replicas: Sequence[ExactReplica]) -> int | None:
+    """The rank that owns all parameters, a card before the CPU; None: each rank steps all of them.
+
+    That is so on cards alone, with one rank, and where other machines take the step, too.
+    """
+    if len(replicas) == 1 or replicas[0].gradients.travels:
+        return None
+    cards = [rank for rank, replica in enumerate(replicas) if replica.lane.is_async]
+    if len(cards) == len(replicas):
+        return None
+    return cards[0] if cards else 0
 
 
 class JointStep:
@@ -66,33 +53,13 @@ class JointStep:
     ) -> None:
         self._replicas = tuple(replicas)
         self._meet = meet
-        self._owners: tuple[int, ...] = ()  # of each parameter; empty: each rank steps all
-        self._given: list[list[tuple[Tensor, Tensor]]] = []  # of each rank: another's memory, and its own
+        self._owner = owner_of(replicas)
+        self._at_once = at_once and self._owner is not None
         self._taken: Outcome | None = None
-        self._at_once = False
         self._launch_ms = 0.0
-        if not has_owners(replicas):
-            return
-        sizes = [parameter.numel() for parameter in replicas[0].gradients.parameters]
-        if has_one_owner(replicas):
-            first = next((rank for rank, one in enumerate(replicas) if one.lane.is_async), 0)
-            self._owners = (first,) * len(sizes)
-            self._at_once = at_once
-        else:
-            self._owners = divide(sizes, len(replicas))
-        pieces = [replica.flat.pieces(self._owners) for replica in replicas]
-        for rank, replica in enumerate(replicas):
-            replica.own([owner == rank for owner in self._owners])
-            replica.whole_state = WeakMethod(self.whole_state)
-            self._given.append(
-                [
-                    (theirs, mine)
-                    for others in pieces
-                    if others is not pieces[rank]
-                    for (owner, theirs), (_, mine) in zip(others, pieces[rank], strict=True)
-                    if owner == rank
-                ]
-            )
+        if self._owner is not None:
+            for replica in replicas:
+                replica.follow(replicas[self._owner])
 
     def launch(self, outcome: Outcome) -> None:
         """Take the step for all ranks, where one owns all parameters and the mean is there.
@@ -105,18 +72,18 @@ class JointStep:
         if not (self._at_once and outcome.together and any(outcome.samples)) or outcome.lr is not None:
             return
         start_s = perf_counter()
-        owner = self._owners[0]
-        self._replicas[owner].take_step(outcome)
-        self._give(owner)
+        assert self._owner is not None
+        self._replicas[self._owner].take_step(outcome)
+        self._give()
         for rank in outcome.members:
-            if rank != owner:
-                self._replicas[rank].received(self._replicas[owner])
+            if rank != self._owner:
+                self._replicas[rank].received()
                 self._replicas[rank].gradients.clear()
         self._taken = outcome
         self._launch_ms = (perf_counter() - start_s) * 1e3
 
     def step(self, rank: int, outcome: Outcome) -> None:
-        """Take this rank's part of the step, give it to the others, and receive theirs.
+        """Take this rank's part of the step: all of it, or receive what the owner has made.
 
         Raises:
             CollectiveAborted: The round was given up meanwhile.
@@ -125,21 +92,20 @@ class JointStep:
             Worker `rank`, behind the mean, with the learning rate of the step.
 
         Streams:
-            As `Replica.step`. Where parameters have owners, the host waits for those of a device.
+            As `Replica.step`. Where one rank owns the parameters, its host waits for its device.
         """
         replica = self._replicas[rank]
         if self._taken is not outcome:
             replica.meet(outcome)
-            if self._owners:
-                # A step reads all parameters that lie outside of the flat memory. And owners give, for behind
-                # the last meeting a callback, or a forward, may write to its own.
+            if self._owner is not None:
+                # The owner gives: behind the meeting a callback, or a forward, may write to its own.
+                if rank == self._owner:
+                    self._give()
+                    if replica.lane.is_async:
+                        replica.lane.drain()
                 self._meet(rank)
-                self._give(rank)
-                if replica.lane.is_async:
-                    replica.lane.drain()
-                self._meet(rank)
-                if any(owner != rank for owner in self._owners):
-                    replica.received(self._replicas[self._owners[0]])
+                if rank != self._owner:
+                    replica.received()
         if replica.average is not None:
             replica.average.update()
 
@@ -170,20 +136,12 @@ class JointStep:
         averaging = Averaging((perf_counter() - start_s) * 1e3, None)
         return lambda: averaging
 
-    def whole_state(self) -> dict[str, Any]:
-        """The `state_dict()` of the optimizer, with the state of all parameters.
-
-        Threads:
-            Any, while no replica is stepped.
-        """
-        first, *others = sorted(set(self._owners))
-        whole: dict[str, Any] = self._replicas[first].optimizer.state_dict()
-        for rank in others:  # of torch's optimizers alone, whose state goes by the number of the parameter
-            whole["state"] |= self._replicas[rank].optimizer.state_dict()["state"]
-        return whole
-
     @torch.no_grad()
-    def _give(self, rank: int) -> None:
-        """Write the parameters that a rank owns to the memory of all others, who do not touch them now."""
-        for theirs, mine in self._given[rank]:
-            theirs.copy_(mine)
+    def _give(self) -> None:
+        """Write the owner's parameters to the memory of all others, who do not touch theirs now."""
+        assert self._owner is not None
+        owner = self._replicas[self._owner]
+        for replica in self._replicas:
+            if replica is not owner:
+                for theirs, mine in zip(replica.flat.trained(), owner.flat.trained(), strict=True):
+                    theirs.copy_(mine)

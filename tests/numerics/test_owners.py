@@ -1,4 +1,4 @@
-"""Exact steps whose parameters have owners: as one device takes them, for every optimizer of torch."""
+"""Exact steps whose parameters have one owner: as one device takes them, for every optimizer of torch."""
 
 from __future__ import annotations
 
@@ -56,11 +56,10 @@ def lanes() -> str:
     return "cpu"
 
 
-@pytest.fixture(params=["one owner", "owners"])
-def owners(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One owner of all parameters; or several, each of some, as in a large model."""
-    if request.param == "owners":
-        monkeypatch.setattr("flowdp.replica.joint_step.SMALL", 0)
+@pytest.fixture(params=["at once", "behind the gate"])
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The last arrival takes the step for all; or the owner does, behind the gate, as in a large model."""
+    if request.param == "behind the gate":
         monkeypatch.setattr("flowdp.collective.memory_mean.SMALL", 0)
     name: str = request.param
     return name
@@ -111,7 +110,7 @@ def exact(make: Make, devices: int, model: nn.Module | None = None, **options: A
     return flowdp.Trainer(net() if model is None else model, make, mse, **{**given, **options})
 
 
-@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.usefixtures("kept_replicas", "steps")
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name: str, devices: int) -> None:
@@ -122,7 +121,7 @@ def test_every_optimizer(name: str, devices: int) -> None:
     check_equal(run)
 
 
-@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.usefixtures("kept_replicas", "steps")
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor"])
 def test_clipping_and_a_rate_set_on_the_way(name: str) -> None:
     model, make = net(), OPTIMIZERS[name]
@@ -132,19 +131,18 @@ def test_clipping_and_a_rate_set_on_the_way(name: str) -> None:
     check_equal(run)
 
 
-@pytest.mark.usefixtures("kept_replicas")
+@pytest.mark.usefixtures("kept_replicas", "steps")
 @pytest.mark.parametrize("name", ["AdamW", "fused AdamW", "Adafactor"])
-def test_the_state_is_there_once(owners: str, name: str) -> None:
+def test_the_state_is_there_once(name: str) -> None:
     run = exact(OPTIMIZERS[name], 3).start()
     result = run.join()
     states = [replica.optimizer.state_dict()["state"] for replica in run._engine.replicas]
     count = len(list(net().parameters()))
-    assert [len(state) for state in states].count(0) == (2 if owners == "one owner" else 0)
-    assert sum(map(len, states)) == count
+    assert list(map(len, states)) == [count, 0, 0]
     assert list(result.optimizer_state["state"]) == list(range(count))
 
 
-@pytest.mark.usefixtures("owners")
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "Adafactor"])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
 def test_a_checkpoint_goes_on_with_other_owners(name: str, before: int, after: int, tmp_path: Any) -> None:
@@ -170,7 +168,7 @@ class Hooked:
         self.steps += 1
 
 
-@pytest.mark.usefixtures("owners")
+@pytest.mark.usefixtures("steps")
 def test_a_hook_of_the_optimizer_runs_once_a_step() -> None:
     hooked, model = Hooked(), net()
     exact(hooked, 3, model).fit()
@@ -189,7 +187,7 @@ class Unlike:
         return optim.SGD(params, lr=0.02 * (1.0 + 1e-13 * self.made))
 
 
-@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.usefixtures("kept_replicas", "steps")
 def test_replicas_of_unlike_kinds_are_equal_to_the_bit() -> None:
     run = exact(Unlike(), 3).start()
     run.join()
@@ -219,8 +217,8 @@ def test_a_card_and_the_cpu(card_at: int, monkeypatch: pytest.MonkeyPatch) -> No
     run.join()
     check_equal(run)
     assert apart(model, plain(partial(optim.SGD, lr=0.02), clip=0.5)) < 1e-10
-    states = [replica.owned for replica in run._engine.replicas]
-    assert [all(owned or ()) for owned in states] == [rank == card_at for rank in range(2)]
+    replicas = run._engine.replicas
+    assert [replica.owner for replica in replicas] == [replicas[card_at]] * 2
 
 
 class Alone:
@@ -309,7 +307,7 @@ def test_a_step_that_is_left_out_leaves_nothing_in_buffers(monkeypatch: pytest.M
     assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
 
 
-@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.usefixtures("kept_replicas", "steps")
 @pytest.mark.parametrize("sets_rate", [False, True])
 def test_a_callback_that_shrinks_the_weights_on_every_device(sets_rate: bool) -> None:
     """It runs while others may still be in the step; where the rate is set, that comes behind the gate."""
@@ -352,7 +350,7 @@ class Moves(nn.Sequential):
         return super().forward(x)
 
 
-@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.usefixtures("kept_replicas", "steps")
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 def test_parameters_that_a_forward_moves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow rank has not begun its step when others have done theirs."""
@@ -382,7 +380,7 @@ def test_an_optimizer_with_a_state_of_its_own_form() -> None:
     assert list(result.optimizer_state) == ["inner"]
 
 
-@pytest.mark.usefixtures("kept_replicas", "owners")
+@pytest.mark.usefixtures("kept_replicas", "steps")
 @pytest.mark.parametrize("overflows", [False, True])
 def test_the_scale_of_the_loss_is_the_owners(overflows: bool) -> None:
     """An overflow, here in a window of rank 1, leaves out the step of all."""
