@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import isfinite
 
 import torch
@@ -363,23 +362,6 @@ class FlatReplica(FlatTensors):
         for location, view in zip(self._locations, self._views, strict=True):
             if _is_parameter(location):
                 yield location.tensor, view  # type: ignore[misc]
-
-    def pieces(self, keys: Sequence[int]) -> list[tuple[int, Tensor]]:
-        """The memory of the parameters, in pieces of neighbours with one key: the key, and the piece.
-
-        Args:
-            keys: Key of each of `parameters()`, in that order.
-        """
-        found: list[tuple[int, Tensor]] = []
-        places = [(key, view.data_ptr()) for key, (_, view) in zip(keys, self.parameters(), strict=True)]
-        for part in self.trained():
-            begin = part.data_ptr()
-            inside = [(key, at - begin) for key, at in places if 0 <= at - begin < part.nbytes]
-            firsts = [next(group) for _, group in groupby(inside, lambda place: place[0])]
-            starts = [offset // part.itemsize for _, offset in firsts]
-            for (key, _), start, stop in zip(firsts, starts, [*starts[1:], len(part)], strict=True):
-                found.append((key, part[start:stop]))
-        return found
 
     def named(self, memories: Sequence[Tensor]) -> dict[str, Tensor]:
         """Parts of memories laid out like `trained`, by the module's names; tied parameters have one.

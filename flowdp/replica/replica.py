@@ -227,11 +227,6 @@ class Replica:
         return self._optimizer
 
     @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is scaled ("fp16")."""
-        return self._scaler is not None
-
-    @property
     def uncaptured(self) -> str | None:
         """Why its steps are not captured, where they were to be."""
         return None if self.captured is None else self.captured.ended

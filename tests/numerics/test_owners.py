@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import flowdp
 from flowdp.data.epoch_order import epoch_order
 from flowdp.device.streams import HostLane, StreamLane
 from flowdp.replica.exact_replica import ExactReplica
+from flowdp.replica.joint_step import JointStep
 from tests.numerics.test_exact import RATIOS, apart, check_equal
 
 SAMPLES, WINDOW, STEPS = 160, 13, 50
@@ -366,6 +368,97 @@ def test_parameters_that_a_forward_moves(name: str, monkeypatch: pytest.MonkeyPa
     run.join()
     assert apart(model, plain(make)) < 1e-12
     check_equal(run)
+
+
+class Sees:
+    """A loss that notes the parameters which each rank computes with, and a slow owner."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: dict[int, list[Tensor]] = {}
+        take = ExactReplica.take_step
+
+        def slow(replica: ExactReplica, outcome: Any) -> None:
+            if replica.owner is replica:
+                sum(range(40_000))
+            take(replica, outcome)
+
+        monkeypatch.setattr(ExactReplica, "take_step", slow)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        rank = flowdp.current_worker().rank
+        self.seen.setdefault(rank, []).append(nn.utils.parameters_to_vector(model.parameters()).detach())
+        return mse(model, batch)
+
+    def differ(self) -> bool:
+        """Whether two ranks have computed a window with different parameters."""
+        first, *others = self.seen.values()
+        return any(not torch.equal(*pair) for other in others for pair in zip(first, other, strict=False))
+
+
+def train_seen(sees: Sees) -> None:
+    flowdp.Trainer(
+        net(), OPTIMIZERS["SGD"], sees, dataset=(X, Y), batch_size=WINDOW, per_device_batch_size=WINDOW,
+        max_steps=STEPS, devices=["cpu"] * 3, policy="exact", progress=False,
+        failures=flowdp.FailureOptions(check_loss=False),
+        runtime=flowdp.RuntimeOptions(
+            partition_ratios=RATIOS[3], tune_process=flowdp.ProcessTuning(openmp=False)
+        ),
+    ).fit()  # fmt: skip
+
+
+@pytest.mark.usefixtures("steps")
+def test_each_forward_begins_with_the_values_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sees = Sees(monkeypatch)
+    train_seen(sees)
+    assert not sees.differ()
+    assert [len(seen) for seen in sees.seen.values()] == [STEPS] * 3
+
+
+def no_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that begins before its values are there."""
+    opened = JointStep.__init__
+
+    def opened_without(step: JointStep, replicas: Any, _meet: Any, **options: Any) -> None:
+        opened(step, replicas, lambda _: None, **options)
+
+    monkeypatch.setattr(JointStep, "__init__", opened_without)
+
+
+def gives_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that gives before it has stepped."""
+    take = ExactReplica.take_step
+
+    def given(replica: ExactReplica, outcome: Any) -> None:
+        before = [part.clone() for part in replica.flat.trained()]
+        take(replica, outcome)
+        if replica.owner is replica:
+            after = [part.clone() for part in replica.flat.trained()]
+            replica.flat.set_parameters(before)
+            late.append((replica, after))
+
+    late: list[tuple[ExactReplica, list[Tensor]]] = []
+    give = JointStep._give
+
+    def give_late(step: JointStep) -> None:
+        give(step)
+        while late:
+            replica, after = late.pop()
+            replica.flat.set_parameters(after)
+
+    monkeypatch.setattr(ExactReplica, "take_step", given)
+    monkeypatch.setattr(JointStep, "_give", give_late)
+
+
+@pytest.mark.parametrize("mutate", [no_meeting, gives_early])
+def test_that_test_finds(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowdp.collective.memory_mean.SMALL", 0)
+    mutate(monkeypatch)
+    sees = Sees(monkeypatch)
+    with suppress(flowdp.CollectiveError):  # the comparison of replicas finds it, too
+        train_seen(sees)
+    assert sees.differ()
 
 
 class NoDict(optim.SGD):
