@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -168,6 +169,7 @@ class FakeCuda:
         self.default = FakeStream(self, None, 0)
         self.default.name = "the default stream"
         self.failure: RuntimeError | None = None
+        self.name = "fake device"
 
     # ------------------------------------------------------------ interface of torch.cuda
     def Stream(self, device: Any = None, priority: int = 0) -> FakeStream:
@@ -175,6 +177,9 @@ class FakeCuda:
 
     def Event(self, enable_timing: bool = False, blocking: bool = False) -> FakeEvent:
         return FakeEvent(self, enable_timing, blocking)
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(name=self.name)
 
     def current_stream(self, device: Any = None) -> FakeStream:
         stack: list[FakeStream] = getattr(self._local, "stack", [])

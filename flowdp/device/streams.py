@@ -95,6 +95,11 @@ class Lane(ABC):
     copy: Stream
     is_async: bool
 
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Name of the device's model: devices of one kind round alike."""
+
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Make the device and this stream the calling thread's current ones."""
@@ -168,6 +173,11 @@ class StreamLane(Lane):
         self._capturing: Stream | None = None
         self._marks: dict[object, Event] = {}
         self._defaults: dict[torch.device, Stream] = {}
+
+    @property
+    def kind(self) -> str:
+        """See `Lane.kind`."""
+        return str(self.device_module.get_device_properties(self.device).name)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """See `Lane.on`."""
@@ -244,6 +254,11 @@ class HostLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.compute = self.comm = self.copy = _NoStream()
+
+    @property
+    def kind(self) -> str:
+        """See `Lane.kind`."""
+        return "CPU"
 
     def on(self, _stream: Stream) -> AbstractContextManager[Any]:  # there is one
         """See `Lane.on`."""

@@ -1,9 +1,9 @@
 """The step that all ranks of a process take together (exact), and the owner of the parameters.
 
-Where a rank trains on the CPU, one rank owns all parameters: it alone steps them, and all others receive the
-new values. So the replicas are equal by construction, whatever kinds of device they lie on, and the state of
-the optimizer is there once. A small model is stepped by the last arrival at the gate, for all ranks, while
-they stand there. Ranks on cards of one kind come to the same bits by themselves: each steps all parameters.
+Where a rank trains on the CPU, or ranks on cards of different kinds, one rank owns all parameters: it alone
+steps them, and all others receive the new values. So the replicas are equal by construction, and the state of
+the optimizer is there once. A small model on the CPU is stepped by the last arrival at the gate, for all
+ranks, while they stand there. On cards of one kind, which come to the same bits, each rank steps all.
 
 Source: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), here with one owner.
 """
@@ -26,12 +26,12 @@ __all__ = ["JointStep", "owner_of"]
 def owner_of(replicas: Sequence[ExactReplica]) -> int | None:
     """The rank that owns all parameters, a card before the CPU; None: each rank steps all of them.
 
-    That is so on cards alone, with one rank, and where other machines take the step, too.
+    That is so on cards of one kind, with one rank, and where other machines take the step, too.
     """
     if len(replicas) == 1 or replicas[0].gradients.travels:
         return None
     cards = [rank for rank, replica in enumerate(replicas) if replica.lane.is_async]
-    if len(cards) == len(replicas):
+    if len(cards) == len(replicas) and len({replica.lane.kind for replica in replicas}) == 1:
         return None
     return cards[0] if cards else 0
 
@@ -60,6 +60,7 @@ class JointStep:
         if self._owner is not None:
             for replica in replicas:
                 replica.follow(replicas[self._owner])
+            self._given = replicas[self._owner].lane.event()
 
     def launch(self, outcome: Outcome) -> None:
         """Take the step for all ranks, where one owns all parameters and the mean is there.
@@ -92,7 +93,7 @@ class JointStep:
             Worker `rank`, behind the mean, with the learning rate of the step.
 
         Streams:
-            As `Replica.step`. Where one rank owns the parameters, its host waits for its device.
+            As `Replica.step`. The host of an owner waits for its device where others are on the CPU.
         """
         replica = self._replicas[rank]
         if self._taken is not outcome:
@@ -101,10 +102,12 @@ class JointStep:
                 # The owner gives: behind the meeting a callback, or a forward, may write to its own.
                 if rank == self._owner:
                     self._give()
-                    if replica.lane.is_async:
-                        replica.lane.drain()
+                    self._given.record(replica.lane.compute)
+                    if not all(other.lane.is_async for other in self._replicas):
+                        self._given.synchronize()
                 self._meet(rank)
                 if rank != self._owner:
+                    replica.lane.compute.wait_event(self._given)
                     replica.received()
         if replica.average is not None:
             replica.average.update()

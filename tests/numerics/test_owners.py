@@ -223,6 +223,44 @@ def test_a_card_and_the_cpu(card_at: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert [replica.owner for replica in replicas] == [replicas[card_at]] * 2
 
 
+class Own(optim.SGD):
+    """An optimizer that flowdp does not know."""
+
+
+class UnlikeOwn(Unlike):
+    """The same of optimizers that flowdp does not know: no rank steps a part of their parameters."""
+
+    def __call__(self, params: Any) -> optim.Optimizer:
+        self.made += 1
+        return Own(params, lr=0.02 * (1.0 + 1e-13 * self.made))
+
+
+@pytest.mark.usefixtures("kept_replicas")
+def test_cards_of_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one steps for both."""
+    from tests.data.cards import Card
+
+    cards = [Card(), Card()]
+    cards[1].name = "another card"
+
+    def open_lanes(devices: Any) -> list[Any]:
+        return [StreamLane(device, card) for device, card in zip(devices, cards, strict=True)]
+
+    monkeypatch.setattr("flowdp.replica.build.open_lanes", open_lanes)
+    model = net()
+    runtime = flowdp.RuntimeOptions(backend="local", partition_ratios=RATIOS[2])
+    run = exact(
+        UnlikeOwn(), 2, model, runtime=runtime, max_grad_norm=0.5, callbacks=[flowdp.EMA(0.9)]
+    ).start()
+    run.join()
+    check_equal(run)
+    assert apart(model, plain(partial(optim.SGD, lr=0.02), clip=0.5)) < 1e-10
+    replicas = run._engine.replicas
+    assert [replica.owner for replica in replicas] == [replicas[0]] * 2
+    assert not cards[0].races
+    assert not cards[1].races
+
+
 class Alone:
     """A loss that notes the ranks which train whole windows, and may be odd there."""
 
