@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import cache, partial
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -70,7 +70,6 @@ def make_room(ranks: int) -> None:
     config = sys.modules.get("torch._dynamo.config")
     if config is None or ranks == 1:
         return  # torch.compile has not been used, and no optimizer made
-    _watch()
     for name in LIMITS:
         now = getattr(config, name)
         own = _raised.get((name, now), now)
@@ -272,30 +271,3 @@ def _inside(value: Any) -> Iterator[Any]:
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # empty
                 yield cell.cell_contents
-
-
-@cache
-def _watch() -> None:
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_hear)
-
-
-def _hear(record: logging.LogRecord) -> bool:
-    """Log in flowdp's words that a function is no longer compiled; every record passes."""
-    head, _, rest = record.getMessage().partition("\n")
-    if "hit config." in head and (record.threadName or "").startswith("flowdp-"):
-        which = next(
-            (line.partition(":")[2].strip() for line in rest.splitlines() if "function:" in line), ""
-        )
-        _tell(which, head.partition("hit config.")[2])
-    return True
-
-
-@cache
-def _tell(function: str, limit: str) -> None:
-    log.warning(
-        "torch.compile has given up on %s, which runs uncompiled from here on, on all devices: it was "
-        "compiled too often (torch._dynamo.config.%s). TORCH_LOGS=recompiles tells why; varying shapes want "
-        "torch.compile(..., dynamic=True), and others a higher limit, set before the run starts",
-        function or "a function",
-        limit,
-    )

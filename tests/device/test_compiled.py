@@ -82,14 +82,6 @@ class Net(nn.Module):
         return made
 
 
-NAMES = {"of the call": ""}
-
-
-class Named(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if NAMES["of the call"] == "xx" else 3)
-
-
 def error(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -238,27 +230,6 @@ def test_partition_ratios_say_that_nothing_is_compiled(
     model = torch.compile(Net(), backend=backend)
     model(X[:8])
     assert backend.calls == 1  # not uncompiled for good
-
-
-def test_a_limit_that_is_reached_is_told(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
-    alone = threading.Lock()  # a name that changes while another rank compiles with it is an error in dynamo
-
-    def counted(model: nn.Module, batch: Batch) -> Tensor:
-        with alone:
-            NAMES["of the call"] += "x"
-            return error(model, batch)
-
-    torch._dynamo.config.recompile_limit = 2
-    with caplog.at_level(logging.WARNING, "flowdp"):
-        train(
-            model=torch.compile(Named(), backend=backend, dynamic=False),
-            loss=counted,
-            devices=["cpu"] * 2,
-        )
-    told = [record.message for record in caplog.records if "has given up on" in record.message]
-    assert len(told) == 1
-    assert "'forward'" in told[0]
-    assert "recompile_limit (4)" in told[0]
 
 
 def test_room_is_for_ranks_once(backend: Backend) -> None:
