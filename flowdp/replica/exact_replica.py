@@ -23,6 +23,7 @@ from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.protocol.messages import Outcome, SampleRange
 from flowdp.replica.factories import each_of
+from flowdp.replica.flat_optimizer import FlatOptimizer
 from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
 from flowdp.replica.window_replica import WindowReplica
 
@@ -162,6 +163,38 @@ class ExactReplica(WindowReplica):
                 self._flat_optimizer.finish()
             self.flat.refresh()
         self.gradients.clear()
+
+    # ------------------------------------------------------------------ spans
+    @property
+    def can_have_span(self) -> bool:
+        """Whether it can step a part of the flat memory alone, whatever parameters lie there."""
+        # An overflow of a scaled loss is found in all gradients.
+        return (
+            self.lane.is_async
+            and self._scaler is None
+            and self._flat_optimizer is not None
+            and self._flat_optimizer.unfit() is None
+        )
+
+    def own_span(self) -> FlatOptimizer:
+        """Step the rank's span of the flat memory alone; returns what has the state of that.
+
+        Threads:
+            The one that builds, before the workers run.
+        """
+        assert self._flat_optimizer is not None
+        self.lane.drain()
+        with self.lane.on(self.lane.comm):
+            self.gradients.own_span()
+            self._flat_optimizer.own_span(self.flat.rank)
+        self.lane.drain()
+        return self._flat_optimizer
+
+    def step_span(self, touched: Sequence[bool]) -> None:
+        """Step it, on the current stream; the gradients there are the mean of all ranks', and settled."""
+        assert self._flat_optimizer is not None
+        self._optimize(self._flat_optimizer.prepare(touched))
+        self._flat_optimizer.finish()
 
     # ------------------------------------------------------------------ owners
     def own(self, owned: Sequence[bool]) -> None:
