@@ -64,6 +64,8 @@ EXTRA = [
     Case("cadence", "local", (0, 0, 1, 1), "streamed", options={"epochs": 4}),
     Case("sync", "local", (0, 0), "streamed", options={"gradient_accumulation_steps": 2}),
     Case("exact", "nccl", (0, 1), "streamed", options={"gradient_accumulation_steps": 2}),
+    Case("exact", "nccl", (0, 1, 2), options={"max_grad_norm": 0.1}),
+    Case("exact", "local", (0, 1, 1), options={"max_grad_norm": 0.1}),
     Case("cadence", "local", (0, 1), dtype=torch.float32, options={"precision": "bf16"}),
     Case("cadence", "nccl", (0, 1), "made", options={"outer": flowdp.OuterOptions()}),
     Case("async", "local", (0, 1), "made", options={"outer": flowdp.OuterOptions()}),

@@ -361,6 +361,8 @@ class Replay:
             (loss * (part.rows / rows)).backward()
             self._sum += float(loss.detach()) * part.rows
             self._samples += part.rows
+        if (clip := self._case.options.get("max_grad_norm")) is not None:
+            torch.nn.utils.clip_grad_norm_(self.modules[rank].parameters(), clip)
         self._optimizers[rank].step()
         self._optimizers[rank].zero_grad()
 

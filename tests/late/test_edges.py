@@ -29,6 +29,7 @@ MADE = Case("sync", "local", (0, 1), "made")
 GATHERED = Case("sync", "local", (0, 0), "gathered")
 EVALUATED = Case("sync", "local", (0, 0), evaluated="made")
 EXACT = Case("exact", "local", (0, 0), "streamed")
+CLIPPED = Case("exact", "local", (0, 1), options={"max_grad_norm": 0.1})
 
 
 def late(name: str) -> list[Trial]:
@@ -70,6 +71,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "collective/host.py HostMean.average.read: copies.up[1].synchronize()": HOST,
     "collective/host.py _copy: start.record(lane.comm)": HOST,
     "collective/host.py _copy: end.record(lane.comm)": HOST,
+    "collective/local.py DeviceMean._meet: done.record(lane.comm)": [(CLIPPED, LATE)],
+    "collective/local.py DeviceMean._meet: lane.comm.wait_event(done)": [(CLIPPED, LATE)],
     "collective/local_group.py _Rendezvous.wait: stream.wait_event(mark)": THREADS,
     "collective/local_group.py _Rendezvous._mark_ready: mark.record(lane.current())": THREADS,
     "collective/local_group.py _Rendezvous._enqueue: lane.comm.wait_event(mark)": THREADS,
