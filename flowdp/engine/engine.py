@@ -14,7 +14,6 @@ from typing import Any
 from flowdp.checkpoint.resume import StopPosition
 from flowdp.checkpoint.writer import CapturedState
 from flowdp.collective.async_mean import SnapshotMean
-from flowdp.collective.base import Collective
 from flowdp.collective.host import HostMean
 from flowdp.collective.on_streams import StreamedMean
 from flowdp.collective.select import open_collective
@@ -262,14 +261,12 @@ class Engine:
         self._settings.callback(collective.close)
         self._settings.callback(self.close)
         link = self._link
-        # Ranks on the CPU, and several machines, have another collective.
-        joint: JointStep | SpanStep | None
-        if is_cut and isinstance(collective, StreamedMean):
+        joint: JointStep | SpanStep | None = None
+        if is_cut and isinstance(collective, StreamedMean):  # not in the host's memory
             joint = SpanStep(exact, collective)
-        else:
-            joint = self._open_joint_step(
-                exact, collective, lambda index: gate.finish(self.team.ranks[index])
-            )
+        elif exact:
+            at_once = isinstance(collective, HostMean) and collective.is_launched
+            joint = JointStep(exact, lambda index: gate.finish(self.team.ranks[index]), at_once=at_once)
 
         def launch(outcome: Outcome) -> None:
             if not isinstance(joint, SpanStep):
@@ -288,15 +285,6 @@ class Engine:
         return MeetingPoint(
             gate=gate, collective=collective, snapshots=snapshots, settle=settle, team=self.team, joint=joint
         )
-
-    def _open_joint_step(
-        self, replicas: Sequence[ExactReplica], collective: Collective, meet: Callable[[int], None]
-    ) -> JointStep | None:
-        """The step that all ranks take together; None where the policy has none, or there is one rank."""
-        if not replicas:
-            return None
-        at_once = isinstance(collective, HostMean) and collective.is_launched
-        return JointStep(replicas, meet, at_once=at_once)
 
     def start(self) -> None:
         """Start all threads; they wait for `begin`. After an error, or without that, `take_back` ends them.

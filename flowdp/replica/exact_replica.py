@@ -171,6 +171,7 @@ class ExactReplica(WindowReplica):
         # An overflow of a scaled loss is found in all gradients.
         return (
             self.lane.is_async
+            and not self.gradients.travels
             and self._scaler is None
             and self._flat_optimizer is not None
             and self._flat_optimizer.unfit() is None

@@ -288,6 +288,8 @@ class FlatOptimizer:
 
     def pieces(self) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
         """State of the span: a parameter, where a part of it begins, and the state of that part."""
+        if self._twin is None:  # a state was loaded
+            self._rebuild()
         assert self._twin is not None
         for run in chain.from_iterable(self._runs):
             if found := self._twin.state.get(run.flat):

@@ -30,18 +30,15 @@ __all__ = ["SpanStep", "cut_gradients"]
 
 
 def cut_gradients(replicas: Sequence[ExactReplica]) -> bool:
-    """Cut the gradients that the ranks average into spans, where each can step one; returns whether they are.
+    """Cut the gradients that the ranks average into spans, if each can step one; returns whether.
 
     Threads:
         The one that builds, before the collective is opened.
     """
-    is_cut = len(replicas) > 1 and all(
-        replica.can_have_span and not replica.gradients.travels for replica in replicas
-    )
-    if is_cut:
-        for replica in replicas:
-            replica.gradients.cut()
-    return is_cut
+    can = len(replicas) > 1 and all(replica.can_have_span for replica in replicas)
+    for replica in replicas if can else ():
+        replica.gradients.cut()
+    return can
 
 
 class SpanStep:

@@ -296,3 +296,22 @@ def test_a_rank_with_nans_is_left_out_of_its_window() -> None:
     assert run.join().global_step == STEPS
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     check_equal(run)
+
+
+@pytest.mark.parametrize("ratios", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
+def test_parameters_in_bfloat16(ratios: Any) -> None:
+    """Their mean is taken in float32, and every replica gets the rounded one."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return mse(model, (batch[0].bfloat16(), batch[1].bfloat16()))
+
+    model, make = net().bfloat16(), OPTIMIZERS["SGD"]
+    trainer = flowdp.Trainer(
+        model, make, loss, dataset=(X, Y), batch_size=13, per_device_batch_size=4, max_steps=STEPS,
+        devices=["cpu"] * 3, policy="exact", progress=False,
+        failures=flowdp.FailureOptions(check_loss=False), **shared(ratios),
+    )  # fmt: skip
+    run = with_spans(trainer.start())
+    run.join()
+    check_equal(run)
+    assert apart(model, plain(make, net().bfloat16(), loss)) < 0.05
