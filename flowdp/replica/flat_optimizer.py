@@ -530,23 +530,20 @@ def joined_state(owners: Sequence[FlatOptimizer]) -> dict[str, Any]:
     """
     first = owners[0]
     whole: dict[str, Any] = first._own.state_dict()
-    numbers = {
-        parameter: number
-        for number, parameter in enumerate(
-            chain.from_iterable(group["params"] for group in first._own.param_groups)
-        )
-    }
-    parts: dict[int, list[tuple[int, dict[str, Tensor]]]] = {}
+    parts: dict[Tensor, list[tuple[int, int, dict[str, Tensor]]]] = {}
     for owner in owners:
-        for at, start, state in owner.pieces():
-            parts.setdefault(at, []).append((start, state))
-    for at, found in sorted(parts.items(), key=lambda item: numbers[first._parameters[item[0]]]):
-        whole["state"][numbers[first._parameters[at]]] = {
-            name: first._join(at, [(start, state[name]) for start, state in found])
-            if name in first._names
-            else value
-            for name, value in found[0][1].items()
-        }
+        for piece in owner.pieces():
+            parts.setdefault(first._parameters[piece[0]], []).append(piece)
+    listed = chain.from_iterable(group["params"] for group in first._own.param_groups)
+    for number, parameter in enumerate(listed):
+        if found := parts.get(parameter):
+            at, _, any_part = found[0]
+            whole["state"][number] = {
+                name: first._join(at, [(start, state[name]) for _, start, state in found])
+                if name in first._names
+                else value
+                for name, value in any_part.items()
+            }
     return whole
 
 
