@@ -193,6 +193,7 @@ class BlockMean:
         parts: Number of parts.
         far: Sources on other devices, by index. They are brought over block by block.
         outer: Outer step of the parameters; None: they become the plain mean.
+        is_cut: Of parameters that are cut, it reduces the span that has its number, for the first target.
 
     Threads: one. Distinct parts touch distinct memory, so each may have its own.
     Streams: everything is enqueued on the current one of that device. A copy between two devices is ordered
@@ -211,6 +212,7 @@ class BlockMean:
         parts: int = 1,
         far: Collection[int] = (),
         outer: OuterMomentum | None = None,
+        is_cut: bool = False,
     ) -> None:
         self._members = len(sources)
         self._device = device or (flats[0].memory.device if flats else torch.device("cpu"))
@@ -228,11 +230,15 @@ class BlockMean:
             parameters = self._parameters if flat.is_measured else self._unmeasured
             spans = ((parameters, 0, flat.split), (rest, flat.split, flat.memory.numel()))
             for blocks, start, stop in spans:
-                first, last = _bounds(start, stop, part, parts)
+                is_span = is_cut and flat.spans > 1 and blocks is parameters
+                own = flat.span(part)
+                first, last = (own.start, own.stop) if is_span else _bounds(start, stop, part, parts)
                 ours = _cut([memories[index] for memories in sources], first, last)
                 theirs = ours
                 if targets is not sources:
                     theirs = _cut([memories[index] for memories in targets], first, last)
+                if is_span:
+                    theirs = [block[:1] for block in theirs]
                 blocks += zip(ours, theirs, strict=True)
                 if blocks is self._parameters:
                     state = None if outer is None else outer.state(index)

@@ -33,12 +33,16 @@ from flowdp.collective.base import relative_drift
 from flowdp.collective.nccl_setup import (
     MAKING_S,
     REMAKING_S,
+    Call,
     CommunicatorSetup,
     Members,
     Side,
     abort_all,
     abort_quietly,
+    gather_calls,
+    launch_group,
     nccl_errors,
+    sum_call,
     sum_replicas,
 )
 from flowdp.collective.on_streams import StreamedMean
@@ -90,6 +94,17 @@ def load(devices: Sequence[torch.device]) -> Any:
         )
     _check_nccl(nccl.get_version(), devices)
     return nccl
+
+
+def _opened(comms: Sequence[Any]) -> Sequence[Any]:
+    """The communicators, as they are now.
+
+    Raises:
+        CollectiveError: They are gone.
+    """
+    if not comms:
+        raise CollectiveError("the ranks were to meet after NCCL was aborted or closed")
+    return tuple(comms)
 
 
 def _check_nccl(version: int, devices: Sequence[torch.device]) -> None:
@@ -190,7 +205,10 @@ class NcclMean(StreamedMean):
         flats = [replica.flats for replica in replicas]
         try:
             with QUIET:
-                self._sides = [Side(self._nccl, lane, own) for lane, own in zip(lanes, flats, strict=True)]
+                self._sides = [
+                    Side(self._nccl, lane, own, rank)
+                    for rank, (lane, own) in enumerate(zip(lanes, flats, strict=True))
+                ]
             self._comms = self._open(flats, members)
         except torch.OutOfMemoryError as error:
             raise CollectiveError(
@@ -198,7 +216,7 @@ class NcclMean(StreamedMean):
             ) from error
         self._watchdog = Watchdog([lane.device for lane in lanes], LIMIT_S, self._give_up)
 
-    def launch(self, outcome: Outcome) -> None:
+    def launch(self, outcome: Outcome, behind: Callable[[], object] = lambda: None) -> None:
         """See `Collective.launch`.
 
         The first time after ranks have left it takes a second or two, and waits for the devices.
@@ -208,7 +226,7 @@ class NcclMean(StreamedMean):
                 left.
         """
         self._fit(outcome)
-        super().launch(outcome)
+        super().launch(outcome, behind)
 
     def _fit(self, outcome: Outcome) -> None:
         """Make communicators for the members of a round, where ranks have left."""
@@ -295,10 +313,7 @@ class NcclMean(StreamedMean):
     def _enqueue(self, outcome: Outcome, workers: Sequence[int]) -> dict[int, Tensor]:
         with self._lock:
             group = self._group(outcome)
-        if not group.comms:
-            raise CollectiveError(
-                f"round {outcome.round} was to be averaged after NCCL was aborted or closed"
-            )
+            comms = _opened(group.comms)
         with nccl_errors(
             self._nccl, "sum the replicas, which are scaled already and not to be used any more"
         ):
@@ -306,7 +321,7 @@ class NcclMean(StreamedMean):
             bad = [self._bad[member] for member in workers]
             sum_replicas(
                 self._nccl,
-                group.comms,
+                comms,
                 sides,
                 group.samples,
                 drift=outcome.drift,
@@ -315,6 +330,24 @@ class NcclMean(StreamedMean):
             )
         # One row for all: they hold the same bits, and one copy to the host is enough.
         return {workers[0]: self._sides[workers[0]].tail} if outcome.drift else {}
+
+    def add_up(self, numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See `StreamedMean.add_up`."""
+        pairs = zip(self._lanes, numbers, strict=True)
+        self._launch_group([[sum_call(self._nccl, *pair)] for pair in pairs], "add up the norms")
+        return numbers
+
+    def spread(self, replicas: Sequence[FlatTensors]) -> None:
+        """See `StreamedMean.spread`."""
+        places = enumerate(zip(self._lanes, replicas, strict=True))
+        calls = [gather_calls(self._nccl, lane, replica.flats, rank) for rank, (lane, replica) in places]
+        self._launch_group(calls, "give each rank's parameters to the others")
+
+    def _launch_group(self, calls: Sequence[Sequence[Call]], what: str) -> None:
+        with self._lock:
+            comms = _opened(self._comms)
+        with nccl_errors(self._nccl, what):
+            launch_group(self._nccl, comms, calls)
 
     def _group(self, outcome: Outcome) -> Group:
         """The ranks that take the mean of a round together."""

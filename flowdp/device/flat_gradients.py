@@ -13,6 +13,7 @@ gradients past torch says so with `torch.autograd.graph.increment_version`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter, is_, ne
 
 import torch
@@ -76,6 +77,7 @@ class FlatGradients:
         self._parts = [
             home[: flat.split] for flat, home in zip(replica.flats, self.homes, strict=True) if flat.split
         ]
+        self._stepped = self._parts  # of them, what the optimizer steps
         self._thawable = replica.thawable
         by_dtype = {home.dtype: home for home in self.homes}
         self.parameters: list[nn.Parameter] = []
@@ -114,7 +116,7 @@ class FlatGradients:
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients."""
-        for part in (*self._parts, *self._thawed()):
+        for part in (*self._stepped, *self._thawed()):
             part.mul_(factor)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -129,14 +131,14 @@ class FlatGradients:
 
     def clamp(self, max_value: float) -> None:
         """Clip each gradient to at most this absolute value; of complex ones real and imaginary part."""
-        for part in (*self._parts, *self._thawed()):
+        for part in (*self._stepped, *self._thawed()):
             part.clamp_(-max_value, max_value)
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients. Float64, shape []."""
         blocks = [
             torch.linalg.vector_norm(block, dtype=self._sums_in(part.dtype)).double()
-            for part in (*self._parts, *self._thawed())
+            for part in (*self._stepped, *self._thawed())
             for block in part.split(BLOCK)
         ]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(blocks))
@@ -177,6 +179,8 @@ class SharedGradients(FlatGradients, FlatTensors):
         rank: Rank of the replica.
         flats: As the replica's, gradients in place of parameters; and one for the weight.
         weight: Weight of the losses, per sample. Float64, shape [].
+        square: The square of the norm of the rank's span, by `measure`. Float64, shape [].
+        sum_of_squares: Those of all ranks together, where each has a span; None: this one has all.
 
     Raises:
         OptionError: Two parameters of the module are two objects over one memory.
@@ -184,6 +188,9 @@ class SharedGradients(FlatGradients, FlatTensors):
     Threads:
         The owner of the replica.
     """
+
+    square: Tensor
+    sum_of_squares: Tensor | None = None
 
     def __init__(self, replica: FlatReplica, module: nn.Module, touched: Touched) -> None:
         self.rank = replica.rank
@@ -214,6 +221,25 @@ class SharedGradients(FlatGradients, FlatTensors):
     def trained(self) -> list[Tensor]:
         """The gradients; see `FlatTensors.trained`."""
         return self._parts
+
+    def cut(self) -> None:
+        """Cut them into the spans of the replica, each of which one rank alone has to have the mean of."""
+        *twins, extra = self.flats
+        pairs = zip(twins, self._replica.flats, strict=True)
+        self.flats = (*(replace(twin, spans=flat.spans) for twin, flat in pairs), extra)
+
+    def own_span(self) -> None:
+        """Clip and scale the rank's own span alone: elsewhere is no mean."""
+        self._stepped = [flat.memory[flat.span(self.rank)] for flat in self.flats[:-1] if flat.split]
+        self.square = self.sum_of_squares = torch.zeros_like(self.weight)
+
+    def measure(self) -> None:
+        """Take the square of the norm of the rank's own span."""
+        torch.square(super().norm(), out=self.square)
+
+    def norm(self) -> Tensor:
+        """See `FlatGradients.norm`."""
+        return super().norm() if self.sum_of_squares is None else self.sum_of_squares.sqrt()
 
     def gather(self) -> None:
         """Copy in buffers, and gradients outside of flat memory; mark touched parameters. See `collect`."""
@@ -270,7 +296,7 @@ class SharedGradients(FlatGradients, FlatTensors):
     def _divide(self, *, is_weighted: bool) -> None:
         if is_weighted:
             weight = torch.where(self.weight == 0, 1.0, self.weight)  # a mean over nothing has no gradient
-            for part in self._parts:
+            for part in self._stepped:
                 part.div_(weight)
 
     def _sums_in(self, _dtype: torch.dtype) -> torch.dtype:  # for all alike

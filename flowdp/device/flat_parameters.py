@@ -40,11 +40,18 @@ class Flat:
         memory: The tensors, one behind the other. Shape (elements,).
         split: Where the parameters end and the buffers begin, in elements.
         is_measured: Whether the distance of its parameters from a mean is part of the drift.
+        spans: Equal parts into which the parameters are cut, one for each rank; 1: they are not.
     """
 
     memory: Tensor
     split: int
     is_measured: bool = True
+    spans: int = 1
+
+    def span(self, rank: int) -> slice:
+        """The part of the parameters that is this rank's."""
+        length = self.split // self.spans
+        return slice(rank * length, (rank + 1) * length)
 
     @property
     def counts(self) -> bool:
@@ -163,6 +170,7 @@ class FlatReplica(FlatTensors):
         module: The replica. Its parameters and buffers are re-pointed, values kept.
         rank: Named in errors.
         may_thaw: Whether a frozen parameter may be trained later: there is no other replica to differ from.
+        spans: Equal parts, each a multiple of `ALIGNMENT`, that the parameters can be cut into.
 
     Attributes:
         rank: As given.
@@ -176,8 +184,9 @@ class FlatReplica(FlatTensors):
     Threads: the owner of the replica, unless a method says otherwise.
     """
 
-    def __init__(self, module: nn.Module, rank: int = 0, *, may_thaw: bool = False) -> None:
+    def __init__(self, module: nn.Module, rank: int = 0, *, may_thaw: bool = False, spans: int = 1) -> None:
         self.rank = rank
+        self._spans = spans
         frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
         self.thawable = tuple(frozen.values()) if may_thaw else ()
         self._frozen = {} if may_thaw else frozen
@@ -236,23 +245,24 @@ class FlatReplica(FlatTensors):
 
     def _flatten(self, dtype: torch.dtype, locations: list[_Location]) -> Flat:
         step = ALIGNMENT // dtype.itemsize
-        spans: list[tuple[int, int]] = []
+        places: list[tuple[int, int]] = []
         end = split = 0
         for location in locations:  # parameters come first: `_locations` yields them before any buffer
+            start = end if _is_parameter(location) else max(end, split)
             length = location.tensor.numel() * (2 if location.spec.dtype.is_complex else 1)
-            spans.append((end, end + length))
-            end += -(-length // step) * step
-            if location.spec.kind == "parameter":
-                split = end
-        memory = torch.zeros(end, dtype=dtype, device=locations[0].tensor.device)
-        for location, (start, stop) in zip(locations, spans, strict=True):
+            places.append((start, start + length))
+            end = start + -(-length // step) * step
+            if _is_parameter(location):
+                split = -(-end // (step * self._spans)) * step * self._spans
+        memory = torch.zeros(max(end, split), dtype=dtype, device=locations[0].tensor.device)
+        for location, (start, stop) in zip(locations, places, strict=True):
             tensor, spec = location.tensor, location.spec
             view = memory[start:stop].view(spec.dtype).as_strided(spec.shape, spec.strides)
             view.copy_(tensor.data)
             tensor.data = view
             self._locations.append(location)
             self._views.append(view)
-        return Flat(memory, split)
+        return Flat(memory, split, spans=self._spans)
 
     def gather(self) -> None:
         """Copy in tensors that the module moved out of the flat memory, before a mean.

@@ -14,8 +14,8 @@ from typing import Any
 from flowdp.checkpoint.resume import StopPosition
 from flowdp.checkpoint.writer import CapturedState
 from flowdp.collective.async_mean import SnapshotMean
-from flowdp.collective.base import Collective
 from flowdp.collective.host import HostMean
+from flowdp.collective.on_streams import StreamedMean
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
 from flowdp.device.compiled import make_room
@@ -45,6 +45,7 @@ from flowdp.protocol.position import Position
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.joint_step import JointStep
 from flowdp.replica.replica import Replica
+from flowdp.replica.span_step import SpanStep, cut_gradients
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 from flowdp.threads.latch import Latch
@@ -244,6 +245,8 @@ class Engine:
     def _open_meeting(
         self, backend: Backend, lanes: Sequence[Lane], outer: OuterOptions | None
     ) -> MeetingPoint:
+        exact = [replica for replica in self.replicas if isinstance(replica, ExactReplica)]
+        is_cut = cut_gradients(exact)
         config, averaged = self.config, [replica.averaged for replica in self.replicas]
         collective = open_collective(
             backend,
@@ -259,10 +262,16 @@ class Engine:
         self._settings.callback(collective.close)
         self._settings.callback(self.close)
         link = self._link
-        joint = self._open_joint_step(collective, lambda index: gate.finish(self.team.ranks[index]))
+        joint: JointStep | SpanStep | None = None
+        if is_cut and isinstance(collective, StreamedMean):  # not in the host's memory
+            joint = SpanStep(exact, collective)
+        elif exact:
+            at_once = isinstance(collective, HostMean) and collective.is_launched
+            joint = JointStep(exact, lambda index: gate.finish(self.team.ranks[index]), at_once=at_once)
 
         def launch(outcome: Outcome) -> None:
-            collective.launch(outcome)
+            if not isinstance(joint, SpanStep):
+                collective.launch(outcome)
             if joint is not None:
                 joint.launch(outcome)
 
@@ -277,14 +286,6 @@ class Engine:
         return MeetingPoint(
             gate=gate, collective=collective, snapshots=snapshots, settle=settle, team=self.team, joint=joint
         )
-
-    def _open_joint_step(self, collective: Collective, meet: Callable[[int], None]) -> JointStep | None:
-        """The step that all ranks take together; None where the policy has none, or there is one rank."""
-        replicas = [replica for replica in self.replicas if isinstance(replica, ExactReplica)]
-        if not replicas:
-            return None
-        at_once = isinstance(collective, HostMean) and collective.is_launched
-        return JointStep(replicas, meet, at_once=at_once)
 
     def start(self) -> None:
         """Start all threads; they wait for `begin`. After an error, or without that, `take_back` ends them.

@@ -124,11 +124,12 @@ def build_replicas(
     averages = ROUNDS[config.policy].averages
     if averages == "gradients":
         check_embeddings(modules[0], "policy='exact'", is_shared=world_size > 1)
-    flats = equal_start(modules, lanes, may_thaw=world_size == 1)
+    is_cut = averages == "gradients" and not team.is_spread and all(lane.is_async for lane in lanes)
+    flats = equal_start(modules, lanes, may_thaw=world_size == 1, spans=world_size if is_cut else 1)
     if team.machines is not None:
         equal_machines(modules, lanes, team.machines)
-    is_cut = world_size > 1 or (config.sizes.window or 0) > max(config.sizes.parts, default=0)
-    if averages == "gradients" and is_cut and min_part_size(plain_layers(modules[0])) > 1:
+    is_parted = world_size > 1 or (config.sizes.window or 0) > max(config.sizes.parts, default=0)
+    if averages == "gradients" and is_parted and min_part_size(plain_layers(modules[0])) > 1:
         log.warning(
             "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
             "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is, and "

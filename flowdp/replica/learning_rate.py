@@ -243,6 +243,10 @@ class LearningRate:
             OptionError: See `check_set`.
         """
         self.advance(position, epoch)
+        self.scale(lr)
+
+    def scale(self, lr: float) -> None:
+        """See `set`, at the position to which it has been advanced."""
         self.check_set()
         if lead := self._lead():
             self._factor = lr / (lead * self._warm_up)

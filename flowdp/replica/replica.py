@@ -227,6 +227,11 @@ class Replica:
         return self._optimizer
 
     @property
+    def clips_norm(self) -> bool:
+        """Whether the gradients are clipped by their norm."""
+        return self._max_grad_norm is not None
+
+    @property
     def uncaptured(self) -> str | None:
         """Why its steps are not captured, where they were to be."""
         return None if self.captured is None else self.captured.ended

@@ -215,6 +215,7 @@ class LateCuda:
         self.devices = [torch.device("cuda", index) for index in range(devices)]
         self.generators = tuple(torch.Generator() for _ in self.devices)
         self.removed: frozenset[Site] = frozenset()
+        self.are_unlike = False  # cards of different kinds
         self.executed = 0
         self._draw = random.Random(order.seed)
         self._streams: list[LateStream] = []
@@ -269,7 +270,8 @@ class LateCuda:
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
         index = self.place(device).index
-        return SimpleNamespace(name="late device", total_memory=self.total, uuid=f"GPU-{index}")
+        name = f"late device {index}" if self.are_unlike else "late device"
+        return SimpleNamespace(name=name, total_memory=self.total, uuid=f"GPU-{index}")
 
     def can_device_access_peer(self, device: Any, peer: Any) -> bool:
         return True

@@ -102,6 +102,7 @@ class Case:
         options: More arguments of the Trainer.
         leaver: A rank that fails in its third step.
         fills: Whether the device has no room for the third step of rank 0, unless its batch is parted.
+        are_unlike: Whether the cards are of different kinds, and the optimizer is none that flowdp knows.
     """
 
     policy: str = "sync"
@@ -113,13 +114,15 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     leaver: int | None = None
     fills: bool = False
+    are_unlike: bool = False
 
     def __str__(self) -> str:
         cards = "".join(map(str, self.devices))
         parts = [self.policy, self.backend, f"on {cards}", self.data, *self.options]
         parts += [f"evaluated {self.evaluated}"] if self.evaluated else []
         parts += [f"rank {self.leaver} leaves"] if self.leaver is not None else []
-        return " ".join([*parts, *(["fills"] if self.fills else [])])
+        flags = {"fills": self.fills, "unlike cards": self.are_unlike}
+        return " ".join([*parts, *(name for name, is_on in flags.items() if is_on)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,15 @@ def optimizer_of(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.5)
 
 
+class Unknown(torch.optim.SGD):
+    """An optimizer that may need all parameters, for all that flowdp knows."""
+
+
+def unknown_of(params: Any) -> torch.optim.Optimizer:
+    """The same optimizer, as another class."""
+    return Unknown(params, lr=0.05, momentum=0.5)
+
+
 @dataclass
 class Outcome:
     """A run that has ended.
@@ -206,7 +218,7 @@ def train(case: Case) -> Outcome:
     sizes = {"batch_size": BATCH} if case.policy == "exact" else {"per_device_batch_size": BATCH}
     run = flowdp.Trainer(
         model(case.dtype, has_buffers=case.policy != "exact"),
-        optimizer_of,
+        unknown_of if case.are_unlike else optimizer_of,
         recorder,
         dataset=dataset_of(case.data, data),
         devices=[f"cuda:{index}" for index in case.devices],
@@ -240,7 +252,7 @@ def faults_of(case: Case, order: Order = LATE, removed: frozenset[Site] = frozen
     """
     total = {"full": 1, "gathered": ROOM}.get(case.data, 10**9)
     cuda = LateCuda(max(case.devices) + 1, order, total)
-    cuda.removed = removed
+    cuda.removed, cuda.are_unlike = removed, case.are_unlike
     with installed(cuda):
         outcome = train(case)
         faults = list(cuda.memory.hazards)
@@ -361,6 +373,8 @@ class Replay:
             (loss * (part.rows / rows)).backward()
             self._sum += float(loss.detach()) * part.rows
             self._samples += part.rows
+        if (clip := self._case.options.get("max_grad_norm")) is not None:
+            torch.nn.utils.clip_grad_norm_(self.modules[rank].parameters(), clip)
         self._optimizers[rank].step()
         self._optimizers[rank].zero_grad()
 

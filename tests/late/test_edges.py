@@ -29,6 +29,8 @@ MADE = Case("sync", "local", (0, 1), "made")
 GATHERED = Case("sync", "local", (0, 0), "gathered")
 EVALUATED = Case("sync", "local", (0, 0), evaluated="made")
 EXACT = Case("exact", "local", (0, 0), "streamed")
+UNLIKE = Case("exact", "local", (0, 1), "streamed", are_unlike=True)
+CLIPPED = Case("exact", "local", (0, 1), options={"max_grad_norm": 0.1})
 
 
 def late(name: str) -> list[Trial]:
@@ -70,6 +72,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "collective/host.py HostMean.average.read: copies.up[1].synchronize()": HOST,
     "collective/host.py _copy: start.record(lane.comm)": HOST,
     "collective/host.py _copy: end.record(lane.comm)": HOST,
+    "collective/local.py DeviceMean._meet: done.record(lane.comm)": [(CLIPPED, LATE)],
+    "collective/local.py DeviceMean._meet: lane.comm.wait_event(done)": [(CLIPPED, LATE)],
     "collective/local_group.py _Rendezvous.wait: stream.wait_event(mark)": THREADS,
     "collective/local_group.py _Rendezvous._mark_ready: mark.record(lane.current())": THREADS,
     "collective/local_group.py _Rendezvous._enqueue: lane.comm.wait_event(mark)": THREADS,
@@ -161,6 +165,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "engine/device_meter.py DeviceMeter._mark: event.record(self._lane.compute)": late("steered"),
     "engine/nan_guard.py NanGuard.judge: self._passed.record(self._lane.compute)": late("not finite") * OFTEN,
     "replica/factories.py build_models: lane.await_caller()": late("models of build_models"),
+    "replica/joint_step.py JointStep.step: self._given.record(replica.lane.compute)": [(UNLIKE, LATE)],
+    "replica/joint_step.py JointStep.step: replica.lane.compute.wait_event(self._given)": [(UNLIKE, LATE)],
     "replica/replica.py _after: mark.record(other.compute)": late("copied replicas"),
     "replica/replica.py _after: lane.compute.wait_event(mark)": late("copied replicas"),
     "run.py Run.paused: replica.lane.await_caller()": late("steered"),
@@ -227,6 +233,7 @@ ELSEWHERE = {
     "device/cuda_graphs.py GraphPool.capture: self._behind.record(lane.capturing)": CAPTURED,
     "device/cuda_graphs.py GraphPool.capture: here.wait_event(self._behind)": CAPTURED,
     "engine/meter.py Meter.wait_for: event.synchronize()": "ranks on the CPU",
+    "replica/joint_step.py JointStep.step: self._given.synchronize()": "a card beside a rank on the CPU",
 }
 """Edges to which no run here comes, and those that do."""
 

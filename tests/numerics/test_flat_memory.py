@@ -99,13 +99,15 @@ def trained(is_flat: bool, kind: str, monkeypatch: pytest.MonkeyPatch, **options
     ids=lambda options: f"{options['policy']}-{options['devices']}",
 )
 def test_groups_and_parameters_of_few_samples(
-    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: str, options: dict[str, Any], lanes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Spans of flat memory are summed, and measured for the norm, in another order.
+    tolerance = 1e-5 if options["policy"] == "exact" and lanes == "streams" else 0.0
     flat = trained(True, kind, monkeypatch, **options)
     each = trained(False, kind, monkeypatch, **options)
     torch.manual_seed(0)
     begin = Parts().state_dict()
     for name, value in each.state_dict.items():
-        assert torch.equal(flat.state_dict[name], value), name
+        assert torch.allclose(flat.state_dict[name], value, rtol=0.0, atol=tolerance), name
         is_trained = not name.startswith(("unused", "frozen"))
         assert torch.equal(value, begin[name]) is not is_trained, name
