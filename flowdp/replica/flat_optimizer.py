@@ -45,7 +45,7 @@ from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import ALIGNMENT, FlatReplica
 from flowdp.errors import FlowdpError, OptionError
 
-__all__ = ["FlatOptimizer", "group_keys", "joined_state", "obstacle", "steps_one_by_one"]
+__all__ = ["FlatOptimizer", "group_keys", "joined_state", "obstacle"]
 
 log = logging.getLogger("flowdp")
 
@@ -127,12 +127,6 @@ def group_keys(optimizer: Optimizer, replica: FlatReplica) -> list[int]:
     groups = optimizer.param_groups
     numbers = {parameter: at for at, group in enumerate(groups) for parameter in group["params"]}
     return [numbers.get(parameter, len(groups)) for parameter, _ in replica.parameters()]
-
-
-def steps_one_by_one(optimizer: Optimizer) -> bool:
-    """Whether it is known to step each parameter by itself: it is torch's, and nothing was hooked into it."""
-    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-    return is_torchs and not (_has_hooks(optimizer) or _has_own_step(optimizer))
 
 
 class FlatOptimizer:
