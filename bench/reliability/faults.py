@@ -88,10 +88,13 @@ def all_cases() -> list[Case]:
 
 def _faults(policy: Policy, devices: int) -> Iterator[tuple[Any, ...]]:
     """Faults of one kind of run: the fields of the cases without those of the run."""
-    each_rank = [*product(("first", "middle"), range(devices)), ("last", ANY)]
-    one_rank = [("first", devices - 1), ("middle", devices - 1), ("last", ANY)]
     goes_on = devices > 1 and policy in ("sync", "cadence")
+    every_rank = [*product(("first", "middle"), range(devices)), ("last", ANY)]
+    last_rank = [("first", devices - 1), ("middle", devices - 1), ("last", ANY)]
     for site in IN_A_STEP:
+        each_rank, one_rank = every_rank, last_rank
+        if policy == "exact" and site == "step":  # one optimizer steps, in the thread of any rank
+            each_rank = one_rank = [(when, ANY) for when in WHENS]
         yield from (("error", site, *where) for where in each_rank)
         yield from (("error", site, *where, "held") for where in one_rank)
         yield from (("error", site, *where, "continue") for where in each_rank if goes_on)
@@ -106,7 +109,7 @@ def _faults(policy: Policy, devices: int) -> Iterator[tuple[Any, ...]]:
         yield from ((fault, "factory", when) for fault in ("error", "exit"))
     yield from product(("error", "exit", "stall"), ("on_checkpoint",), ("first", "last"))
     for asked in ("quarantine", "raise"):
-        yield from (("nan", "forward", *where, asked) for where in each_rank)
+        yield from (("nan", "forward", *where, asked) for where in every_rank)
     yield from (("nan", "forward", when, ALL, "quarantine") for when in ("first", "middle"))
 
 
