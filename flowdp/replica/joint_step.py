@@ -70,12 +70,14 @@ class JointStep:
             The last arrival at the gate, behind the launch of the mean, while all others stand in it.
         """
         self._taken = None
-        # A new rate is set by each worker, behind the gate.
-        if not (self._at_once and outcome.together and any(outcome.samples)) or outcome.lr is not None:
+        if not (self._at_once and outcome.together and any(outcome.samples)):
             return
         start_s = perf_counter()
         assert self._owner is not None
-        self._replicas[self._owner].take_step(outcome)
+        owner = self._replicas[self._owner]
+        if outcome.lr is not None:
+            owner.learning_rate.scale(outcome.lr)
+        owner.take_step(outcome)
         self._give()
         for rank in outcome.members:
             if rank != self._owner:
