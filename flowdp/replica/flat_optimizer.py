@@ -344,6 +344,11 @@ class FlatOptimizer:
         self._seen = self._look()
         self._strays = self._find_strays()
         why = self.unfit()
+        if why is not None and self._spans:  # a state was loaded
+            raise OptionError(
+                f"policy='exact' on several CUDA devices: {why}, since a state was loaded into the optimizer "
+                "during the run, while each device steps a part of its parameters"
+            )
         if why is not None:
             log.debug("the optimizer steps its parameters one by one: %s", why)
             self._is_apart = True
