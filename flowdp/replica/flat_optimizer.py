@@ -211,6 +211,8 @@ class FlatOptimizer:
             self._moved = [at for at in self._members if pointers[at] != self._pointers[at]]
             for at in self._moved:
                 self._views[at].copy_(self._parameters[at].data)
+        if self._picks_fused and isinstance(twin, SGD):
+            _begin_momentum(twin)
         return twin
 
     def finish(self) -> None:
@@ -336,6 +338,11 @@ class FlatOptimizer:
         self._seen = self._look()
         self._strays = self._find_strays()
         why = self.unfit()
+        if why is not None and self._spans:  # a state was loaded
+            raise OptionError(
+                f"policy='exact' on several CUDA devices: {why}, since a state was loaded into the optimizer "
+                "during the run, while each device steps a part of its parameters"
+            )
         if why is not None:
             log.debug("the optimizer steps its parameters one by one: %s", why)
             self._is_apart = True
@@ -579,11 +586,28 @@ def _no_gain(optimizer: Optimizer, views: Sequence[Tensor]) -> str | None:
 
 def _picks_fused(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether a fused kernel is taken, because there is one and the user has left the choice to torch."""
+    groups = optimizer.param_groups
+    if type(optimizer) is SGD and any(group["momentum"] and group["dampening"] for group in groups):
+        return False  # the first gradient is not dampened, and all have to come at the same step
     return type(optimizer) in FUSED.get(device.type, ()) and not any(
         group.get(name) is not None and group[name] is not default
-        for group in optimizer.param_groups
+        for group in groups
         for name, default in CHOICES.items()
     )
+
+
+def _begin_momentum(optimizer: SGD) -> None:
+    """Let those that get their first gradient later than others of their group begin with a momentum of zero.
+
+    Torch's fused kernel takes one step that is the first for all, or for none.
+    """
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        stepped = [one for one in group["params"] if one.grad is not None]
+        first = [one for one in stepped if optimizer.state[one].get("momentum_buffer") is None]
+        for one in first if len(first) < len(stepped) else ():
+            optimizer.state[one]["momentum_buffer"] = torch.zeros_like(one)
 
 
 def _unfit_options(optimizer: Optimizer) -> str | None:

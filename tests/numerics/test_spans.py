@@ -278,6 +278,30 @@ def test_a_hook_that_comes_during_the_run_is_refused() -> None:
         trainer.fit()
 
 
+@pytest.mark.parametrize("changes", ["hooks", "form"])
+def test_a_state_that_is_loaded_during_the_run_has_to_fit(changes: str) -> None:
+    made: list[optim.Optimizer] = []
+
+    def make(params: Any) -> optim.Optimizer:
+        made.append(optim.SGD(params, lr=0.01, momentum=0.9))
+        return made[-1]
+
+    class Loads(flowdp.Callback):
+        def on_step(self, worker: Any, loss: Tensor | None) -> None:
+            optimizer = made[worker.rank]
+            if worker.local_step == 5:
+                state = optimizer.state_dict()
+                if changes == "form":
+                    state["state"] = {0: {"momentum_buffer": torch.zeros(3, dtype=torch.float64)}}
+                optimizer.load_state_dict(state)
+                if changes == "hooks":
+                    optimizer.register_step_post_hook(lambda *_: None)
+
+    what = {"hooks": "hooks were registered on it", "form": "its state has 'momentum_buffer' in another form"}
+    with pytest.raises(StepError, match=what[changes]):
+        exact(make, 2, callbacks=[Loads()]).fit()
+
+
 def test_a_rank_with_nans_is_left_out_of_its_window() -> None:
     """Its gradient is masked on the device; all take the step of the others."""
 

@@ -617,3 +617,20 @@ def test_a_step_makes_no_tensor_of_each_parameter() -> None:
         mine.flat.finish()
         mine.gradients.clear()
     assert sum(call.startswith("aten") for call in calls) <= 3, calls
+
+
+@pytest.mark.parametrize("more", [{}, {"nesterov": True}, {"dampening": 0.1}, {"weight_decay": 0.1}])
+def test_parameters_come_one_after_another_to_a_fused_momentum(
+    more: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA, where flowdp takes torch's fused SGD, which has one first step for all."""
+    mine, plain = both(optim.SGD, {"lr": 0.1, "momentum": 0.9, **more})
+    monkeypatch.setitem(FUSED, "cpu", frozenset({optim.SGD}))
+    count = len(mine.bag.all)
+    for step in range(6):
+        touched = [at <= step for at in range(count)]
+        mine.step(step, touched)
+        plain.step(step, touched)
+        assert mine.stepped.param_groups[0]["fused"] is (None if "dampening" in more else True)
+    for one, other in zip(mine.bag.all, plain.bag.all, strict=True):
+        torch.testing.assert_close(one, other)
