@@ -23,7 +23,7 @@ from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.protocol.messages import Outcome, SampleRange
 from flowdp.replica.factories import each_of
-from flowdp.replica.flat_optimizer import FlatOptimizer
+from flowdp.replica.flat_optimizer import FlatOptimizer, refuse_state
 from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
 from flowdp.replica.window_replica import WindowReplica
 
@@ -209,6 +209,7 @@ class ExactReplica(WindowReplica):
         self._owner = ref(owner)
         if owner is not self:
             self._optimizer.state.clear()
+            self._optimizer.register_state_dict_pre_hook(refuse_state)
             # Torch's schedulers would warn that it has not stepped.
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
 

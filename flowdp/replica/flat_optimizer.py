@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import ALIGNMENT, FlatReplica
 from flowdp.errors import FlowdpError, OptionError
 
-__all__ = ["FlatOptimizer", "group_keys", "joined_state", "obstacle"]
+__all__ = ["FlatOptimizer", "group_keys", "joined_state", "obstacle", "refuse_state"]
 
 log = logging.getLogger("flowdp")
 
@@ -160,6 +160,7 @@ class FlatOptimizer:
         self._spans: dict[torch.dtype, slice] = {}  # what this rank steps; empty: all
         self._names = ELEMENTWISE[type(own)]
         self._twin: Optimizer | None = None
+        self.is_joining = False  # the state is asked for by `joined_state`
         self._is_ahead = False  # the twin has stepped since the replica's optimizer got its state
         self._is_apart = False  # the replica's optimizer steps for itself, for good
         self._seen: list[object] = []  # see `_look`
@@ -266,6 +267,11 @@ class FlatOptimizer:
         self._is_ahead = False
 
     # ---------------------------------------------------------------- spans
+    @property
+    def is_cut(self) -> bool:
+        """Whether it steps a span alone."""
+        return bool(self._spans)
+
     def own_span(self, rank: int) -> None:
         """Step this rank's span of the flat memory alone, and have the state of that.
 
@@ -530,7 +536,9 @@ def joined_state(owners: Sequence[FlatOptimizer]) -> dict[str, Any]:
         Any, while no rank steps; the devices have done all steps.
     """
     first = owners[0]
+    first.is_joining = True
     whole: dict[str, Any] = first._own.state_dict()
+    first.is_joining = False
     parts: dict[Tensor, list[tuple[int, int, dict[str, Tensor]]]] = {}
     for owner in owners:
         for piece in owner.pieces():
@@ -554,7 +562,21 @@ def _publish(flat: FlatOptimizer | None) -> None:
             "the replica of this optimizer is gone with its run, and its state, too: take it from the run, "
             "run.join().optimizer_state, or from a checkpoint"
         )
+    if flat.is_cut and not flat.is_joining:
+        refuse_state()
     flat.publish()
+
+
+def refuse_state(*_: object) -> NoReturn:
+    """Say that the state of an optimizer lies on other devices, too.
+
+    Raises:
+        FlowdpError: Always.
+    """
+    raise FlowdpError(
+        "policy='exact': the devices share the state of the optimizer, and this one has a part of it, or "
+        "none: take it from a checkpoint, run.checkpoint(), or behind the run, run.join().optimizer_state"
+    )
 
 
 def _reload(flat: FlatOptimizer | None) -> None:

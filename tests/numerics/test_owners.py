@@ -138,9 +138,12 @@ def test_clipping_and_a_rate_set_on_the_way(name: str) -> None:
 def test_the_state_is_there_once(name: str) -> None:
     run = exact(OPTIMIZERS[name], 3).start()
     result = run.join()
-    states = [replica.optimizer.state_dict()["state"] for replica in run._engine.replicas]
+    first, *others = [replica.optimizer for replica in run._engine.replicas]
     count = len(list(net().parameters()))
-    assert list(map(len, states)) == [count, 0, 0]
+    assert len(first.state_dict()["state"]) == count
+    for other in others:
+        with pytest.raises(flowdp.FlowdpError, match="the devices share the state of the optimizer"):
+            other.state_dict()
     assert list(result.optimizer_state["state"]) == list(range(count))
 
 

@@ -290,7 +290,7 @@ def test_a_state_that_is_loaded_during_the_run_has_to_fit(changes: str) -> None:
         def on_step(self, worker: Any, loss: Tensor | None) -> None:
             optimizer = made[worker.rank]
             if worker.local_step == 5:
-                state = optimizer.state_dict()
+                state = optim.SGD(optimizer.param_groups[0]["params"], lr=0.01, momentum=0.9).state_dict()
                 if changes == "form":
                     state["state"] = {0: {"momentum_buffer": torch.zeros(3, dtype=torch.float64)}}
                 optimizer.load_state_dict(state)
@@ -300,6 +300,23 @@ def test_a_state_that_is_loaded_during_the_run_has_to_fit(changes: str) -> None:
     what = {"hooks": "hooks were registered on it", "form": "its state has 'momentum_buffer' in another form"}
     with pytest.raises(StepError, match=what[changes]):
         exact(make, 2, callbacks=[Loads()]).fit()
+
+
+def test_the_state_of_one_device_is_an_error() -> None:
+    """It would be a part, and to load it would lose the rest."""
+    made: list[optim.Optimizer] = []
+
+    def make(params: Any) -> optim.Optimizer:
+        made.append(optim.AdamW(params, lr=0.01))
+        return made[-1]
+
+    class Saves(flowdp.Callback):
+        def on_step(self, worker: Any, loss: Tensor | None) -> None:
+            if worker.local_step == 5:
+                made[worker.rank].state_dict()
+
+    with pytest.raises(StepError, match="the devices share the state of the optimizer"):
+        exact(make, 2, callbacks=[Saves()]).fit()
 
 
 def test_a_rank_with_nans_is_left_out_of_its_window() -> None:
