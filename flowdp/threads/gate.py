@@ -141,6 +141,8 @@ class Gate:
         with self._lock:
             if self._state.error is not None:
                 raise CollectiveAborted(self._state.error)
+            if rank not in self._state.members:  # taken out by another thread: none waits for it any more
+                raise CollectiveAborted(f"rank {rank} left the gate")
             held = self._held
             self._finishing.add(rank)
             self._unfinished.discard(rank)

@@ -135,7 +135,10 @@ class Rules:
         if request.what in ("checkpoint", "snapshot") and is_open:
             self.standing.wishes(request.what)
         if request.what == "stop":
-            self.must_end("L3", now_ms, rounds=4)
+            # An order of one rank alone is one round, and is trained to its end.
+            armed = getattr(coordinator.rounds, "_armed", ())
+            windows = sum(len(one.deal[0]) for one in armed if one.alone is not None)
+            self.must_end("L3", now_ms + windows * self.bounds.longest_step_ms, rounds=4)
 
     def looks_at_clock(self, coordinator: Coordinator, now_ms: float) -> None:
         """The coordinator is about to decide: the time of the run may be up, which is a wish to stop."""

@@ -112,6 +112,17 @@ def test_a_launch_that_fails_is_an_error_for_all() -> None:
     assert str(waiting) == "launching round 0 failed: OSError: no peer access"
 
 
+def test_a_rank_that_another_thread_has_taken_out_does_not_wait_in_finish() -> None:
+    gate, threads = Gate(2), Threads()
+    for rank in range(2):
+        threads.call(gate.enter, arrival(rank))
+    threads.join()
+    gate.leave(1)
+    gate.finish(0)  # nobody comes to a further meeting
+    with pytest.raises(CollectiveAborted, match="rank 1 left the gate"):
+        gate.finish(1)
+
+
 def test_an_abort_releases_whoever_waits_and_whoever_comes() -> None:
     gate, threads = Gate(3), Threads()
     threads.call(gate.enter, arrival(0))
