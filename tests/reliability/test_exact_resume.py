@@ -86,7 +86,7 @@ def everything(run: flowdp.Run) -> dict[str, Any]:
         "replicas": [
             {
                 "model": dict(replica.module.state_dict()),
-                "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
+                "optimizers": replica.optimizer_states(),
                 "rate": replica.learning_rate.state_dict(),
             }
             for replica in run._engine.replicas
