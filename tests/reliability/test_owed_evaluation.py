@@ -101,7 +101,7 @@ class Life:
         self.replicas = [
             {
                 "model": dict(replica.module.state_dict()),
-                "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
+                "optimizers": replica.optimizer_states(),
                 "rate": replica.learning_rate.state_dict(),
             }
             for replica in self.run._engine.replicas
