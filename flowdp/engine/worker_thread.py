@@ -83,8 +83,8 @@ ACTIVITIES = {
 """Use of the time of each barrier task."""
 
 CROWDED = 2.0
-"""Where all threads take so many times as long for a sample as the rank's own, other programs want the cores:
-threads that compute together wait for the one that has none."""
+"""With the threads of all ranks a sample may take this many times as long as with the rank's own. If it takes
+longer, other programs want the cores, and threads that compute together wait for the one that has none."""
 
 CAPTURED_BY = 16
 """Steps of a rank after which its graphs are there, as a rule, and have taken their memory."""

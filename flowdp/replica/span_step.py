@@ -87,7 +87,7 @@ class SpanStep:
             replica.average.update()
 
     def whole_state(self) -> dict[str, Any]:
-        """See `JointStep.whole_state`."""
+        """The `state_dict()` of the optimizer, with the state of all ranks; see `joined_state`."""
         return joined_state(self._owners)
 
     def _step(self, outcome: Outcome) -> None:

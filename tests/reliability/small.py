@@ -55,7 +55,11 @@ def trainer(recorder: StepRecorder, policy: Any, devices: int, **options: Any) -
         "cadence": cadence_for(policy, anchor=1, max_anchor=1),
         "devices": ["cpu"] * devices,
         "progress": False,
-        "runtime": flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False)),
+        "runtime": flowdp.RuntimeOptions(
+            # By speed one rank might train the rest of an epoch alone, and a stop in it would be at its end.
+            partition_ratios=[1] * devices if policy == "exact" and devices > 1 else None,
+            tune_process=flowdp.ProcessTuning(openmp=False),
+        ),
     }
     if isinstance(options.get("dataset"), DataLoader):
         given["per_device_batch_size"] = options["dataset"].batch_size  # its batches are those of one device
