@@ -266,6 +266,19 @@ class SharedGradients(FlatGradients, FlatTensors):
             members: The ranks in the mean; on a device some may not count.
 
         Streams:
+            As `look`.
+        """
+        touched, is_weighted = self.look(members)
+        self.divide(is_weighted=is_weighted)
+        return touched
+
+    def look(self, members: Sequence[int]) -> tuple[list[bool], bool]:
+        """Parameters that any rank has touched, and whether a loss has named a weight: for all ranks alike.
+
+        Args:
+            members: As for `settle`.
+
+        Streams:
             On the current one. The host waits for it where the members touched different parameters, or the
             losses of some named a weight; and in each step of several machines, which see no other's rows.
         """
@@ -278,13 +291,12 @@ class SharedGradients(FlatGradients, FlatTensors):
                 rows = [row for row, member in zip(rows, members, strict=True) if counts[member]]
             touched = [any(column) for column in zip(*(row for row, _ in rows), strict=True)]
             is_weighted = any(named for _, named in rows)
-        self._divide(is_weighted=is_weighted)
-        return touched
+        return touched, is_weighted
 
     def settle_alone(self) -> list[bool]:
         """Divide this rank's own sum by its weight; returns which parameters it touched."""
         touched = self.collect()
-        self._divide(is_weighted=self.is_weighted)
+        self.divide(is_weighted=self.is_weighted)
         return touched
 
     def clear(self) -> None:
@@ -293,7 +305,8 @@ class SharedGradients(FlatGradients, FlatTensors):
         self._extra.copy_(self._cleared)
         self.is_weighted = False
 
-    def _divide(self, *, is_weighted: bool) -> None:
+    def divide(self, *, is_weighted: bool) -> None:
+        """Divide the gradients that this rank steps by the weight, where a loss has named one."""
         if is_weighted:
             weight = torch.where(self.weight == 0, 1.0, self.weight)  # a mean over nothing has no gradient
             for part in self._stepped:

@@ -40,7 +40,7 @@ from flowdp.network.team import Team
 from flowdp.options import Backend, FailureOptions, OuterOptions, RuntimeOptions
 from flowdp.policy.efficiency import EfficiencyReport, RankTimes, efficiency_of
 from flowdp.policy.stall import StallWatch
-from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Failed, Outcome, Requested
+from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Failed, Requested
 from flowdp.protocol.position import Position
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.joint_step import JointStep
@@ -266,15 +266,8 @@ class Engine:
         if is_cut and isinstance(collective, StreamedMean):  # not in the host's memory
             joint = SpanStep(exact, collective)
         elif exact:
-            at_once = isinstance(collective, HostMean) and collective.is_launched
-            joint = JointStep(exact, lambda index: gate.finish(self.team.ranks[index]), at_once=at_once)
-
-        def launch(outcome: Outcome) -> None:
-            if not isinstance(joint, SpanStep):
-                collective.launch(outcome)
-            if joint is not None:
-                joint.launch(outcome)
-
+            joint = JointStep(exact, collective, lambda index: gate.finish(self.team.ranks[index]))
+        launch = collective.launch if joint is None else joint.launch
         gate = Gate(config.world_size, launch, None if link is None else link.ask, self.team.ranks)
         if link is not None:
             link.gate = gate

@@ -17,7 +17,8 @@ from time import perf_counter
 
 import torch
 
-from flowdp.collective.base import Averaging, Reading
+from flowdp.collective.base import Averaging, Collective, Reading
+from flowdp.collective.host import HostMean
 from flowdp.protocol.messages import Outcome
 from flowdp.replica.exact_replica import ExactReplica
 
@@ -42,20 +43,23 @@ class JointStep:
 
     Args:
         replicas: In the order of their ranks.
+        collective: Averages their gradients. Where its launch leaves the mean in the memory of all ranks, the
+            last arrival may take the step.
         meet: `meet(rank)` returns when all members of the round have called it; see `Gate.finish`.
-        at_once: Whether the last arrival has the mean in the memory of all ranks, and may take the step.
 
     Threads:
         As the methods say.
     """
 
     def __init__(
-        self, replicas: Sequence[ExactReplica], meet: Callable[[int], None], *, at_once: bool
+        self, replicas: Sequence[ExactReplica], collective: Collective, meet: Callable[[int], None]
     ) -> None:
         self._replicas = tuple(replicas)
+        self._collective = collective
         self._meet = meet
         self._owner = owner_of(replicas)
-        self._at_once = at_once and self._owner is not None
+        is_launched = isinstance(collective, HostMean) and collective.is_launched
+        self._at_once = is_launched and self._owner is not None
         self._taken: Outcome | None = None
         self._launch_ms = 0.0
         if self._owner is not None:
@@ -64,11 +68,12 @@ class JointStep:
             self._given = replicas[self._owner].lane.event()
 
     def launch(self, outcome: Outcome) -> None:
-        """Take the step for all ranks, where one owns all parameters and the mean is there.
+        """Launch the mean of a round; take the step for all ranks, where one owns all and the mean is there.
 
         Threads:
-            The last arrival at the gate, behind the launch of the mean, while all others stand in it.
+            The last arrival at the gate, while all others stand in it.
         """
+        self._collective.launch(outcome)
         self._taken = None
         if not (self._at_once and outcome.together and any(outcome.samples)):
             return

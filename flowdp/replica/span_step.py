@@ -66,7 +66,7 @@ class SpanStep:
             The last arrival at the gate, while all others stand in it.
 
         Streams:
-            On the comm streams. The host waits as in `SharedGradients.settle`.
+            On the comm streams. The host waits as in `SharedGradients.look`.
         """
         self._collective.launch(outcome, partial(self._step, outcome))
 
@@ -91,20 +91,22 @@ class SpanStep:
         return joined_state(self._owners)
 
     def _step(self, outcome: Outcome) -> None:
-        members = [member for member in outcome.members if outcome.samples[member]]
-        all_touched = []
+        first = self._replicas[0]
+        with first.lane.on(first.lane.comm):
+            members = [member for member in outcome.members if outcome.samples[member]]
+            touched, is_weighted = first.gradients.look(members)
         for replica in self._replicas:
             with replica.lane.on(replica.lane.comm):
                 if outcome.lr is not None:
                     replica.learning_rate.scale(outcome.lr)
-                all_touched.append(replica.gradients.settle(members))
+                replica.gradients.divide(is_weighted=is_weighted)
                 if replica.clips_norm:
                     replica.gradients.measure()
-        if self._replicas[0].clips_norm:
+        if first.clips_norm:
             squares = [replica.gradients.square for replica in self._replicas]
             for replica, total in zip(self._replicas, self._collective.add_up(squares), strict=True):
                 replica.gradients.sum_of_squares = total
-        for replica, touched in zip(self._replicas, all_touched, strict=True):
+        for replica in self._replicas:
             with replica.lane.on(replica.lane.comm):
                 replica.step_span(touched)
         self._collective.spread([replica.flat for replica in self._replicas])

@@ -459,8 +459,8 @@ def no_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that begins before its values are there."""
     opened = JointStep.__init__
 
-    def opened_without(step: JointStep, replicas: Any, _meet: Any, **options: Any) -> None:
-        opened(step, replicas, lambda _: None, **options)
+    def opened_without(step: JointStep, replicas: Any, collective: Any, _meet: Any) -> None:
+        opened(step, replicas, collective, lambda _: None)
 
     monkeypatch.setattr(JointStep, "__init__", opened_without)
 
