@@ -400,6 +400,7 @@ def _global_batch(config: RunConfig, source: Source, replicas: Sequence[Replica]
         sizes.parts if first.meets else None,
         may_be_alone=bool(exact)
         and not is_shared
+        and not config.team.is_spread
         and owner_of(exact) == LONE_RANK
         and not exact[LONE_RANK].lane.is_async,
     )

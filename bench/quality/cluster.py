@@ -26,7 +26,7 @@ from flowdp.machine.gate import GateState
 from flowdp.machine.worker import Done, Snapshot, Step, WorkerMachine
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.commands import Average, Command
-from flowdp.protocol.messages import Averaged, Outcome, SyncAck
+from flowdp.protocol.messages import Averaged, Checksum, Outcome, SyncAck
 from flowdp.sim.world import VirtualRank, World
 
 __all__ = ["Point", "Settings", "train"]
@@ -309,7 +309,7 @@ class _TrainingWorld(World):
         """Acknowledge the last round of an order, with the distance that was measured."""
         rank = self.ranks[number]
         work, drift = rank.work(done), self._drifts[number] if outcome.drift else None
-        checksum = 0 if outcome.compare else None
+        checksum = Checksum("simulated", 0) if outcome.compare else None
         return SyncAck(number, outcome, work, sync_ms, rank.wait_ms, drift=drift, checksum=checksum)
 
     # ---------------------------------------------------------------- means while the ranks train (async)

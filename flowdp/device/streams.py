@@ -12,6 +12,8 @@ All of a device module (`torch.cuda`, `torch.xpu`) that orders work is called he
 
 from __future__ import annotations
 
+import os
+import platform
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -98,7 +100,7 @@ class Lane(ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """Name of the device's model: devices of one kind round alike."""
+        """Name of the device's model: devices of one kind round alike, on one machine and on several."""
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -257,8 +259,8 @@ class HostLane(Lane):
 
     @property
     def kind(self) -> str:
-        """See `Lane.kind`."""
-        return "CPU"
+        """See `Lane.kind`. Each process has one of its own: the bits may depend on the number of threads."""
+        return f"CPU of {platform.node()}, process {os.getpid()}"
 
     def on(self, _stream: Stream) -> AbstractContextManager[Any]:  # there is one
         """See `Lane.on`."""

@@ -24,7 +24,7 @@ from flowdp.policy.recheck import is_due_at
 from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
 from flowdp.policy.sharing import Sharing
 from flowdp.protocol.commands import Command, Fail
-from flowdp.protocol.messages import SampleRange, StartEpoch, SyncAck
+from flowdp.protocol.messages import Checksum, SampleRange, StartEpoch, SyncAck
 
 __all__ = ["ExactRounds", "split"]
 
@@ -270,7 +270,9 @@ def _within(samples: int, ratios: Sequence[float], least: int, most: Sequence[in
 
 
 def _different(acks: dict[int, SyncAck]) -> list[int]:
-    """Ranks whose checksum is not the most frequent one; where none is, that of rank 0 counts."""
-    sums = [acks[rank].checksum for rank in range(len(acks))]
-    [(common, _)] = Counter(sums).most_common(1)  # of several, the first
-    return [rank for rank, checksum in enumerate(sums) if checksum != common]
+    """Ranks whose sum is not the most frequent one of their kind of device; where none is, the first."""
+    sums = {rank: ack.checksum for rank, ack in sorted(acks.items()) if ack.checksum is not None}
+    common: dict[str, Checksum] = {}
+    for checksum, _ in Counter(sums.values()).most_common():  # of several, the first
+        common.setdefault(checksum.kind, checksum)
+    return [rank for rank, checksum in sums.items() if checksum != common[checksum.kind]]

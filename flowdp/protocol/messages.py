@@ -35,6 +35,7 @@ __all__ = [
     "BarrierTask",
     "BatchReady",
     "CheckpointWritten",
+    "Checksum",
     "CopyReplica",
     "DataEnded",
     "Directives",
@@ -301,6 +302,19 @@ class StepsDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Checksum:
+    """Sum of the bits of a replica's parameters.
+
+    Attributes:
+        kind: Of the device that steps them: those of different kinds may round differently.
+        sum: The sum.
+    """
+
+    kind: str
+    sum: int
+
+
+@dataclass(frozen=True, slots=True)
 class SyncAck:
     """An order ended with a mean: all its rounds were held, or `outcome` voided the rest.
 
@@ -312,8 +326,7 @@ class SyncAck:
             machines.
         wait_ms: Time in the gate waiting for others, all rounds together.
         drift: ||replica - mean|| / ||mean|| in the last round; None where not measured.
-        checksum: Sum of the bits of the replica's parameters after the step of the last round, where its
-            outcome compares; else None.
+        checksum: Of the replica after the step of the last round, where its outcome compares; else None.
         norm: 2-norm of the averaged parameters in the last round; None where the drift is not measured.
         bad: The device has left the rank out of the last round's mean, which its outcome could not tell.
         inner_ms: Averaging time of the inner rounds before it, all together, without waiting.
@@ -325,7 +338,7 @@ class SyncAck:
     sync_ms: float = 0.0
     wait_ms: float = 0.0
     drift: float | None = None
-    checksum: int | None = None
+    checksum: Checksum | None = None
     norm: float | None = None
     bad: bool = False
     inner_ms: float = 0.0

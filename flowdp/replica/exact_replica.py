@@ -21,7 +21,7 @@ from flowdp.device.flat_gradients import SharedGradients, Touched
 from flowdp.device.streams import QUIET
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
-from flowdp.protocol.messages import Outcome, SampleRange
+from flowdp.protocol.messages import Checksum, Outcome, SampleRange
 from flowdp.replica.factories import each_of
 from flowdp.replica.flat_optimizer import FlatOptimizer, refuse_state
 from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
@@ -241,12 +241,13 @@ class ExactReplica(WindowReplica):
         whole = None if self.whole_state is None else self.whole_state()
         return super().optimizer_states() if whole is None else each_of(self.optimizers, lambda _: whole())
 
-    def checksum(self) -> Callable[[], int]:
+    def checksum(self) -> Callable[[], Checksum]:
         """Sum the bits of the parameters; returns a function that reads the sum when it is there."""
         at = self._sums[self._summed % CHECKSUMS]
         self._summed += 1
         at.copy_(self.flat.checksum(), non_blocking=True)
-        return lambda: int(at)
+        kind = (self.owner or self).lane.kind
+        return lambda: Checksum(kind, int(at))
 
     def _open_gradients(self) -> SharedGradients:
         return SharedGradients(self.flat, self.module, self._touched)

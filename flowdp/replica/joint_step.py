@@ -1,10 +1,11 @@
 """The step that all ranks of a process take together (exact), and the owner of the parameters.
 
-Where a rank trains on the CPU, or ranks on cards of different kinds, one rank owns all parameters: it alone
-steps them, and all others receive the new values. So the replicas are equal by construction, and the state of
-the optimizer is there once. A small model on the CPU is stepped by the last arrival at the gate, for all
-ranks, while they stand there. On cards of one kind, which come to the same bits, each rank steps all; where
-the optimizer allows it, they step spans instead (`SpanStep`).
+Where a rank trains on the CPU, or ranks on cards of different kinds, one rank of each machine owns all
+parameters: it alone steps them, and all others receive the new values. So the replicas are equal by
+construction, and the state of the optimizer is there once. A small model on the CPU is stepped by the last
+arrival at the gate, for all ranks, while they stand there. On cards of one kind, which come to the same bits,
+each rank steps all; where the optimizer allows it, they step spans instead (`SpanStep`). The machines step by
+the same mean; where their devices round differently, so do their replicas, which nothing enlarges.
 
 Source: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), here with one owner.
 """
@@ -26,11 +27,11 @@ __all__ = ["JointStep", "owner_of"]
 
 
 def owner_of(replicas: Sequence[ExactReplica]) -> int | None:
-    """The rank that owns all parameters, a card before the CPU; None: each rank steps all of them.
+    """The rank of this machine that owns all parameters, a card before the CPU; None: each steps all of them.
 
-    That is so on cards of one kind, with one rank, and where other machines take the step, too.
+    That is so on cards of one kind, and with one rank.
     """
-    if len(replicas) == 1 or replicas[0].gradients.travels:
+    if len(replicas) == 1:
         return None
     cards = [rank for rank, replica in enumerate(replicas) if replica.lane.is_async]
     if len(cards) == len(replicas) and len({replica.lane.kind for replica in replicas}) == 1:
@@ -84,10 +85,10 @@ class JointStep:
             owner.learning_rate.scale(outcome.lr)
         owner.take_step(outcome)
         self._give()
-        for rank in outcome.members:
-            if rank != self._owner:
-                self._replicas[rank].received()
-                self._replicas[rank].gradients.clear()
+        for replica in self._replicas:
+            if replica is not owner:
+                replica.received()
+                replica.gradients.clear()
         self._taken = outcome
         self._launch_ms = (perf_counter() - start_s) * 1e3
 

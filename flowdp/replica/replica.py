@@ -30,7 +30,7 @@ from flowdp.graphs.base import Capturable, Computed, Factors, Passed, shared
 from flowdp.graphs.captured_step import Captured
 from flowdp.options import Precision
 from flowdp.policy.recheck import Recheck
-from flowdp.protocol.messages import Outcome, SampleRange
+from flowdp.protocol.messages import Checksum, Outcome, SampleRange
 from flowdp.replica.factories import Optimizers, all_of, each_of
 from flowdp.replica.flat_optimizer import FlatOptimizer, obstacle
 from flowdp.replica.learning_rate import LearningRate
@@ -379,7 +379,7 @@ class Replica:
     def meet(self, outcome: Outcome) -> None:
         """Do nothing after a mean; see `ExactReplica.meet`."""
 
-    def checksum(self) -> Callable[[], int] | None:
+    def checksum(self) -> Callable[[], Checksum] | None:
         """See `ExactReplica.checksum`: elsewhere the replicas are not compared."""
         return None
 

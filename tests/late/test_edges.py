@@ -165,8 +165,10 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "engine/device_meter.py DeviceMeter._mark: event.record(self._lane.compute)": late("steered"),
     "engine/nan_guard.py NanGuard.judge: self._passed.record(self._lane.compute)": late("not finite") * OFTEN,
     "replica/factories.py build_models: lane.await_caller()": late("models of build_models"),
-    "replica/joint_step.py JointStep.step: self._given.record(replica.lane.compute)": [(UNLIKE, LATE)],
-    "replica/joint_step.py JointStep.step: replica.lane.compute.wait_event(self._given)": [(UNLIKE, LATE)],
+    "replica/joint_step.py JointStep.step: self._given.record(replica.lane.compute)": [(UNLIKE, LATE)]
+    * OFTEN,
+    "replica/joint_step.py JointStep.step: replica.lane.compute.wait_event(self._given)": [(UNLIKE, LATE)]
+    * OFTEN,
     "replica/replica.py _after: mark.record(other.compute)": late("copied replicas"),
     "replica/replica.py _after: lane.compute.wait_event(mark)": late("copied replicas"),
     "run.py Run.paused: replica.lane.await_caller()": late("steered"),

@@ -35,6 +35,7 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.messages import (
     Abort,
+    Checksum,
     CopyReplica,
     DataEnded,
     Directives,
@@ -278,8 +279,8 @@ def test_replicas_that_differ_end_the_run() -> None:
     outcome = Outcome(0, 1, (0, 1), (1, 1), (4, 4), compare=True)
     work = Work(0, 1, 4, busy_ms=1.0, pace_ms=1.0)
     assert sorted(orders(commands)) == [0, 1]
-    assert machine.handle(SyncAck(0, outcome, work, checksum=1), 1.0) == []
-    commands = machine.handle(SyncAck(1, outcome, work, checksum=2), 1.0)
+    assert machine.handle(SyncAck(0, outcome, work, checksum=Checksum("a card", 1)), 1.0) == []
+    commands = machine.handle(SyncAck(1, outcome, work, checksum=Checksum("a card", 2)), 1.0)
     [failure] = [command for command in commands if isinstance(command, Fail)]
     assert "rank 1 " in failure.error
     # The shell is told first; then all are released as after any failure.

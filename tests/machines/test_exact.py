@@ -13,7 +13,7 @@ from tests.machines.launch import Job
 
 pytestmark = pytest.mark.posix
 
-JOBS = {2: CASES, 4: ("plain", "weights")}
+JOBS = {2: CASES, 4: ("plain", "weights", "unlike")}
 STEPS = EPOCHS * 16
 
 
@@ -51,7 +51,8 @@ def test_the_parameters_are_those_of_one_device(
         for machine in range(machines):
             mine = saved[case, machine]["model"][name]
             largest = max(largest, (mine - value).abs().max().item())
-            assert torch.equal(mine, saved[case, 0]["model"][name])
+            if case not in ("unlike", "large"):
+                assert torch.equal(mine, saved[case, 0]["model"][name])
     record_property("largest difference", largest)
     print(f"{case}, {machines} machines: largest difference {largest:.2e}")
     assert largest < 1e-6

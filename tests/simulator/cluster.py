@@ -36,6 +36,7 @@ from flowdp.protocol.messages import (
     Arrival,
     BarrierTask,
     CheckpointWritten,
+    Checksum,
     DataEnded,
     Evaluated,
     Exiting,
@@ -529,7 +530,7 @@ class JudgedWorld(MachinesWorld):
             self.rules.standing.seen(number)
         ack = super().acknowledgment(number, outcome, done, sync_ms)
         if outcome.compare and differs is not None and differs[0] == number and done.epoch >= differs[1]:
-            ack = replace(ack, checksum=1)
+            ack = replace(ack, checksum=Checksum("simulated", 1))
         return replace(ack, bad=True) if is_bad else ack
 
     def _abort(self, reason: str) -> None:
