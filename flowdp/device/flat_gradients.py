@@ -22,41 +22,13 @@ from torch import Tensor, nn
 from flowdp.device.flat_parameters import ALIGNMENT, Flat, FlatReplica, FlatTensors
 from flowdp.errors import OptionError
 
-__all__ = ["FlatGradients", "SharedGradients", "Touched"]
+__all__ = ["FlatGradients", "SharedGradients"]
 
 BLOCK = 1 << 20
 """Elements of a block of a norm: so many are cast at a time, and so many rounding errors add up."""
 
 _grad = attrgetter("grad")
 _version = attrgetter("_version")
-
-
-class Touched:
-    """Parameters with gradients, per rank and round, for all others to read behind the gate.
-
-    Two rounds are kept: a rank may write the next one's while a slower one still reads this one's, and comes
-    to the one after only when all have left this one.
-
-    Threads:
-        `put`: each rank's own, once a round, before the gate. `rows`: any, behind it.
-
-    Args:
-        world_size: Ranks of this machine.
-        travels: Whether other machines are to know, too: then it goes with the gradients, as numbers.
-    """
-
-    def __init__(self, world_size: int, *, travels: bool = False) -> None:
-        self.world_size = world_size
-        self.travels = travels
-        self._rows: list[list[tuple[Sequence[bool], bool]]] = [[((), False)] * world_size for _ in range(2)]
-
-    def put(self, rank: int, turn: int, touched: Sequence[bool], is_weighted: bool) -> None:
-        """Say which parameters this rank has touched, and whether its losses named a weight."""
-        self._rows[turn % 2][rank] = touched, is_weighted
-
-    def rows(self, turn: int, members: Sequence[int]) -> list[tuple[Sequence[bool], bool]]:
-        """The parameters that each of the members has touched, and whether its losses named a weight."""
-        return [self._rows[turn % 2][member] for member in members]
 
 
 class FlatGradients:
@@ -169,16 +141,16 @@ class FlatGradients:
 class SharedGradients(FlatGradients, FlatTensors):
     """One rank's gradients and buffers, and the weight of its losses, as the flat memory that ranks average.
 
-    The buffers follow the gradients, as copies. The ranks tell each other on the host which parameters their
-    backward has touched, before they meet: one that no rank touched has no gradient at the step. Where they
-    touched different ones, it depends on the ranks that count, which the device alone may know: behind the
-    weight each rank has a number, whose mean is not zero where it counts. Those of other machines tell by a
-    number for each parameter: its mean is not zero where a rank that counts has touched it.
+    The buffers follow the gradients, as copies. A parameter that no backward has touched has no gradient at
+    the step. The ranks say at the gate which ones theirs touched. Where these differ, it depends on the ranks
+    that count, which the device alone may know: behind the weight there is a number for each parameter, whose
+    mean is not zero where a rank that counts has touched it.
 
     Attributes:
         rank: Rank of the replica.
         flats: As the replica's, gradients in place of parameters; and one for the weight.
         weight: Weight of the losses, per sample. Float64, shape [].
+        touched: Whether losses name a weight, and whether each parameter is touched: by `gather`, bytes.
         square: The square of the norm of the rank's span, by `measure`. Float64, shape [].
         sum_of_squares: Those of all ranks together, where each has a span; None: this one has all.
 
@@ -192,31 +164,21 @@ class SharedGradients(FlatGradients, FlatTensors):
     square: Tensor
     sum_of_squares: Tensor | None = None
 
-    def __init__(self, replica: FlatReplica, module: nn.Module, touched: Touched) -> None:
+    def __init__(self, replica: FlatReplica, module: nn.Module) -> None:
         self.rank = replica.rank
         self._replica = replica
-        self._touched = touched
-        self._turn = 0
         self._specs = replica._specs
         device = replica.flats[0].memory.device
-        told = 1 + len(list(replica.parameters())) if touched.travels else touched.world_size
-        extra = torch.zeros(ALIGNMENT // torch.float64.itemsize + told, dtype=torch.float64, device=device)
-        self.weight = extra[0]
-        # Whether losses name a weight, and whether each parameter is touched; or whether each rank counts.
-        self._told = extra[1 : told + 1]
+        self.touched = bytes(1 + len(list(replica.parameters())))
+        size = ALIGNMENT // torch.float64.itemsize + len(self.touched)
+        extra = torch.zeros(size, dtype=torch.float64, device=device)
+        self.weight, self._numbers = extra[0], extra[1 : 1 + len(self.touched)]
         self._extra, self._cleared = extra, torch.zeros_like(extra)
-        if not touched.travels:
-            self._cleared[1 + self.rank] = 1.0
         self.is_weighted = False
         super().__init__(replica)
         twins = [Flat(home, flat.split) for flat, home in zip(replica.flats, self.homes, strict=True)]
         self.flats = (*twins, Flat(extra, len(extra)))
         _check_all_there(module, self.parameters, self.rank)
-
-    @property
-    def travels(self) -> bool:
-        """Whether ranks of other machines average theirs with these."""
-        return self._touched.travels
 
     def trained(self) -> list[Tensor]:
         """The gradients; see `FlatTensors.trained`."""
@@ -243,12 +205,7 @@ class SharedGradients(FlatGradients, FlatTensors):
 
     def gather(self) -> None:
         """Copy in buffers, and gradients outside of flat memory; mark touched parameters. See `collect`."""
-        self._turn += 1
-        touched = self.collect()
-        if self._touched.travels:
-            self._told.copy_(torch.tensor([self.is_weighted, *touched], dtype=torch.float64))
-        else:
-            self._touched.put(self.rank, self._turn, touched, self.is_weighted)
+        self._tell(bytes((self.is_weighted, *self.collect())))
         self._replica.gather()
         for theirs, mine in self._buffers():
             mine.copy_(theirs)
@@ -259,39 +216,30 @@ class SharedGradients(FlatGradients, FlatTensors):
             theirs.copy_(mine)
         self._replica.scatter()
 
-    def settle(self, members: Sequence[int]) -> list[bool]:
+    def settle(self, touched: bytes | None) -> list[bool]:
         """Divide the mean by the weight, as one device would; returns which parameters any rank touched.
 
         Args:
-            members: The ranks in the mean; on a device some may not count.
+            touched: As for `look`.
 
         Streams:
             As `look`.
         """
-        touched, is_weighted = self.look(members)
+        of_any, is_weighted = self.look(touched)
         self.divide(is_weighted=is_weighted)
-        return touched
+        return of_any
 
-    def look(self, members: Sequence[int]) -> tuple[list[bool], bool]:
+    def look(self, touched: bytes | None) -> tuple[list[bool], bool]:
         """Parameters that any rank has touched, and whether a loss has named a weight: for all ranks alike.
 
         Args:
-            members: As for `settle`.
+            touched: The `touched` of all ranks with samples; None: they are not alike.
 
         Streams:
-            On the current one. The host waits for it where the members touched different parameters, or the
-            losses of some named a weight; and in each step of several machines, which see no other's rows.
+            On the current one. The host waits for it where they are not.
         """
-        if self._touched.travels:
-            is_weighted, *touched = map(bool, self._told.tolist())
-        else:
-            rows = self._touched.rows(self._turn, members)
-            if any(row != rows[0] for row in rows):
-                counts = self._told.tolist()
-                rows = [row for row, member in zip(rows, members, strict=True) if counts[member]]
-            touched = [any(column) for column in zip(*(row for row, _ in rows), strict=True)]
-            is_weighted = any(named for _, named in rows)
-        return touched, is_weighted
+        is_weighted, *of_any = map(bool, self._numbers.tolist() if touched is None else touched)
+        return of_any, is_weighted
 
     def settle_alone(self) -> list[bool]:
         """Divide this rank's own sum by its weight; returns which parameters it touched."""
@@ -311,6 +259,15 @@ class SharedGradients(FlatGradients, FlatTensors):
             weight = torch.where(self.weight == 0, 1.0, self.weight)  # a mean over nothing has no gradient
             for part in self._stepped:
                 part.div_(weight)
+
+    def _tell(self, touched: bytes) -> None:
+        """Say which ones are touched, on the device until others are: most windows touch the same ones."""
+        if touched != self.touched:
+            for at, (before, now) in enumerate(zip(self.touched, touched, strict=True)):
+                if before != now:  # by an operation each: a copy from the host would wait for the device
+                    self._cleared[1 + at].fill_(now)
+            self._numbers.copy_(self._cleared[1 : 1 + len(touched)])
+            self.touched = touched
 
     def _sums_in(self, _dtype: torch.dtype) -> torch.dtype:  # for all alike
         # So that it is the same on cards that add in another order.

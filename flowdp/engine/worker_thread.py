@@ -402,7 +402,7 @@ class Worker:
             self._collective.prepare(self._index, self._numbers.judge)
             self._numbers.decide()
             self._is_bound = True
-            outcome = self._gate.enter(self.machine.judged(arrival))
+            outcome = self._gate.enter(self.machine.judged(arrival, self.replica.touched))
             if arrival.alone and isinstance(joint, JointStep):
                 self._is_alone = False
                 set_own_threads(self._pool.size)

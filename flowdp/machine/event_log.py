@@ -48,7 +48,8 @@ RECORDS: dict[str, type] = {
 def encode(value: object) -> Any:
     """A message as JSON values: `{name: {field: value}}`, so that every object has one key, its type.
 
-    A mapping is `{"dict": ...}`, a float that JSON does not know `{"float": "nan"}`.
+    A mapping is `{"dict": ...}`, a float that JSON does not know `{"float": "nan"}`, bytes are
+    `{"bytes": "0100"}`.
 
     Raises:
         TypeError: The value is no message, nor can it be part of one.
@@ -57,6 +58,8 @@ def encode(value: object) -> Any:
         return {"float": str(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
     if isinstance(value, Mapping):
@@ -82,6 +85,8 @@ def decode(data: Any) -> Any:
     [(name, value)] = data.items()
     if name == "float":
         return float(value)
+    if name == "bytes":
+        return bytes.fromhex(value)
     if name != "dict" and name not in RECORDS:
         raise ValueError(f"an event log knows no {name!r}")
     parts = {key: decode(item) for key, item in value.items()}

@@ -299,11 +299,11 @@ class WorkerMachine:
         )
         return Enter(self.judged(arrival))
 
-    def judged(self, arrival: Arrival) -> Arrival:
-        """An arrival with all that is known by now of the replica's numbers."""
-        if not (self.is_bad or self.was_bad) and arrival.late == self.is_late:
+    def judged(self, arrival: Arrival, touched: bytes = b"") -> Arrival:
+        """An arrival with all that is known by now of the replica's numbers, and of its gradients."""
+        if not (self.is_bad or self.was_bad or touched) and arrival.late == self.is_late:
             return arrival
-        return replace(arrival, bad=self.is_bad, was_bad=self.was_bad, late=self.is_late)
+        return replace(arrival, bad=self.is_bad, was_bad=self.was_bad, late=self.is_late, touched=touched)
 
     def trained(self, samples: int) -> None:
         """The step that `next` named is done."""

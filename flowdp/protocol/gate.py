@@ -33,6 +33,7 @@ class Arrival:
         inner: The round is one of this machine's ranks alone, before one of all machines.
         earlier_steps: Steps in the inner rounds since the last mean of all machines; its machine's gate says.
         earlier_samples: Samples that the means of those rounds hold.
+        touched: Parameters that have gradients, see `SharedGradients.touched` (exact).
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Arrival:
     inner: bool = False
     earlier_steps: int = 0
     earlier_samples: int = 0
+    touched: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Outcome:
             what all machines have armed, they void together.
         earlier: Samples per rank in the inner rounds before it. Shape (world_size,); empty: there were none.
         together: The steps of all members are one step of the run, which is taken now (exact).
+        touched: Parameters that the gradients of each member with samples touched; None: not the same ones.
     """
 
     round: int
@@ -120,6 +123,7 @@ class Outcome:
     inner: bool = False
     earlier: tuple[int, ...] = ()
     together: bool = False
+    touched: bytes | None = None
 
     @property
     def voids(self) -> bool:

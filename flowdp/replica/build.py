@@ -20,7 +20,6 @@ from flowdp.collective.batch_norm import (
 )
 from flowdp.device.compiled import uses_compile, warn_of_draws
 from flowdp.device.draws import share_generator
-from flowdp.device.flat_gradients import Touched
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane, open_lanes
 from flowdp.errors import OptionError
@@ -156,7 +155,7 @@ def build_replicas(
     turns = open_turns(len(lanes), meets=meets, captures=config.capture is not None)
     factor = lr_factor(config.scheduler.lr_scaling, world_size)
     remedy = _frozen_remedy(modules, averages, world_size)
-    touched, groups = Touched(len(lanes), travels=team.is_spread), WindowGroups(lanes)
+    groups = WindowGroups(lanes)
     replicas = []
     for index, (rank, lane) in enumerate(zip(team.ranks, lanes, strict=True)):
         with lane.on(lane.compute):
@@ -177,7 +176,7 @@ def build_replicas(
                 turn=None if turns is None else turns.ranks[index],
                 capture=captures[index],
             )
-            replicas.append(_replica(config, rank, parts, functions[index], touched, groups))
+            replicas.append(_replica(config, rank, parts, functions[index], groups))
     seed_devices(devices, config.seed, team.index)
     if config.repeats:
         warn_of_draws(devices, uses_compile(modules[0], functions[0]))
@@ -241,7 +240,6 @@ def _replica(
     rank: int,
     parts: ReplicaParts,
     function: Callable[..., Any],
-    touched: Touched,
     groups: WindowGroups,
 ) -> Replica:
     if config.train_step is not None:
@@ -252,4 +250,4 @@ def _replica(
     seed = config.seed if config.repeats else None
     if len(config.sizes.parts) == 1:
         return LoneReplica(parts, function, size=size, seed=seed, checks=checks)
-    return ExactReplica(parts, function, size=size, touched=touched, groups=groups, seed=seed, checks=checks)
+    return ExactReplica(parts, function, size=size, groups=groups, seed=seed, checks=checks)

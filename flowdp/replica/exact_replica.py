@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
-from flowdp.device.flat_gradients import SharedGradients, Touched
+from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.streams import QUIET
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
@@ -44,7 +44,6 @@ class ExactReplica(WindowReplica):
         parts: Objects and settings of this rank.
         loss: Loss of (module, batch).
         size: Samples of a micro-batch, at most.
-        touched: Table of parameters with gradients, shared by the ranks.
         groups: Groups of the ranks that have a part of a window, for SyncBatchNorm.
         seed: Seed of this rank's reproducible draws; None: torch's own generator.
         checks: Whether the loss is checked, in the windows 1, 2, 4, 8, ... (by the first rank, and by others
@@ -56,6 +55,7 @@ class ExactReplica(WindowReplica):
 
     gradients: SharedGradients
     steps_at_gate = True
+    _is_part = True
     whole_state: WeakMethod[Callable[[], dict[str, Any]]] | None = None
     _owner: Callable[[], ExactReplica | None] | None = None  # weak
 
@@ -65,14 +65,11 @@ class ExactReplica(WindowReplica):
         loss: Loss,
         *,
         size: int,
-        touched: Touched,
         groups: WindowGroups,
         seed: int | None = None,
         checks: bool = False,
     ) -> None:
-        self._touched = touched
         super().__init__(parts, loss, size=size, seed=seed, checks=checks)
-        self._is_part = touched.world_size > 1 or touched.travels  # its part of a window
         self._groups = groups
         self._norms = SharedStatistics(self.module)
         self.meets = bool(self._norms)
@@ -148,7 +145,7 @@ class ExactReplica(WindowReplica):
     def take_step(self, outcome: Outcome) -> None:
         """The same without a turn: any thread, while no rank computes."""
         self.watched = self.gradients if self._scaler is None else None
-        self._step(self.gradients.settle([member for member in outcome.members if outcome.samples[member]]))
+        self._step(self.gradients.settle(outcome.touched))
 
     def _step(self, touched: Sequence[bool]) -> None:
         if self.owner in (None, self):
@@ -168,7 +165,7 @@ class ExactReplica(WindowReplica):
         # An overflow of a scaled loss is found in all gradients.
         return (
             self.lane.is_async
-            and not self.gradients.travels
+            and all(flat.spans > 1 for flat in self.flat.flats)
             and self._scaler is None
             and self._flat_optimizer is not None
             and self._flat_optimizer.unfit() is None
@@ -250,7 +247,12 @@ class ExactReplica(WindowReplica):
         return lambda: Checksum(kind, int(at))
 
     def _open_gradients(self) -> SharedGradients:
-        return SharedGradients(self.flat, self.module, self._touched)
+        return SharedGradients(self.flat, self.module)
+
+    @property
+    def touched(self) -> bytes:
+        """See `SharedGradients`."""
+        return self.gradients.touched
 
     def count(self, computed: Computed, factors: Factors) -> None:
         """See `Replica.count`; weights are averaged with the gradients."""

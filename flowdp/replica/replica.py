@@ -379,6 +379,11 @@ class Replica:
     def meet(self, outcome: Outcome) -> None:
         """Do nothing after a mean; see `ExactReplica.meet`."""
 
+    @property
+    def touched(self) -> bytes:
+        """See `ExactReplica.touched`: elsewhere each rank steps by its own gradients."""
+        return b""
+
     def checksum(self) -> Callable[[], Checksum] | None:
         """See `ExactReplica.checksum`: elsewhere the replicas are not compared."""
         return None

@@ -93,8 +93,7 @@ class SpanStep:
     def _step(self, outcome: Outcome) -> None:
         first = self._replicas[0]
         with first.lane.on(first.lane.comm):
-            members = [member for member in outcome.members if outcome.samples[member]]
-            touched, is_weighted = first.gradients.look(members)
+            touched, is_weighted = first.gradients.look(outcome.touched)
         for replica in self._replicas:
             with replica.lane.on(replica.lane.comm):
                 if outcome.lr is not None:

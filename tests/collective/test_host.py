@@ -12,7 +12,7 @@ from flowdp.collective import base, memory_mean
 from flowdp.collective.base import Averaging
 from flowdp.collective.host import HostMean
 from flowdp.collective.memory_mean import MemoryMean
-from flowdp.device.flat_gradients import SharedGradients, Touched
+from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import Flat, FlatReplica
 from flowdp.device.streams import QUIET, Lane, open_lanes
 from flowdp.errors import CollectiveAborted, OptionError
@@ -152,13 +152,9 @@ def test_a_replica_that_is_not_a_number_and_gives_nothing_is_healed():
 
 def test_gradients_that_are_not_numbers_and_give_nothing_are_left_out():
     """Their weight and the buffers are left out as well."""
-    touched = Touched(3)
     world = World(3)
     world.mean = HostMean(
-        [
-            SharedGradients(flat, module, touched)
-            for flat, module in zip(world.replicas, world.modules, strict=True)
-        ],
+        [SharedGradients(flat, module) for flat, module in zip(world.replicas, world.modules, strict=True)],
         on_cpu(len(world.modules)),
         lambda rank: world.gate.finish(rank),
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowdp.collective import memory_mean
 from flowdp.collective.base import Averaging
 from flowdp.collective.host import HostMean
-from flowdp.device.flat_gradients import SharedGradients, Touched
+from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import open_lanes
 from flowdp.network.machines import find_machines
@@ -229,7 +229,7 @@ def exact(rank: int) -> dict[str, Any]:
     for payload in ("full", "bf16"):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 1).double())
-        gradients = SharedGradients(FlatReplica(module, rank), module, Touched(1, travels=True))
+        gradients = SharedGradients(FlatReplica(module, rank), module)
         mean = HostMean(
             [gradients],
             open_lanes([CPU]),
@@ -252,7 +252,7 @@ def exact(rank: int) -> dict[str, Any]:
             outcome = Outcome(turn, 1, (0, 1), (1, 1), (8, 24))
             mean.launch(outcome)
             mean.average(0, outcome)()
-            touched = gradients.settle((0, 1))
+            touched = gradients.settle(None)
             gradients.show(touched)
             got = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
             found[f"{payload} {turn}"] = {"own": own, "touched": touched, "got": got}

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.host import HostMean
-from flowdp.device.flat_gradients import SharedGradients, Touched
+from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import open_lanes
 from flowdp.errors import OptionError
-from flowdp.protocol.messages import Outcome
+from flowdp.machine.gate import decide
+from flowdp.protocol.gate import Arrival, Directives
 
 
 class Zoo(nn.Module):
@@ -41,9 +42,8 @@ def open_all(count: int = 1) -> tuple[list[nn.Module], list[SharedGradients]]:
     torch.manual_seed(0)
     modules: list[nn.Module] = [Zoo()]
     modules += [copy.deepcopy(modules[0]) for _ in range(count - 1)]
-    touched = Touched(count)
     return modules, [
-        SharedGradients(FlatReplica(module, rank), module, touched) for rank, module in enumerate(modules)
+        SharedGradients(FlatReplica(module, rank), module) for rank, module in enumerate(modules)
     ]
 
 
@@ -60,12 +60,19 @@ def meet(all_of: Sequence[SharedGradients], samples: Sequence[int]) -> None:
     mean = HostMean(all_of, open_lanes([torch.device("cpu")] * len(all_of)), lambda rank: None)
     for rank in members:
         mean.prepare(rank)
-    outcome = Outcome(0, 1, members, (1,) * len(members), tuple(samples))
+    outcome = decide(
+        {
+            rank: Arrival(rank, 0, 0, 1, samples[rank], together=True, touched=all_of[rank].touched)
+            for rank in members
+        },
+        Directives(),
+        len(members),
+    )
     mean.launch(outcome)
     for rank in members:
         mean.average(rank, outcome)
     for gradients in all_of:
-        gradients.show(gradients.settle(members))
+        gradients.show(gradients.settle(outcome.touched))
 
 
 def test_backward_adds_up_in_the_flat_memory() -> None:
@@ -76,7 +83,7 @@ def test_backward_adds_up_in_the_flat_memory() -> None:
         module(data(seed)).backward()
         plain(data(seed)).backward()
     gradients.gather()
-    gradients.show(gradients.settle([0]))
+    gradients.show(gradients.settle(gradients.touched))
     for mine, theirs in zip(trained(module), trained(plain), strict=True):
         if theirs.grad is None:
             assert mine.grad is None
@@ -128,16 +135,20 @@ def test_what_any_rank_has_touched_is_there_for_all() -> None:
     assert {name for name, p in modules[1].named_parameters() if p.grad is not None} == {"wide.bias"}
 
 
-def test_two_rounds_are_kept_apart() -> None:
-    """A fast rank reports the next round while a slow one still reads this one's."""
-    touched = Touched(2)
-    touched.put(0, 1, (True, False), False)
-    touched.put(1, 1, (False, False), True)
-    touched.put(0, 2, (False, True), False)
-    assert touched.rows(1, [0, 1]) == [((True, False), False), ((False, False), True)]
-    assert touched.rows(1, [1]) == [((False, False), True)]
-    touched.put(1, 2, (False, False), False)
-    assert touched.rows(2, [0, 1]) == [((False, True), False), ((False, False), False)]
+def test_one_answer_for_all_whatever_a_rank_without_a_part_touched_before() -> None:
+    """The device is asked only where the ranks with samples touched different parameters."""
+    modules, all_of = open_all(3)
+    for samples in ((1, 1, 0), (2, 1, 0), (1, 3, 0)):
+        for module, count in zip(modules, samples, strict=True):
+            for _ in range(count):
+                module.wide.bias.sum().backward()
+        meet(all_of, samples)
+        for module in modules:
+            assert [name for name, p in module.named_parameters() if p.grad is not None] == ["wide.bias"]
+        for gradients in all_of:
+            gradients.clear()
+        for gradients in all_of:
+            gradients._numbers = torch.empty(0)  # to write or read there would be an error from now on
 
 
 @pytest.mark.parametrize("how", ["replaced", "set to none", "zeroed"])
@@ -156,7 +167,7 @@ def test_a_gradient_that_somebody_took_away(how: str) -> None:
     gradients.gather()
     memory = next(flat.memory for flat in gradients.flats if flat.memory.dtype == torch.float64)
     assert set(memory.unique().tolist()) == ({0.0, 5.0} if how == "replaced" else {0.0})
-    gradients.show(gradients.settle([0]))
+    gradients.show(gradients.settle(gradients.touched))
     assert (bias.grad is None) == (how == "set to none")
     gradients.clear()
     bias.sum().backward()
@@ -202,7 +213,7 @@ def test_second_objects_over_one_memory_are_refused() -> None:
     module.one = nn.Parameter(torch.ones(3))
     module.other = nn.Parameter(module.one.data)
     with pytest.raises(OptionError, match="'other' on rank 0 is a second object over the memory of another"):
-        SharedGradients(FlatReplica(module), module, Touched(1))
+        SharedGradients(FlatReplica(module), module)
 
 
 def test_what_is_trained_are_the_gradients() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import StepError, current_worker
-from flowdp.device.flat_gradients import SharedGradients, Touched
+from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
@@ -88,7 +88,7 @@ def test_large_numbers_are_numbers(finite: Look, name: str, large: float) -> Non
 
 def test_of_gradients_the_gradients_count(finite: Look) -> None:
     module = nn.Linear(3, 2)
-    gradients = SharedGradients(FlatReplica(module), module, Touched(1))
+    gradients = SharedGradients(FlatReplica(module), module)
     module.weight.data.fill_(math.nan)
     gradients.gather()
     assert finite(gradients)

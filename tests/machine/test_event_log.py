@@ -57,7 +57,7 @@ def example(kind: Any, name: str) -> Any:
         return example(inner[0], name)
     if is_dataclass(kind):
         return filled(kind)
-    return {bool: True, int: 7, float: math.inf, str: f"a {name}"}[kind]
+    return {bool: True, int: 7, float: math.inf, str: f"a {name}", bytes: b"\1\0"}[kind]
 
 
 def filled(record: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,25 @@ def test_steps_taken_together_are_one_step() -> None:
     outcome = decide({rank: together(rank, steps) for rank, steps in enumerate((1, 1, 0))}, Directives(), 3)
     assert (outcome.global_step, outcome.steps, outcome.samples) == (11, (1, 1, 0), (8, 8, 0))
     assert decide({0: together(0, 0)}, Directives(), 1).global_step == 10
+
+
+ALL, SOME = b"\0\1\1", b"\0\1\0"
+
+
+@pytest.mark.parametrize(
+    ("second", "alike"),
+    [
+        ({"touched": ALL}, ALL),
+        ({"touched": SOME}, None),
+        ({"touched": SOME, "steps": 0, "samples": 0}, ALL),
+        ({"touched": SOME, "bad": True}, ALL),
+    ],
+)
+def test_whether_all_that_count_have_touched_the_same_parameters(
+    second: dict[str, Any], alike: bytes | None
+) -> None:
+    came = {0: replace(together(0, 1), touched=ALL), 1: replace(together(1, 1), **second)}
+    assert decide(came, Directives(), 2).touched == alike
 
 
 def test_replicas_are_compared_where_an_order_says_so_and_at_a_stop() -> None:

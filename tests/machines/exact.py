@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
+from flowdp.device.flat_gradients import SharedGradients
+from flowdp.replica import exact_replica
 from tests.machines.launch import report
 
 SAMPLES, BATCH, EPOCHS, INPUTS, OUTPUTS = 1003, 64, 3, 12, 4
@@ -108,9 +110,24 @@ def trainer(case: str, devices: int, **options: Any) -> flowdp.Trainer:
     )
 
 
+def count_waits() -> list[int]:
+    """Count the windows in which the host of a rank that steps waits for its device."""
+    waits = [0]
+
+    class Counted(SharedGradients):
+        def look(self, touched: bytes | None) -> tuple[list[bool], bool]:
+            waits[0] += touched is None
+            return super().look(touched)
+
+    vars(exact_replica)["SharedGradients"] = Counted
+    return waits
+
+
 def main(cases: Sequence[str], **options: Any) -> None:
     rank = int(os.environ["RANK"])
+    waits = count_waits()
     for case in cases:
+        waits[0] = 0
         devices = (1, 3)[rank % 2] if case == "unequal" else 2
         state = trainer(case, devices, **options).fit()
         last = state.history[-1]
@@ -125,6 +142,7 @@ def main(cases: Sequence[str], **options: Any) -> None:
             samples=[sum(one.samples for one in epoch.per_rank) for epoch in state.history],
             ranks=[one.samples for one in last.per_rank],
             losses=[epoch.loss for epoch in state.history],
+            waits=waits[0],
         )
 
 

@@ -45,6 +45,7 @@ def test_the_parameters_are_those_of_one_device(
         assert one["samples"] == [SAMPLES] * EPOCHS
         assert len(one["ranks"]) == (4 if case == "unequal" else 2 * machines)
         assert min(one["ranks"]) > 0
+        assert bool(one["waits"]) == (case == "rare")
         assert one["losses"] == pytest.approx([epoch.loss for epoch in alone.history], abs=1e-9)
     largest = 0.0
     for name, value in alone.state_dict.items():

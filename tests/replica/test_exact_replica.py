@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import WindowGroups
 from flowdp.data.batches import Portion
-from flowdp.device.flat_gradients import Touched
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.protocol.messages import Outcome, SampleRange
 from flowdp.replica.exact_replica import CHECKSUMS, ExactReplica
@@ -34,7 +33,7 @@ def replica(
     module = options.pop("module", None) or nn.Linear(2, 1)
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
     parts = parts_of(module, optimizer, **options)
-    own = ExactReplica(parts, loss, size=size, touched=Touched(1), groups=WindowGroups([]))
+    own = ExactReplica(parts, loss, size=size, groups=WindowGroups([]))
     return own, CurrentWorker(0, CPU, module, samples=7, sink=lambda *_: None)
 
 
@@ -88,8 +87,8 @@ def test_a_loss_of_another_model_is_told_at_the_first_step() -> None:
         mine.add(part(), worker)
 
 
-@pytest.mark.parametrize(("size", "is_told"), [(3, True), (7, False)])  # 7: the batch is whole
-def test_an_error_of_a_micro_batch_names_the_lists_that_were_not_cut(size: int, is_told: bool) -> None:
+@pytest.mark.parametrize("size", [3, 7])
+def test_an_error_of_a_part_names_the_lists_that_were_not_cut(size: int) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         assert len(batch[0]) == 7
         raise ValueError("of another length than the targets")
@@ -100,7 +99,7 @@ def test_an_error_of_a_micro_batch_names_the_lists_that_were_not_cut(size: int, 
     notes = getattr(told.value, "__notes__", [])
     assert [note.partition(":")[0] for note in notes] == [
         "Lists that contain tensors are not cut, here batch[0] (7 long)"
-    ] * is_told
+    ]
 
 
 def test_a_weight_must_be_one_number() -> None:
