@@ -84,7 +84,11 @@ ACTIVITIES = {
 
 CROWDED = 2.0
 """With the threads of all ranks a sample may take this many times as long as with the rank's own. If it takes
-longer, other programs want the cores, and threads that compute together wait for the one that has none."""
+longer, other programs want the cores, and threads that compute together wait for the one that has none ..."""
+
+PATIENCE_MS = 20.0
+"""... but not for the first time: so much is lost in an order before its threads are given back. A scheduler
+interrupts any thread now and then, for 3 to 10 ms."""
 
 CAPTURED_BY = 16
 """Steps of a rank after which its graphs are there, as a rule, and have taken their memory."""
@@ -187,6 +191,7 @@ class Worker:
         self._failures = services.failures
         self._pool, self._budget = pool, budget
         self._is_alone = False  # it trains alone, with the threads of all
+        self._crowded_ms = 0.0  # lost by these in the order under way
         self._sample_ms = 0.0  # with its own threads
         self._step_callbacks = tuple(services.step_callbacks)
         self._part_loss: Tensor | None = None  # of the step that comes behind the gate (exact)
@@ -320,7 +325,7 @@ class Worker:
                 return
             if is_first:
                 if step.alone and not self._is_alone:
-                    self._is_alone = True
+                    self._is_alone, self._crowded_ms = True, 0.0
                     set_own_threads(self._budget)
                 meter.begin(start_s)
                 replica.part = step.part
@@ -355,8 +360,10 @@ class Worker:
             set_own_threads(self._pool.worked(meter.step_ms, batcher.samples))
         if not step.alone:
             self._sample_ms = meter.step_ms / batcher.samples
-        elif meter.step_ms > CROWDED * self._sample_ms * batcher.samples:
-            set_own_threads(self._pool.size)  # for the rest of the order
+        elif (late_ms := meter.step_ms - CROWDED * self._sample_ms * batcher.samples) > 0.0:
+            self._crowded_ms += late_ms
+            if self._crowded_ms > PATIENCE_MS:
+                set_own_threads(self._pool.size)  # for the rest of the order
         if meter.bad:
             self._numbers.check_losses()
         self.machine.trained(batcher.samples)

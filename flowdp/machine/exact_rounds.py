@@ -34,8 +34,9 @@ CALIBRATION = 2
 LESSON = 8
 """An order that is to teach something soon is this part of another: a probe, shares that move ..."""
 
-TRIAL = 4
-"""... and one of a trial this part: its first windows fill caches, and start the threads that are lent."""
+TRIAL, LEAST = 4, 3
+"""... and one of a trial this part, but at least so many windows, if an order has them: the first one fills
+caches, and starts the threads that are lent."""
 
 MOVING = 0.05
 """Relative change of a share, from order to order, with which the shares still move."""
@@ -110,7 +111,7 @@ class ExactRounds(PlannedRounds):
         elif self._sharing is not None and self._is_split:
             is_trial = self._sharing.plan()
             if is_trial:
-                count = -(-count // TRIAL)
+                count = min(count, max(-(-count // TRIAL), LEAST))
             if self._sharing.is_shared == is_trial:
                 self._next_alone = LONE_RANK
                 shares = tuple(float(rank == LONE_RANK) for rank in range(self.world_size))
