@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from flowdp.collective.nccl import Group, NcclMean, load
 from flowdp.collective.nccl_setup import Members, nccl_errors
-from flowdp.device.flat_parameters import FlatTensors
+from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.streams import Lane
 from flowdp.errors import CollectiveError
 from flowdp.network.machines import Machines
@@ -46,10 +46,6 @@ class NcclMachinesMean(NcclMean):
         CollectiveError: NCCL does not work here, or another machine did not come.
     """
 
-    # The host tells the gate: an inner round of one rank has no mean to replace what its device rejects.
-    # Exact has no such rounds, but waits behind the gate in any case: `SharedGradients.settle`.
-    masks = False
-
     def __init__(
         self,
         replicas: Sequence[FlatTensors],
@@ -62,7 +58,11 @@ class NcclMachinesMean(NcclMean):
     ) -> None:
         self._team, self.first = team, team.ranks.start
         self._own: list[Any] = []  # communicators of this machine alone
+        # Of parameters the host tells the gate: an inner round of one rank has no mean to replace what its
+        # device rejects.
+        self.masks = not isinstance(replicas[0], FlatReplica)
         super().__init__(replicas, lanes, nccl, hung, outer, Members(name, team.ranks, team.world_size))
+        self._is_alone = False
         if team.options.rounds > 1 and len(lanes) > 1:
             try:
                 self._own = self._open([replica.flats for replica in replicas], None)

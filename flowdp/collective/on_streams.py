@@ -78,6 +78,7 @@ class StreamedMean(ABC):
         self._lanes = tuple(lanes)
         self._ready = [lane.event() for lane in lanes]
         self._bad: list[Tensor | None] = [None] * len(lanes)  # verdict of each rank
+        self._is_alone = len(lanes) == 1  # no other replica replaces a bad one
         with QUIET:
             pinned = [lane.pinned((ROUNDS, width), float64).unbind() for lane in lanes]
         self._marks = [_RoundMarks(lanes, rows) for rows in zip(*pinned, strict=True)]
@@ -95,7 +96,7 @@ class StreamedMean(ABC):
         """
         self._replicas[rank].gather()
         bad = self._bad[rank] = judge()
-        if bad is not None and len(self._lanes) > 1:
+        if bad is not None and not self._is_alone:
             for flat in self._replicas[rank].flats:
                 if not flat.counts:
                     flat.memory.masked_fill_(bad, 0.0)

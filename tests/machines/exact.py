@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from tests.machines.launch import report
 
 SAMPLES, BATCH, EPOCHS, INPUTS, OUTPUTS = 1003, 64, 3, 12, 4
 LARGE = 20_000  # units of a model that its owner steps behind the gate, not the last arrival in it
+SICK = "sick"
+"""A case in which a rank has no finite gradient in one window; it is not the mathematics of one device."""
+
 RARE = 25  # samples that use parameters which no other sample does
 
 CASES = ("plain", "rare", "weights", "unequal", "clamped", "unlike", "large")
@@ -60,12 +64,21 @@ def mean_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return F.cross_entropy(model(x, flags), classes)
 
 
+def sick_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    worker = flowdp.current_worker()
+    return mean_loss(model, batch) * (float("nan") if (worker.rank, worker.global_step) == (2, 20) else 1.0)
+
+
 def weighted_loss(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Any]:
     """A mean over some of the samples: class 0 is left out, as padding would be."""
     x, classes, flags = batch
     count = (classes != 0).sum()
     total = F.cross_entropy(model(x, flags), classes, ignore_index=0, reduction="sum")
     return {"loss": total / count.clamp(min=1), "weight": count}
+
+
+LOSSES: dict[str, Callable[[nn.Module, Sequence[Tensor]], Any]] = {"weights": weighted_loss, SICK: sick_loss}
+"""Losses of cases; of all others, `mean_loss`."""
 
 
 class Clamp(flowdp.Callback):
@@ -92,12 +105,18 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=3e-3)
 
 
-def trainer(case: str, devices: int, **options: Any) -> flowdp.Trainer:
+def trainer(
+    case: str, devices: int, runtime: flowdp.RuntimeOptions | None = None, **options: Any
+) -> flowdp.Trainer:
     torch.manual_seed(1)
+    runtime = runtime or flowdp.RuntimeOptions()
+    if case == SICK:  # the same samples are lost in each run
+        runtime = replace(runtime, partition_ratios=(1.0, 2.0, 1.5, 0.5))
+        options["failures"] = flowdp.FailureOptions(on_nan="quarantine")
     return flowdp.Trainer(
         Net(LARGE if case == "large" else 32).double(),
         Unlike() if case in ("unlike", "large") else adamw,
-        weighted_loss if case == "weights" else mean_loss,
+        LOSSES.get(case, mean_loss),
         dataset=data(case),
         batch_size=BATCH,
         epochs=EPOCHS,
@@ -106,6 +125,7 @@ def trainer(case: str, devices: int, **options: Any) -> flowdp.Trainer:
         max_grad_norm=0.5,
         progress=False,
         callbacks=[Clamp()] if case == "clamped" else [],
+        runtime=runtime,
         **options,
     )
 

@@ -35,11 +35,12 @@ def test_streams_wait_for_each_other(job: tuple[str, Job]) -> None:
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_exact_is_one_device(job: tuple[str, Job], case: str) -> None:
-    alone = exact.trainer(case, 1, machines=False).fit()
+def test_exact_is_one_machine(job: tuple[str, Job], case: str) -> None:
+    alone = exact.trainer(case, 4 if case == exact.SICK else 1, machines=False).fit()
     first, second = (
         torch.load(job[1].folder / f"{case}-{machine}.pt", weights_only=True)["model"] for machine in (0, 1)
     )
+    assert [one["waits"] for one in job[1].wait_for("trained", 2, lambda one: one["case"] == case)] == [0, 0]
     for name, value in alone.state_dict.items():
         assert torch.equal(first[name], second[name])
         assert (first[name] - value).abs().max() < 1e-6
