@@ -13,7 +13,7 @@ import random
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from statistics import median
 
@@ -46,7 +46,7 @@ def main() -> None:
     record = {
         "rounds": 1 + max((one.turn for one in runs), default=0),
         "load": round(median(loads or [0.0]), 1),
-        "versions": {name: version(name) for name in ("torch", "lightning", "accelerate")},
+        "versions": versions(),
         "wait_us": waits,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         "failed": failed,
@@ -55,6 +55,15 @@ def main() -> None:
     }
     print("\n" + tables(record))
     report("peers", [], save=options.save, more=record)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that are here: `--side` may leave those out that are not."""
+    found: dict[str, str] = {}
+    for name in ("torch", "lightning", "accelerate"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def plan(options: argparse.Namespace, turn: int) -> list[tuple[str, str, str]]:
