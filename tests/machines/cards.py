@@ -26,7 +26,7 @@ from tests.machines import exact, rounds
 from tests.machines.launch import report
 
 DEVICES = (2, 1)
-EXACT = ("plain", "weights", exact.SICK)
+EXACT = ("plain", "weights", "sick")
 WAITING = ("sync", "cadence, 1 rounds, waiting, full", "cadence, 5 rounds, waiting, full")
 ROUNDS: Mapping[str, Sequence[str]] = {
     "auto": (*WAITING, "sync in bf16", "cadence, 5 rounds, overlap, full"),

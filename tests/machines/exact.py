@@ -23,12 +23,9 @@ from tests.machines.launch import report
 
 SAMPLES, BATCH, EPOCHS, INPUTS, OUTPUTS = 1003, 64, 3, 12, 4
 LARGE = 20_000  # units of a model that its owner steps behind the gate, not the last arrival in it
-SICK = "sick"
-"""A case in which a rank has no finite gradient in one window; it is not the mathematics of one device."""
-
 RARE = 25  # samples that use parameters which no other sample does
 
-CASES = ("plain", "rare", "weights", "unequal", "clamped", "unlike", "large")
+CASES = ("plain", "rare", "weights", "unequal", "clamped", "unlike", "large", "sick")
 
 
 class Net(nn.Module):
@@ -65,6 +62,7 @@ def mean_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def sick_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Not a number on one rank in one window, whose mean is that of the other ranks."""
     worker = flowdp.current_worker()
     return mean_loss(model, batch) * (float("nan") if (worker.rank, worker.global_step) == (2, 20) else 1.0)
 
@@ -77,7 +75,10 @@ def weighted_loss(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Any]:
     return {"loss": total / count.clamp(min=1), "weight": count}
 
 
-LOSSES: dict[str, Callable[[nn.Module, Sequence[Tensor]], Any]] = {"weights": weighted_loss, SICK: sick_loss}
+LOSSES: dict[str, Callable[[nn.Module, Sequence[Tensor]], Any]] = {
+    "weights": weighted_loss,
+    "sick": sick_loss,
+}
 """Losses of cases; of all others, `mean_loss`."""
 
 
@@ -110,7 +111,7 @@ def trainer(
 ) -> flowdp.Trainer:
     torch.manual_seed(1)
     runtime = runtime or flowdp.RuntimeOptions()
-    if case == SICK:  # the same samples are lost in each run
+    if case == "sick":  # the same samples are lost in each run
         runtime = replace(runtime, partition_ratios=(1.0, 2.0, 1.5, 0.5))
         options["failures"] = flowdp.FailureOptions(on_nan="quarantine")
     return flowdp.Trainer(
@@ -128,6 +129,11 @@ def trainer(
         runtime=runtime,
         **options,
     )
+
+
+def on_one_machine(case: str) -> flowdp.TrainedState:
+    """Train a case on one device; where a rank's part is lost, on as many as the machines have."""
+    return trainer(case, 4 if case == "sick" else 1, machines=False).fit()
 
 
 def count_waits() -> list[int]:

@@ -36,7 +36,7 @@ def test_streams_wait_for_each_other(job: tuple[str, Job]) -> None:
 
 @pytest.mark.parametrize("case", EXACT)
 def test_exact_is_one_machine(job: tuple[str, Job], case: str) -> None:
-    alone = exact.trainer(case, 4 if case == exact.SICK else 1, machines=False).fit()
+    alone = exact.on_one_machine(case)
     first, second = (
         torch.load(job[1].folder / f"{case}-{machine}.pt", weights_only=True)["model"] for machine in (0, 1)
     )
