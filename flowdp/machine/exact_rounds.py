@@ -34,7 +34,7 @@ CALIBRATION = 2
 LESSON = 8
 """An order that is to teach something soon is this part of another: a probe, shares that move ..."""
 
-TRIAL, LEAST = 4, 3
+TRIAL, TRIAL_WINDOWS = 4, 3
 """... and one of a trial this part, but at least so many windows, if an order has them: the first one fills
 caches, and starts the threads that are lent."""
 
@@ -111,7 +111,7 @@ class ExactRounds(PlannedRounds):
         elif self._sharing is not None and self._is_split:
             is_trial = self._sharing.plan()
             if is_trial:
-                count = min(count, max(-(-count // TRIAL), LEAST))
+                count = min(count, max(-(-count // TRIAL), TRIAL_WINDOWS))
             if self._sharing.is_shared == is_trial:
                 self._next_alone = LONE_RANK
                 shares = tuple(float(rank == LONE_RANK) for rank in range(self.world_size))

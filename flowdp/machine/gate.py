@@ -49,7 +49,7 @@ def decide(
         earlier = tuple(
             arrivals[rank].earlier_samples if rank in arrivals else 0 for rank in range(world_size)
         )
-    touched = {arrivals[rank].touched for rank in members if samples[rank]}
+    touched = {arrivals[rank].touched for rank in members if samples[rank]} if first.together else set()
     givers = sum(1 for rank in members if samples[rank] or (earlier and earlier[rank]))
     return Outcome(
         round=first.round,
@@ -73,7 +73,7 @@ def decide(
         inner=first.inner,
         earlier=earlier,
         together=first.together,
-        touched=touched.pop() if first.together and len(touched) == 1 else None,
+        touched=touched.pop() if len(touched) == 1 else None,
     )
 
 
