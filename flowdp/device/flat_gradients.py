@@ -150,7 +150,8 @@ class SharedGradients(FlatGradients, FlatTensors):
         rank: Rank of the replica.
         flats: As the replica's, gradients in place of parameters; and one for the weight.
         weight: Weight of the losses, per sample. Float64, shape [].
-        touched: Whether losses name a weight, and whether each parameter is touched: by `gather`, bytes.
+        touched: A byte each: whether losses name a weight, then whether each parameter is touched. `gather`
+            sets it.
         square: The square of the norm of the rank's span, by `measure`. Float64, shape [].
         sum_of_squares: Those of all ranks together, where each has a span; None: this one has all.
 
