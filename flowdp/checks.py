@@ -285,22 +285,20 @@ def check_outer(
     return options
 
 
-def check_capture(capture: object, train_step: object) -> CaptureOptions | None:
-    """Make options of the flag `capture`; None: steps are not captured.
+def check_capture(capture: bool | CaptureOptions | str, train_step: object) -> CaptureOptions | None:
+    """Make options of the option `capture`; None: steps are not captured.
 
     Raises:
-        OptionError: It is neither a flag nor options, or the step is the user's own.
+        OptionError: The step is the user's own, and was to be captured.
     """
-    if not isinstance(capture, bool | CaptureOptions):
-        raise OptionError(f"capture must be True, False or CaptureOptions(...), not {capture!r}")
-    if capture is False:
+    if capture is False or (capture == "auto" and train_step is not None):
         return None
     if train_step is not None:
         raise OptionError(
             "capture records forward and backward of a loss, and a train_step does both by itself, with its "
             "optimizers in between: give a loss, or leave capture out"
         )
-    return CaptureOptions() if capture is True else capture
+    return capture if isinstance(capture, CaptureOptions) else CaptureOptions()
 
 
 def check_ratios(ratios: object, policy: Policy, world_size: int) -> tuple[float, ...] | None:

@@ -424,10 +424,11 @@ class RuntimeOptions:
             of these that works here. "async" has no "nccl". Between machines "nccl" or "cpu": "auto" takes
             NCCL where means are waited for and travel as they are, and it works on every machine.
         partition_ratios: Fixed shares of the work, one per device; None: by measured speed.
-        capture: Record forward and backward of a step as a graph, and run that without the interpreter lock:
-            for models of many small operations on several devices. Changes of the recorded code and tensors
-            are looked for at each step, and now and then a step is run eagerly beside and compared; a step
-            that cannot be captured runs eagerly, and the log says why. `CaptureOptions` for how often.
+        capture: Record the step as CUDA graphs, which launch all of its kernels by two calls. "auto": where
+            the first 50 steps show that a CUDA device waits for launches. Changes of the recorded code and
+            tensors are looked for at each step, and now and then a step is run eagerly beside and compared;
+            a step that cannot be captured runs eagerly, and the log says why. True, or `CaptureOptions` for
+            how often: in any case. False: never.
         memory_fraction: Part of a CUDA device that training, its batches ahead and other programs may use
             together, above 0 and at most 1. Batches ahead give way to the others; training is not limited.
         prefetch_depth: Batches that are copied to a CUDA device ahead of their use, at most; 0: none. None:
@@ -439,7 +440,7 @@ class RuntimeOptions:
 
     backend: Backend = "auto"
     partition_ratios: Sequence[float] | None = None
-    capture: bool | CaptureOptions = False
+    capture: bool | CaptureOptions | Literal["auto"] = "auto"
     memory_fraction: float = 0.90
     prefetch_depth: int | None = None
     tune_process: bool | ProcessTuning = True
@@ -453,9 +454,9 @@ class RuntimeOptions:
             OptionError: A field is out of its range.
         """
         one_of("runtime.backend", self.backend, Backend)
-        if not isinstance(self.capture, bool | CaptureOptions):
+        if self.capture != "auto" and not isinstance(self.capture, bool | CaptureOptions):
             raise OptionError(
-                f"runtime.capture must be True, False or CaptureOptions(...), not {self.capture!r}"
+                f"runtime.capture must be 'auto', True, False or CaptureOptions(...), not {self.capture!r}"
             )
         check_fraction("runtime.memory_fraction", self.memory_fraction)
         check_int("runtime.prefetch_depth", self.prefetch_depth, least=0, optional=True)

@@ -147,6 +147,8 @@ class Status:
             is whole. Shape (world_size,).
         launch_bound: Part of the ranks' time that they wait to launch their steps, because Python runs in one
             thread at a time; 0 where that is no limit. None: not known, or one rank.
+        capture: How each rank's steps run: "captured", or "eager: ..." with the reason; None: on this device,
+            or by the user's wish, they never are. Shape (world_size,).
         problems: Problems that did not end the run: replicas that had NaN or infinite numbers, ranks
             that left or ran out of memory, callbacks that raised or do not return, a checkpoint or event log
             that could not be written, a standstill at the start or while paused.
@@ -161,6 +163,7 @@ class Status:
     pieces: tuple[int, ...] = ()
     problems: tuple[str, ...] = ()
     launch_bound: float | None = None
+    capture: tuple[str | None, ...] = ()
 
     def __str__(self) -> str:
         steps = " ".join(map(str, self.local_steps))

@@ -199,6 +199,7 @@ class Run:
             pieces=tuple(rank.pieces for rank in progress),
             problems=self._problems(),
             launch_bound=self._engine.launch_bound(),
+            capture=tuple(rank.capture for rank in progress),
         )
 
     def _problems(self) -> tuple[str, ...]:

@@ -259,6 +259,7 @@ class Trainer:
                         scheduler, optimizer, grows=grows(dataset, batch_size, per_device_batch_size, policy)
                     ),
                     capture=check_capture(runtime.capture, train_step),
+                    is_capture_chosen=runtime.capture != "auto",
                     ema_decay=ema_decay_of(listed),
                     repeats=ratios is not None,
                     checks_loss=failures.check_loss,

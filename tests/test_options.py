@@ -223,7 +223,7 @@ def test_checkpoint_options_are_named() -> None:
         (FailureOptions, {"stall_timeout": "a minute"}, "must be a number above 0 or None, not 'a minute'"),
         (FailureOptions, {"check_loss": None}, "failures.check_loss must be True or False, not None"),
         (RuntimeOptions, {"backend": "mpi"}, "runtime.backend must be one of .*'cpu', not 'mpi'"),
-        (RuntimeOptions, {"capture": 1}, "runtime.capture must be True, False or CaptureOptions"),
+        (RuntimeOptions, {"capture": 1}, "runtime.capture must be 'auto', True, False or CaptureOptions"),
         (RuntimeOptions, {"tune_process": "hard"}, "must be True, False or a ProcessTuning, not 'hard'"),
         (RuntimeOptions, {"handle_sigterm": "x"}, "runtime.handle_sigterm must be True or False, not 'x'"),
         (RuntimeOptions, {"event_log": 3}, "runtime.event_log must be the path of a file, not 3"),
@@ -238,4 +238,4 @@ def test_fields_of_a_run_out_of_range(kind: Any, given: dict[str, Any], match: s
 def test_records_without_a_field_are_the_defaults() -> None:
     assert ReadingOptions() == ReadingOptions(shuffle=None, drop_last=None, collate_fn=None, num_workers=None)
     assert (FailureOptions().on_failure, FailureOptions().stall_timeout) == ("raise", 60.0)
-    assert (RuntimeOptions().backend, RuntimeOptions().capture) == ("auto", False)
+    assert (RuntimeOptions().backend, RuntimeOptions().capture) == ("auto", "auto")

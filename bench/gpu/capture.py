@@ -69,7 +69,8 @@ def trainer(place: Place, ranks: int, steps: int, *, capture: bool, dropout: flo
         policy="cadence" if ranks > 1 else "sync",
         seed=0,
         progress=False,
-        runtime=flowdp.RuntimeOptions(capture=capture),
+        # A rehearsal on the CPU captures nothing.
+        runtime=flowdp.RuntimeOptions(capture=capture and place.pick(True, "auto")),
     )
 
 

@@ -62,6 +62,7 @@ class Variant:
         is_fused: AdamW(fused=True); False: the default AdamW.
         is_compiled: The model goes through torch.compile.
         has_turns: Ranks take turns to launch where that is faster.
+        is_captured: Steps are CUDA graphs.
         options: Arguments of the Trainer, or of `setup`, beside those of every variant.
     """
 
@@ -69,11 +70,14 @@ class Variant:
     is_fused: bool = True
     is_compiled: bool = False
     has_turns: bool = True
+    is_captured: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def missing(self) -> str:
-        """Arguments that this version of flowdp lacks, in words; "" if it has all."""
+        """Arguments that this version of flowdp lacks, or a device that is, in words; "" if all is there."""
+        if self.is_captured and not torch.cuda.is_available():
+            return "captured steps need a CUDA device"
         door: Callable[..., object] = flowdp.setup if self.how == "setup" else flowdp.Trainer
         unknown = self.options.keys() - signature(door).parameters.keys()
         return f"this flowdp has no {door.__name__}({', '.join(sorted(unknown))}=)" if unknown else ""
@@ -90,7 +94,7 @@ VARIANTS = {
     "flowdp, no turns": Variant("flowdp", has_turns=False),
     "flowdp, not fused": Variant("flowdp", is_fused=False),
     "flowdp, compiled": Variant("flowdp", is_compiled=True),
-    "flowdp, captured": Variant("flowdp", options={"runtime": flowdp.RuntimeOptions(capture=True)}),
+    "flowdp, captured": Variant("flowdp", is_captured=True),
     "setup": Variant("setup"),
 }
 QUICK = (PROCESSES, "threads", "flowdp")
@@ -172,6 +176,7 @@ class Task:
             devices=self.devices(ranks),
             progress=False,
             failures=flowdp.FailureOptions(stall_timeout=None),  # the pause may be long
+            runtime=flowdp.RuntimeOptions(capture=variant.is_captured),
             **options,
         )
 

@@ -1,5 +1,6 @@
 """A dataset of tensors that lies on the device as a whole: a batch is a gather there, and nothing is copied.
 
+The gather is made where the batch is needed: by the step, on its stream, or by the graph of a captured one.
 Of each epoch the order alone goes to the device, once, through pinned memory.
 """
 
@@ -12,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from flowdp.data.batches import Portion
+from flowdp.data.batches import Gathered
 from flowdp.data.feed import Feed
 from flowdp.data.slots import keep_for
 from flowdp.data.source import Batch
@@ -92,7 +93,7 @@ class _OrderOnDevice:
 
 
 class ResidentFeed(Feed):
-    """Gathers a rank's batches on its device, on `compute`, in the worker itself."""
+    """A rank's batches as places in the order of an epoch on its device."""
 
     def __init__(self, data: ResidentData, lane: Lane) -> None:
         self._source = data.source
@@ -106,8 +107,8 @@ class ResidentFeed(Feed):
     def start(self, notify: Callable[[int, int], None]) -> None:
         """Every batch is there; see `Feed.start`."""
 
-    def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Batch:
-        """Gather a batch; always there. See `Feed.take`."""
+    def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Gathered:
+        """A batch that is still to be gathered, on `compute`; always there. See `Feed.take`."""
         order = self._orders[epoch % ORDERS_KEPT]
         if order is None or order.epoch != epoch:
             order = self._orders[epoch % ORDERS_KEPT] = self._upload(epoch, order)
@@ -116,15 +117,16 @@ class ResidentFeed(Feed):
         start, stop = order.bounds[batch]
         if part is not None:
             start, stop = start + part.start, start + part.stop
-        index = order.index[start:stop]
-        rows = [tensor.index_select(0, index) for tensor in self._tensors]
-        return self._source.pack(rows) if part is None else Portion.gathered(rows, self._source.pack)
+        return Gathered(order.index[start:stop], self._gather, stop - start)
 
     def close(self) -> bool:
         """Free the memory: a reference to an ended run must not keep it. See `Feed.close`."""
         self._tensors = []
         self._orders = [None] * ORDERS_KEPT
         return True
+
+    def _gather(self, index: Tensor) -> Batch:
+        return self._source.pack([tensor.index_select(0, index) for tensor in self._tensors])
 
     def _upload(self, epoch: int, old: _OrderOnDevice | None) -> _OrderOnDevice:
         """Bring an epoch's order to the device, into the memory of an older one."""

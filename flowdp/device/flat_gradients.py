@@ -36,7 +36,9 @@ class FlatGradients:
 
     Attributes:
         parameters: Parameters of the replica, as `FlatReplica.parameters` has them.
+        views: The place of each of their gradients, which a graph may write to: see `forget`, `wrote`.
         homes: The memory of each of the replica's flats, parameters at least. Shape (elements,) each.
+        is_void: Whether they were forgotten.
 
     A parameter that was frozen at first has a gradient of its own beside them, once it is trained.
 
@@ -53,18 +55,38 @@ class FlatGradients:
         self._thawable = replica.thawable
         by_dtype = {home.dtype: home for home in self.homes}
         self.parameters: list[nn.Parameter] = []
-        self._gradients: list[Tensor] = []
+        self.views: list[Tensor] = []
+        self.is_void = False
         for parameter, view in replica.parameters():
             self.parameters.append(parameter)
-            self._gradients.append(_twin(view, by_dtype))
+            self.views.append(_twin(view, by_dtype))
         self.clear()
+
+    def forget(self) -> None:
+        """Begin another sum: what is there means nothing, and is not read; `begin` or `wrote` follow.
+
+        So nothing is enqueued where a graph writes all of it in the next step.
+        """
+        self.is_void = True
+        self._take_places()
+
+    def begin(self) -> None:
+        """Let backward add to zeros, in a step that none has begun."""
+        if self.is_void:
+            self.clear()
+
+    def wrote(self, views: Sequence[Tensor]) -> None:
+        """Note that a graph has written to these of the `views`; where all were void, to all."""
+        self.is_void = False
+        # By the versions it is told which parameters a step has touched.
+        torch.autograd.graph.increment_version(views)
 
     @property
     def is_touched(self) -> bool:
         """Whether any backward has added to a gradient since the last `clear`."""
         return any(
             parameter.grad is not own or own._version != version
-            for parameter, own, version in zip(self.parameters, self._gradients, self._versions, strict=True)
+            for parameter, own, version in zip(self.parameters, self.views, self._versions, strict=True)
         )
 
     def collect(self) -> list[bool]:
@@ -72,7 +94,8 @@ class FlatGradients:
 
         A gradient that was set to None counts as zero, and as not touched.
         """
-        own = self._gradients
+        self.begin()
+        own = self.views
         touched = list(map(ne, map(_version, own), self._versions))
         if not all(map(is_, map(_grad, self.parameters), own)):
             for index, parameter in enumerate(self.parameters):
@@ -83,7 +106,7 @@ class FlatGradients:
 
     def show(self, touched: Sequence[bool]) -> None:
         """Let the parameters that were not touched have no gradient, until the next `clear`."""
-        for parameter, own, is_there in zip(self.parameters, self._gradients, touched, strict=True):
+        for parameter, own, is_there in zip(self.parameters, self.views, touched, strict=True):
             parameter.grad = own if is_there else None
 
     def scale(self, factor: float | Tensor) -> None:
@@ -125,10 +148,14 @@ class FlatGradients:
         """Begin another sum: all gradients are zero, and every parameter has its own again."""
         for part in self._parts:
             part.zero_()
-        if not all(map(is_, map(_grad, self.parameters), self._gradients)):
-            for parameter, own in zip(self.parameters, self._gradients, strict=True):
+        self.is_void = False
+        self._take_places()
+
+    def _take_places(self) -> None:
+        if not all(map(is_, map(_grad, self.parameters), self.views)):
+            for parameter, own in zip(self.parameters, self.views, strict=True):
                 parameter.grad = own
-        self._versions = list(map(_version, self._gradients))
+        self._versions = list(map(_version, self.views))
 
     def _sums_in(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which a norm adds up."""
@@ -251,6 +278,12 @@ class SharedGradients(FlatGradients, FlatTensors):
     def clear(self) -> None:
         """See `FlatGradients.clear`."""
         super().clear()
+        self._extra.copy_(self._cleared)
+        self.is_weighted = False
+
+    def forget(self) -> None:
+        """See `FlatGradients.forget`."""
+        super().forget()
         self._extra.copy_(self._cleared)
         self.is_weighted = False
 

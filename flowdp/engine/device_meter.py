@@ -20,6 +20,7 @@ from flowdp.collective.base import Reading
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.engine.meter import HostMeter, Meter, OrderSums
 from flowdp.machine.worker import Step
+from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.policy.efficiency import Activity
 
 __all__ = ["PAGE", "STEPS_AHEAD", "DeviceMeter", "open_meter"]
@@ -32,9 +33,9 @@ PAGE = 512
 """Numbers that a device keeps before it hands them over: one for each loss, one for each scalar's sum."""
 
 
-def open_meter(lane: Lane) -> Meter:
-    """The meter for a rank on this lane."""
-    return DeviceMeter(lane) if lane.is_async else HostMeter()
+def open_meter(lane: Lane, watch: LaunchWatch | None = None) -> Meter:
+    """The meter for a rank on this lane; see `DeviceMeter`."""
+    return DeviceMeter(lane, watch) if lane.is_async else HostMeter()
 
 
 @dataclass(slots=True)
@@ -91,10 +92,13 @@ class DeviceMeter(Meter):
 
     Args:
         lane: Lane of the rank; its compute stream is current at each call.
+        watch: Takes the times of its steps, to decide whether they are captured; None: that is decided.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, watch: LaunchWatch | None = None) -> None:
         super().__init__()
+        self._watch = watch
+        self._begin_s = 0.0  # of the step under way, by the host's clock
         self._lane = lane
         self._ahead_s = 0.0
         self._flights: deque[_Flight] = deque()
@@ -118,6 +122,7 @@ class DeviceMeter(Meter):
         """See `Meter.begin`; waits until the device is less than `STEPS_AHEAD` steps behind."""
         while self._steps >= STEPS_AHEAD:
             self._land_next()
+        self._begin_s = perf_counter()
         self._begin = self._mark()
         if self._open:
             self._count_recorded()
@@ -153,6 +158,7 @@ class DeviceMeter(Meter):
         sums.steps += 1
         last, begin, end = self._last, self._begin, self._mark()
         self._last = end
+        launch_ms = (perf_counter() - self._begin_s) * 1e3
 
         def land() -> None:
             # Between two steps the device had nothing to do: it waited for data, or for the host.
@@ -162,6 +168,8 @@ class DeviceMeter(Meter):
             sums.longest_ms = max(sums.longest_ms, busy_ms + data_ms)
             self._landed(Activity.DATA, data_ms)
             self._landed(Activity.STEP, busy_ms)
+            if self._watch is not None:
+                self._watch.take(launch_ms, busy_ms)
             self._events += (last, begin)
             self._steps -= 1
 

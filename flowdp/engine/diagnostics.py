@@ -30,12 +30,14 @@ class Progress:
         steps: Steps of the rank so far.
         throttled: Why it may take no step; None where it may.
         pieces: Number of pieces that its micro-batches are cut into.
+        capture: How its steps run, as of `Captured.state`; None: they cannot be captured.
         uncaptured: Why its steps are not captured, where they were to be.
     """
 
     steps: int
     throttled: str | None
     pieces: int
+    capture: str | None = None
     uncaptured: str | None = None
 
 

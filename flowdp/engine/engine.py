@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Post
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail, Worker
 from flowdp.errors import FlowdpError
+from flowdp.graphs.captured_step import CAPTURED
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog
@@ -409,7 +411,8 @@ class Engine:
                 worker.current.local_step,
                 worker.machine.throttled,
                 worker.replica.pieces,
-                worker.replica.uncaptured,
+                None if (captured := worker.replica.captured) is None else captured.state,
+                None if captured is None else captured.problem,
             )
             for worker in workers
         ]
@@ -421,7 +424,8 @@ class Engine:
 
     def efficiency(self) -> EfficiencyReport:
         """Attribution of the ranks' time so far."""
-        return efficiency_of(self.times(), self.names)
+        captured = sum(one.capture == CAPTURED for one in self.progress())
+        return replace(efficiency_of(self.times(), self.names), captured=captured)
 
     def launch_bound(self) -> float | None:
         """Part of the ranks' time that they wait to launch; None: not known."""
@@ -446,6 +450,8 @@ class Engine:
             self._progress, self._times = self.progress(), self.times()
             keep_memory(replica.lane for replica in self.replicas)
             has_cards = any(replica.lane.is_async for replica in self.replicas)
+            for replica in self.replicas:
+                replica.close()
             self.workers, self.replicas, self._feeds = [], (), []
             # These call us back, or know the workers; another thread may be asking them just now.
             self._read_by, self._report = list, partial(_last_report, self.event_log)

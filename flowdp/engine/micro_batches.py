@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from flowdp.data.batches import joined
+from flowdp.data.batches import joined, made
 from flowdp.data.feed import Feed
 from flowdp.data.source import Batch, Source
 from flowdp.machine.worker import Step
@@ -22,7 +22,7 @@ class MicroBatch:
     """Input of one forward.
 
     Attributes:
-        batch: On the device.
+        batch: On the device; a `Gathered` where it is still to be made.
         samples: Number of samples.
         share: Its share of the step, if the step's other micro-batches are as large as its first.
     """
@@ -102,7 +102,7 @@ class MicroBatcher:
             batch = self._feed.take(step.epoch, step.batches[self.taken])
             if batch is None:
                 return False
-            self._open.append(batch)
+            self._open.append(made(batch))
             self._sizes.append(self._samples_in(step.epoch, step.batches[self.taken]))
             self.taken += 1
         return True

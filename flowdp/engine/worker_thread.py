@@ -163,7 +163,8 @@ class Worker:
         is_late = self._lane.is_async and collective.masks and not is_known
         self.machine = WorkerMachine(rank, global_step, is_late=is_late)
         with self._lane.on(self._lane.compute):
-            self._meter = open_meter(self._lane)
+            captured = replica.captured
+            self._meter = open_meter(self._lane, None if captured is None else captured.watch)
         self._meter.spans = None if services.timeline is None else services.timeline.ranks[index]
         if replica.turn is not None:
             replica.turn.ahead_s = self._meter.ahead_s
@@ -332,8 +333,7 @@ class Worker:
                 replica.learning_rate.advance(step.position, step.epoch, step.metrics)
                 current.epoch, current.global_step = step.epoch, step.position
                 current.lr = replica.learning_rate.value
-                if replica.has_state:
-                    replica.mark()
+                replica.mark()
             current.samples = micro.samples
             is_over = batcher.is_last(step)
             try:

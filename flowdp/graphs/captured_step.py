@@ -7,32 +7,27 @@ a recorded graph runs or the user's Python does, and compares the two now and th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowdp.data.trees import Form, flatten
+from flowdp.data.batches import Gathered, made
+from flowdp.data.trees import flatten
 from flowdp.device.accelerator import device_generator
-from flowdp.device.draws import OwnDraws, draw_seed
-from flowdp.graphs.base import (
-    PLAIN,
-    Capturable,
-    Computed,
-    Factors,
-    NotCaptured,
-    Recorder,
-    StepGraph,
-    TrialStep,
-)
+from flowdp.graphs.base import PLAIN, Capturable, Computed, Factors, NotCaptured, TrialStep
+from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
-from flowdp.policy.capture_plan import CapturePlan, FormPlan
+from flowdp.policy.capture_plan import CapturePlan, FormPlan, LaunchWatch
 from flowdp.policy.formats import format_error
 
-__all__ = ["Captured"]
+__all__ = ["CAPTURED", "Captured"]
+
+CAPTURED = "captured"
+"""State of steps that run as graphs."""
 
 
 class Captured:
@@ -42,15 +37,18 @@ class Captured:
         step: Forward and backward to capture.
         options: Options of the run.
         guard: Makes the guards of the state that the step reads.
-        make: Makes the recorder from the guards.
-        tell: Logs a text that no other rank has logged.
+        make: Makes the recorder.
+        tell: Logs a text that no other rank has logged; with `is_wrong=True` as a warning in any case.
+        watch: Tells whether capture pays; None: steps are captured in any case.
 
     Attributes:
         ended: Why the steps run eagerly from now on; None: they are captured, or will be.
+        problem: The same, where the user has asked for captured steps, or one was wrong.
         is_running: Whether the last micro-batch was run by a graph.
+        watch: As given.
 
     Threads:
-        The rank's. `ended`: any.
+        The rank's. `ended`, `problem`, `state`: any.
     """
 
     def __init__(
@@ -58,11 +56,14 @@ class Captured:
         step: Capturable,
         options: CaptureOptions,
         guard: Callable[[], Guards],
-        make: Callable[[Guards], Recorder],
-        tell: Callable[[str], None],
+        make: Callable[[], CudaGraphs],
+        tell: Callable[..., None],
+        watch: LaunchWatch | None = None,
     ) -> None:
         self.ended: str | None = None
+        self.problem: str | None = None
         self.is_running = False
+        self.watch = watch
         self._step = step
         self._plan = CapturePlan(options.graphs, options.compare_every)
         self._guard = guard
@@ -70,10 +71,24 @@ class Captured:
         self._tell = tell
         self._forms: list[_Form] = []
         self._guards: Guards | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: CudaGraphs | None = None
+
+    @property
+    def state(self) -> str:
+        """The way in which steps run, in words."""
+        if self.ended is not None:
+            return f"eager: {self.ended}"
+        if self._guards is None:
+            return "eager: it is not known yet whether a captured step would be faster"
+        return CAPTURED if any(form.graph is not None for form in self._forms) else "eager, to be captured"
 
     def run(self, batch: Any, worker: Any, factors: Factors) -> Computed | None:
         """Forward and backward of a micro-batch; None: nothing was done, and it is to be done eagerly.
+
+        Args:
+            batch: The micro-batch.
+            worker: Worker of the step.
+            factors: Factors of the micro-batch.
 
         Raises:
             Exception: As of an eager one, with a note; its type may be another.
@@ -82,8 +97,10 @@ class Captured:
         if self.ended is not None or not self._step.has_stepped:
             return None
         if self._guards is None:
+            if not self._pays():
+                return None
             self._guards = self._guard()
-            self._recorder = self._make(self._guards)
+            self._recorder = self._make()
             if self._guards.iterator is not None:
                 self._end(
                     f"{self._guards.iterator} is an iterator, from which a captured step would not take"
@@ -92,14 +109,13 @@ class Captured:
         elif (change := self._guards.changed()) is not None:
             self._void(change)
             return None if self.ended else self._eager(batch, worker, factors)
-        leaves, tree = flatten(batch)
-        form = self._form_of(leaves, tree, 0 if worker is None else worker.samples)
+        form = self._form_of(batch, worker.samples, factors)
         if form is None:
             return None
         action = form.plan.next(is_steady=self._plan.is_steady)
         if action == "eager":
             return self._eager(batch, worker, factors)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = _tensors(batch)
         if action == "record":
             if not self._record(form, batch, tensors, worker, factors):
                 return None
@@ -107,24 +123,17 @@ class Captured:
         assert form.graph is not None
         if action == "compare":
             return self._compare(form.graph, batch, tensors, worker, factors)
-        draws = self._step.draws
         try:
-            computed = form.graph.run(tensors, factors, None if draws is None else draws.generator)
+            computed = form.graph.run(tensors, factors)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             error.add_note("This step ran as a recorded graph; with capture=False the error names its line.")
             raise
         self.is_running = True
-        if worker is not None:
-            for (name, weight), value in zip(form.graph.records, computed.scalars, strict=True):
-                worker.sink(name, value, weight)
+        for (name, weight), value in zip(form.graph.records, computed.scalars, strict=True):
+            worker.sink(name, value, weight)
         return computed
-
-    def give_up(self, reason: str) -> None:
-        """Run steps eagerly from now on, for a reason that is logged; a second time does nothing."""
-        if self.ended is None:
-            self._end(reason)
 
     def close(self) -> None:
         """Free all graphs and their memory."""
@@ -132,9 +141,28 @@ class Captured:
         if self._recorder is not None:
             self._recorder.forget()
 
+    def _pays(self) -> bool:
+        """Whether it is known that captured steps would be faster; ends it where they would not."""
+        watch = self.watch
+        if watch is None:
+            return True
+        if watch.is_behind is None:
+            return False
+        if not watch.is_behind:
+            self._end(
+                f"{self._step.lane.device} takes {watch.device_ms:.3g} ms for its kernels, and the host "
+                f"{watch.launch_ms:.3g} ms to launch them"
+            )
+            return False
+        self._tell(
+            f"capture: {self._step.lane.device} waits for launches, {watch.launch_ms:.3g} ms a step: steps "
+            "run as CUDA graphs from now on (capture=False leaves them eager)"
+        )
+        return True
+
     def _eager(self, batch: Any, worker: Any, factors: Factors) -> Computed:
         assert self._guards is not None
-        computed = self._step.compute(batch, worker, factors)
+        computed = self._step.compute(made(batch), worker, factors)
         change = self._guards.changed()
         if change is not None:
             self._guards.retake()
@@ -142,10 +170,17 @@ class Captured:
             self._end(f"each step changes Python's state, which a captured one would not do ({change})")
         return computed
 
-    def _form_of(self, leaves: Sequence[Any], tree: Form, samples: int) -> _Form | None:
+    def _form_of(self, batch: Any, samples: int, factors: Factors) -> _Form | None:
+        """The form of a micro-batch; None: it has no graph, and gets none."""
+        modes = torch._C._len_torch_dispatch_stack()  # another one might do something else
+        tree: object
         try:
-            modes = torch._C._len_torch_dispatch_stack()  # another one might do something else
-            specs = samples, self._step.casts, modes, *map(_spec, leaves)
+            if isinstance(batch, Gathered):
+                tree, leaves = batch.make, [batch.index]
+            else:
+                leaves, tree = flatten(batch)
+            is_whole, adds = factors.share == 1.0, self._step.has_begun
+            specs = samples, is_whole, adds, self._step.casts, modes, *map(_spec, leaves)
         except NotCaptured as reason:
             self._end(str(reason))
             return None
@@ -181,26 +216,19 @@ class Captured:
 
     def _compare(
         self,
-        graph: StepGraph,
+        graph: CudaStepGraph,
         batch: Any,
         tensors: Sequence[Tensor],
         worker: Any,
         factors: Factors,
     ) -> Computed:
         """The step, taken eagerly beside a trial of the graph, which starts from the same state."""
-        step, draws = self._step, self._step.draws
-        device = step.lane.device
-        scope: AbstractContextManager[Any] = nullcontext()
-        if draws is None and graph.draws and step.shares_generator and device.type == "cpu":
-            # Other ranks draw from torch's generator meanwhile.
-            scope = draws = OwnDraws(draw_seed())
-        generator = None if draws is None else draws.generator
-        if generator is None:
-            generator = device_generator(device)
+        step = self._step
+        generator = device_generator(step.lane.device)
         before = generator.get_state() if graph.draws else None
         after, trial, failure = None, None, ""
         try:
-            trial = graph.trial(tensors, factors, None if draws is None else generator)
+            trial = graph.trial(tensors, factors)
             after = generator.get_state() if graph.draws else None
         except torch.OutOfMemoryError:
             raise
@@ -209,8 +237,10 @@ class Captured:
         if before is not None:
             generator.set_state(before)
         told: list[tuple[str, float | Tensor, float]] = []
+        if step.gradients is not None:
+            step.gradients.begin()
         marks = [_mark(parameter) for parameter in step.trained]
-        with scope, _listening(worker, told):
+        with _listening(worker, told):
             computed = self._eager(batch, worker, factors)
         if self.ended is not None:
             return computed
@@ -225,7 +255,7 @@ class Captured:
 
     def _difference(
         self,
-        graph: StepGraph,
+        graph: CudaStepGraph,
         trial: TrialStep,
         computed: Computed,
         told: Sequence[tuple[str, float | Tensor, float]],
@@ -242,15 +272,6 @@ class Captured:
         ]
         for (name, value, _), mine in zip(told, trial.computed.scalars, strict=True):
             pairs.append((f"{name!r}", mine, torch.as_tensor(value)))
-        leaves, tree = flatten(trial.computed.outputs)
-        eager_leaves, eager_tree = flatten(computed.outputs)
-        if tree != eager_tree:
-            return "it returns another structure"
-        for path, one, other in zip(tree.paths(), leaves, eager_leaves, strict=True):
-            if isinstance(one, Tensor) and isinstance(other, Tensor):
-                pairs.append((f"the result{path}", one, other))
-            elif type(one) is not type(other) or one != other:
-                return f"the result{path} is {other!r:.80}, not {one!r:.80}"
         names = {id(one): name for name, one in module.named_parameters()}
         for place, (parameter, gradient) in enumerate(zip(self._step.trained, trial.gradients, strict=True)):
             name = f"the gradient of {names[id(parameter)]!r}"
@@ -279,9 +300,11 @@ class Captured:
 
     def _end(self, reason: str, *, differs: bool = False) -> None:
         self.ended = reason
+        if differs or self.watch is None:
+            self.problem = reason
         self.close()
         how = "and goes on eagerly, from the eager result" if differs else "and runs eagerly"
-        self._tell(f"capture: the step of this run is not captured {how}: {reason}")
+        self._tell(f"capture: the step of this run is not captured {how}: {reason}", is_wrong=differs)
 
 
 @dataclass(slots=True)
@@ -289,17 +312,23 @@ class _Form:
     """A form of micro-batches, and the graph for it.
 
     Attributes:
-        specs: Samples, autocast and modes; shape, strides and dtype of each tensor, and the values of other
-            leaves.
+        specs: Samples, place in the step, autocast and modes; shape, strides and dtype of each tensor, and
+            the values of other leaves.
         tree: How the leaves make a batch.
         plan: Decides whether a step is recorded, replayed or compared.
         graph: Once it is recorded.
     """
 
     specs: tuple[Any, ...]
-    tree: Form
+    tree: object
     plan: FormPlan
-    graph: StepGraph | None = None
+    graph: CudaStepGraph | None = None
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Gathered):
+        return [batch.index]
+    return [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
 
 
 def _spec(leaf: object) -> object:
@@ -312,9 +341,6 @@ def _spec(leaf: object) -> object:
 
 @contextmanager
 def _listening(worker: Any, told: list[tuple[str, float | Tensor, float]]) -> Iterator[None]:
-    if worker is None:
-        yield
-        return
     sink = worker.sink
 
     def both(name: str, value: float | Tensor, weight: float) -> None:

@@ -1,18 +1,19 @@
 """Forward and backward of a rank on CUDA as a graph: one launch, which holds no interpreter lock.
 
 A graph reads and writes fixed memory: the parameters and buffers, which lie in the replica's flat memory; the
-gradients, in flat memory where the optimizer steps it, else in memory of this module; inputs of its own, into
-which a micro-batch is copied on `compute` by one call; and the numbers that change from one micro-batch to
-the next, as scalars on the device. So the ring of prefetched batches works as before: `ready` is awaited
-before the copy, `free` is recorded behind the step.
+gradients, in flat memory where the optimizer steps it, else in memory of this module; and inputs of its own,
+into which a micro-batch is copied on `compute` by one call. Of a dataset that lies on the device the input is
+the index, and the graph gathers the batch. So the ring of prefetched batches works as before: `ready` is
+awaited before the copy, `free` is recorded behind the step.
 
-The optimizer is not in the graph. Its step on flat memory is a handful of launches, its rate stays a number
-of Python, and under policy="exact" the mean lies in between, which no graph may hold: NCCL may deadlock.
+Inside of it the parameters have no gradients when backward begins, so autograd puts them where it likes, and
+one call brings all of them to where they stay: it writes the first ones of a step, and adds later ones.
+
+The optimizer is in a graph of its own, `CapturedUpdate`: under policy="exact" the mean lies in between, which
+no graph may hold, for NCCL may deadlock.
 
 Random numbers are torch's: a replay takes them from where the device's generator stands and moves it on, as
 the eager step does, and the state can be read and put back between two replays.
-
-Nothing of this module has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.gradient_sum import give_gradients
+from flowdp.data.batches import Gathered
 from flowdp.data.trees import tree_map
 from flowdp.device.accelerator import device_generator, untried
 from flowdp.device.cuda_graphs import Graph, GraphPool
@@ -35,7 +36,7 @@ from flowdp.device.draws import DrawsNoted
 from flowdp.device.streams import StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.device.writes import WritesNoted
-from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, Outputs, TrialStep, watching
+from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep, watching
 
 __all__ = ["BOUND", "HALF_BOUND", "CudaGraphs", "CudaStepGraph"]
 
@@ -53,14 +54,15 @@ _LIBRARIES = str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1
 
 
 class CudaGraphs:
-    """Makes the graphs of one rank on CUDA; a `Recorder`.
+    """Makes the graphs of one rank on CUDA.
 
     Args:
         step: Forward and backward to capture; its lane is a CUDA device's.
         others: Modules that the loss holds.
 
     Attributes:
-        bound: See `Recorder`. Zero where torch was told to use deterministic algorithms.
+        bound: Largest difference between a captured step and an eager one, relative to the largest value of
+            the compared tensor. Zero where torch was told to use deterministic algorithms.
 
     Threads:
         The rank's.
@@ -75,38 +77,44 @@ class CudaGraphs:
         self._modules = nn.ModuleList([step.module, *others])
         self._lane = step.lane
         self._pool: GraphPool | None = None
-        self._gradients: dict[Tensor, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
 
     def record(
-        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker | None, factors: Factors
+        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker, factors: Factors
     ) -> CudaStepGraph:
-        """Capture forward and backward of micro-batches like this one; see `Recorder.record`.
+        """Capture forward and backward of micro-batches like this one; state of the rank is left as it was.
 
         They run once more eagerly for that, in the same memory, and all that they change is put back.
 
+        Args:
+            batch: The micro-batch.
+            leaves: Its tensors; the index of a `Gathered` one.
+            worker: Worker of this step.
+            factors: Factors of the micro-batch.
+
         Raises:
-            NotCaptured: See `Recorder.record`; nothing is left of the attempt.
+            NotCaptured: It cannot be captured; nothing is left of the attempt.
         """
         self._check(leaves)
-        graph = CudaStepGraph(self._step, leaves, self._modules)
-        with self._rehearsing():
+        graph = CudaStepGraph(self._step, leaves, self._modules, self._gradient_places())
+        with self._rehearsing(graph.places):
             refusal = graph.rehearse(batch, leaves, worker, factors)
             if refusal is None and graph.draws and self._step.shares_generator:
                 refusal = _SHARED
             if refusal is None:
                 if self._pool is None:
                     self._pool = GraphPool(self._lane)
-                refusal = graph.capture(self._pool, worker)
+                refusal = graph.capture(self._pool, worker, factors)
         if refusal is not None:
             raise NotCaptured(refusal)
         return graph
 
     def forget(self) -> None:
-        """Free all graphs and their own memory; see `Recorder.forget`."""
+        """Free the graphs and their memory: something that they depend on has changed."""
         if self._pool is not None:
             self._pool.clear()
         self._pool = None
-        self._gradients.clear()
+        self._places.clear()
 
     def _check(self, leaves: Sequence[Tensor]) -> None:
         if (obstacle := self._step.obstacle) is not None:
@@ -125,70 +133,79 @@ class CudaGraphs:
             if getattr(module, "sparse", False) is True:
                 raise NotCaptured(f"{name or 'the model'} has sparse gradients, which have no fixed memory")
 
+    def _gradient_places(self) -> list[Tensor]:
+        """The memory of each trained parameter's gradient, the same for all graphs."""
+        step, places = self._step, self._places
+        if step.gradients is not None:
+            flat = zip(step.gradients.parameters, step.gradients.views, strict=True)
+            places.update((id(parameter), view) for parameter, view in flat)
+        for parameter in step.trained:
+            if id(parameter) not in places:
+                places[id(parameter)] = torch.zeros_like(parameter.detach())
+        return [places[id(parameter)] for parameter in step.trained]
+
     @contextmanager
-    def _rehearsing(self) -> Iterator[None]:
-        """Context in which gradients are added where they stay for good; its end restores everything.
+    def _rehearsing(self, places: Sequence[Tensor]) -> Iterator[None]:
+        """Context for a step that is none; its end restores everything.
 
         But for a generator that other ranks draw from: they would draw the same numbers again.
         """
-        step, own = self._step, self._gradients
-        trained = step.trained
-        before = [parameter.grad for parameter in trained]
-        for parameter in trained:
-            if parameter not in own:
-                mine = parameter.grad if step.has_flat_gradients else None
-                own[parameter] = torch.zeros_like(parameter.data) if mine is None else mine
-            parameter.grad = own[parameter]
         modules = self._modules  # a forward may write to parameters, too: max_norm, a teacher's average
-        places = [*(own[one] for one in trained), *modules.buffers(), *modules.parameters()]
-        kept = [place.clone() for place in places]
+        changed = [*places, *modules.buffers(), *modules.parameters()]
+        # Detached: a copy with a graph would keep the nodes that end the graphs of all parameters, and these
+        # belong to the stream on which they were made.
+        kept = [place.detach().clone() for place in changed]
         generator = device_generator(self._lane.device)
-        random = None if step.shares_generator else generator.get_state()
+        random = None if self._step.shares_generator else generator.get_state()
         try:
             yield
         finally:
-            for place, value in zip(places, kept, strict=True):
+            for place, value in zip(changed, kept, strict=True):
                 place.data.copy_(value)  # and no version tells of it: no gradient was touched
-            for parameter, gradient in zip(trained, before, strict=True):
-                parameter.grad = gradient
             if random is not None:
                 generator.set_state(random)
 
 
 class CudaStepGraph:
-    """A CUDA graph of forward and backward of micro-batches of one form; a `StepGraph`.
+    """A CUDA graph of forward and backward of micro-batches of one form.
 
     Args:
         step: Forward and backward to capture.
         leaves: The tensors of such a micro-batch.
         modules: All that the step reads: the rank's, and those that the loss holds.
+        places: Memory of each trained parameter's gradient.
 
+    Attributes:
+        places: As given.
+        records: Name and weight of each recorded scalar.
+        draws: Whether it draws random numbers.
     """
 
-    def __init__(self, step: Capturable, leaves: Sequence[Tensor], modules: nn.Module) -> None:
-        self._batch: Any = None  # of the inputs
+    def __init__(
+        self, step: Capturable, leaves: Sequence[Tensor], modules: nn.Module, places: Sequence[Tensor]
+    ) -> None:
+        self.places = places
         self.records: Sequence[tuple[str, float]] = ()
         self.draws = False
+        self._batch: Any = None  # of the inputs
         self._step = step
         self._modules = modules
-        self._device = step.lane.device
         self._graph: Graph | None = None
         self._inputs = [leaf.clone() for leaf in leaves]
-        self._factors: Factors | None = None  # as they are on the device
-        self._share, self._of = torch.zeros(2, dtype=torch.float64, device=self._device).unbind()
-        self._parameters: list[Tensor] = []  # that have a part in the loss
-        self._gradients: list[Tensor] = []  # of them
+        self._adds = step.has_begun
+        self._share: float | None = None  # as it is on the device
+        self._shares = torch.zeros((), dtype=torch.float64, device=step.lane.device)
+        self._touched: list[bool] = []  # flag of each trained parameter: it has a part in the loss
+        self._parameters: list[Tensor] = []  # these parameters
+        self._gradients: list[Tensor] = []  # the places of their gradients
         self._written: list[Tensor] = []  # buffers, and parameters that a forward writes to
         self._results: list[Tensor] = []  # the loss; its weight, if it names one; the scalars
-        self._stacked: Tensor | None = None  # all of them, where they are of one dtype
-        self._made: list[Tensor] = []  # further results
-        self._outputs: Outputs | None = None  # the tree that they make
         self._has_weight = False
 
     def rehearse(
-        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker | None, factors: Factors
+        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker, factors: Factors
     ) -> str | None:
-        """Run it eagerly once, as it will be captured; the parameters' gradients lie where they stay.
+        """Run it eagerly once, as it will be captured.
 
         So every kernel has been loaded, tuned and given its memory, and the tensors that the step touches are
         known before anything is captured: below torch 2.13, other ranks of the card could not draw beside a
@@ -197,90 +214,102 @@ class CudaStepGraph:
         Returns:
             The reason why it cannot be captured; None: it can, so far.
         """
-        trained, modules = self._step.trained, self._modules
-        twins = {id(leaf): own for leaf, own in zip(leaves, self._inputs, strict=True)}
-        self._batch = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
+        modules = self._modules
+        if isinstance(batch, Gathered):
+            self._batch = Gathered(self._inputs[0], batch.make, batch.samples)
+        else:
+            twins = {id(leaf): own for leaf, own in zip(leaves, self._inputs, strict=True)}
+            self._batch = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
         self._put(factors)
-        versions = [_owned(parameter)._version for parameter in trained]
         before = [(parameter, parameter._version) for parameter in modules.parameters()]
-        known = [*modules.buffers(), *modules.parameters(), *map(_owned, trained), *self._inputs]
+        known = [*modules.buffers(), *modules.parameters(), *self.places, *self._inputs]
+        refusal = self._compute_noting(known, worker, factors)
+        trained, touched = self._step.trained, self._touched
+        self._parameters = [one for one, is_there in zip(trained, touched, strict=False) if is_there]
+        self._gradients = [one for one, is_there in zip(self.places, touched, strict=False) if is_there]
+        self._written += [*modules.buffers(), *(one for one, version in before if one._version != version)]
+        return refusal
+
+    def _compute_noting(self, known: list[Tensor], worker: CurrentWorker, factors: Factors) -> str | None:
+        """Compute it, and note whether it draws, and whether it writes to tensors that are not known."""
+        if self._step.is_compiled:
+            # In a mode dynamo would run the functions as they are written, and leave them so for good.
+            generator = device_generator(self._step.lane.device)
+            before = generator.get_state()
+            refusal = self._attempt(lambda: self._compute(worker, factors))
+            self.draws = not torch.equal(before, generator.get_state())
+            return refusal
         with DrawsNoted() as noted, WritesNoted(known) as writes:
-            refusal = self._attempt(lambda: self._compute(worker))
+            refusal = self._attempt(lambda: self._compute(worker, factors))
         writes.undo()
+        self.draws = noted.has_drawn
         if refusal is None and writes.found:
             refusal = (
                 f"it writes to a tensor of {writes.found[0].numel()} numbers that no module holds, which a "
                 "recorded step would do twice: register it as a buffer"
             )
-        self.draws = noted.has_drawn
-        for parameter, version in zip(trained, versions, strict=True):
-            gradient = _owned(parameter)
-            if gradient._version != version:
-                self._parameters.append(parameter)
-                self._gradients.append(gradient)
-        self._written += [*modules.buffers(), *(one for one, version in before if one._version != version)]
         return refusal
 
-    def capture(self, pool: GraphPool, worker: CurrentWorker | None) -> str | None:
+    def capture(self, pool: GraphPool, worker: CurrentWorker, factors: Factors) -> str | None:
         """Capture it, after `rehearse`; returns the reason why it cannot be captured, as that does."""
 
         def captured() -> None:
-            self._graph = pool.capture(lambda: self._compute(worker))
+            self._graph = pool.capture(lambda: self._compute(worker, factors))
 
         return self._attempt(captured)
 
-    def run(
-        self,
-        leaves: Sequence[Tensor],
-        factors: Factors,
-        _generator: torch.Generator | None,  # a card has one, which is the default
-    ) -> Computed:
-        """See `StepGraph.run`."""
+    def run(self, leaves: Sequence[Tensor], factors: Factors) -> Computed:
+        """Write or add to the parameters' gradients, and update the buffers in place.
+
+        Args:
+            leaves: The tensors of the micro-batch, in the order of its tree.
+            factors: Factors of the micro-batch.
+
+        Streams:
+            On the lane's `compute`, which is the current one; nothing is read back.
+        """
         assert self._graph is not None
-        gives = self._step.gives_gradients
-        if gives:
-            torch._foreach_zero_(self._gradients)
-        else:
-            self._attach()
         if self._inputs:
             torch._foreach_copy_(self._inputs, list(leaves))
         self._put(factors)
+        flat = self._step.gradients
+        if self._adds:
+            self._bring_in()
         self._graph.replay()
-        if gives:
-            # Copies, by a few launches for all: the graph writes to its own again.
-            give_gradients(self._parameters, torch._foreach_mul(self._gradients, 1.0))
-            # The replicas are sent the tensors that torch has seen written.
-            torch.autograd.graph.increment_version(self._written)
-        else:
-            # A search for the parameters that a backward has touched looks at the versions.
-            torch.autograd.graph.increment_version(self._gradients)
-        if self._stacked is not None:
-            loss, *others = self._stacked.clone().unbind()
-        else:
-            loss, *others = (result.clone() for result in self._results)
-        outputs = None if self._outputs is None else self._outputs.of([one.clone() for one in self._made])
-        return Computed(loss, others.pop(0) if self._has_weight else None, others, outputs)
+        if flat is not None:
+            flat.wrote(self._gradients)
+        if not self._adds:
+            self._give()
+        # A later micro-batch of the step writes over them.
+        made = self._results if factors.share == 1.0 else [one.clone() for one in self._results]
+        loss, *others = made
+        return Computed(loss, others.pop(0) if self._has_weight else None, others)
 
-    def trial(
-        self, leaves: Sequence[Tensor], factors: Factors, generator: torch.Generator | None
-    ) -> TrialStep:
-        """See `StepGraph.trial`."""
+    def trial(self, leaves: Sequence[Tensor], factors: Factors) -> TrialStep:
+        """Run without effect: gradients and buffers are as before when it returns. Arguments as of `run`.
+
+        The caller puts the generator back.
+        """
         trained, buffers = self._step.trained, list(self._step.module.buffers())
+        flat = self._step.gradients
         before = [parameter.grad for parameter in trained]
-        kept = [None if gradient is None else gradient.clone() for gradient in before]
-        kept_others = [tensor.detach().clone() for tensor in self._written]
+        changed = [*self.places, *self._written]
+        kept = [tensor.detach().clone() for tensor in changed]
+        is_void = flat is not None and flat.is_void
         try:
-            computed = self.run(leaves, factors, generator)
-            gradients = [None if p.grad is None else p.grad.clone() for p in trained]
-            touched = [any(parameter is one for one in self._parameters) for parameter in trained]
-            return TrialStep(computed, gradients, [buffer.clone() for buffer in buffers], touched)
+            computed = self.run(leaves, factors)
+            gradients = [
+                place.clone() if is_there or parameter.grad is place else None
+                for parameter, place, is_there in zip(trained, self.places, self._touched, strict=True)
+            ]
+            return TrialStep(computed, gradients, [buffer.clone() for buffer in buffers], self._touched)
         finally:
-            for parameter, gradient, value in zip(trained, before, kept, strict=True):
+            for parameter, gradient in zip(trained, before, strict=True):
                 parameter.grad = gradient
-                if gradient is not None and value is not None:
-                    gradient.data.copy_(value)  # see `_rehearsing`
-            for tensor, value in zip(self._written, kept_others, strict=True):
-                tensor.data.copy_(value)
+            for tensor, value in zip(changed, kept, strict=True):
+                tensor.data.copy_(value)  # see `CudaGraphs._rehearsing`
+            if flat is not None and is_void:
+                flat.forget()
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
         """Run work with the user's code; returns the reason why a step with it is not captured."""
@@ -292,55 +321,73 @@ class CudaStepGraph:
             return _reason(error)
         return None
 
-    def _compute(self, worker: CurrentWorker | None) -> None:
+    def _compute(self, worker: CurrentWorker, factors: Factors) -> None:
         """Forward and backward of the inputs, as they are captured."""
+        trained = self._step.trained
+        before = [parameter.grad for parameter in trained]
+        share = 1.0 if factors.share == 1.0 else self._shares
         # Under a caller's autocast, casts of parameters may lie there from before, and would stay.
         torch.clear_autocast_cache()
-        with torch.autograd.set_multithreading_enabled(False):
-            with watching(worker) as seen:
-                passed = self._step.forward(self._batch, worker, self._share, self._of)
-            self.records, scalars = seen.records, seen.values
-            loss, weight = passed.loss, passed.weight
-            self._step.scale(loss).backward()
+        try:
+            for parameter in trained:
+                parameter.grad = None
+            batch = self._batch.batch if isinstance(self._batch, Gathered) else self._batch
+            with torch.autograd.set_multithreading_enabled(False):
+                with watching(worker) as seen:
+                    passed = self._step.forward(batch, worker, share, factors.of)
+                self._step.scale(passed.loss).backward()
+            self._touched = [parameter.grad is not None for parameter in trained]
+            self._collect([parameter.grad for parameter in trained])
+        finally:
+            for parameter, gradient in zip(trained, before, strict=True):
+                parameter.grad = gradient
         torch.clear_autocast_cache()
-        made, self._outputs = Outputs.opened(passed.outputs)
-        self._made = [one.detach() for one in made]
-        elsewhere = [one.device for one in (*scalars, *made) if one.device != self._device]
+        device = self._step.lane.device
+        elsewhere = [one.device for one in seen.values if one.device != device]
         if elsewhere:
             raise NotCaptured(
-                f"it records or returns a tensor that lies on {elsewhere[0]}, which a captured step would "
-                "repeat as it is: let it be one of the device"
+                f"it records a tensor that lies on {elsewhere[0]}, which a captured step would repeat as it "
+                "is: let it be one of the device"
             )
-        results = [loss.detach(), *(() if weight is None else (weight,)), *scalars]
-        self._has_weight = weight is not None
-        self._results = [result.reshape(()) for result in results]
-        if len({result.dtype for result in results}) == 1:
-            self._stacked = torch.stack(self._results)
+        self.records = seen.records
+        self._has_weight = passed.weight is not None
+        results = (passed.loss.detach(), passed.weight, *seen.values)
+        self._results = [result.reshape(()) for result in results if result is not None]
 
-    def _attach(self) -> None:
-        """Move the gradients to where the graph adds to them, with the sums of eager micro-batches."""
+    def _collect(self, gradients: Sequence[Tensor | None]) -> None:
+        """Bring gradients to their places."""
+        pairs = [(p, g) for p, g in zip(self.places, gradients, strict=True) if g is not None]
+        if pairs:
+            places, found = map(list, zip(*pairs, strict=True))
+            (torch._foreach_add_ if self._adds else torch._foreach_copy_)(places, found)
+        rest = [p for p, g in zip(self.places, gradients, strict=True) if g is None]
+        if rest and not self._adds:
+            torch._foreach_zero_(rest)
+
+    def _bring_in(self) -> None:
+        """Have the sums of earlier micro-batches in the places where the graph adds to them."""
         if all(map(is_, map(_grad, self._parameters), self._gradients)):
             return
         fresh: list[Tensor] = []
-        for parameter, own in zip(self._parameters, self._gradients, strict=True):
+        for parameter, place in zip(self._parameters, self._gradients, strict=True):
             if parameter.grad is None:
-                fresh.append(own)
-            elif parameter.grad is not own:
-                own.copy_(parameter.grad)
-            parameter.grad = own
+                fresh.append(place)
+            elif parameter.grad is not place:
+                place.copy_(parameter.grad)
+            parameter.grad = place
         if fresh:
             torch._foreach_zero_(fresh)
 
+    def _give(self) -> None:
+        """Let the parameters have the gradients that the graph has written."""
+        if not all(map(is_, map(_grad, self._parameters), self._gradients)):
+            for parameter, place in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = place
+
     def _put(self, factors: Factors) -> None:
-        if factors != self._factors:
-            self._share.fill_(factors.share)
-            self._of.fill_(factors.of)
-            self._factors = factors
-
-
-def _owned(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+        if factors.share not in (1.0, self._share):
+            self._shares.fill_(factors.share)
+            self._share = factors.share
 
 
 def _reason(error: Exception) -> str:

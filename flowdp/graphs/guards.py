@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Guards", "is_alike"]
+__all__ = ["Guards"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types whose values are the same where they are equal."""
@@ -120,10 +120,6 @@ class Guards:
             return self._explain() or OBSCURE
         except Exception:  # an object that is gone, or changes meanwhile
             return OBSCURE
-
-    def snapshot(self) -> list[tuple[str, object]]:
-        """All watched values by name, as last taken."""
-        return list(self._named())
 
     def _has_same_hooks(self) -> bool:
         # Torch counts all hooks that it registers: no table of hooks is touched where none was.
@@ -276,19 +272,6 @@ class Guards:
             self._long.append((where, value, len(value)))
 
     # ------------------------------------------------------------ in words
-    def _named(self) -> Iterator[tuple[str, object]]:
-        for (where, _, keys), values in zip(self._tables, self._values[0], strict=True):
-            yield from zip((f"{where}.{key}" for key in keys), values, strict=True)
-        for (where, _), value in zip(self._cells, self._values[8], strict=True):
-            yield where, value
-        for (where, _, _), value in zip(self._variables, self._values[9], strict=True):
-            yield where, value
-        for where, _, copy in self._containers:
-            yield where, copy
-        for is_free in self._values[3]:
-            yield "requires_grad", is_free
-        yield "torch", self._values[-1]
-
     def _explain(self) -> str | None:
         for where, table in self._empty:
             if table:
@@ -410,34 +393,6 @@ def _is_same(one: object, other: object) -> bool:
         return bool(one == other)
     except Exception:
         return False
-
-
-def is_alike(mine: Sequence[tuple[str, object]], theirs: Sequence[tuple[str, object]]) -> bool:
-    """Whether the steps of two ranks, by their snapshots, are recorded as the same graph.
-
-    Plain values are equal then, and tensors, modules and functions are counterparts.
-    """
-    return len(mine) == len(theirs) and all(map(_alike, mine, theirs))
-
-
-def _alike(mine: tuple[str, object], theirs: tuple[str, object]) -> bool:
-    """Whether a value of one rank is that of another, or its counterpart there."""
-    (name, one), (other_name, other) = mine, theirs
-    if name != other_name or type(one) is not type(other):
-        return False
-    if one is other or isinstance(one, (Tensor, nn.Module)):
-        return True
-    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        return one.__code__ is other.__code__
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, _each(one), _each(other)))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(map(_alike, _each(one.values()), _each(other.values())))
-    return _is_same(one, other)
-
-
-def _each(values: Iterable[object]) -> Iterator[tuple[str, object]]:
-    return (("", value) for value in values)
 
 
 def _how(before: object, now: object) -> str:

@@ -105,6 +105,7 @@ class EfficiencyReport:
         reached: Samples of all devices per second of the run.
         parts: Fractions of the ideal by part; they sum to 1, and "training" is the efficiency.
         devices: One for each rank.
+        captured: Ranks whose steps run as CUDA graphs.
     """
 
     wall_ms: float
@@ -112,6 +113,7 @@ class EfficiencyReport:
     reached: float
     parts: Mapping[str, float]
     devices: tuple[DeviceEfficiency, ...]
+    captured: int = 0
 
     @property
     def efficiency(self) -> float:
@@ -136,9 +138,10 @@ class EfficiencyReport:
     @property
     def headline(self) -> str:
         """The report in one line."""
+        captured = f", {self.captured} of {len(self.devices)} with captured steps" if self.captured else ""
         return (
             f"{self.reached:,.0f} of {self.ideal:,.0f} samples/s ({100 * self.efficiency:.1f} %) in "
-            f"{format_duration(self.wall_ms)}"
+            f"{format_duration(self.wall_ms)}{captured}"
         )
 
 

@@ -76,6 +76,7 @@ class ReplicaConfig:
     Attributes:
         sizes: Sizes of batches and steps.
         capture: How steps are captured; None: they are not.
+        is_capture_chosen: Whether they are in any case, not only where it makes them faster.
         ema_decay: Part of the weights' moving average that stays in a step; None: there is no average.
         repeats: CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
         checks_loss: Ranks check their loss now and then (exact).
@@ -92,6 +93,7 @@ class ReplicaConfig:
     max_grad_norm: float | None
     scheduler: SchedulerOptions
     capture: CaptureOptions | None = None
+    is_capture_chosen: bool = False
     max_grad_value: float | None = None
     ema_decay: float | None = None
     repeats: bool = False
@@ -144,7 +146,9 @@ def build_replicas(
     shares = [False for _ in lanes] if config.repeats else share_generator(devices)
     captures: Sequence[Capture | None] = [None for _ in lanes]
     if config.capture is not None:
-        captures = capture_steps(modules, functions, config.capture)
+        captures = capture_steps(
+            modules, functions, lanes, config.capture, is_chosen=config.is_capture_chosen
+        )
     meets = averages == "gradients" and bool(SharedStatistics(modules[0]))
     if meets and team.is_spread:
         raise OptionError(
@@ -152,7 +156,7 @@ def build_replicas(
             f"{len(team.sizes)} machines: use GroupNorm or LayerNorm, or plain BatchNorm, whose statistics "
             "are those of each micro-batch"
         )
-    turns = open_turns(len(lanes), meets=meets, captures=config.capture is not None)
+    turns = open_turns(len(lanes), meets=meets, captures=any(capture is not None for capture in captures))
     factor = lr_factor(config.scheduler.lr_scaling, world_size)
     remedy = _frozen_remedy(modules, averages, world_size)
     groups = WindowGroups(lanes)

@@ -1,101 +1,88 @@
-"""Captured steps for the ranks of a run: which recorder makes their graphs."""
+"""Captured steps for the ranks of a run on CUDA."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from flowdp.device.streams import StreamLane
-from flowdp.graphs.base import Capturable, Recorder
+from flowdp.device.accelerator import untried
+from flowdp.device.streams import Lane, StreamLane
+from flowdp.errors import OptionError
+from flowdp.graphs.base import Capturable
 from flowdp.graphs.captured_step import Captured
-from flowdp.graphs.cpu_graph import CpuRecorder, SharedGraphs
 from flowdp.graphs.cuda_graph import CudaGraphs
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
+from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.replica.optimizer_rebuild import variables
 from flowdp.replica.replica import Capture
 
-__all__ = ["Capturing", "capture_steps", "modules_of"]
+__all__ = ["capture_steps", "modules_of"]
 
 log = logging.getLogger("flowdp")
 
 
 def capture_steps(
-    modules: Sequence[nn.Module], losses: Sequence[Callable[..., Any]], options: CaptureOptions
-) -> list[Capture]:
-    """Makers of the captured steps of each rank's replica, of its model and its loss."""
-    capturing = Capturing(options)
-    held = [modules_of(loss, module) for loss, module in zip(losses, modules, strict=True)]
-    holders = Counter(id(module) for found in held for module in {*found.values()})
-    makers: list[Capture] = []
-    for model, loss, found in zip(modules, losses, held, strict=True):
-        own = {name: module for name, module in found.items() if holders[id(module)] == 1}
-        read = {"": model, **found}
-        makers.append(partial(capturing.of, function=loss, modules=read, own={"": model, **own}))
-    return makers
-
-
-class Capturing:
-    """State that all capturing ranks share: options, graphs and the log.
+    modules: Sequence[nn.Module],
+    losses: Sequence[Callable[..., Any]],
+    lanes: Sequence[Lane],
+    options: CaptureOptions,
+    *,
+    is_chosen: bool,
+) -> list[Capture | None]:
+    """Makers of the captured steps of each rank's replica, of its model and its loss; None on other devices.
 
     Args:
+        modules: The model of each rank.
+        losses: The loss of each rank.
+        lanes: The lane of each rank.
         options: Options of all ranks.
+        is_chosen: Whether the user has asked for it; else steps are captured where that makes them faster.
 
-    Attributes:
-        lock: Held while a rank records on the CPU: its module's tables are not as they are then.
+    Raises:
+        OptionError: It was asked for, and no rank's steps can be captured.
     """
+    fit = [isinstance(lane, StreamLane) and untried(lane.device.type) is None for lane in lanes]
+    if is_chosen and not any(fit):
+        devices = ", ".join(dict.fromkeys(str(lane.device) for lane in lanes))
+        raise OptionError(
+            f"capture=True records steps as CUDA graphs, and the devices are {devices}; capture='auto' (the "
+            "default) records them where there is a CUDA device and it pays"
+        )
+    held = [modules_of(loss, module) for loss, module in zip(losses, modules, strict=True)]
+    told = _Told()
 
-    def __init__(self, options: CaptureOptions) -> None:
-        self._options = options
-        self._shared = SharedGraphs()
-        self._logging = threading.Lock()
-        self._logged: set[str] = set()
-        self.lock = self._shared.lock
-
-    def of(
-        self,
-        step: Capturable,
-        function: Callable[..., Any],
-        modules: Mapping[str, nn.Module],
-        own: Mapping[str, nn.Module],
+    def make(
+        model: nn.Module, loss: Callable[..., Any], found: Mapping[str, nn.Module], step: Capturable
     ) -> Captured:
-        """Captured steps of one rank.
+        guard = partial(Guards, {"": model, **found}, loss)
+        recorder = partial(CudaGraphs, step, list(found.values()))
+        watch = None if is_chosen else LaunchWatch()
+        return Captured(step, options, guard, recorder, partial(told.log_once, is_chosen), watch)
 
-        Args:
-            step: Forward and backward to capture.
-            function: The user's, which a step calls.
-            modules: All that the step reads, by name.
-            own: Those of them that no other rank computes with: while a step is recorded on the CPU, their
-                tensors are replaced.
-        """
-        guard = partial(Guards, modules, function)
-        make = partial(self._recorder, step, modules, own)
-        return Captured(step, self._options, guard, make, self._log_once)
+    parts = zip(fit, modules, losses, held, strict=True)
+    return [partial(make, model, loss, found) if is_fit else None for is_fit, model, loss, found in parts]
 
-    def _recorder(
-        self,
-        step: Capturable,
-        modules: Mapping[str, nn.Module],
-        own: Mapping[str, nn.Module],
-        guards: Guards,
-    ) -> Recorder:
-        if isinstance(step.lane, StreamLane):
-            return CudaGraphs(step, [module for module in modules.values() if module is not step.module])
-        return CpuRecorder(step, own, guards, self._shared)
 
-    def _log_once(self, text: str) -> None:
-        """Log a text that no other rank has logged."""
-        with self._logging:
-            is_new = text not in self._logged
-            self._logged.add(text)
+class _Told:
+    """Log of texts, each once for all ranks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._texts: set[str] = set()
+
+    def log_once(self, is_chosen: bool, text: str, *, is_wrong: bool = False) -> None:
+        """Log a text, as a warning where the user has asked for captured steps or one was wrong."""
+        with self._lock:
+            is_new = text not in self._texts
+            self._texts.add(text)
         if is_new:
-            log.warning("%s", text)
+            log.log(logging.WARNING if is_chosen or is_wrong else logging.INFO, "%s", text)
 
 
 def modules_of(function: object, model: nn.Module) -> dict[str, nn.Module]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from flowdp.data.batches import made
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.factories import all_of, needs_closure
 from flowdp.replica.replica import Replica, ReplicaParts
@@ -49,6 +50,7 @@ class CustomStepReplica(Replica):
             TypeError: It returned something else than a mapping of numbers or None.
             ValueError: The value under "loss" is not a scalar.
         """
+        batch = made(batch)
         if self.turn is None:
             result = self._call(batch, worker)
         else:

@@ -149,12 +149,12 @@ class ExactReplica(WindowReplica):
 
     def _step(self, touched: Sequence[bool]) -> None:
         if self.owner in (None, self):
-            if self._flat_optimizer is None:
-                self.gradients.show(touched)
-                self._optimize(self._optimizer)
-            else:
-                self._optimize(self._flat_optimizer.prepare(touched))
-                self._flat_optimizer.finish()
+            if self._flat_optimizer is not None:
+                self._step_flat(touched)
+                self.flat.refresh()
+                return
+            self.gradients.show(touched)
+            self._optimize(self._optimizer)
             self.flat.refresh()
         self.gradients.clear()
 

@@ -19,6 +19,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any, NoReturn
@@ -75,8 +76,15 @@ LARGE = 16_384
 """Elements of a parameter, in the mean over all, from which on the CPU writes and reads longer than it calls:
 gradients that are added up in flat memory are zeroed and read once more, some 30 us for 200,000 elements."""
 
+CAPTURED = frozenset({SGD, Adam, AdamW})
+"""Optimizers whose fused kernel reads the learning rate from the device, if it lies there."""
+
 CHOICES = {"fused": None, "foreach": None, "capturable": False}
 """Options by which a user chooses how a step is computed, and their defaults."""
+
+
+PLAIN = (bool, int, float, str, tuple, type(None))
+"""Types of options that a recorded step may repeat."""
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +179,7 @@ class FlatOptimizer:
         self._moved: list[int] = []  # those that the module keeps elsewhere
         self._all_on = True
         self._picks_fused = False
+        self._revision = 0  # counts up with every change of the runs
         self._lock = threading.Lock()
         self._strays = self._find_strays()
         this = weakref.ref(self)
@@ -265,6 +274,51 @@ class FlatOptimizer:
         self._twin = None
         self._runs = []
         self._is_ahead = False
+
+    # ---------------------------------------------------------------- graphs
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each group."""
+        return [group["lr"] for group in self._own.param_groups]
+
+    def graph_key(self, touched: Sequence[bool]) -> object:
+        """All that a recorded step depends on, but for the rates; None: a step cannot be recorded.
+
+        Args:
+            touched: As for `prepare`.
+        """
+        own, twin = self._own, self._twin
+        if twin is None or self._spans or self._strays or self._moved or _has_hooks(own):
+            return None
+        if any(view.dtype is torch.float64 for view in self._views):
+            return None  # a rate on the device is float32
+        is_fused = self._picks_fused or all(group.get("fused") for group in own.param_groups)
+        if not is_fused or type(own) not in CAPTURED or len(twin.state) < len(twin.param_groups):
+            return None
+        options = [
+            [(name, value) for name, value in group.items() if name not in ("params", "lr")]
+            for group in own.param_groups
+        ]
+        plain = all(isinstance(value, PLAIN) for group in options for _, value in group)
+        if not plain or not all(isinstance(rate, float) for rate in self.rates):
+            return None
+        return self._revision, self._look(), options, bytes(touched)
+
+    @contextmanager
+    def recording(self, rates: Sequence[Tensor]) -> Iterator[None]:
+        """Context in which a step of `prepare`'s optimizer is recorded, with its rates on the device."""
+        twin = self._twin
+        assert twin is not None
+        before = [dict(group) for group in twin.param_groups]
+        for group, rate in zip(twin.param_groups, rates, strict=True):
+            group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = True  # torch asks for it; the fused kernel is the same
+        try:
+            yield
+        finally:
+            for group, options in zip(twin.param_groups, before, strict=True):
+                group.update(options)
 
     # ---------------------------------------------------------------- spans
     @property
@@ -383,6 +437,7 @@ class FlatOptimizer:
 
     def _fill_groups(self) -> None:
         assert self._twin is not None
+        self._revision += 1
         strays = set(self._strays)
         for group, own, runs in zip(self._twin.param_groups, self._own.param_groups, self._runs, strict=True):
             group["params"] = [run.flat for run in runs] + [one for one in own["params"] if one in strays]

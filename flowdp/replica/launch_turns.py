@@ -34,7 +34,11 @@ def describe_launching(waiting: float, ranks: int, *, captures: bool) -> str:
         ranks: Number of ranks.
         captures: Whether steps are captured where they can be.
     """
-    advice = "these are steps that are not captured" if captures else "capture=True takes it out of the step"
+    advice = (
+        "captured steps launch nearly nothing, and run.status().capture says why these are not"
+        if captures
+        else "larger batches have fewer launches"
+    )
     return (
         f"launching: {ranks} ranks spend {100 * waiting:.0f} % of their time waiting to launch, for Python "
         f"runs in one thread at a time; {advice} (docs/gil.md)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowdp.data.batches import Portion
+from flowdp.data.batches import Gathered, Portion, made
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Factors
 from flowdp.replica.replica import whole_batch
@@ -20,7 +20,8 @@ class LoneReplica(WindowReplica):
         """Forward and backward of a global batch; see `Replica.add`."""
         samples = worker.samples
         if samples > self._size or self.pieces > 1 or self._seed is not None:
-            super().add(Portion.of(batch, samples), worker, share)
+            portion = batch if type(batch) is Gathered else Portion.of(batch, samples)
+            super().add(portion, worker, share)
             return
         # Its loss may be anything, and the batch need not be one that can be cut.
         self._compute(batch, worker, Factors(share, samples))
@@ -29,4 +30,4 @@ class LoneReplica(WindowReplica):
 
     def forwards(self, batch: Any, samples: int) -> int:
         """Number of forwards for a batch of this many samples; 1 where it cannot be cut."""
-        return 1 if whole_batch(batch, samples) is None else super().forwards(batch, samples)
+        return 1 if whole_batch(made(batch), samples) is None else super().forwards(batch, samples)

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import min_part_size, plain_layers
 from flowdp.collective.outer import OuterMomentum
-from flowdp.data.batches import Portion, cuts
+from flowdp.data.batches import Portion, cuts, made
 from flowdp.device.accelerator import device_generator, is_accelerator
-from flowdp.device.compiled import frees_at_once
-from flowdp.device.draws import NoRedraws, OwnDraws
+from flowdp.device.compiled import frees_at_once, uses_compile
+from flowdp.device.draws import NoRedraws
 from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.frozen_parameters import FrozenCheck
-from flowdp.device.streams import Lane
+from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.weight_average import AveragedTensors, WeightAverage
 from flowdp.device.worker_context import CurrentWorker, Steps
 from flowdp.errors import DataError
@@ -31,6 +31,7 @@ from flowdp.graphs.captured_step import Captured
 from flowdp.options import Precision
 from flowdp.policy.recheck import Recheck
 from flowdp.protocol.messages import Checksum, Outcome, SampleRange
+from flowdp.replica.captured_update import CapturedUpdate
 from flowdp.replica.factories import Optimizers, all_of, each_of
 from flowdp.replica.flat_optimizer import FlatOptimizer, obstacle
 from flowdp.replica.learning_rate import LearningRate
@@ -142,13 +143,12 @@ class Replica:
         part: Part of the step, where all ranks share one (exact).
         trained: The parameters that the optimizer steps.
         has_stepped: Whether the first micro-batch has been checked.
-        draws: The rank's own random numbers; None: it draws from the device's generator.
+        is_compiled: Whether functions of torch.compile have a part in it.
+        captured: Its captured steps; None: all are eager.
         gradients: Gradients as flat memory; None where each parameter has its own, or none.
-        gives_gradients: Never: they are the replica's own.
         steps_at_gate: Whether the optimizer steps behind the gate, in `meet` (exact).
         may_be_flat: Whether the optimizer may step the flat memory, not parameter by parameter.
         steps_flat: Whether it does.
-        has_state: Whether a forward changes what `mark` notes.
         can_repeat: Whether forward and backward of a step can be done once more.
         steps: Operations for a `train_step`; None with a loss.
         loss_weight: Weight of the last step's loss, per sample, where losses name one. Shape [].
@@ -168,9 +168,7 @@ class Replica:
     loss_weight: Tensor | None = None
     meets = False
     part: SampleRange | None = None
-    draws: OwnDraws | None = None
     gradients: FlatGradients | None = None
-    gives_gradients = False
     may_be_flat = True
     steps_at_gate = False
     left_out = False
@@ -206,6 +204,7 @@ class Replica:
         self._trainable = [*self.trained, *flat.thawable]
         self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
         self.has_stepped = False
+        self.is_compiled = uses_compile(module, function)
         self._redraws = Recheck()  # where the generator is shared
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
         self._named: Any = None  # the weight of the micro-batch's loss, if it names one
@@ -214,12 +213,16 @@ class Replica:
         self._has_buffers = flat.has_buffers
         self._generator = device_generator(self.device) if is_accelerator(self.device) else None
         self._random: Tensor | None = None  # state of the generator
-        self.has_state = self.can_repeat and (self._has_buffers or self._generator is not None)
+        self._is_marked = False
         self.steps_flat = self.may_be_flat and obstacle(self._optimizer, module, flat) is None
         self.gradients = self._open_gradients()
         self._flat_optimizer: FlatOptimizer | None = None
         if self.steps_flat and self.gradients is not None:
             self._flat_optimizer = FlatOptimizer(self._optimizer, flat, self.gradients)
+        self._captured_update: CapturedUpdate | None = None
+        if self.captured is not None and self._flat_optimizer is not None and self._scaler is None:
+            assert isinstance(self.lane, StreamLane)
+            self._captured_update = CapturedUpdate(self._flat_optimizer, self.lane, self._recorded)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -232,34 +235,30 @@ class Replica:
         return self._max_grad_norm is not None
 
     @property
-    def uncaptured(self) -> str | None:
-        """Why its steps are not captured, where they were to be."""
-        return None if self.captured is None else self.captured.ended
-
-    @property
     def casts(self) -> object:
         """See `Capturable`."""
         return self._autocast
 
     @property
-    def has_flat_gradients(self) -> bool:
+    def has_begun(self) -> bool:
         """See `Capturable`."""
-        return self.gradients is not None
+        return self._value is not None
 
     @property
     def obstacle(self) -> str | None:
         """Why none of its steps can be captured; None: nothing stands in the way."""
-        if self.meets:
-            return "its forwards meet those of the other ranks (SyncBatchNorm)"
-        if self._scaler is not None and not self.lane.is_async:
-            return "precision='fp16' scales its loss by Python on the CPU: use 'bf16'"
-        return None
+        return "its forwards meet those of the other ranks (SyncBatchNorm)" if self.meets else None
 
     def mark(self) -> None:
-        """Begin a step: note the state that a repetition of its forward and backward starts from."""
-        if self._has_buffers:
+        """Begin a step, which `undo` can undo."""
+        self._is_marked = False
+
+    def _note(self) -> None:
+        """Note the state that a repetition of the step's forward and backward starts from."""
+        self._is_marked = True
+        if self.can_repeat and self._has_buffers:
             self.flat.keep_buffers()
-        if self._generator is not None:
+        if self.can_repeat and self._generator is not None:
             self._random = self._generator.get_state()
 
     def undo(self) -> None:
@@ -270,6 +269,8 @@ class Replica:
         """
         self._clear()
         self._value, self._weight, self._unnamed = None, None, 0.0
+        if not self._is_marked:
+            return
         if self._has_buffers:
             self.flat.put_back_buffers()
         if self._generator is not None and self._random is not None:
@@ -319,8 +320,6 @@ class Replica:
             # The gradients are those of loss x weight; a mean over nothing has none.
             factor = 1.0 / torch.where(weight == 0, 1.0, weight)
         self._launch_step(self._update, factor)
-        if self.average is not None:
-            self.average.update()
         return self._take_value()
 
     def _launch_step(self, step: Callable[..., None], *args: Any) -> None:
@@ -332,19 +331,47 @@ class Replica:
 
     def _update(self, factor: float | Tensor) -> None:
         is_scaled = isinstance(factor, Tensor) or factor != 1.0  # a tensor is not read back
-        if self._flat_optimizer is None or self.gradients is None:
+        if self._flat_optimizer is not None and self.gradients is not None:
+            touched = self.gradients.collect()
             if is_scaled:
                 self._rescale(factor)
-            self._optimize(self._optimizer)
-            self._optimizer.zero_grad(set_to_none=True)
-            self._clear()  # of parameters, too, that it does not have: the next norm is of the next gradients
+            self._step_flat(touched)
             return
-        touched = self.gradients.collect()
         if is_scaled:
             self._rescale(factor)
-        self._optimize(self._flat_optimizer.prepare(touched))
+        self._optimize(self._optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+        self._clear()  # of parameters, too, that it does not have: the next norm is of the next gradients
+        if self.average is not None:
+            self.average.update()
+
+    def _step_flat(self, touched: Sequence[bool]) -> None:
+        """Step the flat memory, and begin another sum of gradients; captured behind captured backwards."""
+        assert self._flat_optimizer is not None
+        assert self.gradients is not None
+        if self._captured_update is not None and self.captured is not None and self.captured.is_running:
+            norms = self._captured_update.run(touched)
+            if norms is not None:
+                self._grad_norms += norms
+                self.gradients.forget()
+                return
+        self._take_step(self._flat_optimizer.prepare(touched))
         self._flat_optimizer.finish()
         self.gradients.clear()
+
+    def _take_step(self, optimizer: Optimizer) -> None:
+        self._optimize(optimizer)
+        if self.average is not None and not self.steps_at_gate:
+            self.average.update()
+
+    def _recorded(self, optimizer: Optimizer) -> list[Tensor]:
+        """Take a step that is recorded; returns the norms."""
+        before, self._grad_norms = self._grad_norms, []
+        try:
+            self._take_step(optimizer)
+            return self._grad_norms
+        finally:
+            self._grad_norms = before
 
     def _optimize(self, optimizer: Optimizer) -> None:
         """Clip and step; in "fp16" unless a gradient overflowed, and the scale follows."""
@@ -372,7 +399,7 @@ class Replica:
 
     def forwards(self, batch: Any, samples: int) -> int:
         """Number of forwards for a micro-batch of this many samples."""
-        if self.pieces == 1 or whole_batch(batch, samples) is None:
+        if self.pieces == 1 or whole_batch(made(batch), samples) is None:
             return 1
         return max(1, min(self.pieces, samples // self.least))
 
@@ -421,6 +448,14 @@ class Replica:
             self._clear()
         _after(donor.lane, self.lane)
 
+    def close(self) -> None:
+        """Free the graphs of captured steps, which know the replica; there are no more steps.
+
+        Threads:
+            Any, once the worker has left.
+        """
+        self.captured = self._captured_update = None
+
     def optimizer_states(self) -> Any:
         """The `state_dict()` of each optimizer, in the form in which the user gave them."""
         return each_of(self.optimizers, lambda optimizer: optimizer.state_dict())
@@ -446,6 +481,7 @@ class Replica:
             self._flat_optimizer.drop_strays()
 
     def _add_pieces(self, batch: Any, worker: CurrentWorker, share: float) -> None:
+        batch = made(batch)
         samples, whole = worker.samples, whole_batch(batch, worker.samples)
         for start, stop in cuts(samples, self.forwards(batch, samples)):
             worker.samples = stop - start
@@ -455,11 +491,19 @@ class Replica:
 
     def _compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> None:
         """Forward and backward of a micro-batch, or a piece of one: by a recorded graph, or eagerly."""
-        computed = None if self.captured is None else self.captured.run(batch, worker, factors)
-        self.count(self.compute(batch, worker, factors) if computed is None else computed, factors)
+        computed = None
+        if self.captured is not None:
+            if factors.share != 1.0 and not self._is_marked:
+                self._note()  # a later one of the step may be eager
+            computed = self.captured.run(batch, worker, factors)
+        self.count(self.compute(made(batch), worker, factors) if computed is None else computed, factors)
 
     def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """Forward and backward by the user's loss; see `add`."""
+        if not self._is_marked:
+            self._note()
+        if self.gradients is not None:
+            self.gradients.begin()
         self._named = None
         if self.turn is None:
             loss = self._forward(batch, worker)
@@ -471,7 +515,7 @@ class Replica:
         self._differentiate(self.scale(loss), **options)
         return Computed(loss.detach(), weight)
 
-    def forward(self, batch: Any, worker: CurrentWorker, share: float | Tensor, of: int | Tensor) -> Passed:
+    def forward(self, batch: Any, worker: CurrentWorker, share: float | Tensor, of: int) -> Passed:
         """The weighed loss of a micro-batch, as it is recorded; see `Capturable.forward`."""
         return Passed(*self.weigh(self._forward(batch, worker), share, of))
 
@@ -479,15 +523,13 @@ class Replica:
         """A loss as its backward begins, scaled in "fp16"."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def weigh(
-        self, loss: Tensor, share: float | Tensor, samples: int | Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def weigh(self, loss: Tensor, share: float | Tensor, samples: int) -> tuple[Tensor, Tensor | None]:
         """The loss as it is differentiated, and the weight that it names, by sample of the step.
 
         Args:
             loss: Loss that the user returned.
-            share: Share of its samples in those of the step. A tensor while a graph is recorded.
-            samples: Its samples. A tensor while a graph is recorded.
+            share: Share of its samples in those of the step. A tensor while a graph of a part is recorded.
+            samples: Its samples.
 
         Raises:
             ValueError: The weight is not one number.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowdp.data.batches import Portion, cuts
+from flowdp.data.batches import Gathered, Portion, cuts, made
 from flowdp.data.trees import tensors_of
 from flowdp.device.compiled import as_written, uses_compile
 from flowdp.device.draws import OwnDraws, SeededCalls
@@ -62,7 +62,7 @@ class WindowReplica(Replica):
         self._size = size
         self.least = min(self.least, size)  # with batch_size=1 each forward equals that of one device
 
-    def add(self, batch: Portion, worker: CurrentWorker, _share: float = 1.0) -> None:  # the only one
+    def add(self, batch: Portion | Gathered, worker: CurrentWorker, _share: float = 1.0) -> None:
         """Forward and backward of this rank's part, in micro-batches; see `Replica.add`."""
         samples = batch.samples
         # By the window, which all ranks count alike: a slow one may have no part of some.
@@ -113,18 +113,18 @@ class WindowReplica(Replica):
         with self._drawing:
             return super().compute(batch, worker, factors)
 
-    def _check_loss(self, batch: Portion, worker: CurrentWorker) -> None:
+    def _check_loss(self, batch: Portion | Gathered, worker: CurrentWorker) -> None:
         samples = min(batch.samples, max(2, self._size))
         starts = (min(start, batch.samples - samples) for start in range(0, batch.samples, samples))
         # A mean that leaves labels out differs from one over samples only where there are such labels.
-        at = next((start for start in starts if _ignores(batch.rows(start, start + samples))), None)
+        at = next((start for start in starts if _ignores(made(batch.rows(start, start + samples)))), None)
         if at is None and self.part is not None and self.part.start:
             return  # the rank with the first part looks at any other
         begin = at or 0
 
         def rows(start: int, stop: int) -> Any:
             worker.samples = stop - start
-            return batch.rows(begin + start, begin + stop)
+            return made(batch.rows(begin + start, begin + stop))
 
         sink, worker.sink = worker.sink, lambda *_: None  # it is no step, and records nothing
         try:

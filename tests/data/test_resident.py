@@ -33,7 +33,7 @@ def on_card(made: TensorSource) -> tuple[ResidentFeed, CardLane]:
 
 def take(feed: ResidentFeed, lane: Lane, epoch: int, batch: int) -> Any:
     with lane.on(lane.compute):
-        parts = feed.take(epoch, batch)
+        parts = feed.take(epoch, batch).batch
         feed.release()
     return parts
 
@@ -191,7 +191,7 @@ def test_a_part_of_a_batch():
     feed, lane = on_card(made)
     with lane.on(lane.compute):
         portion = feed.take(1, 2, SampleRange(1, 4))
-        x, y = portion.rows(1, 3)
+        x, y = portion.rows(1, 3).batch
     index = made.index(1, 2)[2:4]
     assert torch.equal(x, X[index])
     assert torch.equal(y, Y[index])

@@ -315,7 +315,7 @@ def test_the_progress_of_a_run_that_is_let_go_of_between_two_looks() -> None:
                 SimpleNamespace(
                     current=SimpleNamespace(local_step=3),
                     machine=SimpleNamespace(throttled=None),
-                    replica=SimpleNamespace(pieces=1, uncaptured=None),
+                    replica=SimpleNamespace(pieces=1, captured=None),
                 )
             ]
 

@@ -1,169 +1,268 @@
-"""Tests of the switch between eager and captured steps: when a graph runs, and its comparison with eager."""
+"""Tests of the switch between eager and captured steps, and of the optimizer's step as a graph."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flowdp.data.batches import Gathered
+from flowdp.device.cuda_graphs import GraphPool
 from flowdp.device.draws import OwnDraws
-from flowdp.device.streams import HostLane
-from flowdp.graphs.base import Computed, Factors, Passed, shared
-from flowdp.graphs.captured_step import Captured
+from flowdp.device.streams import StreamLane
+from flowdp.device.worker_context import CurrentWorker
+from flowdp.graphs.captured_step import CAPTURED, Captured
+from flowdp.graphs.cuda_graph import CudaGraphs
+from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
-from flowdp.replica.captured_steps import Capturing
+from flowdp.policy.capture_plan import WATCHED, LaunchWatch
+from flowdp.replica.captured_update import CapturedUpdate
+from flowdp.replica.replica import Replica
+from tests.fakes import FakeCuda
+from tests.parts import parts_of
 
 CPU = torch.device("cpu")
-X = torch.arange(6.0).reshape(2, 3)
-HALF = Factors(0.5, 0)
+X, Y = torch.arange(24.0).reshape(8, 3) / 24, torch.arange(8) % 2
+RATE = 2**-5
+"""A learning rate that is the same number in float32."""
+
+
+def loss_of(module: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch[0]), batch[1])
 
 
 class Rank:
-    """A minimal captured step: a mean of squares, and further outputs."""
+    """A replica on a fake card whose steps are captured, and its worker."""
 
-    has_stepped = True
-    shares_generator = False
-    casts = obstacle = None
-    has_flat_gradients = False
-    gives_gradients = True
-    draws: OwnDraws | None = None
-
-    def __init__(self, outputs: Callable[[Tensor], Any] = lambda made: None) -> None:
-        self.module = nn.Linear(3, 2)
-        self.lane = HostLane(CPU)
-        self.outputs = outputs
+    def __init__(self, *, capture: bool = True, watch: LaunchWatch | None = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.lane = StreamLane(CPU, FakeCuda())
         self.told: list[str] = []
-        own = {"": self.module}
-        self.captured: Captured = Capturing(CaptureOptions()).of(self, outputs, own, own)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), RATE, fused=True)
+        parts = parts_of(self.module, self.optimizer, self.lane, **options)
+        if capture:
+            object.__setattr__(parts, "capture", lambda step: self._captured(step, watch))
+        self.replica = Replica(parts, loss_of)
+        self.worker = CurrentWorker(0, CPU, self.module, samples=4, sink=lambda *_: None)
+
+    def _captured(self, step: Any, watch: LaunchWatch | None) -> Captured:
+        def tell(text: str, *, is_wrong: bool = False) -> None:
+            self.told.append(text)
+
+        return Captured(
+            step,
+            CaptureOptions(),
+            lambda: Guards({"": self.module}, loss_of),
+            lambda: CudaGraphs(step),
+            tell,
+            watch,
+        )
+
+    def step(self, number: int) -> Tensor | None:
+        start = number % 2 * 4
+        self.replica.mark()
+        with self.lane.on(self.lane.compute):
+            self.replica.add((X[start : start + 4], Y[start : start + 4]), self.worker)
+            return self.replica.step()
 
     @property
-    def trained(self) -> list[Tensor]:
-        return list(self.module.parameters())
+    def captured(self) -> Captured:
+        assert self.replica.captured is not None
+        return self.replica.captured
 
-    def forward(self, batch: Any, worker: Any, share: float | Tensor, of: int | Tensor) -> Passed:
-        made = self.module(batch)
-        loss = made.square().mean()
-        weighed = shared(loss, share) if isinstance(share, Tensor) else loss * share
-        return Passed(weighed, outputs=self.outputs(made))
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def compute(self, batch: Any, worker: Any, factors: Factors) -> Computed:
-        passed = self.forward(batch, worker, factors.share, factors.of)
-        passed.loss.backward()  # type: ignore[no-untyped-call]
-        return Computed(passed.loss.detach(), outputs=passed.outputs)
-
-    def run(self, batch: Tensor = X) -> Computed:
-        computed = self.captured.run(batch, None, HALF)
-        return self.compute(batch, None, HALF) if computed is None else computed
-
-    def until_captured(self) -> None:
-        """Two eager steps, then comparisons at captured steps 1, 2 and 4; the next one has none."""
-        for _ in range(7):
-            self.clear()
-            self.run()
-        assert self.captured.is_running
-
-    def clear(self) -> None:
-        for parameter in self.trained:
-            parameter.grad = None
-
-    def gradients(self) -> list[Tensor]:
-        return [one.grad for one in self.trained if one.grad is not None]
+    @property
+    def replays(self) -> int:
+        return int(self.lane.device_module.captures.replays)
 
 
-def test_a_gradient_that_was_given_away_is_not_written_to() -> None:
-    rank = Rank()
-    rank.until_captured()
-    kept = rank.gradients()
-    values = [one.clone() for one in kept]
-    for _ in range(2):
-        rank.clear()
-        rank.run(X + 1)
-    assert all(map(torch.equal, kept, values))
-    assert not any(one is other for one in kept for other in rank.gradients())
+def equal(one: Rank, other: Rank) -> bool:
+    states = (one.module.state_dict(), other.module.state_dict())
+    return all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def test_gradients_that_are_there_are_added_to() -> None:
-    rank = Rank()
-    rank.until_captured()
-    kept = rank.gradients()
-    once = [one.clone() for one in kept]
-    for _ in range(2):
-        rank.captured.run(X, None, HALF)
-    assert all(one is other for one, other in zip(kept, rank.gradients(), strict=True))
-    torch.testing.assert_close(kept, [3 * one for one in once])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}, {"ema_decay": 0.9}], ids=str)
+def test_a_step_is_two_launches_of_graphs(options: dict[str, Any]) -> None:
+    eager, captured = Rank(capture=False, **options), Rank(**options)
+    norms = []
+    for number in range(20):
+        losses = [rank.step(number) for rank in (eager, captured)]
+        norms.append([[norm.clone() for norm in rank.replica.take_norms()] for rank in (eager, captured)])
+        assert torch.equal(*losses)
+        before = captured.replays
+    assert equal(eager, captured)
+    assert all(torch.equal(*pair) for one in norms for pair in zip(*one, strict=True))
+    captured.step(20)
+    assert captured.replays == before + 2
+    assert captured.captured.state == CAPTURED
+    if captured.replica.average is not None:
+        pairs = zip(eager.replica.average.flats, captured.replica.average.flats, strict=True)  # type: ignore[union-attr]
+        eager.step(20)
+        assert all(torch.equal(one.memory, other.memory) for one, other in pairs)
 
 
-def test_results_are_the_tree_of_the_eager_step() -> None:
-    rank = Rank(lambda made: {"made": made, "pair": (made.sum(), None), "name": "a", "none": []})
-    rank.until_captured()
-    computed = rank.run()
-    assert rank.captured.is_running
-    eager = rank.compute(X, None, HALF)
-    assert list(computed.outputs) == list(eager.outputs)
-    assert torch.equal(computed.outputs["made"], eager.outputs["made"])
-    assert torch.equal(computed.outputs["pair"][0], eager.outputs["pair"][0])
-    assert (computed.outputs["name"], computed.outputs["none"]) == ("a", [])
-    before = computed.outputs["made"].clone()
-    rank.run(X + 1)
-    assert torch.equal(computed.outputs["made"], before)
+def test_a_rate_that_changes_is_read_by_the_graph_and_other_options_record_it_anew() -> None:
+    eager, captured = Rank(capture=False), Rank()
+    recorded: list[object] = []
+    own = CapturedUpdate._record
+    for number in range(40):
+        for rank in (eager, captured):
+            (group,) = rank.optimizer.param_groups
+            group["lr"] = 2.0 ** -(5 + number % 3)
+            if number == 30:
+                group["betas"] = (0.5, 0.9)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    CapturedUpdate,
+                    "_record",
+                    lambda update, *args: recorded.append(args) or own(update, *args),
+                )
+                rank.step(number)
+    assert equal(eager, captured)
+    assert len(recorded) == 2
 
 
-@pytest.mark.parametrize(
-    ("outputs", "told"),
-    [
-        (lambda made: {"a": made * random.random()}, r"the result['a'] differs by"),
-        (lambda made: (made, random.random()), "the result[1] is"),
-        (lambda made: [made] * random.choice(range(1, 50)), "it returns another structure"),
-        (lambda made: {"a": object()}, "the model returns a object"),
-    ],
-)
-def test_a_result_that_is_another_ends_it(outputs: Callable[[Tensor], Any], told: str) -> None:
-    random.seed(0)
-    rank = Rank(outputs)
-    for _ in range(12):
-        rank.clear()
-        rank.run()
-    assert rank.captured.ended is not None
-    assert told in rank.captured.ended
+def test_options_that_change_in_each_step_leave_the_optimizer_eager() -> None:
+    eager, captured = Rank(capture=False), Rank()
+    for number in range(40):
+        for rank in (eager, captured):
+            rank.optimizer.param_groups[0]["betas"] = (0.5 + number / 100, 0.9)
+            before = rank.replays
+            rank.step(number)
+    assert captured.replays == before + 1  # forward and backward alone
+    assert equal(eager, captured)
 
 
-def test_it_is_given_up_once(caplog: pytest.LogCaptureFixture) -> None:
-    rank = Rank()
-    rank.captured.give_up("first")
-    rank.captured.give_up("second")
-    assert rank.captured.ended == "first"
-    assert rank.captured.run(X, None, HALF) is None
-    assert len(caplog.messages) == 1
+def test_a_state_that_is_loaded_is_stepped() -> None:
+    eager, captured = Rank(capture=False), Rank()
+    for number in range(30):
+        for rank in (eager, captured):
+            if number == 20:
+                rank.optimizer.load_state_dict(rank.optimizer.state_dict())
+                rank.optimizer.state[rank.module[0].weight]["exp_avg"].mul_(2)  # type: ignore[index, union-attr]
+            rank.step(number)
+    assert equal(eager, captured)
+    states = [rank.optimizer.state_dict()["state"][0] for rank in (eager, captured)]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_no_node_that_ends_a_graph_is_alive_when_a_capture_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a node belongs to the stream on which it was made, and CUDA refuses that stream in a capture."""
+    rank, seen = Rank(), []
+    own = GraphPool.capture
+
+    def capture(pool: GraphPool, work: Any) -> Any:
+        for parameter in rank.module.parameters():
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            seen.append(dict(node.metadata))  # a new node has none
+        return own(pool, work)
+
+    monkeypatch.setattr(GraphPool, "capture", capture)
+    compute = rank.replica.compute
+
+    def marking(*args: Any) -> Any:
+        for parameter in rank.module.parameters():
+            edge = torch.autograd.graph.get_gradient_edge(parameter)
+            edge.node.metadata["made"] = True
+        return compute(*args)
+
+    rank.replica.compute = marking  # type: ignore[method-assign]
+    for number in range(8):
+        rank.step(number)
+    assert len(seen) == 8  # two graphs, four parameters
+    assert not any(seen)
+
+
+def test_a_batch_that_lies_on_the_device_is_gathered_by_the_graph() -> None:
+    eager, captured = Rank(capture=False), Rank()
+    gathers: list[Tensor] = []
+
+    def gather(index: Tensor) -> Any:
+        gathers.append(index)
+        return X.index_select(0, index), Y.index_select(0, index)
+
+    for number in range(20):
+        index = (torch.arange(4) * (number + 1)) % 8
+        for rank in (eager, captured):
+            rank.replica.mark()
+            with rank.lane.on(rank.lane.compute):
+                batch = gather(index) if rank is eager else Gathered(index, gather, 4)
+                rank.replica.add(batch, rank.worker)
+                rank.replica.step()
+    assert equal(eager, captured)
+    # Of the captured ones: three eager steps, two to record, comparisons at 1, 2, 4, 8 and 16.
+    assert len(gathers) == 20 + 3 + 2 + 5
+
+
+def test_it_waits_until_it_is_known_whether_the_host_is_behind() -> None:
+    watch = LaunchWatch()
+    rank = Rank(watch=watch)
+    for number in range(5):
+        rank.step(number)
+    assert "not known yet" in rank.captured.state
+    for _ in range(WATCHED):
+        watch.take(1.0, 1.02)
+    for number in range(8):
+        rank.step(number)
+    assert rank.captured.state == CAPTURED
+    assert rank.told == [
+        "capture: cpu waits for launches, 1 ms a step: steps run as CUDA graphs from now on (capture=False "
+        "leaves them eager)"
+    ]
+
+
+def test_a_device_with_enough_to_do_stays_eager() -> None:
+    watch = LaunchWatch()
+    rank = Rank(watch=watch)
+    for _ in range(WATCHED):
+        watch.take(1.0, 1.5)
+    for number in range(5):
+        rank.step(number)
+    assert rank.captured.state == "eager: cpu takes 1.5 ms for its kernels, and the host 1 ms to launch them"
+    assert rank.captured.problem is None
+    assert rank.replays == 0
 
 
 def test_under_another_mode_it_gets_another_graph() -> None:
     rank = Rank()
-    rank.until_captured()
+    for number in range(8):
+        rank.step(number)
+    assert rank.captured.is_running
     with OwnDraws(1):
-        rank.run()
+        rank.step(0)
         assert not rank.captured.is_running
-    rank.run()
+    rank.step(0)
     assert rank.captured.is_running
 
 
-def test_two_parameters_with_one_gradient_get_memory_of_their_own() -> None:
-    rank = Rank()
-    rank.module.register_parameter("twin", nn.Parameter(torch.zeros(2)))
+def test_an_eager_step_behind_captured_ones_begins_with_zeros() -> None:
+    eager, captured = Rank(capture=False), Rank()
+    for number in range(30):
+        for rank in (eager, captured):
+            size = 3 if number % 5 == 4 else 4
+            rank.replica.mark()
+            rank.worker.samples = size
+            with rank.lane.on(rank.lane.compute):
+                rank.replica.add((X[:size], Y[:size]), rank.worker)
+                rank.replica.step()
+    assert equal(eager, captured)
 
-    def forward(batch: Any, worker: Any, share: float | Tensor, of: int | Tensor) -> Passed:
-        made = rank.module(batch).sum(0) + rank.module.twin
-        loss = made.sum()  # whose gradient is expanded
-        return Passed(shared(loss, share) if isinstance(share, Tensor) else loss * share)
 
-    rank.forward = forward  # type: ignore[method-assign]
-    rank.until_captured()
-    weight, bias, twin = rank.gradients()
-    assert len({one.data_ptr() for one in (weight, bias, twin)}) == 3
-    assert (bias.stride(), weight.stride()) == ((1,), (3, 1))
+def test_compiled_functions_are_rehearsed_outside_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a mode dynamo leaves them as they are written for good."""
+    rank, depths = Rank(), []
+    rank.replica.is_compiled = True
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        depths.append(torch._C._len_torch_dispatch_stack())
+        return loss_of(module, batch)
+
+    rank.replica.function = loss
+    for number in range(8):
+        rank.step(number)
+    assert rank.captured.is_running
+    # Two eager steps behind the first one, then the rehearsal; the fake card has a mode of its own.
+    assert len(set(depths[:4])) == 1, depths

@@ -21,7 +21,7 @@ from tests.fakes import FakeCuda
 from tests.parts import parts_of
 
 CPU = torch.device("cpu")
-ONE = Factors(1.0, 4)
+ONE, HALF = Factors(1.0, 4), Factors(0.5, 4)
 Loss = Callable[[nn.Module, Any], Any]
 
 
@@ -53,7 +53,7 @@ class Rank:
         self.lane = StreamLane(CPU, self.cuda)
         self.module = module
         self.recorded: list[tuple[str, Any, float]] = []
-        optimizer = torch.optim.AdamW(module.parameters(), 0.01, fused=True)
+        optimizer = torch.optim.AdamW(module.parameters(), 2**-7, fused=True)
         self.replica = Replica(parts_of(module, optimizer, self.lane), loss)
         self.worker = CurrentWorker(0, CPU, module, samples=4, sink=lambda *told: self.recorded.append(told))
         self.graphs = CudaGraphs(self.replica)
@@ -63,7 +63,7 @@ class Rank:
 
     def run(self, graph: CudaStepGraph, batch: Any, factors: Factors = ONE) -> None:
         """Forward and backward of a micro-batch by the graph."""
-        computed = graph.run(list(tensors_of(batch)), factors, None)
+        computed = graph.run(list(tensors_of(batch)), factors)
         self.replica.count(computed, factors)
         for (name, weight), value in zip(graph.records, computed.scalars, strict=True):
             self.worker.sink(name, value, weight)
@@ -131,7 +131,11 @@ def test_micro_batches_add_up_and_graphs_and_python_take_turns() -> None:
     eager, captured = twins()
     shares = [Factors(0.25, 4), Factors(0.25, 4), Factors(0.5, 4)]
     with captured.lane.on(captured.lane.compute):
-        graph = captured.record(batches(1)[0])
+        first = captured.record(batches(1)[0], shares[0])
+        captured.replica.mark()
+        captured.eager(batches(1)[0])
+        later = captured.record(batches(1)[0], shares[0])  # adds to what is there
+        captured.replica.undo()
     for number in range(4):
         with eager.lane.on(eager.lane.compute):
             for batch, factors in zip(batches(3), shares, strict=True):
@@ -142,7 +146,7 @@ def test_micro_batches_add_up_and_graphs_and_python_take_turns() -> None:
                 if place == number:
                     captured.eager(batch, factors)
                 else:
-                    captured.run(graph, batch, factors)
+                    captured.run(later if place else first, batch, factors)
             assert torch.equal(captured.replica.step(), loss)
     assert_equal(eager, captured)
 
@@ -215,7 +219,7 @@ def test_a_parameter_without_a_part_in_the_loss_keeps_no_gradient() -> None:
     assert torch.equal(rank.module.unused.weight, before)  # weight decay would have changed it
 
 
-def test_recorded_scalars_and_losses_are_no_memory_of_the_graph() -> None:
+def test_recorded_scalars_and_losses_of_micro_batches_are_no_memory_of_the_graph() -> None:
     def loss(module: nn.Module, batch: Any) -> Any:
         value = classify(module, batch)
         return value, {"twice": 2 * value, "count": batch["y"].sum()}
@@ -224,13 +228,13 @@ def test_recorded_scalars_and_losses_are_no_memory_of_the_graph() -> None:
     rank.recorded.clear()
     first, second = batches(2)
     with rank.lane.on(rank.lane.compute):
-        graph = rank.record(first)
-        one = graph.run(list(tensors_of(first)), ONE, None)
+        graph = rank.record(first, HALF)
+        one = graph.run(list(tensors_of(first)), HALF)
         kept = one.loss.clone(), *(scalar.clone() for scalar in one.scalars)
-        graph.run(list(tensors_of(second)), ONE, None)
+        graph.run(list(tensors_of(second)), HALF)
     assert [name for name, _ in graph.records] == ["twice", "count"]
     assert all(map(torch.equal, (one.loss, *one.scalars), kept))
-    assert torch.equal(one.scalars[0], 2 * one.loss)
+    assert torch.equal(one.scalars[0], 4 * one.loss)
     assert one.scalars[1] == first["y"].sum()
 
 
@@ -244,7 +248,8 @@ def test_a_trial_changes_nothing() -> None:
         before = {name: tensor.clone() for name, tensor in rank.module.state_dict().items()}
         gradients = [parameter.grad for parameter in rank.module.parameters()]
         values = [gradient.clone() for gradient in gradients if gradient is not None]
-        trial = graph.trial(list(tensors_of(second)), ONE, None)
+        trial = graph.trial(list(tensors_of(second)), ONE)
+        eager.replica._clear()  # the graph is that of a step's first micro-batch
         eager.eager(second)
     assert all(torch.equal(before[name], tensor) for name, tensor in rank.module.state_dict().items())
     assert all(p.grad is own for p, own in zip(rank.module.parameters(), gradients, strict=True))
@@ -357,7 +362,7 @@ def test_parameters_that_a_forward_writes_to_move_once_a_step() -> None:
     with captured.lane.on(captured.lane.compute):
         graph = captured.record(first)
         assert_equal(eager, captured)
-        graph.trial(list(tensors_of(second)), ONE, None)
+        graph.trial(list(tensors_of(second)), ONE)
         assert_equal(eager, captured)
         captured.run(graph, second)
     with eager.lane.on(eager.lane.compute):
@@ -390,7 +395,7 @@ def test_modules_that_the_loss_holds_are_put_back() -> None:
     rank.graphs = CudaGraphs(rank.replica, [norm])
     with rank.lane.on(rank.lane.compute):
         graph = rank.record(batches(1)[0])
-        graph.trial(list(tensors_of(batches(1)[0])), ONE, None)
+        graph.trial(list(tensors_of(batches(1)[0])), ONE)
     assert norm.running_mean is not None
     assert not norm.running_mean.any()
 

@@ -49,7 +49,7 @@ def resident(_cuda: LateCuda) -> list[str]:
     for epoch in range(4):
         for batch in range(source.batches):
             with lane.on(lane.compute):
-                (rows,) = feed.take(epoch, batch)
+                (rows,) = feed.take(epoch, batch).batch
                 batches.append((rows, source.index(epoch, batch)))
                 feed.release()
     lane.drain()
@@ -65,7 +65,7 @@ def closed(_cuda: LateCuda) -> list[str]:
     source = TensorSource((torch.arange(LENGTH, dtype=torch.float64),), tuple, order)
     feed = ResidentFeed(ResidentData(source, lane), lane)
     with lane.on(lane.compute):
-        (rows,) = feed.take(0, 0)
+        (rows,) = feed.take(0, 0).batch
     feed.close()
     return read_after(lane, rows, source.index(0, 0), LENGTH)
 

@@ -77,7 +77,7 @@ def train(
     settings: dict[str, Any] = {"per_device_batch_size": 8, "max_steps": STEPS, "seed": 2, **options}
     return flowdp.Trainer(
         model(dropout),
-        lambda params: torch.optim.AdamW(params, 0.01, fused=True),
+        lambda params: torch.optim.AdamW(params, 2**-7, fused=True),
         classify,
         dataset=Single(data) if is_streamed else data,
         devices=["cpu"] * ranks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp.graphs.captured_step import Captured
+from flowdp.policy.capture_plan import LaunchWatch
+from tests.data.cards import Card, put_on_streams
 
 IMAGES, LABELS = torch.randn(64, 1, 6, 6), torch.randint(5, (64,))
 SCALE = 1.0
+TAKE = LaunchWatch.take
 PLANT = 20
 """The step at which something is changed."""
 
@@ -72,7 +76,7 @@ class Journal:
 
     def run(
         self,
-        capture: bool | flowdp.CaptureOptions,
+        capture: Any,
         plant: Callable[[Net], object] = lambda _: None,
         loss: Callable[..., Any] = loss_of,
         steps: int = 40,
@@ -117,8 +121,12 @@ class Journal:
 
 
 @pytest.fixture
-def journal(monkeypatch: pytest.MonkeyPatch) -> Journal:
-    return Journal(monkeypatch)
+def journal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
+    """A journal of runs on fake streams."""
+    card = Card()
+    put_on_streams(card, monkeypatch.setattr)
+    yield Journal(monkeypatch)
+    assert not card.races
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -340,7 +348,7 @@ def test_500_captured_steps_have_the_bits_of_eager_ones(journal: Journal, kind: 
     "options",
     [
         {"policy": "sync", "model": layers},
-        {"policy": "exact", "ratios": [0.5, 0.5]},  # with dropout, with each rank's own numbers
+        {"policy": "exact", "ratios": [0.5, 0.5], "model": layers},
         {"policy": "exact", "ratios": [0.7, 0.3], "model": layers, "batch_size": 16},
         {"policy": "sync", "model": layers, "gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
         {"policy": "sync", "model": layers, "precision": "bf16", "max_grad_value": 0.01},
@@ -369,11 +377,6 @@ def test_a_teacher_that_all_ranks_read_is_left_alone_while_one_records(journal: 
     assert not journal.events
 
 
-def test_ranks_that_share_a_generator_are_captured_and_compared(journal: Journal) -> None:
-    journal.run(flowdp.CaptureOptions(compare_every=1), devices=["cpu"] * 3, steps=60)
-    assert not journal.events
-
-
 def test_a_checkpoint_goes_on_with_capture_and_without(journal: Journal, tmp_path: Path) -> None:
     options: dict[str, Any] = {"policy": "sync", "model": layers}
     whole = journal.run(False, steps=48, **options)
@@ -399,22 +402,61 @@ def accuracy(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).float().mean()}
 
 
-def test_a_run_says_that_it_is_not_captured() -> None:
-    run = flowdp.Trainer(
-        layers,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1]), {"x": 1.0}),
-        policy="cadence",
-        dataset=(IMAGES, LABELS),
-        per_device_batch_size=4,
-        max_steps=8,
-        devices=["cpu", "cpu"],
-        progress=False,
-        runtime=flowdp.RuntimeOptions(capture=True),
-    ).start()
-    run.join()
-    (problem,) = run.status().problems
+def test_a_run_says_how_its_steps_run(journal: Journal) -> None:
+    def run(capture: Any, loss: Any = loss_of, steps: int = 80) -> flowdp.Run:
+        own = flowdp.Trainer(
+            layers,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            loss,
+            dataset=(IMAGES, LABELS),
+            batch_size=4,
+            max_steps=steps,
+            devices=["cpu"],
+            progress=False,
+            runtime=flowdp.RuntimeOptions(capture=capture),
+        ).start()
+        own.join()
+        return own
+
+    refused = run(True, lambda model, batch: (images(model, batch), {"x": 1.0}))
+    (problem,) = refused.status().problems
     assert problem.startswith("steps are not captured: the loss records a number of Python under 'x'")
+    assert run(True).status().capture == ("captured",)
+    assert run(False).status().capture == (None,)
+    assert "not known yet" in str(run("auto", steps=8).status().capture)
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_steps_are_captured_by_themselves_where_the_device_waits(
+    journal: Journal,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_waiting: bool,
+) -> None:
+    caplog.set_level(logging.INFO, "flowdp")
+    take, device_ms = TAKE, 1.0 if is_waiting else 1.5
+    monkeypatch.setattr(LaunchWatch, "take", lambda watch, *_: take(watch, 1.0, device_ms))
+    eager = journal.run(False, model=layers, loss=images, steps=80)
+    assert equal(eager, journal.run("auto", model=layers, loss=images, steps=80))
+    told = [line for line in caplog.messages if line.startswith("capture")]
+    assert len(told) == 1
+    assert ("CUDA graphs from now on" in told[0]) is is_waiting
+    assert [kind for _, kind, _ in journal.events] == ([] if is_waiting else ["_end"])
+
+
+def test_a_run_without_a_cuda_device_cannot_be_told_to_capture() -> None:
+    with pytest.raises(flowdp.OptionError, match="the devices are cpu; capture='auto'"):
+        flowdp.Trainer(
+            layers,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            images,
+            dataset=(IMAGES, LABELS),
+            batch_size=4,
+            epochs=1,
+            devices=["cpu"],
+            progress=False,
+            runtime=flowdp.RuntimeOptions(capture=True),
+        ).start()
 
 
 def test_an_own_step_is_refused() -> None:

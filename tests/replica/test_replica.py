@@ -200,11 +200,6 @@ def test_what_cannot_be_cut_is_one_forward() -> None:
     assert mine.forwards((torch.ones(3),), 2) == 1
 
 
-def test_without_buffers_there_is_nothing_to_note() -> None:
-    assert not replica().has_state
-    assert replica(module=nn.BatchNorm1d(2)).has_state
-
-
 # ---------------------------------------------------------------- one flat parameter
 class TwoHeads(nn.Module):
     """A trunk and two heads, of which a batch may leave one unused."""
@@ -412,8 +407,8 @@ def test_a_step_that_is_repeated_draws_the_same_on_an_accelerator(
     lane = StreamLane(CPU, FakeCuda())
     lane.device = torch.device(kind, 0)
     own = adam(1, 1, lane)
-    assert own.has_state
     own.mark()
+    own._note()
     first = torch.rand(3, generator=generator)
     own.undo()
     assert torch.equal(torch.rand(3, generator=generator), first)
