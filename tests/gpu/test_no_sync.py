@@ -21,6 +21,7 @@ from tests.data.poisoned import PoisonedFeed
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 
 STEPS = 160
+EAGER = flowdp.RuntimeOptions(capture=False)  # a replayed step reads nothing
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_the_check_bites():
 
     try:
         with pytest.raises(flowdp.StepError, match="called a synchronizing"):
-            train(watch.device, reading, is_streamed=False)
+            train(watch.device, reading, is_streamed=False, policy="sync", runtime=EAGER)
     finally:
         watch.switch("default")
 
