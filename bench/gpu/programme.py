@@ -85,6 +85,7 @@ PARTS = {
     "checkpoint": Part(90, partial(_measure, "checkpoint")),
     "model": Part(180, partial(_measure, "fashion")),
     "notebook": Part(60, partial(_measure, "notebook")),
+    "peers": Part(500, partial(_measure, "peers"), is_experiment=True),
 }
 """Parts in order; the tests come behind the first call's."""
 
@@ -101,6 +102,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
         *("reading", "memory", "checkpoint"),
     ),
     "model": ("model", "notebook", "loop"),
+    "peers": ("peers",),
 }
 """Parts of each call, the most telling ones first."""
 

@@ -42,6 +42,7 @@ WANTED = {
     "checkpoint": "checkpoint, second: standstill, ms",
     "model": "model, flowdp, exact, 2 replicas: samples/s in the last",
     "notebook": "notebook: test accuracy, %",
+    "peers": "peers, GPT, flowdp Trainer: times the CUDA graph",
 }
 
 
