@@ -86,6 +86,7 @@ PARTS = {
     "model": Part(180, partial(_measure, "fashion")),
     "notebook": Part(60, partial(_measure, "notebook")),
     "peers": Part(500, partial(_measure, "peers"), is_experiment=True),
+    "unequal": Part(180, partial(_measure, "unequal"), is_experiment=True, environment=SHARED_CARD),
 }
 """Parts in order; the tests come behind the first call's."""
 
@@ -103,6 +104,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     ),
     "model": ("model", "notebook", "loop"),
     "peers": ("peers",),
+    "unequal": ("unequal",),
 }
 """Parts of each call, the most telling ones first."""
 
