@@ -13,6 +13,7 @@ from bench.gpu.part import Figure, Finding, Note, Place
 from bench.gpu.unequal import DDP, POLICIES, RATIO, WAITS, Unequal, open_unequal
 from flowdp.device.streams import HostLane
 from flowdp.replica import build
+from tests.data.cards import Card
 
 CPU = Place(torch.device("cpu"))
 
@@ -119,6 +120,31 @@ def test_a_run_has_the_given_lanes() -> None:
 def test_a_policy_trains_on_both_ranks(name: str) -> None:
     ranks, _ = open_unequal(CPU)
     assert unequal.policy_rate(ranks, name, 0.1, 0.2) > 0
+
+
+class Part:
+    """Part of a fake card; counts its streams."""
+
+    multiprocessors = 44
+
+    def __init__(self, card: Card) -> None:
+        self.card, self.streams = card, 0
+
+    def stream(self, priority: int) -> Any:
+        self.streams += 1
+        return self.card.Stream(CPU.device, priority)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_trains_on_the_streams_of_parts(name: str) -> None:
+    """A run takes everything but its streams from the module of the card."""
+    card = Card()
+    parts = [Part(card), Part(card)]
+    lanes = partitions.lanes_on(CPU.device, parts, card)
+    ranks = Unequal(CPU, "parts of a fake card", lanes, unequal.TINY)
+    assert unequal.policy_rate(ranks, name, 0.1, 0.2) > 0
+    assert min(part.streams for part in parts) >= 3
+    assert card.races == []
 
 
 @pytest.mark.posix
