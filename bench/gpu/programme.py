@@ -85,6 +85,8 @@ PARTS = {
     "checkpoint": Part(90, partial(_measure, "checkpoint")),
     "model": Part(180, partial(_measure, "fashion")),
     "notebook": Part(60, partial(_measure, "notebook")),
+    "peers": Part(500, partial(_measure, "peers"), is_experiment=True),
+    "unequal": Part(180, partial(_measure, "unequal"), is_experiment=True, environment=SHARED_CARD),
 }
 """Parts in order; the tests come behind the first call's."""
 
@@ -101,6 +103,8 @@ CALLS: Mapping[str, tuple[str, ...]] = {
         *("reading", "memory", "checkpoint"),
     ),
     "model": ("model", "notebook", "loop"),
+    "peers": ("peers",),
+    "unequal": ("unequal",),
 }
 """Parts of each call, the most telling ones first."""
 

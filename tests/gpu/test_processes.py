@@ -50,7 +50,7 @@ ENDLESS = """
 run = trainer(torch.zeros(800, dtype=torch.int64), 10**6).start()
 try:
     run.join()
-finally:
+except KeyboardInterrupt:  # how Python itself ends on one depends on its version: tests/test_exit.py
     print(run.status().phase, run.state.interrupted, flush=True)
     if device != "cpu":
         torch.cuda.synchronize()
@@ -80,6 +80,7 @@ def test_a_label_out_of_range_is_an_error_and_not_a_hang(device: str) -> None:
     assert "Error: " in printed, printed + errors
     assert ("assert" if device != "cpu" else "Target 99") in printed
     assert child.returncode == 0, errors
+    assert "CUDA warning" not in errors, errors  # of events that are destroyed on the dead device
 
 
 @pytest.mark.posix
@@ -94,4 +95,4 @@ def test_ctrl_c_stops_the_run_and_leaves_the_device_sound(device: str) -> None:
         finally:
             child.kill()
     assert printed.splitlines() == ["stopped True", *(["1.0"] if device != "cpu" else [])], errors
-    assert child.returncode == -signal.SIGINT, errors
+    assert child.returncode == 0, errors

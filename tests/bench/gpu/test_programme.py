@@ -19,7 +19,7 @@ from bench.harness import Comparison
 CPU = Place(torch.device("cpu"))
 
 # Findings of each part in a rehearsal. Those that start processes are left to `--rehearse`.
-PROCESSES = {"loader", "launches", "machines"}
+PROCESSES = {"loader", "launches", "machines", "unequal"}
 WANTED = {
     "facts": "copy on the device, read + written, GB/s",
     "one_device": "ResNet-18, 8, data there",
@@ -42,6 +42,7 @@ WANTED = {
     "checkpoint": "checkpoint, second: standstill, ms",
     "model": "model, flowdp, exact, 2 replicas: samples/s in the last",
     "notebook": "notebook: test accuracy, %",
+    "peers": "peers, GPT, flowdp Trainer: times the CUDA graph",
 }
 
 
@@ -71,7 +72,8 @@ def test_each_part_belongs_to_one_call() -> None:
 
 
 def test_parts_whose_ranks_share_a_card_have_an_environment_for_it() -> None:
-    assert {name for name, part in PARTS.items() if part.environment} == {"nccl2", "nccl4", "machines"}
+    shared = {"nccl2", "nccl4", "machines", "unequal"}
+    assert {name for name, part in PARTS.items() if part.environment} == shared
 
 
 @pytest.mark.parametrize("name", WANTED)
