@@ -218,6 +218,7 @@ def by_flowdp(entry: Entry) -> None:
         scheduler=flowdp.SchedulerOptions(entry.schedule, unit="step"),
         evaluation=flowdp.EvaluationOptions(entry.test, step=accuracy, sanity_check=0),
         reading=flowdp.ReadingOptions(drop_last=True),
+        failures=flowdp.FailureOptions(stall_timeout=None),  # a first step may compile for minutes
         progress=False,
     ).start()
     for epoch in run.metrics():

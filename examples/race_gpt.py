@@ -202,6 +202,7 @@ def by_flowdp(recipe: Recipe, texts: Tensor, loss: Loss) -> nn.Module:
         max_grad_norm=1.0,
         scheduler=flowdp.SchedulerOptions(recipe.schedule, unit="step"),
         reading=flowdp.ReadingOptions(drop_last=True),
+        failures=flowdp.FailureOptions(stall_timeout=None),  # a first step may compile for minutes
         progress=False,
     ).fit()
     return model

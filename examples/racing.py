@@ -201,13 +201,14 @@ def draw(
         if isinstance(outcome, str):
             right.text(0, place, " failed", va="center")
             continue
-        left.plot(*zip(*outcome.curve, strict=True), color=colour, linewidth=1.5, alpha=0.85)
+        width = 4.0 if name == BASE else 1.5  # seen beneath a curve that equals it
+        left.plot(*zip(*outcome.curve, strict=True), color=colour, marker=".", linewidth=width, alpha=0.8)
         right.barh(place, outcome.figure or 0, color=colour, height=0.6)
         shown = "not reached" if outcome.figure is None else f"{outcome.figure:.2f}"
         right.text(outcome.figure or 0, place, f" {shown}", va="center")
     if target is not None:
         left.axhline(target, color="#1f2328", linewidth=0.8, linestyle=":")
-    left.set(xlabel=axes[0], ylabel=axes[1])
+    left.set(xlabel=axes[0], ylabel=axes[1], xlim=(0, None))
     left.grid(alpha=0.25)
     right.set(title=figure, xticks=[], xlim=(0, right.get_xlim()[1] * 1.15))
     right.set_yticks(range(len(outcomes)), list(outcomes))
