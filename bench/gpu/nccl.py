@@ -15,7 +15,6 @@ from bench.gpu.averaging import against_copies, open_replicas
 from bench.gpu.checks import deviation, faults_of
 from bench.gpu.part import Figure, Finding, Note, Place, Skipped, timed_ms
 from bench.harness import step_ms
-from flowdp.collective.fused import kernels_on
 from flowdp.collective.nccl import NcclMean, load
 from flowdp.collective.nccl_setup import CommunicatorSetup, Side, abort_all, launch_group, sum_replicas
 from flowdp.device.streams import QUIET
@@ -33,10 +32,10 @@ def measure_one(place: Place) -> Iterator[Finding]:
     (replica,), lanes = open_replicas(place, 1, place.pick(100_000_000, 120_000))
     before = replica.memories[0].double().sum().item()
     with QUIET:
-        side = Side(nccl, lanes[0], replica.flats, kernels=kernels_on(place.device, 2))
+        side = Side(nccl, lanes[0], replica.flats)
     comms = CommunicatorSetup(nccl, lanes, [replica.flats]).wait()
     mean = partial(sum_replicas, nccl, comms, [side], (3,), drift=False)
-    own = partial(launch_group, nccl, comms, [side.calls[True]])  # of equal samples
+    own = partial(launch_group, nccl, comms, [side.calls])
     try:
         mean()
         others = [torch.empty_like(memory) for memory in replica.memories]

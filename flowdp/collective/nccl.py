@@ -6,9 +6,9 @@ stand in the gate and no other thread allocates or pins (`QUIET`).
 
 Each rank scales its replica by its samples where these differ, the group sums, and each divides by the
 summed weight, which rides along in a tail of its own. So a rank that its device finds not to be finite leaves
-itself out, and all hear of it in that sum. Where samples are equal and the ranks a power of two, NCCL
-divides, and no pass of ours is around it. Elsewhere it does not: its own mean knows no weights, and rounds
-1 / n to the tensor's dtype.
+itself out, and all hear of it in that sum. So one pass of ours is around NCCL where samples are equal, and
+two elsewhere. Not NCCL's own mean: that knows no weights, rounds 1 / n to the tensor's dtype, and loses the
+reduction inside the switch, which is worth more than the pass.
 
 A communicator knows no fewer ranks than it was made for. When ranks have left, the next launch makes new ones
 for the others, while these stand in the gate.
@@ -208,8 +208,8 @@ class NcclMean(StreamedMean):
         try:
             with QUIET:
                 self._sides = [
-                    Side(self._nccl, lane, own, rank, kernels)
-                    for rank, (lane, own, kernels) in enumerate(zip(lanes, flats, self._kernels, strict=True))
+                    Side(self._nccl, lane, own, rank)
+                    for rank, (lane, own) in enumerate(zip(lanes, flats, strict=True))
                 ]
             self._comms = self._open(flats, members)
         except torch.OutOfMemoryError as error:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import arithmetic
-from flowdp.collective.fused import Kernels
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
@@ -72,21 +71,22 @@ def nccl_dtype(nccl: Any, dtype: torch.dtype) -> int:
 
 
 def sum_call(
-    nccl: Any, lane: Lane, memory: Tensor, part: Tensor | None = None, *, operation: str = "SUM"
+    nccl: Any, lane: Lane, memory: Tensor, part: Tensor | None = None, *, takes_max: bool = False
 ) -> Call:
-    """The call that reduces memory over all ranks in place.
+    """The call that sums memory over all ranks in place.
 
     Args:
         nccl: cupy's module.
         lane: Lane of the rank.
         memory: Its memory.
-        part: The part of it that this rank is to have the result of; None, or the memory: all.
-        operation: NCCL's name of it: "SUM", "AVG" or "MAX".
+        part: The part of it that this rank is to have the sum of; None, or the memory: all.
+        takes_max: The maximum instead of the sum.
     """
     part = memory if part is None else part
     arguments = memory.data_ptr(), part.data_ptr(), part.numel(), nccl_dtype(nccl, memory.dtype)
+    operation = int(nccl.NCCL_MAX if takes_max else nccl.NCCL_SUM)
     name = "allReduce" if part is memory else "reduceScatter"
-    return name, (*arguments, int(getattr(nccl, f"NCCL_{operation}")), _handle(lane))
+    return name, (*arguments, operation, _handle(lane))
 
 
 def gather_calls(nccl: Any, lane: Lane, flats: Sequence[Flat], rank: int) -> list[Call]:
@@ -121,7 +121,6 @@ class _Carried:
     Attributes:
         counts: Whether it takes the maximum.
         drifts: Whether its distance from the mean counts: parameters.
-        may_average: Whether NCCL may divide: what it sums in place.
         mean: What this rank has the mean of: the memory, or its span of it.
         summed: The same of `work`.
     """
@@ -140,7 +139,6 @@ class _Carried:
         if span is not None:
             self.mean, self.summed = memory[span], self.work[span]
         self.is_staged = self.work is not memory
-        self.may_average = drifts and not self.is_staged
         self.counts = counts
         self.drifts = drifts
         # Of the work's dtype, so that a division by it casts nothing; and the norm likewise.
@@ -154,27 +152,20 @@ class Side:
     Attributes:
         tail: The weight, the weighted square of the parameters, and, of this rank alone, the square of the
             mean. Float64, shape (3,).
-        calls: The calls of a sum, and those where NCCL divides.
+        calls: The calls of a sum.
     """
 
-    def __init__(
-        self, nccl: Any, lane: Lane, flats: Sequence[Flat], rank: int = 0, kernels: Kernels | None = None
-    ) -> None:
+    def __init__(self, nccl: Any, lane: Lane, flats: Sequence[Flat], rank: int = 0) -> None:
         self.lane = lane
-        self._kernels = kernels
         with lane.on(lane.comm):
             self._carried = [part for flat in flats for part in _parts(flat, rank) if part.memory.numel()]
             self.tail = torch.zeros(3, dtype=torch.float64, device=flats[0].memory.device)
-            self._norm, self._factor = torch.zeros(2, dtype=torch.float64, device=self.tail.device).unbind()
+            self._norm = torch.zeros((), dtype=torch.float64, device=self.tail.device)
         self._weight, self._square, self._mean_square = self.tail.unbind()
         self.calls = [
-            [
-                sum_call(nccl, lane, one.work, one.summed, operation=_operation(one, averages=averages))
-                for one in self._carried
-            ]
-            + [sum_call(nccl, lane, self.tail[:2])]
-            for averages in (False, True)
+            sum_call(nccl, lane, one.work, one.summed, takes_max=one.counts) for one in self._carried
         ]
+        self.calls.append(sum_call(nccl, lane, self.tail[:2]))
 
     def scale(self, weight: float, *, drift: bool, equal: bool = False, bad: Tensor | None = None) -> None:
         """Multiply by the weight, before the sum.
@@ -200,22 +191,9 @@ class Side:
             if not (equal and carried.drifts):
                 carried.work.mul_(weight)
 
-    def divide(self, weight: float, *, drift: bool, equal: bool = False, ranks: int = 0) -> None:
-        """Divide by the sum of the weights, after the sum.
-
-        `weight` is any rank's where all are equal. With `ranks` NCCL has divided by it, which is right where
-        no rank has left itself out: only the device knows, and does nothing then.
-        """
-        if ranks:
-            self._factor.fill_(weight * ranks).div_(self._weight)
+    def divide(self, weight: float, *, drift: bool, equal: bool = False) -> None:
+        """Divide by the sum of the weights, after the sum; `weight` is any rank's where all are equal."""
         for carried in self._carried:
-            if ranks and carried.may_average:
-                if self._kernels is not None:
-                    self._kernels.scale(carried.summed, self._factor)
-                else:
-                    carried.summed.mul_(self._factor)
-                self._add_square(carried, self._mean_square, 1.0, drift)
-                continue
             if not carried.counts:
                 carried.weight.copy_(self._weight)
                 if equal and carried.drifts:
@@ -251,12 +229,6 @@ class Side:
             torch.linalg.vector_norm(carried.work, out=carried.norm)
             self._norm.copy_(carried.norm)
             to.addcmul_(self._norm, self._norm, value=weight)
-
-
-def _operation(carried: _Carried, *, averages: bool) -> str:
-    if carried.counts:
-        return "MAX"
-    return "AVG" if averages and carried.may_average else "SUM"
 
 
 def _parts(flat: Flat, rank: int) -> Iterator[_Carried]:
@@ -298,9 +270,7 @@ def sum_replicas(
 ) -> None:
     """Enqueue one mean over all ranks. When NCCL refuses, memory that is summed in place is scaled already.
 
-    Samples that are not equal need a pass over the parameters before the sum and one behind it, equal ones
-    the latter. Where they are equal and the ranks a power of two, NCCL divides, and none is needed: 1 / ranks
-    has no rounding error then. All processes choose alike, for the choice is of the samples alone.
+    Equal samples need one pass over the parameters, behind the sum; others one more before it.
 
     Args:
         nccl: cupy's module.
@@ -317,12 +287,10 @@ def sum_replicas(
     for index, (side, count) in enumerate(zip(sides, samples[first : first + len(sides)], strict=True)):
         with side.lane.on(side.lane.comm):
             side.scale(ldexp(count, -bits), drift=drift, equal=equal, bad=bad[index] if bad else None)
-    ranks = len(samples)
-    averages = equal and all(samples) and ranks & (ranks - 1) == 0
-    launch_group(nccl, comms, [side.calls[averages] for side in sides])
+    launch_group(nccl, comms, [side.calls for side in sides])
     for side in sides:
         with side.lane.on(side.lane.comm):
-            side.divide(ldexp(max(samples), -bits), drift=drift, equal=equal, ranks=ranks if averages else 0)
+            side.divide(ldexp(max(samples), -bits), drift=drift, equal=equal)
 
 
 class CommunicatorSetup:
@@ -441,7 +409,7 @@ class CommunicatorSetup:
         return range(len(self._lanes)) if self._members is None else self._members.ranks
 
     def _check(self) -> None:
-        """Take means of known values, in each way; first-use allocations are made here."""
+        """Take two means of known values; first-use allocations are made here."""
         self._go(outside=False)
         with self._quiet:
             flats = [
@@ -452,8 +420,8 @@ class CommunicatorSetup:
             sides = [Side(self._nccl, *place) for place in places]
         gathers = [gather_calls(self._nccl, *place) for place in places]
         ranks, size = self._ranks, len(sides) if self._members is None else self._members.size
-        wrong: list[str] = []  # told behind all sums: another machine waits for this one in the next
-        for samples in (range(1, size + 1), [1] * size, range(size)):
+        wrong: list[str] = []  # told behind both sums: another machine waits for this one in the second
+        for samples in (range(1, size + 1), range(size)):
             if not any(samples):
                 continue
             self._go(outside=False)

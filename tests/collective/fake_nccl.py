@@ -68,7 +68,7 @@ class FakeNccl:
     """
 
     available = True
-    NCCL_SUM, NCCL_MAX, NCCL_AVG = 0, 2, 4
+    NCCL_SUM, NCCL_MAX = 0, 2
     NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT32, NCCL_FLOAT64 = 0, 1, 2, 4, 7, 8
     NCCL_FLOAT16, NCCL_BFLOAT16 = 6, 9
     NcclError = NcclError
@@ -204,8 +204,6 @@ class FakeNccl:
                 result = np.concatenate([one[span * at : span * at + span] for at, one in enumerate(arrays)])
             else:
                 result = self._across(self._reduced(given, dtype, op), dtype, op, ndev)
-                if op == self.NCCL_AVG:
-                    result = result / result.dtype.type(ndev)
             for call, array, tensor in zip(calls, arrays, tensors, strict=True):
                 rank = call[0].rank
                 is_written = (
@@ -230,7 +228,7 @@ class FakeNccl:
             wide = [(one.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for one in given]
             return torch.from_numpy(np.sum(wide, axis=0)).bfloat16().view(torch.int16).numpy()
         with np.errstate(all="ignore"):
-            return np.max(given, axis=0) if op == self.NCCL_MAX else np.sum(given, axis=0)
+            return np.sum(given, axis=0) if op == self.NCCL_SUM else np.max(given, axis=0)
 
 
 class FakeNcclOfMachines(FakeNccl):
@@ -254,7 +252,7 @@ class FakeNcclOfMachines(FakeNccl):
         if ndev != self._size:
             return result
         tensor = torch.from_numpy(np.ascontiguousarray(result).copy())
-        how = dist.ReduceOp.MAX if op == self.NCCL_MAX else dist.ReduceOp.SUM
+        how = dist.ReduceOp.SUM if op == self.NCCL_SUM else dist.ReduceOp.MAX
         dist.all_reduce(tensor.view(torch.bfloat16) if dtype == self.NCCL_BFLOAT16 else tensor, how)
         return tensor.numpy()
 

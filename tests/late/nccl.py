@@ -50,7 +50,7 @@ class LateNccl:
     """
 
     available = True
-    NCCL_SUM, NCCL_MAX, NCCL_AVG = 0, 2, 4
+    NCCL_SUM, NCCL_MAX = 0, 2
     NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT32, NCCL_FLOAT64 = 0, 1, 2, 4, 7, 8
     NCCL_FLOAT16, NCCL_BFLOAT16 = 6, 9
     NcclError = NcclError
@@ -179,12 +179,10 @@ class Sum:
         if total.dtype.itemsize < 4 and total.is_floating_point():
             total = total.float()
         for rows in rest if self._name != "broadcast" else ():
-            if self._op == LateNccl.NCCL_MAX:
-                torch.maximum(total, rows, out=total)
-            else:
+            if self._op == LateNccl.NCCL_SUM:
                 total += rows
-        if self._op == LateNccl.NCCL_AVG:
-            total /= len(read)
+            else:
+                torch.maximum(total, rows, out=total)
         if self._name == "reduceScatter":
             for rank, (rows, span) in enumerate(zip(self._rows, total.chunk(len(read)), strict=True)):
                 rows.fill_(torch.nan)  # nothing may depend on what else is there
