@@ -15,9 +15,10 @@ from statistics import median
 import torch
 from torch import nn
 
-from bench.gpu.part import Figure, Finding, Place, lanes_of, timed_ms
+from bench.gpu.part import Figure, Finding, Note, Place, lanes_of, timed_ms
 from bench.harness import compare
 from flowdp.collective.base import Averaging, Collective
+from flowdp.collective.fused import kernels_on
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
 from flowdp.device.flat_parameters import FlatReplica
@@ -66,9 +67,11 @@ def one_round(collective: Collective, lanes: Sequence[Lane], outcome: Outcome) -
     return readings[0]()
 
 
-def mean_ms(collective: Collective, lanes: Sequence[Lane], rounds: int, drift: bool) -> float:
+def mean_ms(
+    collective: Collective, lanes: Sequence[Lane], rounds: int, drift: bool, equal: bool = False
+) -> float:
     """Median time of a mean on the device, by CUDA events."""
-    samples = range(3, 3 + len(lanes))
+    samples = [3] * len(lanes) if equal else range(3, 3 + len(lanes))
     outcomes = (outcome_of(number, samples, drift=drift) for number in range(rounds + 2))
     times = [one_round(collective, lanes, outcome).sync_ms for outcome in outcomes]
     return median(times[2:])
@@ -117,8 +120,13 @@ def host_ms(replicas: Sequence[FlatReplica], lanes: Sequence[Lane], rounds: int)
     return median(times[2:])
 
 
-def against_copies(place: Place, name: str, make: Make, ranks: int, pairs: int) -> Iterator[Finding]:
-    """Measure a collective on replicas of 100 million float32 parameters, with and without the drift."""
+def against_copies(
+    place: Place, name: str, make: Make, ranks: int, pairs: int, *, equal: bool = False
+) -> Iterator[Finding]:
+    """Measure a collective on replicas of 100 million float32 parameters, with and without the drift.
+
+    The ranks' samples differ, or are `equal`.
+    """
     parameters = place.pick(100_000_000, 120_000)
     replicas, lanes = open_replicas(place, ranks, parameters)
     memories = [memory for replica in replicas for memory in replica.memories]
@@ -132,9 +140,9 @@ def against_copies(place: Place, name: str, make: Make, ranks: int, pairs: int) 
     collective = make(replicas, lanes)
     rounds = place.pick(20, 5)
     try:
-        label = f"{name}, {ranks} x {parameters / 1e6:g} M"
+        label = f"{name}, {ranks} x {parameters / 1e6:g} M{', equal samples' if equal else ''}"
         for drift in (False, True):
-            ours = partial(mean_ms, collective, lanes, rounds, drift)
+            ours = partial(mean_ms, collective, lanes, rounds, drift, equal)
             result = compare(
                 f"{label}{' with drift' if drift else ''}: fraction of copy bandwidth",
                 {"copy": copied, "mean": ours},
@@ -151,7 +159,10 @@ def against_copies(place: Place, name: str, make: Make, ranks: int, pairs: int) 
 
 def measure(place: Place) -> Iterator[Finding]:
     pairs = place.pick(7, 1)
+    has_kernels = kernels_on(place.device, 2) is not None
+    yield Note(f"local: {'by kernels, in one pass' if has_kernels else 'by torch alone: no kernels here'}")
     for ranks in (2, 4):
         yield from against_copies(place, "local", DeviceMean, ranks, pairs)
+        yield from against_copies(place, "local by torch", partial(DeviceMean, by_torch=True), ranks, pairs)
     replicas, lanes = open_replicas(place, 2, place.pick(100_000_000, 600_000))
     yield Figure("cpu backend, 2 replicas, ms", host_ms(replicas, lanes, place.pick(3, 3)))

@@ -16,7 +16,7 @@ from bench.gpu.checks import deviation, faults_of
 from bench.gpu.part import Figure, Finding, Note, Place, Skipped, timed_ms
 from bench.harness import step_ms
 from flowdp.collective.nccl import NcclMean, load
-from flowdp.collective.nccl_setup import CommunicatorSetup, Side, abort_all, sum_replicas
+from flowdp.collective.nccl_setup import CommunicatorSetup, Side, abort_all, launch_group, sum_replicas
 from flowdp.device.streams import QUIET
 from flowdp.options import RuntimeOptions
 
@@ -35,6 +35,7 @@ def measure_one(place: Place) -> Iterator[Finding]:
         side = Side(nccl, lanes[0], replica.flats)
     comms = CommunicatorSetup(nccl, lanes, [replica.flats]).wait()
     mean = partial(sum_replicas, nccl, comms, [side], (3,), drift=False)
+    own = partial(launch_group, nccl, comms, [side.calls])
     try:
         mean()
         others = [torch.empty_like(memory) for memory in replica.memories]
@@ -47,8 +48,10 @@ def measure_one(place: Place) -> Iterator[Finding]:
             lanes[0].comm.synchronize()
             ms = timed_ms(place, mean, repeats=20)
             yield Figure("NCCL, 1 rank x 100 M, ms", ms)
-            # NCCL itself has nothing to do, so this is what a mean costs around it.
-            yield Figure("NCCL, 1 rank: mean / copy of the replica", ms / timed_ms(place, copy, repeats=20))
+            copy_ms = timed_ms(place, copy, repeats=20)
+            own_ms = timed_ms(place, own, repeats=20)
+            yield Figure("NCCL, 1 rank, equal samples: mean / copy of the replica", ms / copy_ms)
+            yield Figure("NCCL, 1 rank, equal samples: NCCL alone / copy of the replica", own_ms / copy_ms)
             yield Figure("NCCL, 1 rank, launch, host, us", 1e3 * step_ms(mean, steps=20))
         lanes[0].drain()
         after = replica.memories[0].double().sum().item()
@@ -87,4 +90,5 @@ def measure_several(ranks: int, place: Place) -> Iterator[Finding]:
     ):
         raise RuntimeError(f"one of {ranks} ranks leaves: {'; '.join(found[:5])}")
     yield Note(f"NCCL, {ranks} ranks on one card: one leaves, the others continue: passed")
-    yield from against_copies(place, "NCCL", NcclMean, ranks, place.pick(5, 1))
+    for equal in (False, True):
+        yield from against_copies(place, "NCCL", NcclMean, ranks, place.pick(5, 1), equal=equal)

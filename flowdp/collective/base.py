@@ -9,14 +9,17 @@ multiplied by 0, for 0 times NaN is NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from flowdp.collective.fused import Kernels
 from flowdp.collective.outer import Move, OuterMomentum
 from flowdp.device.accelerator import is_accelerator
 from flowdp.device.flat_parameters import Flat
@@ -27,6 +30,7 @@ __all__ = [
     "NOTHING",
     "Averaging",
     "BlockMean",
+    "Carrier",
     "Collective",
     "Judge",
     "Reading",
@@ -45,6 +49,10 @@ stay in the cache, and a call is long enough that two threads seldom wait for th
 CUDA_BLOCK = 1 << 23
 """Elements of a block on a CUDA device: few launches, and a scratch of 32 MB of float32 that its cache can
 still hold when the mean is spread."""
+
+FAR_BLOCK = 1 << 21
+"""Elements of a block of which some sources lie on another card: a copy of 8 MB of float32 is long beside its
+launch, and two blocks of seven sources are 112 MB."""
 
 LINE = 64
 """Parts start on multiples of this many elements: at least a cache line of any dtype, so no two threads write
@@ -178,10 +186,63 @@ def relative_drift(square: float, mean_square: float) -> float:
     return 0.0 if mean <= 1e-10 else math.sqrt(square) / mean
 
 
-class BlockMean:
-    """Averages one part of flat memories, block by block, while each block is in the cache.
+class Carrier:
+    """Copies of blocks from and to other devices: here, in order with the sums, on the current streams.
 
-    The blocks are cut once, and the scratch for them is made at the first use.
+    Attributes:
+        slots: Blocks for which there is room at once.
+    """
+
+    slots = 1
+
+    def begin(self) -> None:
+        """The sources may be read from here on."""
+
+    def fetch(self, _slot: int, copy: Callable[[], object]) -> None:
+        """Copy a block in, as soon as the sums of the last one in its slot are done."""
+        copy()
+
+    def await_fetch(self, _slot: int) -> None:
+        """Let the sums wait for a block."""
+
+    def send(self, _slot: int, copy: Callable[[], object]) -> None:
+        """The sums of a block are done; copy its mean out."""
+        copy()
+
+    def end(self) -> None:
+        """Let what follows the sums wait for all that was sent."""
+
+
+_Kind = Literal["parameters", "unmeasured", "buffers", "counts"]
+
+
+@dataclass(slots=True)
+class _Block:
+    """The same elements of all sources, and of all targets.
+
+    Attributes:
+        kind: Arithmetic.
+        sources: One for each member.
+        targets: Those on the device of the sums.
+        sent: Those on other devices.
+        move: Outer step.
+        rows: Where a kernel writes its squares; None: torch takes the mean.
+    """
+
+    kind: _Kind
+    sources: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    sent: Sequence[Tensor]
+    move: Move | None = None
+    rows: slice | None = None
+
+
+class BlockMean:
+    """Averages one part of flat memories.
+
+    With kernels the mean of parameters is one pass over the memory. Torch needs several, and goes block by
+    block, while each block is in the cache. The blocks are cut once, and the scratch for them is made at the
+    first use.
 
     Args:
         flats: The layout that all memories have.
@@ -194,11 +255,13 @@ class BlockMean:
         far: Sources on other devices, by index. They are brought over block by block.
         outer: Outer step of the parameters; None: they become the plain mean.
         is_cut: Of parameters that are cut, it reduces the span that has its number, for the first target.
+        kernels: Kernels for this number of members on that device; None: torch alone.
+        carrier: Copies what is far.
 
     Threads: one. Distinct parts touch distinct memory, so each may have its own.
-    Streams: everything is enqueued on the current one of that device. A copy between two devices is ordered
-        by torch with the current streams of both, so a caller with `far` sources or targets makes both
-        current.
+    Streams: everything but the carrier's copies is enqueued on the current one of that device. A copy between
+        two devices is ordered by torch with the current streams of both, so a caller with `far` sources or
+        targets makes both current.
     """
 
     def __init__(
@@ -213,39 +276,48 @@ class BlockMean:
         far: Collection[int] = (),
         outer: OuterMomentum | None = None,
         is_cut: bool = False,
+        kernels: Kernels | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         self._members = len(sources)
         self._device = device or (flats[0].memory.device if flats else torch.device("cpu"))
         self._far = frozenset(far)
         self._squares = torch.zeros(self._members + 1, dtype=torch.float64, device=self._device)
-        self._rows = self._squares.unbind()
-        self._scratch: dict[tuple[torch.dtype, int, int], Tensor] = {}
-        self._parameters: list[_Blocks] = []
-        self._moves: list[Move | None] = []  # outer step of each block of these
-        self._unmeasured: list[_Blocks] = []
-        self._buffers: list[_Blocks] = []
-        self._counts: list[_Blocks] = []
+        self._cells = self._squares.unbind()
+        self._scratch: dict[tuple[torch.dtype, object, int], Tensor] = {}
+        self._kernels = kernels
+        self._carrier = carrier or Carrier()
+        self._blocks: list[_Block] = []
+        rows = 0
         for index, flat in enumerate(flats):
-            rest = self._counts if flat.counts else self._buffers
-            parameters = self._parameters if flat.is_measured else self._unmeasured
-            spans = ((parameters, 0, flat.split), (rest, flat.split, flat.memory.numel()))
-            for blocks, start, stop in spans:
-                is_span = is_cut and flat.spans > 1 and blocks is parameters
-                own = flat.span(part)
-                first, last = (own.start, own.stop) if is_span else _bounds(start, stop, part, parts)
-                ours = _cut([memories[index] for memories in sources], first, last)
-                theirs = ours
-                if targets is not sources:
-                    theirs = _cut([memories[index] for memories in targets], first, last)
-                if is_span:
-                    theirs = [block[:1] for block in theirs]
-                blocks += zip(ours, theirs, strict=True)
-                if blocks is self._parameters:
-                    state = None if outer is None else outer.state(index)
-                    if outer is None or state is None:
-                        self._moves += [None] * len(ours)
-                    else:
-                        self._moves += [outer.move(*one) for one in _cut(state, first, last)]
+            ours = [memories[index] for memories in sources]
+            theirs = [] if targets is sources else [memories[index] for memories in targets]
+            places = range(len(ours)) if targets is sources else range(len(ours), len(ours) + len(theirs))
+            sent = {at for at, one in enumerate(theirs, len(ours)) if one.device != self._device}
+            sent |= self._far.intersection(places)
+            state = (outer.state(index) if outer is not None and flat.is_measured else None) or ()
+            is_fused = kernels is not None and not state and kernels.take([*ours, *theirs])
+            for kind, start, stop in _kinds(flat):
+                first, last = _bounds(start, stop, part, parts)
+                to = places
+                if is_cut and flat.spans > 1 and start < flat.split:
+                    own = flat.span(part)
+                    first, last, to = own.start, own.stop, places[:1]
+                is_in_one = is_fused and kind in ("parameters", "unmeasured")
+                moved = state if kind == "parameters" else ()
+                for tensors in _cut([*ours, *theirs, *moved], first, last, self._size(is_in_one)):
+                    block = _Block(
+                        kind,
+                        tensors[: len(ours)],
+                        [tensors[at] for at in to if at not in sent],
+                        [tensors[at] for at in to if at in sent],
+                        outer.move(*tensors[-2:]) if outer is not None and moved else None,
+                    )
+                    if is_in_one and kernels is not None:
+                        block.rows = slice(rows, rows + kernels.blocks(last - first))
+                        rows = block.rows.stop
+                    self._blocks.append(block)
+        self._rows = torch.zeros(rows, self._members + 1, dtype=torch.float64, device=self._device)
 
     def reduce(
         self, samples: Sequence[int], *, drift: bool, bad: Sequence[Tensor | None] = ()
@@ -270,31 +342,76 @@ class BlockMean:
         if total <= 0:
             raise ProtocolError("no member of the mean has trained a sample")
         givers = [member for member, count in enumerate(samples) if count]
-        weights = [samples[member] / total for member in givers]
-        if any(flag is not None for flag in bad):
-            shares: _Shares = _DeviceShares(weights, [bad[member] for member in givers], self._device)
-        else:
-            shares = _Shares(weights)
+        weights = [count / total for count in samples]
+        flags = [None if flag is None else flag.to(self._device, non_blocking=True) for flag in bad]
+        shares = _Shares([weights[giver] for giver in givers])
+        if any(flag is not None for flag in flags):
+            shares = _DeviceShares(shares.weights, [flags[giver] for giver in givers], self._device)
         squares = self._sums() if drift else None
-        for (ours, theirs), move in zip(self._parameters, self._moves, strict=True):
-            self._mean(ours, theirs, givers, shares, squares, move)
-        for ours, theirs in self._unmeasured:
-            self._mean(ours, theirs, givers, shares, None, None)
-        for ours, theirs in self._buffers:
-            self._exact_mean(ours, theirs, givers, shares)
-        for ours, theirs in self._counts:
-            self._maximum(ours, theirs)
+        for block, sources, targets in self._brought():
+            measured = squares if block.kind == "parameters" else None
+            if block.rows is not None and self._kernels is not None:
+                rows = None if measured is None else self._rows[block.rows]
+                self._kernels.mean(sources, targets, weights, flags, rows)
+            elif block.kind == "buffers":
+                self._exact_mean(sources, targets, givers, shares)
+            elif block.kind == "counts":
+                self._maximum(sources, targets)
+            else:
+                self._mean(sources, targets, givers, shares, measured, block.move)
         if squares and isinstance(squares[0], _HostSum):
             sums = [float(square) for square in squares]
             return torch.tensor(sums, dtype=torch.float64, device=self._device)
+        if drift and len(self._rows):
+            self._squares.add_(self._rows.sum(0))
         return self._squares if drift else None
+
+    def _brought(self) -> Iterator[tuple[_Block, Sequence[Tensor], Sequence[Tensor]]]:
+        """Each block with sources and targets on the device of the sums, which the caller then enqueues.
+
+        The sources of the next block are under way meanwhile, and so are means of earlier ones.
+        """
+        carrier, blocks = self._carrier, self._blocks
+        near: list[Sequence[Tensor]] = [block.sources for block in blocks]
+        if self._far:
+            carrier.begin()
+        for at in range(-carrier.slots + 1, len(blocks)):
+            coming = at + carrier.slots - 1
+            if self._far and coming < len(blocks):
+                slot = coming % carrier.slots
+                near[coming] = self._landing(blocks[coming], slot)
+                carrier.fetch(slot, partial(_copy_all, blocks[coming].sources, near[coming]))
+            if at < 0:
+                continue
+            block, slot = blocks[at], at % carrier.slots
+            targets = block.targets or [self._room(block.sent[0].dtype, "out", block.sent[0])]
+            if self._far:
+                carrier.await_fetch(slot)
+            yield block, near[at], targets
+            if self._far or block.sent:
+                carrier.send(slot, partial(_spread, targets[0], block.sent))
+        if self._far:
+            carrier.end()
+
+    def _landing(self, block: _Block, slot: int) -> Sequence[Tensor]:
+        """The sources of a block, with room on this device instead of those that are far."""
+        return [
+            self._room(source.dtype, (slot, member), source) if member in self._far else source
+            for member, source in enumerate(block.sources)
+        ]
+
+    def _size(self, is_in_one: bool) -> int:
+        """Elements of a block."""
+        if is_accelerator(self._device) and (self._far or is_in_one):
+            return FAR_BLOCK if self._far else sys.maxsize
+        return _block_size(self._device)
 
     def _sums(self) -> Sequence[_Sum]:
         """Sums for each member and for the mean, at zero."""
         if _adds_on_host(self._device):
-            return [_HostSum() for _ in self._rows]
+            return [_HostSum() for _ in self._cells]
         self._squares.zero_()
-        return self._rows
+        return self._cells
 
     def _mean(
         self,
@@ -306,25 +423,29 @@ class BlockMean:
         move: Move | None,
     ) -> None:
         dtype = arithmetic(sources[0].dtype)
-        apart = bool(self._far) or not sources[0].dtype == targets[0].dtype == dtype
-        if len(givers) == len(sources) == 2 and not apart:
+        is_narrow = not sources[0].dtype == targets[0].dtype == dtype
+        if len(givers) == len(sources) == 2 and not is_narrow and not self._far:
             self._mean_of_two(sources, targets, shares, squares, move)
             return
-        # Distances need every source once more when the mean is known, so it cannot overwrite the first.
-        mean = self._room(dtype, 0, sources[0]) if apart or squares is not None else targets[0]
+        first, *others = givers
+        # Distances need every source once more when the mean is known, so it cannot overwrite one of them.
+        needed = others if squares is None else givers
+        is_apart = is_narrow or any(sources[giver] is targets[0] for giver in needed)
+        mean = self._room(dtype, "mean", sources[0]) if is_apart else targets[0]
         # Giver by giver, each as far towards it as its share of those so far: equal replicas stay equal to
         # the bit, which a sum of products does not promise.
-        if mean is not sources[givers[0]]:
-            mean.copy_(sources[givers[0]])
-        first, *steps = shares.steps(dtype)
-        for giver, step in zip(givers[1:], steps, strict=True):
-            mean.lerp_(self._near(dtype, giver, sources), step)
-        if not steps and isinstance(first, Tensor):
-            mean.mul_(first)  # NaN where the only one is left out
+        so_far = sources[first]
+        share, *steps = shares.steps(dtype)
+        if so_far is not mean and (is_narrow or not steps):
+            so_far = mean.copy_(so_far)
+        for giver, step in zip(others, steps, strict=True):
+            so_far = torch.lerp(so_far, self._wide(dtype, sources[giver]), step, out=mean)
+        if not steps and isinstance(share, Tensor):
+            mean.mul_(share)  # NaN where the only one is left out
         if squares is not None:
             for giver in givers:
-                away = self._room(dtype, 1, sources[giver])
-                squares[giver].add_(_square(torch.sub(self._near(dtype, giver, sources), mean, out=away)))
+                away = self._room(dtype, "wide", sources[giver])
+                squares[giver].add_(_square(torch.sub(self._wide(dtype, sources[giver]), mean, out=away)))
             squares[-1].add_(_square(mean))
         if move is not None:
             move(mean)
@@ -340,12 +461,12 @@ class BlockMean:
     ) -> None:
         """Two replicas lie on opposite sides of their mean, so the distance of one is that of both."""
         heavy, light = (0, 1) if shares.weights[0] >= shares.weights[1] else (1, 0)
-        in_place = targets is sources
+        in_place = len(targets) == 2 and targets[0] is sources[0]
         mean = sources[heavy] if in_place else targets[0]
         torch.lerp(sources[heavy], sources[light], shares.of_all(mean.dtype)[light], out=mean)
         if squares is not None:
             # The lighter replica is the farther one: its distance loses the fewest digits.
-            away = sources[light] if in_place else self._room(mean.dtype, 1, mean)
+            away = sources[light] if in_place else self._room(mean.dtype, "wide", mean)
             square = _square(torch.sub(sources[light], mean, out=away))
             squares[light].add_(square)
             squares[heavy].add_(square, alpha=(shares.weights[light] / shares.weights[heavy]) ** 2)
@@ -361,29 +482,27 @@ class BlockMean:
         givers: Sequence[int],
         shares: _Shares,
     ) -> None:
-        mean = self._room(torch.float64, 0, sources[0]).copy_(sources[givers[0]])
-        others = (self._near(torch.float64, giver, sources) for giver in givers[1:])
+        mean = self._room(torch.float64, "mean", sources[0]).copy_(sources[givers[0]])
+        others = (self._wide(torch.float64, sources[giver]) for giver in givers[1:])
         add_weighted(mean, others, shares.of_all(torch.float64))
         _spread(mean, targets)
 
     def _maximum(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        greatest = self._room(sources[0].dtype, 0, sources[0]) if self._far else targets[0]
+        is_apart = any(source is targets[0] for source in sources[1:])
+        greatest = self._room(sources[0].dtype, "mean", sources[0]) if is_apart else targets[0]
         if greatest is not sources[0]:
             greatest.copy_(sources[0])
-        for member, source in enumerate(sources[1:], 1):
-            torch.maximum(greatest, self._near(source.dtype, member, sources), out=greatest)
+        for source in sources[1:]:
+            torch.maximum(greatest, source, out=greatest)
         _spread(greatest, targets)
 
-    def _near(self, dtype: torch.dtype, member: int, sources: Sequence[Tensor]) -> Tensor:
-        """A source itself, or the second scratch block holding it: in this dtype, on this device."""
-        source = sources[member]
-        if source.dtype == dtype and member not in self._far:
-            return source
-        return self._room(dtype, 1, source).copy_(source)
+    def _wide(self, dtype: torch.dtype, source: Tensor) -> Tensor:
+        """A source itself, or scratch of this dtype that holds it."""
+        return source if source.dtype == dtype else self._room(dtype, "wide", source).copy_(source)
 
-    def _room(self, dtype: torch.dtype, row: int, like: Tensor) -> Tensor:
-        """One of two scratch blocks of this dtype, as long as a block."""
-        key = dtype, row, like.numel()
+    def _room(self, dtype: torch.dtype, use: object, like: Tensor) -> Tensor:
+        """The scratch for a use, of this dtype, as long as a block."""
+        key = dtype, use, like.numel()
         if key not in self._scratch:
             self._scratch[key] = torch.empty(like.numel(), dtype=dtype, device=self._device)
         return self._scratch[key]
@@ -391,7 +510,7 @@ class BlockMean:
 
 def shift(flat: Flat, mean: Tensor, snapshot: Tensor) -> None:
     """Add `mean - snapshot` to the parameters of a flat, in the dtype of `arithmetic`; its buffers stay."""
-    blocks = _cut((flat.memory, mean, snapshot), 0, flat.split)
+    blocks = _cut((flat.memory, mean, snapshot), 0, flat.split, _block_size(flat.memory.device))
     narrow = flat.memory.dtype != mean.dtype
     room = torch.empty(2, len(blocks[0][0]) if blocks else 0, dtype=mean.dtype, device=mean.device)
     for ours, new, old in blocks:
@@ -425,15 +544,8 @@ class _DeviceShares(_Shares):
 
     def __init__(self, weights: Sequence[float], bad: Sequence[Tensor | None], device: torch.device) -> None:
         super().__init__(weights)
-        counting = torch.empty(len(weights), dtype=torch.float64, device=device)
-        for cell, weight, is_bad in zip(counting.unbind(), weights, bad, strict=True):
-            cell.fill_(weight)
-            if is_bad is not None:
-                cell.masked_fill_(is_bad.to(device, non_blocking=True), 0.0)
-        so_far = counting.cumsum(0)
-        self._of_all = counting / so_far[-1]
-        self._steps = counting / so_far
-        self._steps[:-1].nan_to_num_(0.0)  # no rank counts so far
+        self._bad = bad
+        self._device = device
         self._cast: dict[tuple[torch.dtype, bool], Sequence[Tensor]] = {}
 
     def of_all(self, dtype: torch.dtype) -> Sequence[float | Tensor]:
@@ -442,10 +554,22 @@ class _DeviceShares(_Shares):
     def steps(self, dtype: torch.dtype) -> Sequence[float | Tensor]:
         return self._in(dtype, is_step=True)
 
+    @cached_property
+    def _both(self) -> tuple[Tensor, Tensor]:  # not made where a kernel has the flags itself
+        counting = torch.empty(len(self.weights), dtype=torch.float64, device=self._device)
+        for cell, weight, is_bad in zip(counting.unbind(), self.weights, self._bad, strict=True):
+            cell.fill_(weight)
+            if is_bad is not None:
+                cell.masked_fill_(is_bad, 0.0)
+        so_far = counting.cumsum(0)
+        steps = counting / so_far
+        steps[:-1].nan_to_num_(0.0)  # no rank counts so far
+        return counting / so_far[-1], steps
+
     def _in(self, dtype: torch.dtype, *, is_step: bool) -> Sequence[Tensor]:
         key = dtype, is_step
         if key not in self._cast:
-            self._cast[key] = (self._steps if is_step else self._of_all).to(dtype).unbind()
+            self._cast[key] = self._both[is_step].to(dtype).unbind()
         return self._cast[key]
 
 
@@ -469,8 +593,10 @@ def _adds_on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-_Blocks = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""The same block of all sources, and of all targets."""
+def _kinds(flat: Flat) -> Iterator[tuple[_Kind, int, int]]:
+    """The arithmetic of each part of a flat, and where the part begins and ends."""
+    yield "parameters" if flat.is_measured else "unmeasured", 0, flat.split
+    yield "counts" if flat.counts else "buffers", flat.split, flat.memory.numel()
 
 
 def _bounds(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
@@ -480,12 +606,14 @@ def _bounds(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
     return start + first, stop if part + 1 == parts else start + last
 
 
-def _cut(tensors: Sequence[Tensor], start: int, stop: int) -> list[tuple[Tensor, ...]]:
+def _block_size(device: torch.device) -> int:
+    return CUDA_BLOCK if is_accelerator(device) else BLOCK * torch.get_num_threads()
+
+
+def _cut(tensors: Sequence[Tensor], start: int, stop: int, size: int) -> list[tuple[Tensor, ...]]:
     """The span of all tensors, block by block."""
-    if start == stop:
-        return []
-    size = CUDA_BLOCK if is_accelerator(tensors[0].device) else BLOCK * torch.get_num_threads()
-    return list(zip(*(torch.split(tensor[start:stop], size) for tensor in tensors), strict=True))
+    spans = [slice(at, min(at + size, stop)) for at in range(start, stop, size)]
+    return [tuple(tensor[span] for tensor in tensors) for span in spans]
 
 
 def _square(tensor: Tensor) -> Tensor:
@@ -500,3 +628,9 @@ def _spread(mean: Tensor, targets: Sequence[Tensor]) -> None:
     for target in targets:
         if target is not mean:
             target.copy_(mean)
+
+
+def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if target is not source:
+            target.copy_(source)

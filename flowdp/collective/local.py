@@ -1,25 +1,26 @@
 """The mean of replicas on CUDA devices where they lie, by ordinary kernels and copies.
 
 The last arrival at the gate enqueues everything, for all members. Replicas on one card are one memory; on
-several cards each card reduces a part of all replicas, and remote memory is copied over block by block. Of
-memory that is cut each rank reduces its own span. Torch
-lets a copy between two cards wait for the current streams of both, and both for the copy. So each part has
-streams of its own on the other cards, or the cards would work one after another.
+several cards each card reduces a part of all replicas, and remote memory is copied over block by block: the
+next one comes in, and the last mean goes out, while a block is summed. Of memory that is cut each rank
+reduces its own span. Torch lets a copy between two cards wait for the current streams of both, and both for
+the copy. So each part has streams of its own on all cards, or they would work one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import BlockMean, relative_drift
+from flowdp.collective.base import BlockMean, Carrier, relative_drift
+from flowdp.collective.fused import kernels_on
 from flowdp.collective.on_streams import StreamedMean
 from flowdp.device.flat_parameters import FlatTensors
-from flowdp.device.streams import Lane
+from flowdp.device.streams import Lane, Stream
 from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Outcome
 
@@ -32,17 +33,30 @@ class DeviceMean(StreamedMean):
     All members get the same bits: each block is averaged once, on the card of one of them. Several lanes may
     be of one device.
 
+    Args:
+        replicas: One per rank.
+        lanes: One per rank.
+        outer: Outer step behind each mean; None: there is none.
+        by_torch: Without kernels of flowdp's own.
+
     Raises:
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
     """
 
     def __init__(
-        self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], outer: OuterOptions | None = None
+        self,
+        replicas: Sequence[FlatTensors],
+        lanes: Sequence[Lane],
+        outer: OuterOptions | None = None,
+        *,
+        by_torch: bool = False,
     ) -> None:
         super().__init__(replicas, lanes, width=len(replicas) + 1, outer=outer)
         self._plan: tuple[Sequence[int], dict[int, BlockMean]] = ((), {})
         self._is_cut = any(flat.spans > 1 for flat in replicas[0].flats)
         self._done = [lane.event() for lane in lanes]  # of the spans
+        if len(lanes) > 1 and not by_torch:
+            self._load_kernels()
 
     def _workers(self, outcome: Outcome) -> Sequence[int]:
         """The first member on each card; all of them, where each has a span."""
@@ -118,6 +132,8 @@ class DeviceMean(StreamedMean):
     def _mean_of(self, members: Sequence[int], worker: int, part: int, parts: int) -> BlockMean:
         here = self._lanes[worker].device
         memories = [self._replicas[member].memories for member in members]
+        lanes = {self._lanes[member].device: self._lanes[member] for member in members}
+        others = [lane for device, lane in lanes.items() if device != here]
         return BlockMean(
             self._replicas[worker].flats,
             memories,
@@ -126,9 +142,69 @@ class DeviceMean(StreamedMean):
             parts=parts,
             far=[at for at, member in enumerate(members) if self._lanes[member].device != here],
             is_cut=self._is_cut,
+            kernels=None if self._kernels[worker] is None else kernels_on(here, len(members)),
+            carrier=_Ahead(self._lanes[worker], others, part, parts) if others else None,
         )
 
     def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
         own, last = outcome.members.index(rank), len(outcome.members)
         mean_square = sum(row[last] for row in rows)
         return relative_drift(sum(row[own] for row in rows), mean_square), sqrt(mean_square)
+
+
+class _Ahead(Carrier):
+    """Copies of one part on streams of their own, in both directions, beside the sums on `comm`.
+
+    Args:
+        lane: Where the sums are.
+        others: A lane of each other card.
+        part: Index of the part.
+        parts: Number of parts.
+    """
+
+    slots = 2
+
+    def __init__(self, lane: Lane, others: Sequence[Lane], part: int, parts: int) -> None:
+        self._lane = lane
+        self._others = others
+        self._numbers = part, parts + part  # of the streams in, and out
+        self._in, self._out = (lane.aside(number) for number in self._numbers)
+        self._begun, self._sent = lane.event(), lane.event()
+        self._fetched = [lane.event() for _ in range(self.slots)]
+        self._summed = [lane.event() for _ in range(self.slots)]
+
+    def begin(self) -> None:
+        """See `Carrier.begin`."""
+        self._begun.record(self._lane.comm)
+        self._in.wait_event(self._begun)
+
+    def fetch(self, slot: int, copy: Callable[[], object]) -> None:
+        """See `Carrier.fetch`."""
+        self._in.wait_event(self._summed[slot])
+        with self._at(self._in, self._numbers[0]):
+            copy()
+        self._fetched[slot].record(self._in)
+
+    def await_fetch(self, slot: int) -> None:
+        """See `Carrier.await_fetch`."""
+        self._lane.comm.wait_event(self._fetched[slot])
+
+    def send(self, slot: int, copy: Callable[[], object]) -> None:
+        """See `Carrier.send`."""
+        self._summed[slot].record(self._lane.comm)
+        self._out.wait_event(self._summed[slot])
+        with self._at(self._out, self._numbers[1]):
+            copy()
+
+    def end(self) -> None:
+        """See `Carrier.end`."""
+        self._sent.record(self._out)
+        self._lane.comm.wait_event(self._sent)
+
+    @contextmanager
+    def _at(self, stream: Stream, number: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for other in self._others:
+                stack.enter_context(other.on(other.aside(number)))
+            stack.enter_context(self._lane.on(stream))
+            yield

@@ -6,9 +6,9 @@ stand in the gate and no other thread allocates or pins (`QUIET`).
 
 Each rank scales its replica by its samples where these differ, the group sums, and each divides by the
 summed weight, which rides along in a tail of its own. So a rank that its device finds not to be finite leaves
-itself out, and all hear of it in that sum. Not NCCL's own mean: that knows no weights, rounds 1 / n to the
-tensor's dtype, and loses the reduction inside the switch. Only here is cupy imported, which calls NCCL, at
-first use.
+itself out, and all hear of it in that sum. So one pass of ours is around NCCL where samples are equal, and
+two elsewhere. Not NCCL's own mean: that knows no weights, rounds 1 / n to the tensor's dtype, and loses the
+reduction inside the switch, which is worth more than the pass.
 
 A communicator knows no fewer ranks than it was made for. When ranks have left, the next launch makes new ones
 for the others, while these stand in the gate.
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import relative_drift
+from flowdp.collective.fused import import_cupy
 from flowdp.collective.nccl_setup import (
     MAKING_S,
     REMAKING_S,
@@ -75,13 +76,13 @@ def load(devices: Sequence[torch.device]) -> Any:
         raise CollectiveError("this torch is built without CUDA, and NCCL is for CUDA devices")
     major = torch.version.cuda.split(".")[0]
     try:
-        import cupy
-        from cupy.cuda import nccl
+        cupy = import_cupy()
     except ImportError as error:
         raise CollectiveError(
             f"NCCL is called through cupy, which cannot be imported ({error}): pip install "
             f"'flowdp[cuda{major}]' (cupy-cuda{major}x, for a torch of CUDA {torch.version.cuda})"
         ) from error
+    nccl = cupy.cuda.nccl
     if not nccl.available:
         raise CollectiveError(
             f"cupy finds no NCCL: pip install nvidia-nccl-cu{major}, which torch brings too"
@@ -203,6 +204,7 @@ class NcclMean(StreamedMean):
         self._is_over = False
         self._members = tuple(range(len(lanes)))  # ranks of the communicators
         flats = [replica.flats for replica in replicas]
+        self._load_kernels()
         try:
             with QUIET:
                 self._sides = [

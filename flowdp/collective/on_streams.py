@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from torch import Tensor, float64
 
 from flowdp.collective.base import NOTHING, Averaging, Judge, Reading, is_held, unjudged
+from flowdp.collective.fused import MEMBERS, Kernels, kernels_on
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
@@ -78,6 +79,7 @@ class StreamedMean(ABC):
         self._lanes = tuple(lanes)
         self._ready = [lane.event() for lane in lanes]
         self._bad: list[Tensor | None] = [None] * len(lanes)  # verdict of each rank
+        self._kernels: list[Kernels | None] = [None] * len(lanes)
         self._is_alone = len(lanes) == 1  # no other replica replaces a bad one
         with QUIET:
             pinned = [lane.pinned((ROUNDS, width), float64).unbind() for lane in lanes]
@@ -97,8 +99,11 @@ class StreamedMean(ABC):
         self._replicas[rank].gather()
         bad = self._bad[rank] = judge()
         if bad is not None and not self._is_alone:
+            kernels, is_sound = self._kernels[rank], bad.logical_not().double()
             for flat in self._replicas[rank].flats:
-                if not flat.counts:
+                if kernels is not None and kernels.take([flat.memory]):
+                    kernels.scale(flat.memory, is_sound)
+                elif not flat.counts:
                     flat.memory.masked_fill_(bad, 0.0)
         self._ready[rank].record(self._lanes[rank].compute)
 
@@ -150,6 +155,12 @@ class StreamedMean(ABC):
         with ExitStack() as draining:  # of every lane, also where the device of one is dead
             for lane in self._lanes:
                 draining.callback(lane.drain)
+
+    def _load_kernels(self) -> None:
+        """Compile what can be compiled, before the first round."""
+        with QUIET:
+            members = min(len(self._lanes), MEMBERS)
+            self._kernels = [kernels_on(lane.device, members) for lane in self._lanes]
 
     def _here(self, outcome: Outcome) -> Sequence[int]:
         """Members of a round that are ranks of this process."""

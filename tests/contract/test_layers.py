@@ -44,7 +44,7 @@ STANDARD_LIBRARY_ALONE = {
 }
 PURE = STANDARD_LIBRARY_ALONE - {"threads"}
 IMPURE = {"threading", "queue", "time", "os", "logging"}
-ONLY_IN = {"cupy": "collective/nccl.py", "cupyx": "collective/nccl.py", "cupy_backends": "collective/nccl.py"}
+ONLY_IN = dict.fromkeys(("cupy", "cupyx", "cupy_backends"), "collective/fused.py")
 
 
 def room_of(module: tuple[str, ...]) -> str:
@@ -119,7 +119,7 @@ def test_imports_go_downward() -> None:
         ("threads/gate.py", "import threading", True),
         ("threads/gate.py", "import torch", False),
         ("collective/local.py", "def f():\n    import cupy", False),
-        ("collective/nccl.py", "import cupy", True),
+        ("collective/fused.py", "import cupy", True),
         ("collective/local.py", "from flowdp.data import reader", False),
         ("engine/worker_thread.py", "from .replica import Replica", True),
         ("engine/worker_thread.py", "from flowdp import trainer", False),

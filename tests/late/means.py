@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.averaging import outcome_of
+from flowdp.collective import base
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import Collective, Reading
 from flowdp.collective.host import HostMean
@@ -85,6 +86,28 @@ def rounds(make: Make, devices: Sequence[int]) -> Door:
         return found
 
     return Door(f"rounds of {make.__name__} on {devices}", work)
+
+
+def in_blocks(_cuda: LateCuda) -> list[str]:
+    """A mean between cards of several blocks: one comes in and one goes out while another is summed."""
+    replicas, lanes = opened((0, 1))
+    collective = DeviceMean(replicas, lanes)
+    slope = torch.arange(SIZE, dtype=torch.float64)
+    for replica, lane in zip(replicas, lanes, strict=True):
+        with lane.on(lane.compute):
+            replica.memories[0].add_(slope.to(lane.device))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "FAR_BLOCK", 16)
+        for number in range(2):
+            for rank, (replica, lane) in enumerate(zip(replicas, lanes, strict=True)):
+                add(replica, lane, 1.0 + 2 * rank)
+            averaged(collective, lanes, outcome_of(number, [1] * len(lanes)))
+    for replica, lane in zip(replicas, lanes, strict=True):
+        with lane.on(lane.compute):
+            replica.memories[0].sub_(slope.to(lane.device))
+    found = wrong(replicas, lanes, [4.0, 4.0])
+    collective.close()
+    return found
 
 
 def averaged(collective: Collective, lanes: Sequence[StreamLane], outcome: Outcome) -> Reading:
@@ -190,6 +213,7 @@ def run_ahead_of_nccl(cuda: LateCuda) -> list[str]:
 MEANS = [
     rounds(DeviceMean, (0, 0)),
     rounds(DeviceMean, (0, 1)),
+    Door("blocks between cards", in_blocks),
     rounds(NcclMean, (0, 1)),
     rounds(in_host, (0, 1)),
     snapshots((0, 0)),

@@ -39,6 +39,7 @@ def late(name: str) -> list[Trial]:
 
 HOST = late("rounds of in_host on (0, 1)")
 CARD = late("rounds of DeviceMean on (0, 0)")
+BLOCKS = [(DOOR["blocks between cards"], order) for order in (LATE, first("aside"))]
 SNAPSHOTS = late("snapshots on (0, 0)")
 THREADS = late("threads, one device")
 WHOLE = late("windows of whole batches")
@@ -72,6 +73,15 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "collective/host.py HostMean.average.read: copies.up[1].synchronize()": HOST,
     "collective/host.py _copy: start.record(lane.comm)": HOST,
     "collective/host.py _copy: end.record(lane.comm)": HOST,
+    "collective/local.py _Ahead.begin: self._begun.record(self._lane.comm)": BLOCKS,
+    "collective/local.py _Ahead.begin: self._in.wait_event(self._begun)": BLOCKS,
+    "collective/local.py _Ahead.fetch: self._in.wait_event(self._summed[slot])": BLOCKS,
+    "collective/local.py _Ahead.fetch: self._fetched[slot].record(self._in)": BLOCKS,
+    "collective/local.py _Ahead.await_fetch: self._lane.comm.wait_event(self._fetched[slot])": BLOCKS,
+    "collective/local.py _Ahead.send: self._summed[slot].record(self._lane.comm)": BLOCKS,
+    "collective/local.py _Ahead.send: self._out.wait_event(self._summed[slot])": BLOCKS,
+    "collective/local.py _Ahead.end: self._sent.record(self._out)": BLOCKS,
+    "collective/local.py _Ahead.end: self._lane.comm.wait_event(self._sent)": BLOCKS,
     "collective/local.py DeviceMean._meet: done.record(lane.comm)": [(CLIPPED, LATE)],
     "collective/local.py DeviceMean._meet: lane.comm.wait_event(done)": [(CLIPPED, LATE)],
     "collective/local_group.py _Rendezvous.wait: stream.wait_event(mark)": THREADS,

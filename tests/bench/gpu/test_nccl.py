@@ -44,7 +44,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_one_rank(fake: FakeNccl) -> None:
     found = list(nccl.measure_one(Place(CPU)))
-    assert len(found) == 5
+    assert len(found) == 6
     assert (fake.destroyed, fake.aborted) == ([0], [0])
 
 
@@ -63,7 +63,7 @@ def test_several_ranks(fake: FakeNccl, trainings: list[dict[str, Any]], ranks: i
     assert sorted(fake.aborted) == [*range(ranks)]  # those of the run that a rank leaves
     # For the means, for those of the remaining ranks, if several, and for the bandwidth.
     others = range(ranks - 1) if ranks > 2 else ()
-    assert sorted(fake.destroyed) == sorted([*range(ranks), *others, *range(ranks)])
+    assert sorted(fake.destroyed) == sorted([*range(ranks), *others, *range(ranks), *range(ranks)])
     assert fake.abused == []
 
 
