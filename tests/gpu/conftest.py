@@ -10,6 +10,7 @@ import torch
 
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
+from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.replica import build
 
 Ranks = Callable[[int], Sequence[torch.device]]
@@ -72,5 +73,7 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_lanes(devices: Sequence[torch.device]) -> list[StreamLane]:
         return [StreamLane(device, card) for device in devices]
 
+    # Times of fake streams are those of the host, so whether steps are captured would be a matter of chance.
+    monkeypatch.setattr(LaunchWatch, "take", lambda watch, launch_ms, device_ms: None)
     for door in (build, wrapper):
         monkeypatch.setattr(door, "open_lanes", open_lanes)

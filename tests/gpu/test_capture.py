@@ -1,4 +1,4 @@
-"""Tests of captured steps on a card, against eager ones; on the CPU the same tests with its own graphs."""
+"""Tests of captured steps on a card, against eager ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ import flowdp
 from bench.gpu.checks import BATCH_SIZE, Single, samples
 
 STEPS = 120
+RATE = 2**-10
+"""A learning rate that is the same number in float32, as it lies on the card."""
+
+
+@pytest.fixture(autouse=True)
+def _no_plain_cpu(request: pytest.FixtureRequest) -> None:
+    """Skip tests on the CPU without fake streams: nothing is captured there."""
+    if "device" in request.fixturenames and request.node.callspec.params["device"] == "cpu":
+        pytest.skip("captured steps need a CUDA device, or a fake one")
 
 
 def model(dropout: float) -> nn.Module:
@@ -28,30 +37,37 @@ def mse(module: nn.Module, batch: Any) -> Any:
     return loss, {"twice": 2 * loss}
 
 
-def train(
+def train(device: torch.device, ranks: int = 1, dropout: float = 0.0, **options: Any) -> flowdp.TrainedState:
+    return trainer(device, ranks, dropout, **options).fit()
+
+
+def trainer(
     device: torch.device,
     ranks: int = 1,
     dropout: float = 0.0,
     *,
     loss: Any = mse,
-    capture: bool = False,
+    capture: Any = False,
+    compiled: bool = False,
     ratios: tuple[float, float] | None = None,
     **options: Any,
-) -> flowdp.TrainedState:
+) -> flowdp.Trainer:
     torch.manual_seed(1)
+    module = model(dropout)
+    if compiled:
+        module.compile()
     return flowdp.Trainer(
-        model(dropout),
-        lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+        module,
+        lambda params: torch.optim.AdamW(params, lr=RATE, fused=True),
         loss,
         dataset=Single(samples(400)),
         per_device_batch_size=BATCH_SIZE,
-        max_steps=STEPS,
         devices=[device] * ranks,
         seed=2,
         progress=False,
         runtime=flowdp.RuntimeOptions(capture=capture, partition_ratios=ratios),
-        **{"policy": "sync", **options},
-    ).fit()
+        **{"policy": "sync", "max_steps": STEPS, **options},
+    )
 
 
 def same(one: flowdp.TrainedState, other: flowdp.TrainedState) -> bool:
@@ -72,6 +88,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Any:
         {"dropout": 0.5},
         {"ranks": 2},
         {"max_grad_norm": 0.1},
+        {"callbacks": [flowdp.EMA(0.99)]},
         {"gradient_accumulation_steps": 2},
         {"policy": "exact", "ranks": 2, "ratios": (0.5, 0.5)},
         {"precision": "bf16"},
@@ -82,6 +99,22 @@ def test_captured_steps_are_the_eager_ones(device, told, options):
     captured, eager = (train(device, capture=capture, **options) for capture in (True, False))
     assert same(captured, eager)
     assert told() == []
+
+
+@pytest.mark.gpu(1)
+def test_captured_steps_of_a_compiled_model_are_the_eager_ones(told):
+    device = torch.device("cuda", 0)
+    captured, eager = (train(device, capture=capture, compiled=True) for capture in (True, False))
+    assert same(captured, eager)
+    assert told() == []
+
+
+@pytest.mark.gpu(1)
+def test_steps_of_small_kernels_are_captured_by_themselves():
+    run = trainer(torch.device("cuda", 0), capture="auto", max_steps=300).start()
+    run.join()
+    assert run.status().capture == ("captured",)
+    assert "1 of 1 with captured steps" in run.report().headline
 
 
 @pytest.mark.parametrize("policy", ["cadence", "async"])
