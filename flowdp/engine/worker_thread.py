@@ -508,7 +508,7 @@ class Worker:
     def _fit_feed(self) -> None:
         """Let the feed use the memory left, once all that training needs has been allocated."""
         captured = self.replica.captured
-        if captured is None or captured.ended is not None or self.current.local_step >= CAPTURED_BY:
+        if captured is None or not captured.is_expected or self.current.local_step >= CAPTURED_BY:
             self._feed.fit()
 
     def _step_together(self, arrival: Arrival, outcome: Outcome) -> None:

@@ -82,6 +82,11 @@ class Captured:
             return "eager: it is not known yet whether a captured step would be faster"
         return CAPTURED if any(form.graph is not None for form in self._forms) else "eager, to be captured"
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether it is known that steps are captured, in a moment or already."""
+        return self.ended is None and (self.watch is None or bool(self.watch.is_behind))
+
     def run(self, batch: Any, worker: Any, factors: Factors) -> Computed | None:
         """Forward and backward of a micro-batch; None: nothing was done, and it is to be done eagerly.
 
