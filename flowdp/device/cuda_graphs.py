@@ -19,8 +19,6 @@ So the ranks need not stand at a gate: one captures where it is, between two ste
 
 `torch.cuda.graph` is not used: it waits for the whole device and empties the allocator's cache, which may
 wait for every device of the process; and after an invalid capture it leaves the stream current.
-
-Nothing of this module has run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class CapturedUpdate:
         self, optimizer: FlatOptimizer, lane: StreamLane, work: Callable[[Optimizer], Sequence[Tensor]]
     ) -> None:
         self._optimizer = optimizer
-        self._pool = GraphPool(lane)
+        self._lane = lane
+        self._pool: GraphPool | None = None
         self._work = work
         self._graph: Graph | None = None
         self._key: object = None  # of the graph: what it depends on
@@ -85,7 +86,8 @@ class CapturedUpdate:
         """Free the graph and its memory."""
         self._graph = self._key = None
         self._norms = ()
-        self._pool.clear()
+        if self._pool is not None:
+            self._pool.clear()
 
     def _record(self, touched: Sequence[bool], key: object) -> bool:
         """Record the step, which does not run yet; returns whether that has worked."""
@@ -98,12 +100,14 @@ class CapturedUpdate:
         if optimizer.graph_key(touched) != key:
             return False  # its runs were divided: the next step, an eager one, makes their state
 
+        pool = self._pool = self._pool or GraphPool(self._lane)
+
         def recorded() -> None:
             with optimizer.recording(self._rates):
                 self._norms = self._work(twin)
 
         try:
-            self._graph = self._pool.capture(recorded)
+            self._graph = pool.capture(recorded)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:

@@ -15,6 +15,7 @@ from flowdp.collective import nccl, nccl_loop
 from flowdp.device import discovery, peer_copies, streams
 from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveError
+from flowdp.policy.capture_plan import LaunchWatch
 from tests.fakes import hide_modes
 from tests.late.device import LateCuda
 from tests.late.dispatch import LateMode
@@ -145,6 +146,8 @@ def _patch_lanes(patch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
     patch.setattr(StreamLane, "__init__", make)
     patch.setattr(StreamLane, "aside", aside)
     patch.setattr(streams, "_made", {})
+    # There are no graphs here; and the times of late streams say nothing about a card's.
+    patch.setattr(LaunchWatch, "take", lambda watch, launch_ms, device_ms: None)
 
 
 def _patch_nccl(patch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
