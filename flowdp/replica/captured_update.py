@@ -49,7 +49,7 @@ class CapturedUpdate:
         self._graph: Graph | None = None
         self._key: object = None  # of the graph: what it depends on
         self._runs = self._futile = 0
-        self._rates = [torch.zeros((), device=lane.device) for _ in optimizer.rates]
+        self._rates: list[Tensor] = []
         self._known: Sequence[float] = ()  # the rates that lie there
         self._norms: Sequence[Tensor] = ()
 
@@ -63,10 +63,9 @@ class CapturedUpdate:
             The norms, in memory of the graph, until it runs again.
         """
         optimizer = self._optimizer
-        key = None if self._futile == FUTILE else optimizer.graph_key(touched)
-        if key is None:
+        if self._futile == FUTILE:
             return None
-        if key != self._key and not self._record(touched, key):
+        if optimizer.graph_key(touched) != self._key and not self._record(touched):
             return None
         rates = optimizer.rates
         if rates != self._known:
@@ -85,21 +84,21 @@ class CapturedUpdate:
     def close(self) -> None:
         """Free the graph and its memory."""
         self._graph = self._key = None
-        self._norms = ()
+        self._norms = self._known = ()
         if self._pool is not None:
             self._pool.clear()
 
-    def _record(self, touched: Sequence[bool], key: object) -> bool:
+    def _record(self, touched: Sequence[bool]) -> bool:
         """Record the step, which does not run yet; returns whether that has worked."""
-        if self._key is not None and self._runs < PAYS:
+        if self._runs < PAYS:
             self._futile += 1
         self.close()
         self._runs = 0
         optimizer = self._optimizer
         twin = optimizer.prepare(touched)
-        if optimizer.graph_key(touched) != key:
-            return False  # its runs were divided: the next step, an eager one, makes their state
-
+        if not optimizer.can_be_recorded():
+            return False  # in this step, or in none
+        self._rates = [torch.zeros((), device=self._lane.device) for _ in optimizer.rates]
         pool = self._pool = self._pool or GraphPool(self._lane)
 
         def recorded() -> None:
@@ -113,5 +112,5 @@ class CapturedUpdate:
         except RuntimeError:
             self._futile = FUTILE
             return False
-        self._key = key
+        self._key = optimizer.graph_key(touched)
         return True

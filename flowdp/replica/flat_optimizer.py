@@ -281,28 +281,32 @@ class FlatOptimizer:
         """The learning rate of each group."""
         return [group["lr"] for group in self._own.param_groups]
 
+    def can_be_recorded(self) -> bool:
+        """Whether a step can be recorded as a graph, its rates aside."""
+        own, twin = self._own, self._twin
+        if twin is None or type(own) not in CAPTURED or _has_hooks(own):
+            return False
+        if self._spans or self._strays or self._moved:
+            return False
+        if any(view.dtype is torch.float64 for view in self._views):
+            return False  # a rate on the device is float32
+        is_fused = self._picks_fused or all(group.get("fused") for group in own.param_groups)
+        options = [item for group in own.param_groups for item in group.items()]
+        is_plain = all(isinstance(value, PLAIN) for name, value in options if name not in ("params", "lr"))
+        has_state = len(twin.state) >= len(twin.param_groups)
+        return is_fused and is_plain and has_state and all(isinstance(rate, float) for rate in self.rates)
+
     def graph_key(self, touched: Sequence[bool]) -> object:
-        """All that a recorded step depends on, but for the rates; None: a step cannot be recorded.
+        """All that a recorded step depends on, but for the rates.
 
         Args:
             touched: As for `prepare`.
         """
-        own, twin = self._own, self._twin
-        if twin is None or self._spans or self._strays or self._moved or _has_hooks(own):
-            return None
-        if any(view.dtype is torch.float64 for view in self._views):
-            return None  # a rate on the device is float32
-        is_fused = self._picks_fused or all(group.get("fused") for group in own.param_groups)
-        if not is_fused or type(own) not in CAPTURED or len(twin.state) < len(twin.param_groups):
-            return None
         options = [
-            [(name, value) for name, value in group.items() if name not in ("params", "lr")]
-            for group in own.param_groups
+            [len(value) if name == "params" else value for name, value in group.items() if name != "lr"]
+            for group in self._own.param_groups
         ]
-        plain = all(isinstance(value, PLAIN) for group in options for _, value in group)
-        if not plain or not all(isinstance(rate, float) for rate in self.rates):
-            return None
-        return self._revision, self._look(), options, bytes(touched)
+        return self._revision, self._twin is None or _has_hooks(self._own), options, touched
 
     @contextmanager
     def recording(self, rates: Sequence[Tensor]) -> Iterator[None]:
