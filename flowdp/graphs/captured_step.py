@@ -38,7 +38,7 @@ class Captured:
         options: Options of the run.
         guard: Makes the guards of the state that the step reads.
         make: Makes the recorder.
-        tell: Logs a text that no other rank has logged; with `is_wrong=True` as a warning in any case.
+        tell: Logs a text that no other rank has logged; with `is_shown=True` as a warning in any case.
         watch: Tells whether capture pays; None: steps are captured in any case.
 
     Attributes:
@@ -161,7 +161,8 @@ class Captured:
             return False
         self._tell(
             f"capture: {self._step.lane.device} waits for launches, {watch.launch_ms:.3g} ms a step: steps "
-            "run as CUDA graphs from now on (capture=False leaves them eager)"
+            "run as CUDA graphs from now on, and Python in the loss no more (capture=False leaves them eager)",
+            is_shown=True,
         )
         return True
 
@@ -309,7 +310,7 @@ class Captured:
             self.problem = reason
         self.close()
         how = "and goes on eagerly, from the eager result" if differs else "and runs eagerly"
-        self._tell(f"capture: the step of this run is not captured {how}: {reason}", is_wrong=differs)
+        self._tell(f"capture: the step of this run is not captured {how}: {reason}", is_shown=differs)
 
 
 @dataclass(slots=True)

@@ -76,13 +76,13 @@ class _Told:
         self._lock = threading.Lock()
         self._texts: set[str] = set()
 
-    def log_once(self, is_chosen: bool, text: str, *, is_wrong: bool = False) -> None:
-        """Log a text, as a warning where the user has asked for captured steps or one was wrong."""
+    def log_once(self, is_chosen: bool, text: str, *, is_shown: bool = False) -> None:
+        """Log a text, as a warning where the user has asked for captured steps, or has to see it."""
         with self._lock:
             is_new = text not in self._texts
             self._texts.add(text)
         if is_new:
-            log.log(logging.WARNING if is_chosen or is_wrong else logging.INFO, "%s", text)
+            log.log(logging.WARNING if is_chosen or is_shown else logging.INFO, "%s", text)
 
 
 def modules_of(function: object, model: nn.Module) -> dict[str, nn.Module]:

@@ -50,7 +50,7 @@ class Rank:
         self.worker = CurrentWorker(0, CPU, self.module, samples=4, sink=lambda *_: None)
 
     def _captured(self, step: Any, watch: LaunchWatch | None) -> Captured:
-        def tell(text: str, *, is_wrong: bool = False) -> None:
+        def tell(text: str, *, is_shown: bool = False) -> None:
             self.told.append(text)
 
         return Captured(
@@ -209,8 +209,8 @@ def test_it_waits_until_it_is_known_whether_the_host_is_behind() -> None:
         rank.step(number)
     assert rank.captured.state == CAPTURED
     assert rank.told == [
-        "capture: cpu waits for launches, 1 ms a step: steps run as CUDA graphs from now on (capture=False "
-        "leaves them eager)"
+        "capture: cpu waits for launches, 1 ms a step: steps run as CUDA graphs from now on, and Python in "
+        "the loss no more (capture=False leaves them eager)"
     ]
 
 
