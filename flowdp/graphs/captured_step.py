@@ -161,7 +161,7 @@ class Captured:
             return False
         self._tell(
             f"capture: {self._step.lane.device} waits for launches, {watch.launch_ms:.3g} ms a step: steps "
-            "run as CUDA graphs from now on, and Python in the loss no more (capture=False leaves them eager)",
+            "run as CUDA graphs from now on, without the loss in Python (capture=False leaves them eager)",
             is_shown=True,
         )
         return True

@@ -209,8 +209,8 @@ def test_it_waits_until_it_is_known_whether_the_host_is_behind() -> None:
         rank.step(number)
     assert rank.captured.state == CAPTURED
     assert rank.told == [
-        "capture: cpu waits for launches, 1 ms a step: steps run as CUDA graphs from now on, and Python in "
-        "the loss no more (capture=False leaves them eager)"
+        "capture: cpu waits for launches, 1 ms a step: steps run as CUDA graphs from now on, without the "
+        "loss in Python (capture=False leaves them eager)"
     ]
 
 
