@@ -44,6 +44,10 @@ MOVING = 0.05
 LONE_RANK = 0
 """Rank that trains windows alone: it owns all parameters, and the state of the optimizer."""
 
+STEADY = 0.02
+"""Relative change of a share up to which the split stays: a part of the same size runs as the same graph, and
+as the same compiled code. Devices of one speed differ by less from order to order."""
+
 INTERVAL = 1
 """Orders between two splits. Waiting longer gains nothing on noisy times, and shows a slower rank later."""
 
@@ -82,7 +86,9 @@ class ExactRounds(PlannedRounds):
         self._ratios = ratios
         first = weights_from([0.0] * world_size, speed_hint)
         floor = min(FLOOR, FLOOR_PART / world_size)
-        self._balance = ThroughputBalance(first, calibration=CALIBRATION, interval=INTERVAL, floor=floor)
+        self._balance = ThroughputBalance(
+            first, calibration=CALIBRATION, interval=INTERVAL, floor=floor, steady=STEADY
+        )
         self._is_warm = False  # the first order was held
         self._is_split = ratios is not None
         self._is_moving = False

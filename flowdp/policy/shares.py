@@ -161,6 +161,7 @@ class ThroughputBalance:
         calibration: Steps before the ratios are recomputed for the first time.
         interval: Steps between two times.
         floor: Least ratio of a rank.
+        steady: Relative change of a ratio up to which all stay as they are.
 
     Raises:
         OptionError: A ratio is not positive and finite.
@@ -175,7 +176,9 @@ class ThroughputBalance:
         calibration: int = _CALIBRATION_STEPS,
         interval: int = _REBALANCE_STEPS,
         floor: float = _MIN_RATIO,
+        steady: float = 0.0,
     ) -> None:
+        self._steady = steady
         self._ratios = normalised_ratios(ratios, len(ratios))
         self._calibration = calibration
         self._interval = interval
@@ -211,7 +214,11 @@ class ThroughputBalance:
         since = self._steps - self._calibration
         if since < 0 or since % self._interval or not any(self._throughput):
             return False
-        self._ratios = _floored(self._throughput, self._floor)
+        found = _floored(self._throughput, self._floor)
+        if any(
+            abs(now - known) > self._steady * known for now, known in zip(found, self._ratios, strict=True)
+        ):
+            self._ratios = found
         return True
 
 

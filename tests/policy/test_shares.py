@@ -189,3 +189,12 @@ def test_recomputed_ratios_sum_to_one_in_the_order_of_speed(throughput):
     assert min(balance.ratios) > 0.03
     ranked = sorted(zip(throughput, balance.ratios, strict=True))
     assert all(slow[1] <= fast[1] + 1e-9 for slow, fast in pairwise(ranked))
+
+
+def test_a_steady_split_stays_until_a_speed_changes_by_more() -> None:
+    balance = ThroughputBalance([0.5, 0.5], calibration=0, interval=1, floor=0.0, steady=0.02)
+    balance.update([50, 50], [10.0, 10.3])
+    assert balance.ratios == (0.5, 0.5)
+    for _ in range(20):
+        balance.update([50, 50], [10.0, 12.0])
+    assert balance.ratios[0] / balance.ratios[1] == pytest.approx(1.2, rel=0.03)
