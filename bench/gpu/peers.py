@@ -375,7 +375,8 @@ def by_trainer(
         epochs=work.epochs,
         devices=[place.device],
         progress=False,
-        runtime=flowdp.RuntimeOptions(tune_process=place.is_cuda, **runtime),
+        # A rehearsal on the CPU captures nothing.
+        runtime=flowdp.RuntimeOptions(tune_process=place.is_cuda, **(runtime if place.is_cuda else {})),
     ).fit()
     timed = state.history[WARM_UP:]
     return sum(epoch.epoch_ms for epoch in timed) / len(timed) / work.steps

@@ -13,8 +13,9 @@ gradients past torch says so with `torch.autograd.graph.increment_version`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from operator import attrgetter, is_, ne
+from operator import add, attrgetter, is_, ne, sub
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,7 @@ class FlatGradients:
         by_dtype = {home.dtype: home for home in self.homes}
         self.parameters: list[nn.Parameter] = []
         self.views: list[Tensor] = []
+        self._versions: list[int] = []
         self.is_void = False
         for parameter, view in replica.parameters():
             self.parameters.append(parameter)
@@ -80,6 +82,17 @@ class FlatGradients:
         self.is_void = False
         # By the versions it is told which parameters a step has touched.
         torch.autograd.graph.increment_version(views)
+
+    @contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """Context whose writes touch nothing, for work that is undone behind it, or only recorded."""
+        before, is_void = list(map(_version, self.views)), self.is_void
+        try:
+            yield
+        finally:
+            now = map(_version, self.views)
+            self._versions = list(map(add, self._versions, map(sub, now, before)))
+            self.is_void = is_void
 
     @property
     def is_touched(self) -> bool:

@@ -351,6 +351,8 @@ class Worker:
         loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
         current.local_step += 1
         if self._step_callbacks:
+            if replica.captured is not None and loss is not None:
+                loss = loss.clone()  # a graph writes to its own again, and a callback may keep it
             if replica.steps_at_gate:
                 self._part_loss = loss
             else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowdp.data.batches import Gathered, made
 from flowdp.data.trees import flatten
@@ -21,7 +21,7 @@ from flowdp.graphs.base import PLAIN, Capturable, Computed, Factors, NotCaptured
 from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
-from flowdp.policy.capture_plan import CapturePlan, FormPlan, LaunchWatch
+from flowdp.policy.capture_plan import FUTILE, CapturePlan, FormPlan, LaunchWatch
 from flowdp.policy.formats import format_error
 
 __all__ = ["CAPTURED", "Captured"]
@@ -37,7 +37,7 @@ class Captured:
         step: Forward and backward to capture.
         options: Options of the run.
         guard: Makes the guards of the state that the step reads.
-        make: Makes the recorder.
+        make: Makes the recorder, from the modules that the step reads beside the rank's.
         tell: Logs a text that no other rank has logged; with `is_shown=True` as a warning in any case.
         watch: Tells whether capture pays; None: steps are captured in any case.
 
@@ -56,7 +56,7 @@ class Captured:
         step: Capturable,
         options: CaptureOptions,
         guard: Callable[[], Guards],
-        make: Callable[[], CudaGraphs],
+        make: Callable[[Sequence[nn.Module]], CudaGraphs],
         tell: Callable[..., None],
         watch: LaunchWatch | None = None,
     ) -> None:
@@ -70,6 +70,7 @@ class Captured:
         self._make = make
         self._tell = tell
         self._forms: list[_Form] = []
+        self._changes = 0  # steps in a row before which something has changed
         self._guards: Guards | None = None
         self._recorder: CudaGraphs | None = None
 
@@ -105,15 +106,17 @@ class Captured:
             if not self._pays():
                 return None
             self._guards = self._guard()
-            self._recorder = self._make()
+            self._recorder = self._make([one for one in self._guards.modules if one is not self._step.module])
             if self._guards.iterator is not None:
                 self._end(
                     f"{self._guards.iterator} is an iterator, from which a captured step would not take"
                 )
                 return None
         elif (change := self._guards.changed()) is not None:
+            self._changes += 1
             self._void(change)
             return None if self.ended else self._eager(batch, worker, factors)
+        self._changes = 0
         form = self._form_of(batch, worker.samples, factors)
         if form is None:
             return None
@@ -299,8 +302,11 @@ class Captured:
             form.graph = None
         self._recorder.forget()
         self._guards.retake()
-        if self._plan.changed():
-            self._end(f"the state that a step depends on changes too often, the last time: {change}")
+        if self._plan.changed() or self._changes == FUTILE:
+            self._end(
+                f"the state that a step depends on changes too often, the last time: {change}. A number that "
+                "changes may be a tensor on the device, which is written to in place"
+            )
         elif had_graphs:
             self._tell(f"capture: {change}; the step is captured anew")
 

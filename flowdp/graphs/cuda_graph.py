@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,10 @@ class CudaGraphs:
                     f"a tensor of the batch, {leaf.layout} on {leaf.device}, does not lie densely on "
                     f"{self._lane.device}"
                 )
+        known = set(map(id, self._step.trained))
+        for name, parameter in self._step.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise NotCaptured(f"{name!r}, which was frozen when the run began, is trained now")
         for name, module in self._step.module.named_modules():
             if getattr(module, "sparse", False) is True:
                 raise NotCaptured(f"{name or 'the model'} has sparse gradients, which have no fixed memory")
@@ -158,7 +162,8 @@ class CudaGraphs:
         generator = device_generator(self._lane.device)
         random = None if self._step.shares_generator else generator.get_state()
         try:
-            yield
+            with _unnoticed(self._step):
+                yield
         finally:
             for place, value in zip(changed, kept, strict=True):
                 place.data.copy_(value)  # and no version tells of it: no gradient was touched
@@ -291,13 +296,12 @@ class CudaStepGraph:
         The caller puts the generator back.
         """
         trained, buffers = self._step.trained, list(self._step.module.buffers())
-        flat = self._step.gradients
         before = [parameter.grad for parameter in trained]
         changed = [*self.places, *self._written]
         kept = [tensor.detach().clone() for tensor in changed]
-        is_void = flat is not None and flat.is_void
         try:
-            computed = self.run(leaves, factors)
+            with _unnoticed(self._step):
+                computed = self.run(leaves, factors)
             gradients = [
                 place.clone() if is_there or parameter.grad is place else None
                 for parameter, place, is_there in zip(trained, self.places, self._touched, strict=True)
@@ -308,8 +312,6 @@ class CudaStepGraph:
                 parameter.grad = gradient
             for tensor, value in zip(changed, kept, strict=True):
                 tensor.data.copy_(value)  # see `CudaGraphs._rehearsing`
-            if flat is not None and is_void:
-                flat.forget()
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
         """Run work with the user's code; returns the reason why a step with it is not captured."""
@@ -351,7 +353,8 @@ class CudaStepGraph:
             )
         self.records = seen.records
         self._has_weight = passed.weight is not None
-        results = (passed.loss.detach(), passed.weight, *seen.values)
+        # Copies of the scalars: one may be a buffer, which is written to behind it.
+        results = (passed.loss.detach(), passed.weight, *(value.clone() for value in seen.values))
         self._results = [result.reshape(()) for result in results if result is not None]
 
     def _collect(self, gradients: Sequence[Tensor | None]) -> None:
@@ -388,6 +391,10 @@ class CudaStepGraph:
         if factors.share not in (1.0, self._share):
             self._shares.fill_(factors.share)
             self._share = factors.share
+
+
+def _unnoticed(step: Capturable) -> AbstractContextManager[None]:
+    return nullcontext() if step.gradients is None else step.gradients.unnoticed()
 
 
 def _reason(error: Exception) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -56,6 +57,7 @@ class Guards:
         loss: The function of the step.
 
     Attributes:
+        modules: All modules that the step reads, the given ones first.
         iterator: An iterator that the step may take from, in words: its place cannot be looked at; None:
             there is none.
 
@@ -77,7 +79,7 @@ class Guards:
         self._variables: list[tuple[str, dict[str, Any], str]] = []
         self.iterator: str | None = None
         self._seen: set[int] = set()
-        self._modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []
         self._tensors: list[tuple[str, Tensor]] = []
         self._homes: list[dict[str, Any]] = []  # parameters and buffers of the modules
         self._held: list[tuple[str, Any, str]] = []  # other tensors: name, table, key
@@ -135,12 +137,12 @@ class Guards:
         return (
             [pick(table) for pick, table in self._picks],
             [*map(len, self._dicts)],
-            [*map(type, self._modules)],
+            [*map(type, self.modules)],
             [*map(_FREE, self._parameters)],
             [*map(Tensor.data_ptr, self._owned)],
             [*map(id, chain.from_iterable(map(dict.values, self._homes)))],
-            [id(table.get(key)) for _, table, key in self._held],
-            [id(cell.cell_contents) for cell in self._tensor_cells],
+            [_stamp(table.get(key)) for _, table, key in self._held],
+            [_stamp(cell.cell_contents) for cell in self._tensor_cells],
             [cell.cell_contents for _, cell in self._cells],
             [space.get(name, _GONE) for _, space, name in self._variables],
             _switches(),
@@ -151,7 +153,7 @@ class Guards:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        self._modules.append(module)
+        self.modules.append(module)
         where = name or "the model"
         is_hooks = {key for key in _OWN if "_hooks" in key}
         self._tables.append((where, vars(module), tuple(key for key in vars(module) if key not in is_hooks)))
@@ -159,15 +161,15 @@ class Guards:
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers"):
                 continue
-            if type(value) in (list, set) or (type(value) is dict and key not in _OWN):
-                self._container(f"{where}.{key}", value)
+            if type(value) in (list, set, deque) or (type(value) is dict and key not in _OWN):
+                self._container(f"{where}.{key}", value, DEPTH)
             elif isinstance(value, dict):
                 self._table(f"{where}.{key}", value)
                 if key.endswith("_hooks"):
                     for hook in value.values():
                         self._watch_function(f"a hook of {where}", hook, DEPTH)
             elif not isinstance(value, (Tensor, nn.Module)):
-                self._watch_value(f"{where}.{key}", value, 1)
+                self._watch_value(f"{where}.{key}", value, DEPTH)
         for table in (module._parameters, module._buffers):
             self._tensors += [(f"{where}.{key}", one) for key, one in table.items() if one is not None]
         self._watch_class(type(module), DEPTH)
@@ -225,7 +227,10 @@ class Guards:
             if isinstance(value, ModuleType):
                 if not _is_foreign(value.__name__):
                     inside = vars(value)
-                    self._variables += [(f"{name}.{key}", inside, key) for key in names if key in inside]
+                    for key in names:
+                        if key in inside:
+                            self._variables.append((f"{name}.{key}", inside, key))
+                            self._watch_value(f"{name}.{key}", inside[key], depth)
             else:
                 self._watch_value(told, value, depth)
 
@@ -246,8 +251,8 @@ class Guards:
             self._watch_function(f"{getattr(value, '__name__', where)}()", value, depth - 1)
             return
         self._seen.add(id(value))
-        if isinstance(value, (list, dict, set)):
-            self._container(where, value)
+        if isinstance(value, (list, dict, set, deque)):
+            self._container(where, value, depth)
         elif isinstance(value, tuple):
             for item in value:
                 self._watch_value(where, item, depth)
@@ -265,11 +270,14 @@ class Guards:
         else:
             self._empty.append((where, table))
 
-    def _container(self, where: str, value: Any) -> None:
-        if len(value) <= MOST:
-            self._containers.append((where, value, _copied(value, MOST)))
-        else:
+    def _container(self, where: str, value: Any, depth: int) -> None:
+        if len(value) > MOST:
             self._long.append((where, value, len(value)))
+            return
+        self._containers.append((where, value, _copied(value, MOST)))
+        for item in list(value.values() if isinstance(value, dict) else value):
+            if not isinstance(item, PLAIN):
+                self._watch_value(f"an item of {where}", item, depth)
 
     # ------------------------------------------------------------ in words
     def _explain(self) -> str | None:
@@ -298,11 +306,9 @@ class Guards:
 
     def _explain_tensors(self) -> str | None:
         _, _, types, free, pointers, homes, held, cells, *_, switches = self._values
-        if [id(cell.cell_contents) for cell in self._tensor_cells] != cells:
-            return "a tensor in a variable of a function is another object"
-        owners = [
-            (module, key) for module in self._modules for key in (*module._parameters, *module._buffers)
-        ]
+        if [_stamp(cell.cell_contents) for cell in self._tensor_cells] != cells:
+            return "a tensor in a variable of a function is another one"
+        owners = [(module, key) for module in self.modules for key in (*module._parameters, *module._buffers)]
         now = [*map(id, chain.from_iterable(map(dict.values, self._homes)))]
         for (module, key), own, other in zip(owners, now, homes, strict=False):
             if own != other:
@@ -310,7 +316,7 @@ class Guards:
         if len(now) != len(homes):
             return "a parameter or buffer was registered or removed"
         for (name, table, key), other in zip(self._held, held, strict=True):
-            if id(table.get(key)) != other:
+            if _stamp(table.get(key)) != other:
                 return f"{name} is another object"
         named = [(name, one) for name, one in self._tensors if isinstance(one, nn.Parameter)]
         for (name, one), was_free, had in zip(named, free, self._hooked, strict=True):
@@ -321,7 +327,7 @@ class Guards:
         for (name, tensor), pointer in zip(self._tensors, pointers, strict=True):
             if tensor.data_ptr() != pointer:
                 return f"{name} lies in other memory"
-        if [*map(type, self._modules)] != types:
+        if [*map(type, self.modules)] != types:
             return "the class of a module has changed"
         if _switches() != switches:
             return f"torch's switches were {switches}, they are {_switches()}"
@@ -348,6 +354,13 @@ def _hooks_of(parameter: Tensor) -> tuple[tuple[int, ...], ...]:
         tuple(parameter._backward_hooks or ()),
         tuple(parameter._post_accumulate_grad_hooks or ()),
     )
+
+
+def _stamp(value: Any) -> object:
+    """Mark of a tensor that is held. A number on the host is copied into a kernel: its writes count, too."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        return id(value), value._version
+    return id(value)
 
 
 def _picker(keys: tuple[Any, ...]) -> Callable[[dict[Any, Any]], tuple[Any, ...]]:
@@ -381,7 +394,7 @@ def _copied(value: Any, most: int) -> Any:
     if isinstance(value, dict) and len(value) <= most:
         # From a list of its items, made at once: the losses of other ranks may write to the same dict.
         return {key: _copied(item, most) for key, item in list(value.items())}
-    if type(value) in (list, tuple) and len(value) <= most:
+    if type(value) in (list, tuple, deque) and len(value) <= most:
         return type(value)(_copied(item, most) for item in value)
     return set(value) if isinstance(value, set) else value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,9 @@ from flowdp.graphs.cuda_graph import CudaGraphs
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import LaunchWatch
-from flowdp.replica.optimizer_rebuild import variables
 from flowdp.replica.replica import Capture
 
-__all__ = ["capture_steps", "modules_of"]
+__all__ = ["capture_steps"]
 
 log = logging.getLogger("flowdp")
 
@@ -54,19 +53,15 @@ def capture_steps(
             f"capture=True records steps as CUDA graphs, and the devices are {devices}; capture='auto' (the "
             "default) records them where there is a CUDA device and it pays"
         )
-    held = [modules_of(loss, module) for loss, module in zip(losses, modules, strict=True)]
     told = _Told()
 
-    def make(
-        model: nn.Module, loss: Callable[..., Any], found: Mapping[str, nn.Module], step: Capturable
-    ) -> Captured:
-        guard = partial(Guards, {"": model, **found}, loss)
-        recorder = partial(CudaGraphs, step, list(found.values()))
+    def make(model: nn.Module, loss: Callable[..., Any], step: Capturable) -> Captured:
+        guard, recorder = partial(Guards, {"": model}, loss), partial(CudaGraphs, step)
         watch = None if is_chosen else LaunchWatch()
         return Captured(step, options, guard, recorder, partial(told.log_once, is_chosen), watch)
 
-    parts = zip(fit, modules, losses, held, strict=True)
-    return [partial(make, model, loss, found) if is_fit else None for is_fit, model, loss, found in parts]
+    parts = zip(fit, modules, losses, strict=True)
+    return [partial(make, model, loss) if is_fit else None for is_fit, model, loss in parts]
 
 
 class _Told:
@@ -83,12 +78,3 @@ class _Told:
             self._texts.add(text)
         if is_new:
             log.log(logging.WARNING if is_chosen or is_shown else logging.INFO, "%s", text)
-
-
-def modules_of(function: object, model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that a loss holds besides the model: a criterion, a teacher."""
-    return {
-        f"{name} of the loss": value
-        for name, value in variables(function)
-        if isinstance(value, nn.Module) and value is not model
-    }

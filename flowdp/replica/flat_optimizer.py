@@ -293,8 +293,20 @@ class FlatOptimizer:
         is_fused = self._picks_fused or all(group.get("fused") for group in own.param_groups)
         options = [item for group in own.param_groups for item in group.items()]
         is_plain = all(isinstance(value, PLAIN) for name, value in options if name not in ("params", "lr"))
-        has_state = len(twin.state) >= len(twin.param_groups)
-        return is_fused and is_plain and has_state and all(isinstance(rate, float) for rate in self.rates)
+        return (
+            is_fused and is_plain and self._has_state() and all(isinstance(one, float) for one in self.rates)
+        )
+
+    def _has_state(self) -> bool:
+        """Whether all that is stepped has its state: a recording that makes it would make it in each step."""
+        assert self._twin is not None
+        state = self._twin.state
+        for group, runs in zip(self._own.param_groups, self._runs, strict=True):
+            for run in runs if not isinstance(self._own, SGD) or group["momentum"] else ():
+                found = state.get(run.flat, {})
+                if run.is_on and (not found or found.get("momentum_buffer", found) is None):
+                    return False
+        return True
 
     def graph_key(self, touched: Sequence[bool]) -> object:
         """All that a recorded step depends on, but for the rates.

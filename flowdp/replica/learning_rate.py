@@ -449,4 +449,5 @@ def _mark_step_as_called(optimizer: Optimizer) -> None:
         return
     step = partial(type(optimizer).step, weakref.proxy(optimizer))
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    step.__wrapped__ = type(optimizer).step  # type: ignore[attr-defined]  # as torch's own mark has it
     optimizer.step = step  # type: ignore[method-assign, assignment]

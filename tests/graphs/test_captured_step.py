@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from os import environ
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from flowdp.device.draws import OwnDraws
 from flowdp.device.streams import StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.captured_step import CAPTURED, Captured
-from flowdp.graphs.cuda_graph import CudaGraphs
+from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import WATCHED, LaunchWatch
@@ -34,19 +36,32 @@ def loss_of(module: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(module(batch[0]), batch[1])
 
 
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
 class Rank:
     """A replica on a fake card whose steps are captured, and its worker."""
 
-    def __init__(self, *, capture: bool = True, watch: LaunchWatch | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        capture: bool = True,
+        watch: LaunchWatch | None = None,
+        module: Callable[[], nn.Module] | None = None,
+        loss: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
-        self.module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.module = (module or layers)()
+        self.loss = loss or loss_of
         self.lane = StreamLane(CPU, FakeCuda())
         self.told: list[str] = []
         self.optimizer = torch.optim.AdamW(self.module.parameters(), RATE, fused=True)
         parts = parts_of(self.module, self.optimizer, self.lane, **options)
         if capture:
             object.__setattr__(parts, "capture", lambda step: self._captured(step, watch))
-        self.replica = Replica(parts, loss_of)
+        self.replica = Replica(parts, self.loss)
         self.worker = CurrentWorker(0, CPU, self.module, samples=4, sink=lambda *_: None)
 
     def _captured(self, step: Any, watch: LaunchWatch | None) -> Captured:
@@ -56,8 +71,8 @@ class Rank:
         return Captured(
             step,
             CaptureOptions(),
-            lambda: Guards({"": self.module}, loss_of),
-            lambda: CudaGraphs(step),
+            lambda: Guards({"": self.module}, self.loss),
+            lambda others: CudaGraphs(step, others),
             tell,
             watch,
         )
@@ -266,3 +281,125 @@ def test_compiled_functions_are_rehearsed_outside_of_modes(monkeypatch: pytest.M
     assert rank.captured.is_running
     # Two eager steps behind the first one, then the rehearsal; the fake card has a mode of its own.
     assert len(set(depths[:4])) == 1, depths
+
+
+class Heads(nn.Module):
+    """Two heads, of which a batch asks for one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, both: bool) -> Any:
+        return self.first(x) + self.second(x) if both else self.first(x)
+
+
+def of_heads(module: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch[0], batch[2]), batch[1])
+
+
+def test_an_optimizer_makes_the_state_of_a_parameter_eagerly() -> None:
+    """A recording that made it would make it anew, of zeros, in each step."""
+    eager, captured = Rank(capture=False, module=Heads, loss=of_heads), Rank(module=Heads, loss=of_heads)
+    for number in range(30):
+        for rank in (eager, captured):
+            # The second head's first gradient comes in the first micro-batch of a step, which is eager.
+            rank.replica.mark()
+            with rank.lane.on(rank.lane.compute):
+                rank.replica.add((X[:4], Y[:4], number == 12), rank.worker, 0.5)
+                rank.replica.add((X[4:], Y[4:], number > 12), rank.worker, 0.5)
+                rank.replica.step()
+    assert equal(eager, captured)
+
+
+def test_writes_of_a_recording_touch_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's captures have no dispatch mode, so torch counts the writes of `_foreach` operations there."""
+    own = CudaStepGraph._collect
+
+    def collect(graph: CudaStepGraph, gradients: Any) -> None:
+        own(graph, gradients)
+        torch.autograd.graph.increment_version(graph.places)
+
+    monkeypatch.setattr(CudaStepGraph, "_collect", collect)
+    eager, captured = Rank(capture=False, module=Heads, loss=of_heads), Rank(module=Heads, loss=of_heads)
+    for number in range(20):
+        for rank in (eager, captured):
+            rank.replica.mark()
+            with rank.lane.on(rank.lane.compute):
+                rank.replica.add((X[:4], Y[:4], number == 0), rank.worker)
+                rank.replica.step()
+    assert equal(eager, captured)
+
+
+def test_a_difference_leaves_what_the_graph_alone_has_touched() -> None:
+    asked = [True]
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        both = bool(environ.get("FLOWDP_TEST_BOTH")) or asked[0]
+        return F.cross_entropy(module(batch[0], both), batch[1])
+
+    eager, captured = (Rank(capture=capture, module=Heads, loss=loss) for capture in (False, True))
+    for number in range(12):
+        for rank in (eager, captured):
+            with pytest.MonkeyPatch.context() as patch:
+                asked[0] = number == 0
+                if number < 4:
+                    patch.setenv("FLOWDP_TEST_BOTH", "1")
+                rank.step(number)
+    assert "is there in one of them alone" in str(captured.captured.ended)
+    assert equal(eager, captured)
+
+
+def test_a_batch_norm_that_the_loss_holds_in_a_dict_is_put_back() -> None:
+    def run(capture: bool) -> Rank:
+        torch.manual_seed(1)
+        held = {"norm": nn.BatchNorm1d(3)}
+        rank = Rank(
+            capture=capture,
+            loss=lambda module, batch: F.cross_entropy(module(held["norm"](batch[0])), batch[1]),
+        )
+        for number in range(8):
+            rank.step(number)
+        held["norm"].eval()
+        for number in range(8):
+            rank.step(number)
+        return rank
+
+    assert equal(run(False), run(True))
+
+
+def test_a_recorded_number_that_is_a_buffer_is_that_of_its_moment() -> None:
+    def loss(module: nn.Module, batch: Any) -> Any:
+        norm = module[0]  # type: ignore[index]
+        return F.cross_entropy(module(batch[0]), batch[1]), {"mean": norm.running_mean[0]}
+
+    def told(capture: bool) -> list[float]:
+        rank = Rank(
+            capture=capture,
+            module=lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)),
+            loss=lambda module, batch: loss(module, batch),
+        )
+        values: list[float] = []
+        rank.worker.sink = lambda _name, value, _weight: values.append(float(value))
+        for number in range(12):
+            rank.step(number)
+        return values
+
+    assert told(True) == told(False)
+
+
+def test_a_parameter_that_is_thawed_is_named() -> None:
+    rank = Rank(module=lambda: nn.Sequential(nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 2)))
+    for number in range(10):
+        if number == 1:
+            rank.module.requires_grad_(True)
+        rank.step(number)
+    assert "'0.weight', which was frozen when the run began" in str(rank.captured.ended)
+
+
+def test_a_number_that_is_changed_before_each_step_ends_it_with_advice() -> None:
+    rank = Rank()
+    for number in range(20):
+        rank.module.beta = float(number)  # type: ignore[assignment]
+        rank.step(number)
+    assert "may be a tensor on the device" in str(rank.captured.ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -170,7 +171,7 @@ def test_a_tensor_of_a_closure_is_told_apart_as_an_object() -> None:
     watched = guards(Net(), lambda model, batch: model(batch) * weight)
     assert watched.changed() is None
     weight = torch.ones(1)
-    assert "is another object" in (watched.changed() or "")
+    assert "is another o" in (watched.changed() or "")
 
 
 def test_an_iterator_is_named() -> None:
@@ -217,3 +218,31 @@ def test_a_hook_in_a_table_that_was_there_is_seen() -> None:
     assert watched.changed() == "the hooks of layer.weight have changed"
     handle.remove()
     assert watched.changed() is None
+
+
+def test_objects_and_modules_in_containers_are_seen() -> None:
+    net = Net()
+    net.cfg = SimpleNamespace(model=SimpleNamespace(head=SimpleNamespace(scale=1.0)))
+    net.parts = [nn.Dropout(0.1)]
+    terms = [SimpleNamespace(weight=1.0), {"inner": [SimpleNamespace(weight=1.0)]}]
+    beta = torch.tensor(1.0)
+    queue = deque([1, 2])
+
+    def held(model: nn.Module, batch: Any) -> Any:
+        return model(batch) * terms[0].weight * beta * queue[0]  # type: ignore[union-attr]
+
+    watched = guards(net, held)
+    assert watched.changed() is None
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(terms[0], "weight", 2.0),
+        lambda: setattr(terms[1]["inner"][0], "weight", 2.0),  # type: ignore[index]
+        lambda: setattr(net.parts[0], "p", 0.2),  # type: ignore[index]
+        lambda: setattr(net.cfg.model.head, "scale", 2.0),  # type: ignore[union-attr]
+        lambda: beta.fill_(2.0),
+        lambda: queue.append(3),
+    ]
+    for change in changes:
+        change()
+        assert watched.changed() is not None
+        watched.retake()
+        assert watched.changed() is None
