@@ -21,7 +21,7 @@ import flowdp
 from bench.gpu.part import Figure, Finding, Note, Place
 from bench.harness import compare
 from bench.models import Gpt, predict_next, texts
-from flowdp.graphs.cuda_graph import BOUND
+from flowdp.graphs.trials import BOUND
 
 BATCH_SIZE, LENGTH, TOKENS = 4, 32, 128
 STEPS = 200

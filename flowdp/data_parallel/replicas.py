@@ -26,11 +26,11 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for
 from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link
-from flowdp.data_parallel.stopwatch import Stopwatch
 from flowdp.device.compiled import FirstCalls, warn_of_draws
 from flowdp.device.copies import carry, copied
 from flowdp.device.draws import NoRedraws, OwnDraws, SeededCalls, draw_seed, share_generator
 from flowdp.device.openmp import set_own_threads
+from flowdp.device.stopwatch import Stopwatch
 from flowdp.device.streams import Lane
 from flowdp.device.torch_modes import caller_modes, unhooked
 from flowdp.modules.constant_draws import still

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from flowdp.data.batches import Gathered, made
 from flowdp.data.trees import flatten
 from flowdp.device.accelerator import device_generator
-from flowdp.graphs.base import PLAIN, Capturable, Computed, Factors, NotCaptured, TrialStep
+from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep
 from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph
 from flowdp.graphs.guards import Guards
+from flowdp.graphs.trials import difference, spec_of
 from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import FUTILE, CapturePlan, FormPlan, LaunchWatch
 from flowdp.policy.formats import format_error
@@ -189,7 +190,14 @@ class Captured:
             else:
                 leaves, tree = flatten(batch)
             is_whole, adds = factors.share == 1.0, self._step.has_begun
-            specs = samples, is_whole, adds, self._step.casts, modes, *map(_spec, leaves)
+            specs = (
+                samples,
+                is_whole,
+                adds,
+                self._step.casts,
+                modes,
+                *(spec_of(leaf, "the batch") for leaf in leaves),
+            )
         except NotCaptured as reason:
             self._end(str(reason))
             return None
@@ -290,7 +298,7 @@ class Captured:
         for (name, buffer), mine in zip(module.named_buffers(), trial.buffers, strict=False):
             pairs.append((f"buffer {name!r}", mine, buffer))
         for name, one, other in pairs:
-            if found := _unlike(one, other, self._recorder.bound):
+            if found := difference(one, other, self._recorder.bound):
                 return f"{name} {found}"
         return ""
 
@@ -343,14 +351,6 @@ def _tensors(batch: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
 
 
-def _spec(leaf: object) -> object:
-    if type(leaf) is Tensor and leaf.layout is torch.strided:
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
-    if isinstance(leaf, PLAIN):
-        return type(leaf), leaf
-    raise NotCaptured(f"the batch holds a {type(leaf).__name__}, which is no tensor of a fixed shape")
-
-
 @contextmanager
 def _listening(worker: Any, told: list[tuple[str, float | Tensor, float]]) -> Iterator[None]:
     sink = worker.sink
@@ -369,18 +369,3 @@ def _listening(worker: Any, told: list[tuple[str, float | Tensor, float]]) -> It
 def _mark(parameter: Tensor) -> tuple[int, int]:
     """Mark of a gradient's state: a backward that adds to the gradient changes it."""
     return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
-
-
-def _unlike(mine: Tensor | None, theirs: Tensor | None, bound: float) -> str:
-    """Difference of a value from the eager one, as text; "" within the bound."""
-    if mine is None or theirs is None:
-        return "" if mine is theirs else "is there in one of them alone"
-    mine, theirs = mine.detach(), theirs.detach()
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return f"is a {mine.dtype} {tuple(mine.shape)} instead of a {theirs.dtype} {tuple(theirs.shape)}"
-    if bool(((mine == theirs) | ((mine != mine) & (theirs != theirs))).all()):  # NaN is like NaN
-        return ""
-    wide = torch.complex128 if mine.is_complex() else torch.float64
-    off = float((mine.to(wide) - theirs.to(wide)).abs().max())
-    largest = float(theirs.to(wide).abs().max())
-    return "" if off <= bound * largest else f"differs by {off:.3g}, where the largest value is {largest:.3g}"

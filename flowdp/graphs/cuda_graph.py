@@ -18,11 +18,9 @@ the eager step does, and the state can be read and put back between two replays.
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, is_
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,12 +35,9 @@ from flowdp.device.streams import StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.device.writes import WritesNoted
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep, watching
+from flowdp.graphs.trials import BOUND, HALF_BOUND, reason_of, without_trace
 
-__all__ = ["BOUND", "HALF_BOUND", "CudaGraphs", "CudaStepGraph"]
-
-BOUND, HALF_BOUND = 1e-3, 3e-2
-"""Differences between a captured and an eager step, relative to the largest value, where kernels may add in
-another order from one launch to the next (atomics); in half precision more."""
+__all__ = ["CudaGraphs", "CudaStepGraph"]
 
 _SHARED = (
     "it draws random numbers, and several ranks share the generator of their device: two graphs could take "
@@ -50,7 +45,6 @@ _SHARED = (
 )
 
 _grad = attrgetter("grad")
-_LIBRARIES = str(Path(str(torch.__file__)).parent), str(Path(__file__).parents[1])
 
 
 class CudaGraphs:
@@ -97,7 +91,10 @@ class CudaGraphs:
         """
         self._check(leaves)
         graph = CudaStepGraph(self._step, leaves, self._modules, self._gradient_places())
-        with self._rehearsing(graph.places):
+        modules = self._modules  # a forward may write to parameters, too: max_norm, a teacher's average
+        changed = [*graph.places, *modules.buffers(), *modules.parameters()]
+        generator = None if self._step.shares_generator else device_generator(self._lane.device)
+        with without_trace(changed, generator), _unnoticed(self._step):
             refusal = graph.rehearse(batch, leaves, worker, factors)
             if refusal is None and graph.draws and self._step.shares_generator:
                 refusal = _SHARED
@@ -147,28 +144,6 @@ class CudaGraphs:
             if id(parameter) not in places:
                 places[id(parameter)] = torch.zeros_like(parameter.detach())
         return [places[id(parameter)] for parameter in step.trained]
-
-    @contextmanager
-    def _rehearsing(self, places: Sequence[Tensor]) -> Iterator[None]:
-        """Context for a step that is none; its end restores everything.
-
-        But for a generator that other ranks draw from: they would draw the same numbers again.
-        """
-        modules = self._modules  # a forward may write to parameters, too: max_norm, a teacher's average
-        changed = [*places, *modules.buffers(), *modules.parameters()]
-        # Detached: a copy with a graph would keep the nodes that end the graphs of all parameters, and these
-        # belong to the stream on which they were made.
-        kept = [place.detach().clone() for place in changed]
-        generator = device_generator(self._lane.device)
-        random = None if self._step.shares_generator else generator.get_state()
-        try:
-            with _unnoticed(self._step):
-                yield
-        finally:
-            for place, value in zip(changed, kept, strict=True):
-                place.data.copy_(value)  # and no version tells of it: no gradient was touched
-            if random is not None:
-                generator.set_state(random)
 
 
 class CudaStepGraph:
@@ -311,7 +286,7 @@ class CudaStepGraph:
             for parameter, gradient in zip(trained, before, strict=True):
                 parameter.grad = gradient
             for tensor, value in zip(changed, kept, strict=True):
-                tensor.data.copy_(value)  # see `CudaGraphs._rehearsing`
+                tensor.data.copy_(value)  # see `without_trace`
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
         """Run work with the user's code; returns the reason why a step with it is not captured."""
@@ -320,7 +295,7 @@ class CudaStepGraph:
         except NotCaptured as refusal:
             return str(refusal)
         except Exception as error:
-            return _reason(error)
+            return reason_of(error)
         return None
 
     def _compute(self, worker: CurrentWorker, factors: Factors) -> None:
@@ -395,18 +370,3 @@ class CudaStepGraph:
 
 def _unnoticed(step: Capturable) -> AbstractContextManager[None]:
     return nullcontext() if step.gradients is None else step.gradients.unnoticed()
-
-
-def _reason(error: Exception) -> str:
-    """An error as a sentence, with the place in the user's code; it does not keep the error's frames."""
-    text = str(error).strip().partition("\n")[0] or type(error).__name__
-    if isinstance(error, torch.OutOfMemoryError):
-        text = "the device has no room for a second set of activations beside those of eager steps"
-    elif "captur" in text:
-        text += ". A captured step may not read a value on the host (.item(), print, if), nor copy from there"
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*_LIBRARIES, "<"))
-    ]
-    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else text

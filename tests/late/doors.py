@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
-from flowdp.data_parallel.stopwatch import KEPT_LAPS, Stopwatch
 from flowdp.device.frozen_parameters import FrozenParameters
+from flowdp.device.stopwatch import KEPT_LAPS, Stopwatch
 from flowdp.device.streams import StreamLane
 from tests.late import runs
 from tests.late.device import LateCuda, Site

@@ -157,9 +157,9 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     ),
     "data_parallel/replicas.py Replicas.each: computed.record(lane.compute)": WATCHED,
     "data_parallel/replicas.py Replicas.each: here[rank].wait_event(computed)": WATCHED,
-    "data_parallel/stopwatch.py Stopwatch.running: start.record(lane.current())": late("laps"),
-    "data_parallel/stopwatch.py Stopwatch.running: stop.record(lane.current())": late("laps"),
-    "data_parallel/stopwatch.py Stopwatch.take_ms: stop.synchronize()": late("laps"),
+    "device/stopwatch.py Stopwatch.running: start.record(lane.current())": late("laps"),
+    "device/stopwatch.py Stopwatch.running: stop.record(lane.current())": late("laps"),
+    "device/stopwatch.py Stopwatch.take_ms: stop.synchronize()": late("laps"),
     "device/frozen_parameters.py FrozenParameters._read: self._passed.record(self._lane.compute)": late(
         "frozen parameters"
     ),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flowdp.data_parallel import stopwatch
-from flowdp.data_parallel.stopwatch import Stopwatch
+from flowdp.device import stopwatch
+from flowdp.device.stopwatch import Stopwatch
 from flowdp.device.streams import StreamLane
 from tests.fakes import FakeCuda, FakeEvent
 from tests.loops import CPU
