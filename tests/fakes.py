@@ -212,6 +212,9 @@ class FakeCuda:
     def CUDAGraph(self) -> FakeGraph:
         return FakeGraph(self)
 
+    def is_current_stream_capturing(self) -> bool:
+        return self.captures.of(self.current_stream()) is not None
+
     def graph_pool_handle(self) -> tuple[int, int]:
         return 0, next(self.numbers)
 

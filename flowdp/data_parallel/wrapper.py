@@ -61,6 +61,7 @@ from flowdp.device.torch_modes import watcher
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.evaluation import evaluating
 from flowdp.errors import FlowdpError
+from flowdp.graphs.captured_call import captured_call
 from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import start_training
 from flowdp.network.devices import check_devices
@@ -101,6 +102,7 @@ def setup(
     check: bool = True,
     backend: LoopBackend = "auto",
     machines: bool | MachineOptions = True,
+    capture: bool | Literal["auto"] = "auto",
     tune_process: bool | ProcessTuning = True,
     progress: bool = True,
 ) -> DataParallel:
@@ -157,6 +159,10 @@ def setup(
             gradients of all machines, weighted by the samples of their batches, through the host's memory,
             those of CUDA devices, too. The `timeout` and `payload` of a record count; True waits 10 minutes
             for a machine. False: this process trains alone.
+        capture: Whether training calls of the module are recorded as CUDA graphs, forward and backward, on
+            one CUDA device of one machine. "auto": where the first 50 show that the device waits for
+            launches, and the log says so; True: from the third call of a form on, and an error with other
+            devices.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
         progress: False leaves out the line on stderr that names the devices, once in a process.
 
@@ -210,6 +216,7 @@ def setup(
             backend,
             tuning,
             sums,
+            capture,
         )
         stack.pop_all()
         return made
@@ -248,6 +255,7 @@ class DataParallel(StandInModule):
         backend: LoopBackend,
         tuning: ProcessTuning,
         sums: MachineSum | None = None,
+        capture: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__(module)
         self.devices = tuple(devices)
@@ -263,10 +271,13 @@ class DataParallel(StandInModule):
         self._epochs = 0
         self._sums = sums  # over machines; None: there is one
         self._lanes = open_lanes(devices)
+        self._captured = captured_call(module, self._lanes, capture, is_summed=sums is not None)
         self._replicas: Replicas | None = None
         with ExitStack() as stack:
             if sums is not None:
                 stack.callback(sums.close)
+            if self._captured is not None:
+                stack.callback(self._captured.close)
             if self.world_size > 1:
                 stack.enter_context(prepared_torch())
                 make_room(self.world_size)
@@ -295,7 +306,8 @@ class DataParallel(StandInModule):
         where = ", ".join(map(str, self.devices))
         if self._pace is not None and self._pace.is_settled:
             where = f"{self.devices[0]} alone, of {where}"
-        return f"<DataParallel of {type(self.module).__name__} on {where}{pace}>"
+        captured = "; calls are captured" if self._captured is not None and self._captured.is_running else ""
+        return f"<DataParallel of {type(self.module).__name__} on {where}{pace}{captured}>"
 
     # ------------------------------------------------------------------ properties
     @property
@@ -359,7 +371,8 @@ class DataParallel(StandInModule):
             FlowdpError: The outputs cannot be joined.
             Exception: Raised by the module, with a note that names rank and device.
         """
-        if self._replicas is not None and torch.compiler.is_compiling():
+        is_plain = self._replicas is None and self._captured is None
+        if not is_plain and torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
         return self._call("forward", args, kwargs)
 
@@ -444,6 +457,8 @@ class DataParallel(StandInModule):
         if self._replicas is not None:
             samples = batch_length([args, kwargs]) if known is None else known.samples
             self._did_alone(samples or 0)
+        elif self._captured is not None and function == "forward":
+            return self._captured(args, kwargs)
         call = _bound(function, self.module)
         if self._sums is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)

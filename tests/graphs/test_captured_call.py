@@ -1,0 +1,719 @@
+"""Tests of captured calls, with fake streams and graphs: the bits of the plain loop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowdp import FlowdpError, OptionError
+from flowdp.device.cuda_graphs import GraphPool
+from flowdp.device.streams import HostLane, StreamLane
+from flowdp.graphs.call_graphs import CallGraphs
+from flowdp.graphs.captured_call import CapturedCall, captured_call
+from flowdp.options import CaptureOptions
+from flowdp.policy.capture_plan import WATCHED, LaunchWatch
+from tests.fakes import FakeCuda, hide_modes
+
+CPU = torch.device("cpu")
+GENERATOR = torch.Generator().manual_seed(1)
+X, Y = torch.randn(64, 6, generator=GENERATOR), torch.randint(3, (64,), generator=GENERATOR)
+CALLS = 24
+
+Call = Callable[..., Any]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A fake card, with a stream of the user's."""
+    cuda = FakeCuda()
+    hide_modes(monkeypatch.setattr)
+    with cuda.stream(cuda.Stream()):
+        yield cuda
+    assert cuda.races == []
+    captures = cuda.captures
+    assert not captures.current
+    assert not captures.diverted
+
+
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.INFO, "flowdp")
+    return lambda: [text for text in caplog.messages if text.startswith("capture")]
+
+
+def captured(module: nn.Module, cuda: FakeCuda, **options: Any) -> CapturedCall:
+    return CapturedCall(module, StreamLane(CPU, cuda), options=CaptureOptions(**options))
+
+
+def called(call: CapturedCall) -> Call:
+    return lambda *args, **kwargs: call(args, kwargs)
+
+
+def batch(number: int, samples: int = 8) -> tuple[Tensor, Tensor]:
+    start = number * samples % 56
+    # Copies, for the bits of a product may depend on how its operands are aligned.
+    return X[start : start + samples].clone(), Y[start : start + samples].clone()
+
+
+def model(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
+
+
+def plain_step(call: Call, module: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    x, y = batch(number)
+    loss = F.cross_entropy(call(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+Step = Callable[[Call, Any, torch.optim.Optimizer, int], Any]
+
+
+def train(
+    cuda: FakeCuda | None, make: Callable[[], nn.Module], step: Step = plain_step, calls: int = CALLS
+) -> Any:
+    """Results of a loop: losses, state, generator; and the captured call, if there is one."""
+    torch.manual_seed(0)
+    module = make()
+    optimizer = torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], 2**-5)
+    one = None if cuda is None else captured(module, cuda)
+    call = module if one is None else called(one)
+    losses = [step(call, module, optimizer, number) for number in range(calls)]
+    return losses, module.state_dict(), torch.get_rng_state(), one
+
+
+def assert_same(
+    cuda: FakeCuda, make: Callable[[], nn.Module], step: Step = plain_step, *, replays: int | None = None
+) -> CapturedCall:
+    """A loop with captured calls has the bits of the plain one, and replays so many graphs at least."""
+    losses, state, random_state, _ = train(None, make, step)
+    mine, my_state, my_random, call = train(cuda, make, step)
+    for number, (one, other) in enumerate(zip(losses, mine, strict=True)):
+        assert torch.equal(one, other), f"step {number}: {other} instead of {one}"
+    for name, value in state.items():
+        assert torch.equal(value, my_state[name]), name
+    assert torch.equal(random_state, my_random)
+    assert call.ended is None
+    # Three calls are eager, and five compared: by forward and backward of the graphs, too.
+    assert cuda.captures.replays >= (2 * (CALLS - 2) if replays is None else replays)
+    return call
+
+
+def test_a_call_is_two_launches_of_graphs(cuda: FakeCuda, told: Any) -> None:
+    call = assert_same(cuda, model)
+    assert call.is_running
+    assert cuda.captures.replays == 2 * (CALLS - 2)
+    assert told() == []
+
+
+@pytest.mark.parametrize("dropout", [0.5])
+def test_dropout_draws_the_same_numbers(cuda: FakeCuda, dropout: float) -> None:
+    assert_same(cuda, lambda: model(dropout))
+
+
+def test_outputs_and_gradients_lie_in_memory_of_their_own(cuda: FakeCuda) -> None:
+    torch.manual_seed(0)
+    module = model()
+    twin = model()
+    twin.load_state_dict(module.state_dict())
+    call = called(captured(module, cuda))
+    kept: list[list[Tensor]] = []
+    for number in range(12):
+        x, y = batch(number)
+        pair = []
+        for own, parameters in ((call, module), (twin, twin)):
+            output = own(x)
+            gradients = torch.autograd.grad(F.cross_entropy(output, y), list(parameters.parameters()))
+            pair.append([output, *gradients])
+        kept.append(pair[0])
+        kept.append(pair[1])
+    for mine, theirs in zip(kept[::2], kept[1::2], strict=True):
+        assert all(torch.equal(*one) for one in zip(mine, theirs, strict=True))
+
+
+# ---------------------------------------------------------------- loops as people write them
+def scaled(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**number)
+    x, y = batch(number)
+    loss = F.cross_entropy(call(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+    return loss.detach()
+
+
+def accumulated(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    x, y = batch(number)
+    loss = F.cross_entropy(call(x), y) / 3
+    loss.backward()
+    if number % 3 == 2:
+        nn.utils.clip_grad_value_(module.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return loss.detach()
+
+
+def several(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    x, y = batch(number)
+    loss = F.cross_entropy(call(x), y) + call(x.flip(0)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def retained(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    x, y = batch(number)
+    output = call(x)
+    loss, other = F.cross_entropy(output, y), output.square().mean()
+    loss.backward(retain_graph=True)
+    other.backward(retain_graph=number % 2 == 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def frozen_in_between(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    module[0].requires_grad_(number < 8)
+    return plain_step(call, module, optimizer, number)
+
+
+def evaluated(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    loss = plain_step(call, module, optimizer, number)
+    module.eval()
+    with torch.no_grad():
+        loss = loss + call(batch(number + 1)[0]).mean()
+    module.train()
+    with torch.no_grad():
+        return loss + call(batch(number + 2)[0]).mean()
+
+
+def in_place(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    x, y = batch(number)
+    output = call(x)
+    loss = F.cross_entropy(output.mul_(2.0), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def cast(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    x, y = batch(number)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = call(x)
+        assert output.dtype == torch.bfloat16
+        loss = F.cross_entropy(output.float(), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("step", "replays"),
+    [
+        (scaled, 44),
+        (accumulated, 44),
+        (several, 50),
+        (retained, 36),
+        (frozen_in_between, 36),
+        (evaluated, 44),
+        (in_place, 44),
+        (cast, 44),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_loops_as_people_write_them(cuda: FakeCuda, step: Step, replays: int) -> None:
+    assert_same(cuda, model, step, replays=replays)
+
+
+def test_hooks_on_parameters_are_called(cuda: FakeCuda) -> None:
+    def make() -> nn.Module:
+        module = model()
+        module[0].weight.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[index, union-attr]
+        module[4].bias.register_post_accumulate_grad_hook(twice)  # type: ignore[index, union-attr]
+        return module
+
+    def twice(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+    assert_same(cuda, make)
+
+
+# ---------------------------------------------------------------- models
+@dataclass
+class Record:
+    loss: Tensor
+    scores: Tensor
+    name: str
+
+
+class Heads(nn.Module):
+    """Returns several tensors, in a container of a kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.trunk = nn.Linear(6, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+        self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Any:
+        hidden = torch.tanh(self.trunk(x)) * scale
+        one, other = (head(hidden) for head in self.heads)
+        loss = F.cross_entropy(self.frozen(one), y)
+        if self.kind == "dict":
+            return {"loss": loss, "scores": other, "best": one.argmax(1), "none": None}
+        if self.kind == "record":
+            return Record(loss, other, "record")
+        return loss, (other, other), {"hidden": hidden.detach()}
+
+
+def of_heads(both: Callable[[int], bool]) -> Step:
+    def step(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+        x, y = batch(number)
+        output = call(x, y, scale=0.5)
+        if isinstance(output, dict):
+            loss, other = output["loss"], output["scores"]
+            assert output["none"] is None
+            assert output["best"].dtype == torch.int64
+            assert not output["best"].requires_grad
+        elif isinstance(output, Record):
+            loss, other = output.loss, output.scores
+            assert output.name == "record"
+        else:
+            loss, (other, same), rest = output
+            assert other is same
+            assert not rest["hidden"].requires_grad
+        if both(number):
+            loss = loss + other.square().mean()
+        loss.backward()
+        grads = [None if one.grad is None else one.grad.clone() for one in module.parameters()]
+        flags = torch.tensor([one is not None for one in grads])
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.cat([loss.detach().reshape(1), flags.float()])
+
+    return step
+
+
+@pytest.mark.parametrize("kind", ["dict", "record", "tuple"])
+@pytest.mark.parametrize(
+    "both",
+    [lambda _: True, lambda _: False, lambda number: number > 9, lambda number: number % 4 != 3],
+    ids=["both", "one", "later both", "now and then"],
+)
+def test_models_of_several_outputs(cuda: FakeCuda, kind: str, both: Callable[[int], bool]) -> None:
+    assert_same(cuda, lambda: Heads(kind), of_heads(both), replays=36)
+
+
+def test_a_backward_of_other_outputs_gets_a_graph_of_its_own(cuda: FakeCuda) -> None:
+    call = assert_same(cuda, lambda: Heads("dict"), of_heads(lambda number: number % 4 != 3), replays=36)
+    (form,) = call._forms
+    assert form.graphs is not None
+    assert len(form.graphs.patterns) == 2
+
+
+def test_a_gan(cuda: FakeCuda) -> None:
+    def loop(cuda: FakeCuda | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        models = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+        optimizers = [torch.optim.Adam(one.parameters(), 2**-6) for one in models]
+        make, judge = (one if cuda is None else called(captured(one, cuda)) for one in models)
+        losses = []
+        for number in range(CALLS):
+            fake = make(torch.randn(8, 4))
+            real = judge(batch(number)[0])
+            loss = F.softplus(-real).mean() + F.softplus(judge(fake.detach())).mean()
+            optimizers[1].zero_grad()
+            loss.backward()
+            optimizers[1].step()
+            cheat = F.softplus(-judge(fake)).mean()
+            optimizers[0].zero_grad()
+            cheat.backward()
+            optimizers[0].step()
+            losses += [loss.detach(), cheat.detach()]
+        return losses
+
+    assert all(torch.equal(*pair) for pair in zip(loop(None), loop(cuda), strict=True))
+    assert cuda.captures.replays >= 4 * (CALLS - 4)
+
+
+def test_tied_weights_and_a_recurrent_layer(cuda: FakeCuda) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.other.weight = self.one.weight
+            self.cell = nn.GRU(6, 5)
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs, _ = self.cell(self.other(self.one(x)).unsqueeze(0))
+            return self.head(outputs[-1])  # type: ignore[no-any-return]
+
+    call = assert_same(cuda, Recurrent)
+    cell = call._module.cell
+    assert all(a is b for a, b in zip(cell._flat_weights, cell.all_weights[0], strict=True))  # type: ignore[union-attr, arg-type, index]
+
+
+# ---------------------------------------------------------------- graphs that are busy
+def prepared(cuda: FakeCuda, module: nn.Module | None = None, calls: int = 5, **options: Any) -> CapturedCall:
+    """A captured call that has run as graphs."""
+    torch.manual_seed(0)
+    call = captured(module or model(), cuda, **options)
+    for number in range(calls):
+        called(call)(batch(number)[0]).square().mean().backward()
+    assert call.is_running, call.ended
+    return call
+
+
+def launches(cuda: FakeCuda, work: Callable[[], Any]) -> int:
+    before = cuda.captures.replays
+    work()
+    return cuda.captures.replays - before
+
+
+def test_a_graph_is_busy_until_its_backward_has_run_or_cannot_run(cuda: FakeCuda) -> None:
+    call = prepared(cuda)
+    one, x = called(call), batch(0)[0]
+    kept: list[Tensor] = []
+    assert launches(cuda, lambda: kept.append(one(x))) in (1, 2)
+    while launches(cuda, lambda: kept.append(one(x))) != 0:
+        kept.pop(0)  # the ones that were compared are eager
+    assert launches(cuda, lambda: one(x)) == 0
+    kept.clear()
+    gc.collect()
+    assert launches(cuda, lambda: kept.append(one(x))) > 0
+
+
+def test_a_second_backward_is_torchs_error(cuda: FakeCuda) -> None:
+    call = prepared(cuda, calls=7)
+    output = called(call)(batch(0)[0])
+    loss = output.sum()
+    assert type(output.grad_fn).__name__ == "_CallNodeBackward"
+    loss.backward(retain_graph=True)
+    loss.backward()
+    called(call)(batch(1)[0])
+    with pytest.raises(RuntimeError, match=r"backward through the graph a second time.*retain_graph=True"):
+        output.sum().backward()
+
+
+def test_a_parameter_that_was_written_to_in_between_is_torchs_error(cuda: FakeCuda) -> None:
+    call = prepared(cuda, calls=7)
+    output = called(call)(batch(0)[0])
+    assert type(output.grad_fn).__name__ == "_CallNodeBackward"
+    with torch.no_grad():
+        call._module[4].bias.add_(1)  # type: ignore[index, union-attr]
+    output.sum().backward(retain_graph=True)  # which it does not read
+    with torch.no_grad():
+        call._module[4].weight.add_(1)  # type: ignore[index, union-attr]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_create_graph_is_an_error_with_a_remedy(cuda: FakeCuda) -> None:
+    call = prepared(cuda, calls=7)
+    loss = called(call)(batch(0)[0]).sum()
+    with pytest.raises(FlowdpError, match="capture=False"):
+        torch.autograd.grad(loss, list(call._module.parameters()), create_graph=True)
+
+
+def test_a_loop_that_differentiates_twice_is_never_captured(cuda: FakeCuda, told: Any) -> None:
+    def step(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+        x, y = batch(number)
+        loss = F.cross_entropy(call(x), y)
+        gradients = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+        (loss + sum(one.square().sum() for one in gradients)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    plain = train(None, model, step)
+    mine = train(cuda, model, step)
+    assert all(torch.equal(*pair) for pair in zip(plain[0], mine[0], strict=True))
+    assert cuda.captures.replays == 0
+    assert "create_graph=True" in told()[0]
+
+
+def test_another_thread_calls_eagerly_while_one_is_inside(cuda: FakeCuda) -> None:
+    call = prepared(cuda)
+    with call._turn:
+        assert launches(cuda, lambda: called(call)(batch(0)[0])) == 0
+    other = threading.Thread(target=lambda: called(call)(batch(0)[0]))  # of another stream
+    assert launches(cuda, lambda: (other.start(), other.join())) == 0
+
+
+# ---------------------------------------------------------------- recording
+def test_no_node_that_ends_a_graph_is_used_from_outside(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that is alive keeps the nodes of the parameters, of the stream on which they were made."""
+    own, seen = GraphPool.capture, []
+
+    def capture(pool: GraphPool, work: Any) -> Any:
+        def watched() -> None:
+            work()
+            seen.append(True)
+
+        return own(pool, watched)
+
+    monkeypatch.setattr(GraphPool, "capture", capture)
+    torch.manual_seed(0)
+    module = model()
+    call = called(captured(module, cuda))
+    kept = [call(batch(0)[0]).sum() for _ in range(2)]  # alive
+    nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in module.parameters()]
+    ran: list[int] = []
+    for node in nodes:
+        node.register_prehook(lambda *_: ran.append(1))
+    call(batch(0)[0]).sum()
+    assert len(seen) == 2
+    assert not ran
+    assert kept
+
+
+def test_recording_changes_nothing(cuda: FakeCuda) -> None:
+    torch.manual_seed(0)
+    module = model(0.5)
+    parameters, before = list(module.parameters()), {k: v.clone() for k, v in module.state_dict().items()}
+    versions = [one._version for one in parameters]
+    generator = torch.get_rng_state()
+    call = captured(module, cuda)
+    graphs = CallGraphs(module, call._lane, *_flat(batch(0)[0]))
+    graphs.record([])
+    assert [one._version for one in parameters] == versions
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(one.grad is None for one in parameters)
+
+
+def _flat(*args: Any) -> Any:
+    from flowdp.data.trees import flatten
+
+    return flatten([args, {}])
+
+
+class Reading(nn.Module):
+    """Reads or writes something that no graph can."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layer = nn.Linear(6, 3)
+        self.state = [torch.zeros(3)]
+        self.outside = [nn.Parameter(torch.ones(3))]
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "argument":
+            x.add_(0)
+        y = self.layer(x)
+        if self.how == "value" and y.sum().item() > 1e9:
+            return 2 * y
+        if self.how == "elsewhere":
+            self.state[0].add_(1)
+        if self.how == "parameter":
+            return y * self.outside[0]
+        if self.how == "counter":
+            self.count += 1
+        if self.how == "object":
+            return y, object()
+        return y * random.random() if self.how == "random" else y
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("value", "may not read a value on the host"),
+        ("argument", "writes to an argument"),
+        ("elsewhere", "writes to a tensor of 3 numbers"),
+        ("parameter", "requires grad from elsewhere"),
+        ("counter", "changes Python's state"),
+        ("object", "returns a object"),
+        ("random", "differs from an eager one: "),
+    ],
+)
+def test_calls_that_stay_eager(cuda: FakeCuda, told: Any, how: str, why: str) -> None:
+    call = captured(Reading(how), cuda)
+    for number in range(10):
+        output = called(call)(batch(number)[0].clone())
+        (output[0] if isinstance(output, tuple) else output).square().mean().backward()
+    assert call.ended is not None
+    assert why in call.ended
+    assert len(told()) == 1
+    assert not cuda.captures.pools or how == "random"
+
+
+class Unseen:
+    """A place that guards do not look at."""
+
+    __slots__ = ("scale",)
+
+
+def test_a_difference_ends_it_and_the_eager_result_counts(cuda: FakeCuda, told: Any) -> None:
+    unseen = Unseen()
+    unseen.scale = 1.0
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * unseen.scale
+
+    call = prepared(cuda, Scaled(6, 3), calls=6)
+    unseen.scale = 2.0
+    for number in range(8):
+        x, _ = batch(number)
+        output = called(call)(x)
+        output.sum().backward()
+        if call.ended is not None:
+            assert torch.equal(output, call._module(x))
+            break
+    assert told()[-1].startswith(
+        "capture: Scaled: calls go on eagerly, from the eager result: a captured call differs from an eager "
+        "one: the gradient of 'weight' differs by"
+    )
+
+
+def test_a_hook_on_a_layer_leaves_calls_eager_as_long_as_it_is_there(cuda: FakeCuda, told: Any) -> None:
+    call = prepared(cuda)
+    seen: list[int] = []
+    handle = call._module[0].register_forward_hook(lambda *_: seen.append(1))  # type: ignore[index]
+    assert launches(cuda, lambda: [called(call)(batch(n)[0]).sum().backward() for n in range(4)]) == 0
+    assert len(seen) == 4
+    handle.remove()
+    assert launches(cuda, lambda: [called(call)(batch(n)[0]).sum().backward() for n in range(8)]) > 0
+    assert any("has a hook" in text for text in told())
+
+
+def test_a_change_voids_the_graphs_and_a_backward_that_is_due_still_runs(cuda: FakeCuda) -> None:
+    call = prepared(cuda, calls=7)
+    module = call._module
+    output = called(call)(batch(0)[0])
+    assert type(output.grad_fn).__name__ == "_CallNodeBackward"
+    module[3].p = 0.25  # type: ignore[index]
+    called(call)(batch(1, 6)[0])  # of another form, for that one's graphs are busy
+    assert not call.is_running
+    module.zero_grad()
+    output.sum().backward()
+    assert all(one.grad is not None for one in module.parameters())
+
+
+def test_forms_have_graphs_of_their_own_and_may_take_turns(cuda: FakeCuda) -> None:
+    def step(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+        loss = torch.zeros(())
+        for samples in (8, 6, 5):
+            x, y = batch(number, samples)
+            loss = loss + F.cross_entropy(call(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    call = assert_same(cuda, model, step, replays=100)
+    assert len(call._forms) == 3
+
+
+def test_more_forms_than_graphs_run_eagerly(cuda: FakeCuda, told: Any) -> None:
+    call = captured(model(), cuda, graphs=1)
+    for samples in (8, 6, 5) * 4:
+        called(call)(batch(0, samples)[0]).sum().backward()
+    assert call.is_running
+    assert len(told()) == 1
+
+
+@pytest.mark.parametrize("how", ["requires grad", "an object", "a mode"])
+def test_calls_that_no_graph_takes_are_eager(cuda: FakeCuda, how: str) -> None:
+    class Taking(nn.Linear):
+        def forward(self, x: Tensor, _more: object = None) -> Tensor:
+            return super().forward(x)
+
+    call = prepared(cuda, Taking(6, 3))
+    x = batch(0)[0].clone().requires_grad_(how == "requires grad")
+    more = object() if how == "an object" else None
+
+    def work() -> None:
+        if how == "a mode":
+            with torch.autograd.graph.save_on_cpu():
+                called(call)(x).sum().backward()
+        else:
+            called(call)(x, more).sum().backward() if more else called(call)(x).sum().backward()
+
+    assert launches(cuda, work) == 0
+    assert how != "requires grad" or x.grad is not None
+    assert call.ended is None
+
+
+def test_graphs_and_module_go_when_the_call_does(cuda: FakeCuda) -> None:
+    call = prepared(cuda)
+    pool = weakref.ref(call._forms[0].graphs)  # type: ignore[arg-type]
+    call.close()
+    gc.collect()
+    assert pool() is None
+    assert launches(cuda, lambda: called(call)(batch(0)[0])) == 0
+
+
+# ---------------------------------------------------------------- whether it pays
+def test_it_waits_until_it_is_known_whether_the_host_is_behind(cuda: FakeCuda, told: Any) -> None:
+    watch = LaunchWatch()
+    call = CapturedCall(model(), StreamLane(CPU, cuda), watch)
+    for number in range(4):
+        called(call)(batch(number)[0]).sum().backward()
+    assert cuda.captures.replays == 0
+    assert len(watch._seen) == 3  # read when a later call finds them passed
+    for _ in range(WATCHED):
+        watch.take(1.0, 1.02)
+    for number in range(6):
+        called(call)(batch(number)[0]).sum().backward()
+    assert call.is_running
+    assert told() == [
+        "capture: Sequential: cpu waits for launches, 1 ms a call: calls run as CUDA graphs from now on "
+        "(capture=False leaves them eager)"
+    ]
+
+
+def test_a_device_with_enough_to_do_stays_eager(cuda: FakeCuda, told: Any) -> None:
+    watch = LaunchWatch()
+    call = CapturedCall(model(), StreamLane(CPU, cuda), watch)
+    for _ in range(WATCHED):
+        watch.take(1.0, 1.5)
+    called(call)(batch(0)[0])
+    assert call.ended == "cpu takes 1.5 ms for the kernels of a call, and the host 1 ms to launch them"
+
+
+def test_options() -> None:
+    lane, host = StreamLane(CPU, FakeCuda()), HostLane(CPU)
+    assert captured_call(model(), [lane], "auto", is_summed=False) is not None
+    assert captured_call(model(), [lane], True, is_summed=False) is not None
+    for lanes, option, is_summed in [
+        ([lane], False, False),
+        ([lane], "auto", True),
+        ([lane, lane], "auto", False),
+        ([host], "auto", False),
+    ]:
+        assert captured_call(model(), lanes, option, is_summed=is_summed) is None
+    with pytest.raises(OptionError, match="one CUDA device of one machine, and the devices are cpu"):
+        captured_call(model(), [host], True, is_summed=False)
+    with pytest.raises(OptionError, match="over machines"):
+        captured_call(model(), [lane], True, is_summed=True)
+    with pytest.raises(OptionError, match="must be 'auto', True or False, not 'yes'"):
+        captured_call(model(), [lane], "yes", is_summed=False)
