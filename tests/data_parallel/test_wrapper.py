@@ -36,6 +36,7 @@ from flowdp import CadenceOptions, DataParallel, FlowdpError, OptionError
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
 from tests.data.cards import Card
+from tests.fakes import FakeCuda, hide_modes
 from tests.loops import WAIT_S, assert_equal, gradients, mlp, numbers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -1312,3 +1313,43 @@ def test_buffers_of_a_window_that_the_first_device_does_alone_are_its_own() -> N
         assert dp.shard_sizes == (8, 0)
         twin(x[8:])
         torch.testing.assert_close(model[1].state_dict(), twin[1].state_dict())
+
+
+# ---------------------------------------------------------------- captured calls
+def test_one_device_captures_its_calls_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = FakeCuda()
+    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [StreamLane(d, card) for d in devices])
+    hide_modes(monkeypatch.setattr)
+    model = mlp()
+    twin = copy.deepcopy(model)
+
+    def train(call: Any, optimizer: Optimizer) -> None:
+        for seed in range(12):
+            loss_of(call, seed=seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(twin, SGD(twin.parameters(), 0.1))
+    optimizer = SGD(model.parameters(), 0.1)
+    with card.stream(card.Stream()), flowdp.setup(model, optimizer, devices=["cpu"], capture=True) as dp:
+        train(dp, optimizer)
+        assert all(map(torch.equal, model.parameters(), twin.parameters()))
+        assert card.captures.replays > 12
+        assert repr(dp).endswith("on cpu; calls are captured>")
+        before, (x, _) = card.captures.replays, batch()
+        dp.call(lambda module, x: module(x), x)
+        dp.module(x)
+        with torch.no_grad():
+            dp(x)
+        dp.eval()(x)
+        dp.train().close()
+        dp(x)
+        assert card.captures.replays == before
+        assert "captured" not in repr(dp)
+
+
+def test_calls_that_cannot_be_captured_are_an_error_where_it_is_asked_for(setup: Setup) -> None:
+    with pytest.raises(OptionError, match="capture=True records calls as CUDA graphs on one CUDA device"):
+        setup(mlp(), capture=True)
+    with pytest.raises(OptionError, match="capture must be 'auto', True or False, not 1"):
+        setup(mlp(), capture=1)

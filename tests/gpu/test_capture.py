@@ -150,3 +150,112 @@ def test_a_run_that_is_over_gives_its_graphs_memory_back():
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated(device) <= before
     assert not torch.cuda.is_current_stream_capturing()
+
+
+# ---------------------------------------------------------------- a loop of the user's own
+def loop(
+    device: torch.device,
+    *,
+    capture: Any = False,
+    dropout: float = 0.0,
+    accumulate: int = 1,
+    scales: bool = False,
+    casts: bool = False,
+    keeps: bool = False,
+) -> tuple[dict[str, Tensor], str]:
+    """State of a model behind a loop with `setup`, and the text of `dp`."""
+    torch.manual_seed(1)
+    module = model(dropout).to(device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler(device.type, enabled=scales)
+    x, y = (part.to(device) for part in samples(400))
+    with flowdp.setup(module, optimizer, devices=[device], capture=capture, progress=False) as dp:
+        kept = []
+        for number in range(STEPS):
+            at = number * BATCH_SIZE % 384
+            rows = slice(at, at + BATCH_SIZE)
+            with torch.autocast(device.type, torch.bfloat16, enabled=casts):
+                loss = F.mse_loss(dp(x[rows, 2:].contiguous()).float(), y[rows]) / accumulate
+            scaler.scale(loss).backward()
+            if keeps:  # a graph of the loop's that is alive when a call is captured
+                kept.append(loss)
+            if number % accumulate == accumulate - 1:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(dp.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        text = repr(dp)
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}, text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dropout": 0.5}, {"accumulate": 3}, {"scales": True}, {"casts": True}, {"keeps": True}],
+    ids=str,
+)
+def test_a_loop_with_captured_calls_is_the_eager_one(device, has_streams, told, options):
+    if device.type == "cpu" and options.get("scales"):
+        pytest.skip("a scaler is for cards")
+    captured, text = loop(device, capture=has_streams or "auto", **options)
+    eager, _ = loop(device, **options)
+    assert all(torch.equal(tensor, captured[name]) for name, tensor in eager.items())
+    assert ("calls are captured" in text) == has_streams
+    assert told() == []
+
+
+@pytest.mark.gpu(1)
+def test_a_loop_finds_by_itself_whether_its_calls_are_captured():
+    device = torch.device("cuda", 0)
+    captured, _ = loop(device, capture="auto")
+    eager, _ = loop(device)
+    assert all(torch.equal(tensor, captured[name]) for name, tensor in eager.items())
+
+
+@pytest.mark.gpu(1)
+def test_two_calls_before_a_backward_and_outputs_without_gradients_on_a_card(told):
+    device = torch.device("cuda", 0)
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.one, self.other = nn.Linear(8, 32), nn.Linear(32, 1), nn.Linear(32, 1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            hidden = self.trunk(x).tanh()
+            return {"one": self.one(hidden), "other": self.other(hidden), "best": hidden.argmax(1)}
+
+    def train(capture: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = Heads().to(device)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+        x = samples(400)[0].to(device)
+        with flowdp.setup(module, optimizer, devices=[device], capture=capture, progress=False) as dp:
+            for number in range(40):
+                loss = dp(x[:16, 2:].contiguous())["one"].square().mean()
+                if number % 3 == 2:
+                    loss = loss + dp(x[16:32, 2:].contiguous())["other"].square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    assert all(map(torch.equal, train(True), train(False)))
+    assert told() == []
+
+
+@pytest.mark.gpu(1)
+def test_a_second_backward_of_a_captured_call_is_torchs_error():
+    device = torch.device("cuda", 0)
+    module = model(0.0).to(device)
+    with flowdp.setup(module, devices=[device], capture=True, progress=False) as dp:
+        dp.train()
+        x = samples(16)[0][:, 2:].to(device)
+        for _ in range(10):
+            output = dp(x)
+            output.sum().backward()
+        output = dp(x)
+        output.sum().backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            output.sum().backward()
+        torch.cuda.synchronize()

@@ -393,35 +393,63 @@ def launches(cuda: FakeCuda, work: Callable[[], Any]) -> int:
     return cuda.captures.replays - before
 
 
+def is_captured(output: Tensor) -> bool:
+    return type(output.grad_fn).__name__ == "_CallNodeBackward"
+
+
 def test_a_graph_is_busy_until_its_backward_has_run_or_cannot_run(cuda: FakeCuda) -> None:
-    call = prepared(cuda)
+    call = prepared(cuda, calls=10)  # the next comparison is far
     one, x = called(call), batch(0)[0]
-    kept: list[Tensor] = []
-    assert launches(cuda, lambda: kept.append(one(x))) in (1, 2)
-    while launches(cuda, lambda: kept.append(one(x))) != 0:
-        kept.pop(0)  # the ones that were compared are eager
-    assert launches(cuda, lambda: one(x)) == 0
-    kept.clear()
-    gc.collect()
-    assert launches(cuda, lambda: kept.append(one(x))) > 0
+    first = one(x)
+    assert is_captured(first)
+    assert not is_captured(one(x))
+    first.sum().backward(retain_graph=True)
+    assert not is_captured(one(x))
+    first.sum().backward()
+    second = one(x)
+    assert is_captured(second)
+    assert not is_captured(one(x))
+    del second
+    assert is_captured(one(x))
 
 
-def test_a_second_backward_is_torchs_error(cuda: FakeCuda) -> None:
-    call = prepared(cuda, calls=7)
+def test_a_buffer_that_a_captured_call_writes_to_is_torchs_error_as_of_an_eager_one(cuda: FakeCuda) -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(1)
+            return super().forward(x)
+
+    call = prepared(cuda, Counting(), calls=10)
+    loss = (called(call)(batch(0)[0]) * call._module.seen).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    loss = (called(call)(batch(0)[0]).detach() * call._module.weight.sum() * call._module.seen).sum()
+    assert is_captured(called(call)(batch(1)[0]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("make", [model, lambda: nn.Linear(6, 3)], ids=["deep", "reads no parameter"])
+def test_a_second_backward_is_torchs_error(cuda: FakeCuda, make: Callable[[], nn.Module]) -> None:
+    call = prepared(cuda, make(), calls=7)
     output = called(call)(batch(0)[0])
     loss = output.sum()
-    assert type(output.grad_fn).__name__ == "_CallNodeBackward"
+    assert is_captured(output)
     loss.backward(retain_graph=True)
     loss.backward()
     called(call)(batch(1)[0])
-    with pytest.raises(RuntimeError, match=r"backward through the graph a second time.*retain_graph=True"):
+    with pytest.raises(RuntimeError, match=r"graph a second time.*retain_graph=True.*capture=False"):
         output.sum().backward()
 
 
 def test_a_parameter_that_was_written_to_in_between_is_torchs_error(cuda: FakeCuda) -> None:
     call = prepared(cuda, calls=7)
     output = called(call)(batch(0)[0])
-    assert type(output.grad_fn).__name__ == "_CallNodeBackward"
+    assert is_captured(output)
     with torch.no_grad():
         call._module[4].bias.add_(1)  # type: ignore[index, union-attr]
     output.sum().backward(retain_graph=True)  # which it does not read
@@ -609,7 +637,7 @@ def test_a_change_voids_the_graphs_and_a_backward_that_is_due_still_runs(cuda: F
     call = prepared(cuda, calls=7)
     module = call._module
     output = called(call)(batch(0)[0])
-    assert type(output.grad_fn).__name__ == "_CallNodeBackward"
+    assert is_captured(output)
     module[3].p = 0.25  # type: ignore[index]
     called(call)(batch(1, 6)[0])  # of another form, for that one's graphs are busy
     assert not call.is_running
