@@ -100,6 +100,8 @@ class CallGraphs:
         self._needs: list[set[int]] = []  # of each output: the parameters that it depends on
         self._saved: list[Tensor] = []  # parameters and buffers that a backward reads
         self._counted: list[Tensor] = []  # tensors of which torch counts a write in each forward
+        # Its memory stays where a graph reads it, also where the module gets other tensors meanwhile.
+        self._memory = [one.detach() for one in (*module.buffers(), *module.parameters())]
         self._standing: Sequence[Tensor] = []  # in the places of `parameters`
         self._use: weakref.ref[_Use] | None = None
 

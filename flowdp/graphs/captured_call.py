@@ -27,7 +27,7 @@ from flowdp.errors import OptionError
 from flowdp.graphs.base import NotCaptured
 from flowdp.graphs.call_graphs import CallGraphs, Pattern, unique_tensors
 from flowdp.graphs.guards import Guards
-from flowdp.graphs.trials import BOUND, HALF_BOUND, difference, spec_of, without_trace
+from flowdp.graphs.trials import BOUND, HALF_BOUND, difference, is_plain, spec_of, without_trace
 from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import CapturePlan, FormPlan, LaunchWatch
 from flowdp.policy.formats import format_error
@@ -224,7 +224,7 @@ class CapturedCall:
         kind = lane.device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         try:
-            specs = casts, *(spec_of(leaf, "a call") for leaf in leaves)
+            specs = casts, *((type(one), one) if is_plain(one) else spec_of(one, "a call") for one in leaves)
         except NotCaptured as reason:
             self._tell(f"{reason}: such calls are eager")
             return None

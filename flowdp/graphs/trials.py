@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowdp.graphs.base import PLAIN, NotCaptured
 
-__all__ = ["BOUND", "HALF_BOUND", "difference", "reason_of", "spec_of", "without_trace"]
+__all__ = ["BOUND", "HALF_BOUND", "difference", "is_plain", "reason_of", "spec_of", "without_trace"]
 
 BOUND, HALF_BOUND = 1e-3, 3e-2
 """Differences between captured and eager work, relative to the largest value, where kernels may add in
@@ -29,17 +29,17 @@ def spec_of(leaf: object, where: str) -> object:
         where: The place where it lies, for the error.
 
     Raises:
-        NotCaptured: It is neither a dense tensor nor a plain value, or a tuple of such.
+        NotCaptured: It is neither a dense tensor nor a plain value.
     """
     if type(leaf) is Tensor and leaf.layout is torch.strided:
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
-    if is_plain(leaf):
+    if isinstance(leaf, PLAIN):
         return type(leaf), leaf
     raise NotCaptured(f"{where} holds a {type(leaf).__name__}, which is no tensor of a fixed shape")
 
 
 def is_plain(leaf: object) -> bool:
-    """Whether a graph may repeat a leaf as it is."""
+    """Whether a leaf is a plain value, or a tuple of such."""
     return isinstance(leaf, PLAIN) or (isinstance(leaf, tuple) and all(map(is_plain, leaf)))
 
 

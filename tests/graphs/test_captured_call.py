@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from flowdp import FlowdpError, OptionError
 from flowdp.device.cuda_graphs import GraphPool
 from flowdp.device.streams import HostLane, StreamLane
+from flowdp.graphs import call_graphs
 from flowdp.graphs.call_graphs import CallGraphs
-from flowdp.graphs.captured_call import CapturedCall, captured_call
+from flowdp.graphs.captured_call import MOST_AHEAD, CapturedCall, captured_call
 from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import WATCHED, LaunchWatch
-from tests.fakes import FakeCuda, hide_modes
+from tests.fakes import FakeCuda, FakeEvent, hide_modes
 
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(1)
@@ -331,6 +332,30 @@ def test_a_backward_of_other_outputs_gets_a_graph_of_its_own(cuda: FakeCuda) -> 
     (form,) = call._forms
     assert form.graphs is not None
     assert len(form.graphs.patterns) == 2
+
+
+def test_a_part_without_trained_parameters_is_never_busy(cuda: FakeCuda) -> None:
+    module, other = (nn.BatchNorm1d(6).requires_grad_(False) for _ in range(2))
+    call = called(captured(module, cuda))
+    for number in range(20):
+        x, _ = batch(number)
+        assert torch.equal(call(x), other(x))
+    assert torch.equal(module.running_mean, other.running_mean)  # type: ignore[arg-type]
+    assert cuda.captures.replays == 18
+
+
+def test_plain_arguments_are_part_of_the_form(cuda: FakeCuda) -> None:
+    class Sized(nn.Linear):
+        def forward(self, x: Tensor, size: tuple[int, str], *, scale: float = 1.0) -> Tensor:
+            return super().forward(x) * size[0] * scale
+
+    call = captured(Sized(6, 3), cuda)
+    for number in range(20):
+        x, _ = batch(number)
+        size, scale = (1 + number % 2, "size"), 0.5
+        assert torch.equal(called(call)(x, size, scale=scale), call._module(x, size, scale=scale))
+    assert len(call._forms) == 2
+    assert cuda.captures.replays == 24
 
 
 def test_a_gan(cuda: FakeCuda) -> None:
@@ -726,6 +751,61 @@ def test_a_device_with_enough_to_do_stays_eager(cuda: FakeCuda, told: Any) -> No
         watch.take(1.0, 1.5)
     called(call)(batch(0)[0])
     assert call.ended == "cpu takes 1.5 ms for the kernels of a call, and the host 1 ms to launch them"
+
+
+def test_backwards_that_are_differentiated_again_are_seen_in_timed_calls(cuda: FakeCuda, told: Any) -> None:
+    call = CapturedCall(model(), StreamLane(CPU, cuda), LaunchWatch())
+    loss = called(call)(batch(0)[0]).sum()
+    torch.autograd.grad(loss, list(call._module.parameters()), create_graph=True)
+    assert call.ended is not None
+    assert "create_graph=True" in call.ended
+
+
+def test_a_device_with_calls_of_before_to_do_is_not_waiting(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, passed = LaunchWatch(), threading.Event()
+    call = CapturedCall(model(), StreamLane(CPU, cuda), watch)
+    monkeypatch.setattr(FakeEvent, "passed", passed)
+    for number in range(MOST_AHEAD + 4):  # nothing waits
+        called(call)(batch(number)[0])
+    assert watch._seen == []
+    passed.set()
+    called(call)(batch(0)[0])
+    assert len(watch._seen) == MOST_AHEAD
+    assert [launch_ms > 0 for launch_ms, _ in watch._seen] == [True] + [False] * (MOST_AHEAD - 1)
+
+
+def test_a_capture_of_the_users_own_holds_eager_calls(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = prepared(cuda)
+    monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: True)
+    assert launches(cuda, lambda: called(call)(batch(0)[0])) == 0
+
+
+def test_compiled_functions_are_rehearsed_outside_of_modes_and_recorded_once(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a mode dynamo leaves them as they are written, and their backward may write over saved values."""
+    monkeypatch.setattr(call_graphs, "uses_compile", lambda _: True)
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("a mode")
+
+    monkeypatch.setattr(call_graphs.WritesNoted, "__enter__", forbidden)
+    monkeypatch.setattr(torch.autograd.graph.saved_tensors_hooks, "__enter__", forbidden)
+    call = assert_same(cuda, lambda: Heads("dict"), of_heads(lambda number: number % 2 == 0))
+    (form,) = call._forms
+    assert form.graphs is not None
+    assert len(form.graphs.patterns) == 1
+    losses = []
+    for number in range(20):
+        losses = [one for one in call((*batch(number),), {}).values() if one is not None]
+        if type(losses[0].grad_fn).__name__ == "_CallNodeBackward":
+            break
+    with pytest.raises(FlowdpError, match="retain_graph=True keeps"):
+        losses[0].backward(retain_graph=True)
 
 
 def test_options() -> None:
