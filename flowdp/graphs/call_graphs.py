@@ -199,7 +199,11 @@ class CallGraphs:
             raise NotCaptured("it writes to an argument: let it write to argument.clone()")
         self._counted = [one for one, version in versions if one._version != version]
         self.written += [one for one in self._counted if isinstance(one, nn.Parameter)]
-        self._saved = [one for one in known if self._is_compiled or storage_of(one) in saved]
+        if self._is_compiled:  # all but those that a further call may write to before the backward
+            counted = {id(one) for one in self._counted}
+            self._saved = [one for one in known if id(one) not in counted]
+        else:
+            self._saved = [one for one in known if storage_of(one) in saved]
         self._outputs = []  # with their graph
 
     def _capture(self, patterns: Collection[Pattern]) -> None:

@@ -358,6 +358,20 @@ def test_plain_arguments_are_part_of_the_form(cuda: FakeCuda) -> None:
     assert cuda.captures.replays == 24
 
 
+def test_a_forward_that_writes_to_a_parameter(cuda: FakeCuda) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(64, 6, max_norm=0.5), nn.Flatten(), nn.Linear(18, 3))
+
+    def step(call: Call, module: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+        loss = F.cross_entropy(call((torch.arange(24).view(8, 3) * number) % 64), batch(number)[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    assert_same(cuda, make, step)
+
+
 def test_a_gan(cuda: FakeCuda) -> None:
     def loop(cuda: FakeCuda | None) -> list[Tensor]:
         torch.manual_seed(0)
@@ -795,6 +809,7 @@ def test_compiled_functions_are_rehearsed_outside_of_modes_and_recorded_once(
 
     monkeypatch.setattr(call_graphs.WritesNoted, "__enter__", forbidden)
     monkeypatch.setattr(torch.autograd.graph.saved_tensors_hooks, "__enter__", forbidden)
+    assert_same(cuda, model, several, replays=50)
     call = assert_same(cuda, lambda: Heads("dict"), of_heads(lambda number: number % 2 == 0))
     (form,) = call._forms
     assert form.graphs is not None
