@@ -29,7 +29,7 @@ from flowdp.graphs.call_graphs import CallGraphs, Pattern, unique_tensors
 from flowdp.graphs.guards import Guards
 from flowdp.graphs.trials import BOUND, HALF_BOUND, difference, is_plain, spec_of, without_trace
 from flowdp.options import CaptureOptions
-from flowdp.policy.capture_plan import CapturePlan, FormPlan, LaunchWatch
+from flowdp.policy.capture_plan import FUTILE, CapturePlan, FormPlan, LaunchWatch
 from flowdp.policy.formats import format_error
 
 __all__ = ["CapturedCall", "captured_call"]
@@ -110,6 +110,7 @@ class CapturedCall:
         self._launches_ms: deque[float] = deque()
         self._stream: Any = None
         self._guards: Guards | None = None
+        self._changes = 0  # calls in a row before which something has changed
         self._obstacle: str | None = None  # until something changes
         self._forms: list[_Form] = []
         self._told: set[str] = set()
@@ -155,7 +156,9 @@ class CapturedCall:
         if form.graphs is not None and form.graphs.is_busy:
             return self._module(*args, **kwargs)
         assert self._guards is not None
-        if (change := self._guards.changed()) is not None:
+        change = self._guards.changed()
+        self._changes = 0 if change is None else self._changes + 1
+        if change is not None:
             self._void(change)
         elif form.graphs is not None and form.has_other_patterns:
             form.drop()
@@ -189,7 +192,8 @@ class CapturedCall:
                 return False
             self._tell(
                 f"{self._lane.device} waits for launches, {watch.launch_ms:.3g} ms a call: calls run as CUDA "
-                "graphs from now on (capture=False leaves them eager)"
+                "graphs from now on, without the module's Python (capture=False leaves them eager)",
+                is_shown=True,
             )
         self._stream = self._lane.current()
         self._guards = Guards({"": self._module}, self._module.forward)
@@ -359,7 +363,7 @@ class CapturedCall:
             form.graphs = None
         self._guards.retake()
         self._look()
-        if self._plan.changed():
+        if self._plan.changed() or self._changes == FUTILE:
             self._end(f"the state that a call depends on changes too often, the last time: {change}")
         elif had_graphs:
             self._tell(f"{change}; the call is captured anew")
@@ -368,13 +372,13 @@ class CapturedCall:
         self.ended = reason
         self._forms.clear()
         how = "go on eagerly, from the eager result" if differs else "are eager"
-        self._tell(f"calls {how}: {reason}", is_wrong=differs)
+        self._tell(f"calls {how}: {reason}", is_shown=differs)
 
-    def _tell(self, text: str, *, is_wrong: bool = False) -> None:
-        """Log a text once, as a warning where the user has asked for captured calls or one was wrong."""
+    def _tell(self, text: str, *, is_shown: bool = False) -> None:
+        """Log a text once, as a warning where the user has asked for captured calls, or has to see it."""
         if text not in self._told:
             self._told.add(text)
-            level = logging.WARNING if is_wrong or self._watch is None else logging.INFO
+            level = logging.WARNING if is_shown or self._watch is None else logging.INFO
             log.log(level, "capture: %s: %s", type(self._module).__name__, text)
 
 
