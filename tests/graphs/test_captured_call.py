@@ -753,8 +753,8 @@ def test_it_waits_until_it_is_known_whether_the_host_is_behind(cuda: FakeCuda, t
         called(call)(batch(number)[0]).sum().backward()
     assert call.is_running
     assert told() == [
-        "capture: Sequential: cpu waits for launches, 1 ms a call: calls run as CUDA graphs from now on "
-        "(capture=False leaves them eager)"
+        "capture: Sequential: cpu waits for launches, 1 ms a call: calls run as CUDA graphs from now on, "
+        "without the module's Python (capture=False leaves them eager)"
     ]
 
 
