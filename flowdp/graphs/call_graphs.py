@@ -65,12 +65,12 @@ class CallGraphs:
         lane: Lane of its device.
         leaves: Leaves of the arguments of such a call, `[args, kwargs]`.
         tree: How they make the arguments.
+        state: Tensors that a call may write to.
 
     Attributes:
         patterns: Patterns whose backward has a graph of its own. That of all outputs does for others, with
             zeros.
         others: Other patterns that backwards had.
-        written: Buffers, and parameters that a forward writes to.
         parameters: The parameters that the outputs depend on.
 
     Threads: the caller's, and autograd's of the device.
@@ -78,9 +78,16 @@ class CallGraphs:
     Streams: The current one; it must be the same in all calls.
     """
 
-    def __init__(self, module: nn.Module, lane: StreamLane, leaves: Sequence[Any], tree: Form) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        lane: StreamLane,
+        leaves: Sequence[Any],
+        tree: Form,
+        state: Sequence[Tensor] = (),
+    ) -> None:
+        self._state = state or [*module.buffers(), *module.parameters()]
         self.others: set[Pattern] = set()
-        self.written = list(module.buffers())
         self.parameters: list[nn.Parameter] = []
         self._module = module
         self._lane = lane
@@ -147,8 +154,7 @@ class CallGraphs:
             raise NotCaptured("a parameter is of a class of its own")
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
             raise NotCaptured("a part of it is a scripted module")
-        state = [*module.buffers(), *module.parameters()]
-        with without_trace(state, device_generator(self._lane.device)):
+        with without_trace(self._state, device_generator(self._lane.device)):
             try:
                 self._rehearse(patterns)
                 self._capture(patterns)
@@ -174,7 +180,7 @@ class CallGraphs:
             return tensor
 
         with self._standing_in() as leaves, ExitStack() as stack:
-            writes = WritesNoted([*known, *self._inputs])
+            writes = WritesNoted([*self._state, *self._inputs])
             if not self._is_compiled:
                 # Else dynamo would run the functions as they are written, and leave them so for good.
                 stack.enter_context(writes)
@@ -187,6 +193,7 @@ class CallGraphs:
                     f"it writes to a tensor of {writes.found[0].numel()} numbers that no module holds, which "
                     "a recorded call would do twice: register it as a buffer"
                 )
+            self._check_memory()
             self._trace_back(leaves)
             gradients = [torch.zeros_like(one) if one.requires_grad else None for one in self._outputs]
             for pattern in self._wanted(patterns):
@@ -198,7 +205,6 @@ class CallGraphs:
         if [one._version for one in self._inputs] != own:
             raise NotCaptured("it writes to an argument: let it write to argument.clone()")
         self._counted = [one for one, version in versions if one._version != version]
-        self.written += [one for one in self._counted if isinstance(one, nn.Parameter)]
         if self._is_compiled:  # all but those that a further call may write to before the backward
             counted = {id(one) for one in self._counted}
             self._saved = [one for one in known if id(one) not in counted]
@@ -254,6 +260,21 @@ class CallGraphs:
                     f"it returns a {type(leaf).__name__}, which is neither tensor nor plain value"
                 )
         self._places = [places.get(id(leaf), leaf) for leaf in made]
+
+    def _check_memory(self) -> None:
+        """Check that each output has memory of its own: a caller may write to one, and means all.
+
+        Raises:
+            NotCaptured: One has not.
+        """
+        taken = {storage_of(one) for one in (*self._state, *self._inputs)}
+        for output in self._outputs:
+            if storage_of(output) in taken:
+                raise NotCaptured(
+                    "an output shares memory with another one, an argument, a parameter or a buffer: return "
+                    "output.clone()"
+                )
+            taken.add(storage_of(output))
 
     def _differentiate(
         self, pattern: Pattern, gradients: Sequence[Tensor | None]

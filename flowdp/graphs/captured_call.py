@@ -27,7 +27,7 @@ from flowdp.errors import OptionError
 from flowdp.graphs.base import NotCaptured
 from flowdp.graphs.call_graphs import CallGraphs, Pattern, unique_tensors
 from flowdp.graphs.guards import Guards
-from flowdp.graphs.trials import BOUND, HALF_BOUND, difference, is_plain, spec_of, without_trace
+from flowdp.graphs.trials import BOUND, HALF_BOUND, difference, spec_of, without_trace
 from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import FUTILE, CapturePlan, FormPlan, LaunchWatch
 from flowdp.policy.formats import format_error
@@ -41,6 +41,12 @@ MOST_AHEAD = 8
 
 MOST_PATTERNS = 4
 """Sets of outputs whose backward gets a graph of its own."""
+
+MOST_SEEN = 64
+"""Backwards of eager calls of a form that are remembered."""
+
+Backwards = dict[int, set[int]]
+"""Outputs that had gradients, in each backward, by the number that torch gives it."""
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -87,7 +93,7 @@ class CapturedCall:
     Attributes:
         ended: Why all calls are eager from now on; None: they are captured, or will be.
 
-    Threads: the user's. Where one is inside, calls of others are eager.
+    Threads: the user's; they take turns.
 
     Streams: The caller's current one. Calls on another stream than the first one are eager.
     """
@@ -106,6 +112,7 @@ class CapturedCall:
         self._watch = watch
         self._plan = CapturePlan(options.graphs, options.compare_every)
         self._turn = threading.Lock()
+        self._inside: int | None = None  # the thread that has the turn
         self._stopwatch = Stopwatch(lane)
         self._launches_ms: deque[float] = deque()
         self._stream: Any = None
@@ -129,12 +136,14 @@ class CapturedCall:
         module = self._module
         if self.ended is not None or not module.training or not torch.is_grad_enabled():
             return module(*args, **kwargs)
-        if not self._turn.acquire(blocking=False):  # another thread, or a call inside of a call
+        if self._inside == threading.get_ident():  # a call inside of a call
             return module(*args, **kwargs)
-        try:
-            return self._run(args, kwargs)
-        finally:
-            self._turn.release()
+        with self._turn:  # a recording has other tensors in the places of the parameters
+            self._inside = threading.get_ident()
+            try:
+                return self._run(args, kwargs)
+            finally:
+                self._inside = None
 
     def close(self) -> None:
         """Let go of all graphs; calls are eager from now on."""
@@ -228,7 +237,7 @@ class CapturedCall:
         kind = lane.device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         try:
-            specs = casts, *((type(one), one) if is_plain(one) else spec_of(one, "a call") for one in leaves)
+            specs = casts, *(spec_of(one, "a call") for one in leaves)
         except NotCaptured as reason:
             self._tell(f"{reason}: such calls are eager")
             return None
@@ -248,7 +257,8 @@ class CapturedCall:
 
     def _record(self, form: _Form, leaves: Sequence[Any]) -> bool:
         try:
-            graphs = CallGraphs(self._module, self._lane, leaves, form.tree)
+            assert self._guards is not None
+            graphs = CallGraphs(self._module, self._lane, leaves, form.tree, self._guards.state)
             graphs.record(form.patterns)
         except NotCaptured as reason:
             self._end(str(reason))
@@ -260,8 +270,8 @@ class CapturedCall:
     def _look(self) -> None:
         """Look at the module for what forbids to capture it as it is now."""
         assert self._guards is not None
-        if self._guards.iterator is not None:
-            self._end(f"{self._guards.iterator} is an iterator, from which a captured call would not take")
+        if self._guards.obstacle is not None:
+            self._end(self._guards.obstacle)
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         hooked = [
             name or "the module"
@@ -286,16 +296,22 @@ class CapturedCall:
             self._end(f"each call changes Python's state, which a captured one would not do ({change})")
         return outputs
 
-    def _observe(self, outputs: Any, seen: dict[int, set[int]]) -> None:
+    def _observe(self, outputs: Any, seen: Backwards) -> None:
         """Note the outputs of which each backward has gradients."""
+        own: Backwards = {}  # of this call
         for place, output in enumerate(unique_tensors(flatten(outputs)[0])):
             if output.requires_grad and not output.is_leaf:
-                output.register_hook(partial(self._note, seen, place))
+                output.register_hook(partial(self._note, seen, own, place))
 
-    def _note(self, seen: dict[int, set[int]], place: int, _gradient: Tensor) -> None:
+    def _note(self, seen: Backwards, own: Backwards, place: int, _gradient: Tensor) -> None:
         if torch.is_grad_enabled() and self.ended is None:
             self._end("its backward is differentiated again (create_graph=True)")
-        seen.setdefault(torch._C._current_graph_task_id(), set()).add(place)
+        backward = torch._C._current_graph_task_id()
+        if backward not in own and any(place not in others for others in own.values()):
+            self._end("several backwards go through different outputs of one call")
+        own.setdefault(backward, set()).add(place)
+        if len(seen) < MOST_SEEN:
+            seen.setdefault(backward, set()).add(place)
 
     def _compare(
         self, form: _Form, graphs: CallGraphs, tensors: Sequence[Tensor], args: Any, kwargs: Any
@@ -303,11 +319,12 @@ class CapturedCall:
         """The eager call, beside trials of forward and backward by graphs and by Python, from one state."""
         device = self._lane.device
         generator = device_generator(device)
-        buffers = list(self._module.buffers())
+        assert self._guards is not None
+        buffers, state = list(self._module.buffers()), self._guards.state
         noise = partial(_noise, torch.Generator(device).manual_seed(form.plan.runs))
         failure, pairs = "", []
         try:
-            with without_trace(graphs.written, generator):
+            with without_trace(state, generator):
                 mine = graphs.forward(tensors)
                 after, left = generator.get_state(), [buffer.clone() for buffer in buffers]
                 given = [noise(place, one) for place, one in enumerate(mine)]
@@ -317,7 +334,7 @@ class CapturedCall:
                     )
                     for pattern in graphs.patterns
                 }
-            with without_trace(graphs.written, generator):
+            with without_trace(state, generator):
                 right = graphs.eager(lambda place, _: given[place])
             names = {id(one): name for name, one in self._module.named_parameters()}
             for pattern, found in made.items():
@@ -398,7 +415,7 @@ class _Form:
     tree: Form
     plan: FormPlan
     graphs: CallGraphs | None = None
-    seen: dict[int, set[int]] = field(default_factory=dict)
+    seen: Backwards = field(default_factory=dict)
 
     @property
     def patterns(self) -> list[Pattern]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowdp.data.batches import Gathered, made
 from flowdp.data.trees import flatten
@@ -38,7 +38,7 @@ class Captured:
         step: Forward and backward to capture.
         options: Options of the run.
         guard: Makes the guards of the state that the step reads.
-        make: Makes the recorder, from the modules that the step reads beside the rank's.
+        make: Makes the recorder, from the guards.
         tell: Logs a text that no other rank has logged; with `is_shown=True` as a warning in any case.
         watch: Tells whether capture pays; None: steps are captured in any case.
 
@@ -57,7 +57,7 @@ class Captured:
         step: Capturable,
         options: CaptureOptions,
         guard: Callable[[], Guards],
-        make: Callable[[Sequence[nn.Module]], CudaGraphs],
+        make: Callable[[Guards], CudaGraphs],
         tell: Callable[..., None],
         watch: LaunchWatch | None = None,
     ) -> None:
@@ -107,11 +107,9 @@ class Captured:
             if not self._pays():
                 return None
             self._guards = self._guard()
-            self._recorder = self._make([one for one in self._guards.modules if one is not self._step.module])
-            if self._guards.iterator is not None:
-                self._end(
-                    f"{self._guards.iterator} is an iterator, from which a captured step would not take"
-                )
+            self._recorder = self._make(self._guards)
+            if self._guards.obstacle is not None:
+                self._end(self._guards.obstacle)
                 return None
         elif (change := self._guards.changed()) is not None:
             self._changes += 1

@@ -24,7 +24,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowdp.data.batches import Gathered
 from flowdp.data.trees import tree_map
@@ -35,6 +35,7 @@ from flowdp.device.streams import StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.device.writes import WritesNoted
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep, watching
+from flowdp.graphs.guards import Guards
 from flowdp.graphs.trials import BOUND, HALF_BOUND, reason_of, without_trace
 
 __all__ = ["CudaGraphs", "CudaStepGraph"]
@@ -52,7 +53,7 @@ class CudaGraphs:
 
     Args:
         step: Forward and backward to capture; its lane is a CUDA device's.
-        others: Modules that the loss holds.
+        guards: Know the tensors that the step may write to.
 
     Attributes:
         bound: Largest difference between a captured step and an eager one, relative to the largest value of
@@ -62,13 +63,13 @@ class CudaGraphs:
         The rank's.
     """
 
-    def __init__(self, step: Capturable, others: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, step: Capturable, guards: Guards) -> None:
         assert isinstance(step.lane, StreamLane)
         self.bound = BOUND if step.casts is None else HALF_BOUND
         if torch.are_deterministic_algorithms_enabled():
             self.bound = 0.0
         self._step = step
-        self._modules = nn.ModuleList([step.module, *others])
+        self._guards = guards
         self._lane = step.lane
         self._pool: GraphPool | None = None
         self._places: dict[int, Tensor] = {}
@@ -90,9 +91,9 @@ class CudaGraphs:
             NotCaptured: It cannot be captured; nothing is left of the attempt.
         """
         self._check(leaves)
-        graph = CudaStepGraph(self._step, leaves, self._modules, self._gradient_places())
-        modules = self._modules  # a forward may write to parameters, too: max_norm, a teacher's average
-        changed = [*graph.places, *modules.buffers(), *modules.parameters()]
+        # A forward may write to parameters, too: max_norm, a teacher's average.
+        graph = CudaStepGraph(self._step, leaves, self._guards.state, self._gradient_places())
+        changed = [*graph.places, *graph.state]
         generator = None if self._step.shares_generator else device_generator(self._lane.device)
         with without_trace(changed, generator), _unnoticed(self._step):
             refusal = graph.rehearse(batch, leaves, worker, factors)
@@ -152,24 +153,24 @@ class CudaStepGraph:
     Args:
         step: Forward and backward to capture.
         leaves: The tensors of such a micro-batch.
-        modules: All that the step reads: the rank's, and those that the loss holds.
+        state: Tensors that the step may write to beside its gradients.
         places: Memory of each trained parameter's gradient.
 
     Attributes:
         places: As given.
+        state: As given.
         records: Name and weight of each recorded scalar.
         draws: Whether it draws random numbers.
     """
 
     def __init__(
-        self, step: Capturable, leaves: Sequence[Tensor], modules: nn.Module, places: Sequence[Tensor]
+        self, step: Capturable, leaves: Sequence[Tensor], state: Sequence[Tensor], places: Sequence[Tensor]
     ) -> None:
-        self.places = places
+        self.places, self.state = places, state
         self.records: Sequence[tuple[str, float]] = ()
         self.draws = False
         self._batch: Any = None  # of the inputs
         self._step = step
-        self._modules = modules
         self._graph: Graph | None = None
         self._inputs = [leaf.clone() for leaf in leaves]
         self._adds = step.has_begun
@@ -178,7 +179,6 @@ class CudaStepGraph:
         self._touched: list[bool] = []  # flag of each trained parameter: it has a part in the loss
         self._parameters: list[Tensor] = []  # these parameters
         self._gradients: list[Tensor] = []  # the places of their gradients
-        self._written: list[Tensor] = []  # buffers, and parameters that a forward writes to
         self._results: list[Tensor] = []  # the loss; its weight, if it names one; the scalars
         self._has_weight = False
 
@@ -194,20 +194,17 @@ class CudaStepGraph:
         Returns:
             The reason why it cannot be captured; None: it can, so far.
         """
-        modules = self._modules
         if isinstance(batch, Gathered):
             self._batch = Gathered(self._inputs[0], batch.make, batch.samples)
         else:
             twins = {id(leaf): own for leaf, own in zip(leaves, self._inputs, strict=True)}
             self._batch = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
         self._put(factors)
-        before = [(parameter, parameter._version) for parameter in modules.parameters()]
-        known = [*modules.buffers(), *modules.parameters(), *self.places, *self._inputs]
+        known = [*self.state, *self.places, *self._inputs]
         refusal = self._compute_noting(known, worker, factors)
         trained, touched = self._step.trained, self._touched
         self._parameters = [one for one, is_there in zip(trained, touched, strict=False) if is_there]
         self._gradients = [one for one, is_there in zip(self.places, touched, strict=False) if is_there]
-        self._written += [*modules.buffers(), *(one for one, version in before if one._version != version)]
         return refusal
 
     def _compute_noting(self, known: list[Tensor], worker: CurrentWorker, factors: Factors) -> str | None:
@@ -272,7 +269,7 @@ class CudaStepGraph:
         """
         trained, buffers = self._step.trained, list(self._step.module.buffers())
         before = [parameter.grad for parameter in trained]
-        changed = [*self.places, *self._written]
+        changed = [*self.places, *self.state]
         kept = [tensor.detach().clone() for tensor in changed]
         try:
             with _unnoticed(self._step):

@@ -11,6 +11,7 @@ The look is one comparison of tuples for each table, by identity first, so it co
 
 from __future__ import annotations
 
+import random
 import sys
 from argparse import Namespace
 from collections import deque
@@ -35,6 +36,9 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 NAMESPACES = (SimpleNamespace, Namespace)
 """Types of Python's own whose objects are settings."""
 
+RANDOM = ("random", "numpy.random")
+"""Modules whose numbers a graph would repeat; a comparison sees that by chance alone."""
+
 MOST = 1000
 """Items of a container whose contents are looked at; of longer ones, the length."""
 
@@ -58,8 +62,8 @@ class Guards:
 
     Attributes:
         modules: All modules that the step reads, the given ones first.
-        iterator: An iterator that the step may take from, in words: its place cannot be looked at; None:
-            there is none.
+        obstacle: Why nothing that depends on this state is captured: it is an iterator, say; None: nothing
+            stands in the way.
 
     Threads: the rank's.
     """
@@ -77,7 +81,7 @@ class Guards:
         self._long: list[tuple[str, Any, int]] = []  # containers: name, object, length
         self._cells: list[tuple[str, CellType]] = []
         self._variables: list[tuple[str, dict[str, Any], str]] = []
-        self.iterator: str | None = None
+        self.obstacle: str | None = None
         self._seen: set[int] = set()
         self.modules: list[nn.Module] = []
         self._tensors: list[tuple[str, Tensor]] = []
@@ -123,6 +127,17 @@ class Guards:
         except Exception:  # an object that is gone, or changes meanwhile
             return OBSCURE
 
+    @property
+    def state(self) -> list[Tensor]:
+        """Parameters and buffers of all modules, and tensors that are held elsewhere."""
+        held = [table.get(key) for _, table, key in self._held]
+        cells = [cell.cell_contents for cell in self._tensor_cells]
+        found = [*self._owned, *(one for one in (*held, *cells) if isinstance(one, Tensor))]
+        return list({id(one): one for one in found if one.layout is torch.strided}.values())
+
+    def _refuse(self, why: str) -> None:
+        self.obstacle = self.obstacle or why
+
     def _has_same_hooks(self) -> bool:
         # Torch counts all hooks that it registers: no table of hooks is touched where none was.
         if RemovableHandle.next_id == self._handles:
@@ -139,7 +154,7 @@ class Guards:
             [*map(len, self._dicts)],
             [*map(type, self.modules)],
             [*map(_FREE, self._parameters)],
-            [*map(Tensor.data_ptr, self._owned)],
+            [*map(Tensor.data_ptr, self._owned), *map(Tensor.numel, self._owned)],
             [*map(id, chain.from_iterable(map(dict.values, self._homes)))],
             [_stamp(table.get(key)) for _, table, key in self._held],
             [_stamp(cell.cell_contents) for cell in self._tensor_cells],
@@ -161,7 +176,7 @@ class Guards:
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers"):
                 continue
-            if type(value) in (list, set, deque) or (type(value) is dict and key not in _OWN):
+            if type(value) in (list, set, deque) or (isinstance(value, dict) and key not in _OWN):
                 self._container(f"{where}.{key}", value, DEPTH)
             elif isinstance(value, dict):
                 self._table(f"{where}.{key}", value)
@@ -178,9 +193,14 @@ class Guards:
         """Look at the methods of a user's class."""
         for base in kind.__mro__:
             if not _is_foreign(base.__module__):
-                for function in vars(base).values():
-                    self._watch_function(base.__name__, function, depth)
+                if id(base) in self._seen:
+                    continue
                 self._methods(base)
+                for name, value in list(vars(base).items()):
+                    if isinstance(value, (list, dict, set, deque)) and not name.startswith("__"):
+                        self._container(f"{base.__name__}.{name}", value, depth)
+                    getter = value.fget if isinstance(value, property) else value
+                    self._watch_function(base.__name__, getter, depth)
 
     def _methods(self, kind: type) -> None:
         if id(kind) in self._seen:
@@ -225,6 +245,8 @@ class Guards:
             told = f"{name!r}, a global of {where}"
             self._variables.append((told, space, name))
             if isinstance(value, ModuleType):
+                if value.__name__ in RANDOM or (value.__name__ == "numpy" and "random" in names):
+                    self._refuse(f"{where} draws by {name}, which a graph would do once: let torch do it")
                 if not _is_foreign(value.__name__):
                     inside = vars(value)
                     for key in names:
@@ -236,8 +258,8 @@ class Guards:
 
     def _watch_value(self, where: str, value: object, depth: int) -> None:
         """Look inside of a value, too: a container, a function, or a plain object."""
-        if isinstance(value, type) and not _is_foreign(value.__module__):
-            self._methods(value)
+        if isinstance(value, type) and not _is_foreign(value.__module__) and depth > 0:
+            self._watch_class(value, depth - 1)
         if isinstance(value, (*PLAIN, Tensor, type, ModuleType)) or id(value) in self._seen:
             return
         if isinstance(value, nn.Module):
@@ -245,7 +267,10 @@ class Guards:
                 self._watch_module(name, part)
             return
         if hasattr(type(value), "__next__"):
-            self.iterator = self.iterator or where
+            self._refuse(f"{where} is an iterator, from which a graph would not take")
+            return
+        if isinstance(value, torch.Generator) or type(getattr(value, "__self__", None)) is random.Random:
+            self._refuse(f"{where} draws random numbers, which a graph would draw once: let torch do it")
             return
         if isinstance(value, (FunctionType, MethodType, partial)):
             self._watch_function(f"{getattr(value, '__name__', where)}()", value, depth - 1)
@@ -324,8 +349,9 @@ class Guards:
                 return f"{name}.requires_grad was {was_free}, it is {one.requires_grad}"
             if _hooks_of(one) != had:
                 return f"the hooks of {name} have changed"
-        for (name, tensor), pointer in zip(self._tensors, pointers, strict=True):
-            if tensor.data_ptr() != pointer:
+        sizes = pointers[len(self._tensors) :]
+        for (name, tensor), pointer, size in zip(self._tensors, pointers, sizes, strict=False):
+            if tensor.data_ptr() != pointer or tensor.numel() != size:
                 return f"{name} lies in other memory"
         if [*map(type, self.modules)] != types:
             return "the class of a module has changed"

@@ -29,12 +29,12 @@ def spec_of(leaf: object, where: str) -> object:
         where: The place where it lies, for the error.
 
     Raises:
-        NotCaptured: It is neither a dense tensor nor a plain value.
+        NotCaptured: It is neither a dense tensor nor a plain value, or a tuple of such.
     """
     if type(leaf) is Tensor and leaf.layout is torch.strided:
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
-    if isinstance(leaf, PLAIN):
-        return type(leaf), leaf
+    if is_plain(leaf):
+        return type(leaf), leaf, repr(leaf) if isinstance(leaf, tuple) else ""  # (1,) equals (True,)
     raise NotCaptured(f"{where} holds a {type(leaf).__name__}, which is no tensor of a fixed shape")
 
 

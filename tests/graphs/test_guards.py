@@ -176,9 +176,9 @@ def test_a_tensor_of_a_closure_is_told_apart_as_an_object() -> None:
 
 def test_an_iterator_is_named() -> None:
     ticks = iter([1.0, 2.0])
-    assert guards(Net()).iterator is None
+    assert guards(Net()).obstacle is None
     watched = guards(Net(), lambda model, batch: model(batch) * next(ticks))
-    assert "'ticks'" in (watched.iterator or "")
+    assert "'ticks'" in (watched.obstacle or "")
 
 
 def test_switches_of_torch_are_seen() -> None:
