@@ -234,9 +234,7 @@ def test_a_number_that_no_fingerprint_sees_is_found_by_the_first_comparison(
         (by_numpy, "draws by np"),
     ],
 )
-def test_a_loss_that_counts_or_draws_by_python_is_not_captured(
-    journal: Journal, loss: Any, told: str
-) -> None:
+def test_a_loss_that_counts_or_draws_is_not_captured(journal: Journal, loss: Any, told: str) -> None:
     states = []
     for capture in (False, True):
         Counter.steps = COUNTED["steps"] = 0
