@@ -333,7 +333,7 @@ class Worker:
                 replica.learning_rate.advance(step.position, step.epoch, step.metrics)
                 current.epoch, current.global_step = step.epoch, step.position
                 current.lr = replica.learning_rate.value
-                replica.mark()
+                replica.mark(is_late=True)
             current.samples = micro.samples
             is_over = batcher.is_last(step)
             try:

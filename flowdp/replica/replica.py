@@ -249,9 +249,15 @@ class Replica:
         """Why none of its steps can be captured; None: nothing stands in the way."""
         return "its forwards meet those of the other ranks (SyncBatchNorm)" if self.meets else None
 
-    def mark(self) -> None:
-        """Begin a step, which `undo` can undo."""
+    def mark(self, *, is_late: bool = False) -> None:
+        """Begin a step, or another piece of work, that `undo` can undo.
+
+        Args:
+            is_late: The state is noted when the step first runs eagerly: a captured one is not repeated.
+        """
         self._is_marked = False
+        if not is_late:
+            self._note()
 
     def _note(self) -> None:
         """Note the state that a repetition of the step's forward and backward starts from."""

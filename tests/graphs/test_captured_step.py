@@ -79,7 +79,7 @@ class Rank:
 
     def step(self, number: int) -> Tensor | None:
         start = number % 2 * 4
-        self.replica.mark()
+        self.replica.mark(is_late=True)
         with self.lane.on(self.lane.compute):
             self.replica.add((X[start : start + 4], Y[start : start + 4]), self.worker)
             return self.replica.step()
@@ -202,7 +202,7 @@ def test_a_batch_that_lies_on_the_device_is_gathered_by_the_graph() -> None:
     for number in range(20):
         index = (torch.arange(4) * (number + 1)) % 8
         for rank in (eager, captured):
-            rank.replica.mark()
+            rank.replica.mark(is_late=True)
             with rank.lane.on(rank.lane.compute):
                 batch = gather(index) if rank is eager else Gathered(index, gather, 4)
                 rank.replica.add(batch, rank.worker)
@@ -258,7 +258,7 @@ def test_an_eager_step_behind_captured_ones_begins_with_zeros() -> None:
     for number in range(30):
         for rank in (eager, captured):
             size = 3 if number % 5 == 4 else 4
-            rank.replica.mark()
+            rank.replica.mark(is_late=True)
             rank.worker.samples = size
             with rank.lane.on(rank.lane.compute):
                 rank.replica.add((X[:size], Y[:size]), rank.worker)
@@ -304,7 +304,7 @@ def test_an_optimizer_makes_the_state_of_a_parameter_eagerly() -> None:
     for number in range(30):
         for rank in (eager, captured):
             # The second head's first gradient comes in the first micro-batch of a step, which is eager.
-            rank.replica.mark()
+            rank.replica.mark(is_late=True)
             with rank.lane.on(rank.lane.compute):
                 rank.replica.add((X[:4], Y[:4], number == 12), rank.worker, 0.5)
                 rank.replica.add((X[4:], Y[4:], number > 12), rank.worker, 0.5)
@@ -324,7 +324,7 @@ def test_writes_of_a_recording_touch_no_parameter(monkeypatch: pytest.MonkeyPatc
     eager, captured = Rank(capture=False, module=Heads, loss=of_heads), Rank(module=Heads, loss=of_heads)
     for number in range(20):
         for rank in (eager, captured):
-            rank.replica.mark()
+            rank.replica.mark(is_late=True)
             with rank.lane.on(rank.lane.compute):
                 rank.replica.add((X[:4], Y[:4], number == 0), rank.worker)
                 rank.replica.step()

@@ -408,7 +408,6 @@ def test_a_step_that_is_repeated_draws_the_same_on_an_accelerator(
     lane.device = torch.device(kind, 0)
     own = adam(1, 1, lane)
     own.mark()
-    own._note()
     first = torch.rand(3, generator=generator)
     own.undo()
     assert torch.equal(torch.rand(3, generator=generator), first)
