@@ -262,9 +262,9 @@ class Replica:
     def _note(self) -> None:
         """Note the state that a repetition of the step's forward and backward starts from."""
         self._is_marked = True
-        if self.can_repeat and self._has_buffers:
+        if self._has_buffers:
             self.flat.keep_buffers()
-        if self.can_repeat and self._generator is not None:
+        if self._generator is not None:
             self._random = self._generator.get_state()
 
     def undo(self) -> None:
@@ -499,14 +499,14 @@ class Replica:
         """Forward and backward of a micro-batch, or a piece of one: by a recorded graph, or eagerly."""
         computed = None
         if self.captured is not None:
-            if factors.share != 1.0 and not self._is_marked:
+            if factors.share != 1.0 and self.can_repeat and not self._is_marked:
                 self._note()  # a later one of the step may be eager
             computed = self.captured.run(batch, worker, factors)
         self.count(self.compute(made(batch), worker, factors) if computed is None else computed, factors)
 
     def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """Forward and backward by the user's loss; see `add`."""
-        if not self._is_marked:
+        if self.can_repeat and not self._is_marked:
             self._note()
         if self.gradients is not None:
             self.gradients.begin()
