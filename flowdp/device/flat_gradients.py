@@ -288,15 +288,8 @@ class SharedGradients(FlatGradients, FlatTensors):
         self.divide(is_weighted=self.is_weighted)
         return touched
 
-    def clear(self) -> None:
-        """See `FlatGradients.clear`."""
-        super().clear()
-        self._extra.copy_(self._cleared)
-        self.is_weighted = False
-
-    def forget(self) -> None:
-        """See `FlatGradients.forget`."""
-        super().forget()
+    def _take_places(self) -> None:
+        super()._take_places()
         self._extra.copy_(self._cleared)
         self.is_weighted = False
 
