@@ -15,26 +15,11 @@ __all__ = [
     "accumulate",
     "add_up",
     "added",
-    "give_gradients",
     "has_hooks",
     "without_hooks",
 ]
 
 Gradients = list[Tensor | None]
-
-
-@torch.no_grad()
-def give_gradients(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Add gradients to those of leaves, without hooks; a leaf that has none keeps the given tensor."""
-    there, more = [], []
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        if tensor.grad is None:
-            tensor.grad = gradient
-        else:
-            there.append(tensor.grad)
-            more.append(gradient)
-    if there:
-        torch._foreach_add_(there, more)
 
 
 @torch.no_grad()
