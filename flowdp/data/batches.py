@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
 
+from flowdp.data.slots import is_plain
 from flowdp.data.trees import (
     Form,
     Uncuttable,
@@ -20,12 +24,13 @@ from flowdp.data.trees import (
     flatten,
     is_cut,
     is_same,
+    tree_map,
     unflatten,
 )
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
 
-__all__ = ["Gathered", "Portion", "cuts", "joined", "made", "taken_apart"]
+__all__ = ["Gathered", "Portion", "cloned", "cuts", "joined", "made", "makes_new", "taken_apart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,30 @@ class Gathered:
 def made(batch: Any) -> Any:
     """A batch as the user's code gets it."""
     return batch.batch if type(batch) is Gathered else batch
+
+
+def makes_new(loader: object) -> bool:
+    """Whether each batch of a loader lies in memory of its own.
+
+    A dataset or a collate function may fill one buffer again and again: right where a batch is used before
+    the next one is read, and wrong where batches are read ahead.
+    """
+    if not isinstance(loader, DataLoader):
+        return False
+    return (
+        loader.num_workers > 0 or getattr(loader.collate_fn, "collate", loader.collate_fn) is default_collate
+    )
+
+
+def cloned(batch: Any) -> Any:
+    """A batch in memory of its own."""
+    return tree_map(_clone, batch)
+
+
+def _clone(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray | list):
+        return copy.copy(leaf)
+    return leaf.clone() if is_plain(leaf) and not leaf.requires_grad else leaf
 
 
 def taken_apart(payload: Any) -> tuple[Sequence[Any], Form | None, Callable[[list[Any]], Any]]:

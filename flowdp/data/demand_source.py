@@ -191,7 +191,7 @@ class DemandReader(MapSource):
 
     def _put(self, key: _Key, payload: Any) -> Sequence[int]:
         """Store a batch; returns the ranks that wait for it."""
-        samples, payload = self._owned(key, payload)
+        samples, payload = self._owned(payload)
         with self._changed:
             self._under_way.popleft()
             return () if self._closing else self._store(key, samples, payload)

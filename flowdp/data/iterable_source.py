@@ -167,14 +167,18 @@ class StreamReader(LoaderSource):
 
 
 class Counted:
-    """A collate function that also counts its samples."""
+    """A collate function that also counts its samples.
+
+    Attributes:
+        collate: The function.
+    """
 
     def __init__(self, collate: Collate) -> None:
-        self._collate = collate
+        self.collate = collate
 
     def __call__(self, samples: list[Any]) -> tuple[int, Batch]:
         """(samples, batch) of a list of samples."""
-        return len(samples), self._collate(samples)
+        return len(samples), self.collate(samples)
 
 
 class Measured:

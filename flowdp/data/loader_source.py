@@ -1,8 +1,9 @@
 """Reading a dataset: one thread, one torch DataLoader, all devices.
 
-`Reader` is the source of map-style datasets; in a run on several machines, `DemandReader`. Sources of this
-process whose datasets could share an object, the parts of a split for instance, read in turns
-(`ReadingTurns`), batch by batch. Batches that worker processes read need no turn.
+`Reader` is the source of map-style datasets; in a run on several machines, `DemandReader`. The sources of
+this process read in turns, batch by batch: their datasets may share an open file, as the parts of a split do,
+and two threads that seek and read one file get wrong samples without an error. Batches that worker processes
+read need no turn.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from flowdp.data.batches import Portion
+from flowdp.data.batches import Portion, cloned, makes_new
 from flowdp.data.epoch_order import ALL, KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, BatchOrder, Stride
-from flowdp.data.memory import OwnMemory
 from flowdp.data.processes import GRACE_S, Processes, SentAttributes, begin, starting
-from flowdp.data.shared import ReadingTurns
 from flowdp.data.source import Batch, Source
 from flowdp.data.trees import tree_map
 from flowdp.device.openmp import set_own_threads
@@ -33,6 +32,7 @@ from flowdp.policy.formats import format_error, format_indices
 from flowdp.policy.reader_load import ReaderLoad
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import Position
+from flowdp.threads.turns import Turns
 
 __all__ = ["NOTHING", "LoaderSource", "MapSource", "ReadPlan", "Reader"]
 
@@ -42,6 +42,9 @@ _Key = tuple[int, ...]  # (epoch, batch), or more of it: its order is the order 
 
 NOTHING = object()
 """An iterator's answer at its end."""
+
+_turns = Turns()
+"""Turns of all readers of this process to be inside a dataset's own code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +118,13 @@ class LoaderSource(Source):
         self.stride = plan.stride
         self.keeps = plan.keeps
         self._loader = loader
-        is_here = loader.num_workers == 0
-        self._turns = ReadingTurns(loader.dataset, loader.collate_fn) if is_here else None
         self._is_counted = is_counted
+        self._makes_new = makes_new(loader)
         self._reading: _Key = (plan.start.done, 0)  # position of the reader
         self._begun = -1  # the last epoch that was waited for, on demand; the reader's own
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
         self._sent: SentAttributes | None = None  # to the processes
-        self._memory = OwnMemory()  # the reader's own; processes send batches in new memory
 
         # Serialises everything below; notified when the reader may have something to do.
         self._changed = threading.Condition()
@@ -254,8 +255,7 @@ class LoaderSource(Source):
             self._left.clear()
             self._waiting.clear()
             self._changed.notify()
-        if self._turns is not None:
-            self._turns.look()
+        _turns.look()
         if self._sent is not None and self._reading[0] > self.plan.start.done:
             self._sent.look()  # the last epochs may have been read before the first had been trained
         if self._thread is None:
@@ -270,8 +270,9 @@ class LoaderSource(Source):
             # A thread that is left is inside the dataset's code, and torch would wait 5 s for each.
             self._processes.terminate()
         self._thread.join(GRACE_S)
-        if self._turns is not None:  # it may still be inside the dataset's code, and runs to come read, too
-            self._turns.take_away(self._thread)
+        _turns.take_away(
+            self._thread
+        )  # it may still be inside the dataset's code, and runs to come read, too
         return not self._thread.is_alive()
 
     def _comes(self, key: _Key) -> bool:
@@ -297,14 +298,14 @@ class LoaderSource(Source):
 
     def _in_turn(self, read: Callable[[], Any]) -> Any:
         """Call the dataset's own code, when no other reader of this process does; on the reader thread."""
-        if self._turns is None:
+        if self._loader.num_workers:
             return read()
-        if not self._turns.begin(lambda: self._closing):
+        if not _turns.begin(lambda: self._closing):
             raise ProtocolError("the source was closed while it waited for its turn to read")
         try:
             return read()
         finally:
-            self._turns.end()
+            _turns.end()
 
     @abstractmethod
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
@@ -342,7 +343,6 @@ class LoaderSource(Source):
         except BaseException as error:  # also a SystemExit of the dataset: waiting ranks must hear of it
             self._fail(self._reading, error, wake, failed)
         finally:
-            self._memory = OwnMemory()  # the one before holds batches
             if self._processes is not None:
                 self._processes.shut_down()
 
@@ -364,20 +364,20 @@ class LoaderSource(Source):
 
     def _put(self, key: _Key, payload: Any) -> Sequence[int]:
         """Store a batch; returns the ranks that wait for it."""
-        samples, payload = self._owned(key, payload)
+        samples, payload = self._owned(payload)
         with self._changed:
             if self._closing:
                 return ()
             self._last = key
             return self._store(key, samples, payload)
 
-    def _owned(self, key: _Key, payload: Any) -> tuple[int, Batch]:
+    def _owned(self, payload: Any) -> tuple[int, Batch]:
         """The samples of a batch, where they are counted, and the batch, safe from what is read later."""
         samples, payload = payload if self._is_counted else (0, payload)
         if payload is None:
             raise TypeError("the batch is None; the collate function must return one")
-        if self._processes is None:
-            payload = self._memory.own(payload, f"batch {key[1]} of epoch {key[0]}", key[0])
+        if not self._makes_new:
+            payload = cloned(payload)
         elif self.keeps:
             payload = tree_map(_unshared, payload)
         return samples, payload

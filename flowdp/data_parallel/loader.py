@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from flowdp.data.memory import OwnMemory
+from flowdp.data.batches import cloned, makes_new
 from flowdp.data.processes import starting
 from flowdp.data.slots import keep_for
 from flowdp.data.staging import Staging
@@ -81,18 +81,18 @@ class Epoch:
 
         Raises:
             BaseException: Raised by the loader.
-            DataError: It gave a batch without samples, or has written to one that it gave before.
+            DataError: It gave a batch without samples.
         """
         home = self._lanes[0].device
         if self._cadence is None:
             for batch in batches:
                 yield Window([self._piece(0, batch)], home)
             return
-        memory = OwnMemory()  # a window is read before any of it is used
+        is_new = makes_new(self._loader)
         while True:
             ranks = interleaved(self._cadence.quotas, self._cadence.due)
             pieces = [
-                self._piece(rank, memory.own(batch, "a batch of the loader"))
+                self._piece(rank, batch if is_new else cloned(batch))  # a window is read before it is used
                 for rank, batch in zip(ranks, batches, strict=False)
             ]
             if not pieces:
