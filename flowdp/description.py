@@ -72,8 +72,6 @@ def _parts(config: RunConfig) -> Iterator[tuple[str, str | Sequence[str]]]:
     yield "resume", _resume(config)
     if config.timeline is not False:
         yield "timeline", "recorded" if config.timeline is True else f"saved to {config.timeline} at the end"
-    if config.runtime.event_log is not None:
-        yield "event log", f"written to {config.runtime.event_log}"
     if config.callbacks:
         yield "callbacks", ", ".join(type(one).__name__ for one in config.callbacks)
     yield "process", _tuning(config)

@@ -416,7 +416,7 @@ class RuntimeOptions:
     ::
 
         RuntimeOptions(backend="cpu")
-        RuntimeOptions(handle_sigterm=True, event_log="run.jsonl")
+        RuntimeOptions(handle_sigterm=True, prefetch_depth=4)
 
     Attributes:
         backend: How the bytes move: "nccl" (cupy; CUDA devices, one rank each), "local" (within this process:
@@ -435,7 +435,6 @@ class RuntimeOptions:
             up to 16, as its memory allows.
         tune_process: Process-wide settings while a run lives (see `ProcessTuning`); False leaves all alone.
         handle_sigterm: SIGTERM stops the run as `stop()` does; a second one ends the process.
-        event_log: File that the coordinator's events are written to, for `python -m flowdp.sim --replay`.
     """
 
     backend: Backend = "auto"
@@ -445,7 +444,6 @@ class RuntimeOptions:
     prefetch_depth: int | None = None
     tune_process: bool | ProcessTuning = True
     handle_sigterm: bool = False
-    event_log: str | Path | None = None
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -465,6 +463,3 @@ class RuntimeOptions:
                 f"runtime.tune_process must be True, False or a ProcessTuning, not {self.tune_process!r}"
             )
         check_flag("runtime.handle_sigterm", self.handle_sigterm)
-        log = self.event_log
-        if log is not None and (not isinstance(log, (str, Path)) or not str(log)):
-            raise OptionError(f"runtime.event_log must be the path of a file, not {log!r}")

@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from os import PathLike
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -252,17 +250,6 @@ class Run:
         if not self._observer.inside:
             return report
         return f"{report}\n\n{self._observer.inside} is here:\n{self._observer.stack.rstrip()}"
-
-    def save_event_log(self, path: str | PathLike[str]) -> None:
-        """Write the events that are kept, the last few thousand, for `python -m flowdp.sim --replay`.
-
-        Events of a longer run can be replayed only where `RuntimeOptions(event_log=...)` wrote them from the
-        beginning.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        Path(path).write_text("\n".join([*self._engine.event_log.lines(), ""]), encoding="utf-8")
 
     @overload
     def metrics(self, every: Literal["epoch"] = "epoch") -> Iterator[EpochMetrics]: ...

@@ -30,7 +30,6 @@ from flowdp.device.discovery import device_names, device_uuid
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.engine import Engine
 from flowdp.engine.evaluation import Evaluator
-from flowdp.engine.event_file import EventFile
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
@@ -170,7 +169,6 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             saver=saver,
             evaluator=evaluator,
             fingerprint=described,
-            event_file=_open_event_file(config, records, undo) if team.leads else None,
             sigterm=_open_sigterm(config, requests, undo),
             step_callbacks=step_callbacks(config.callbacks),
             close_observer=observer.close,
@@ -348,14 +346,6 @@ def _open_timeline(config: RunConfig) -> Timeline | None:
     cards = [device for device in dict.fromkeys(config.devices) if device.type == "cuda"]
     uuids = {str(card): uuid for card in cards if (uuid := device_uuid(card)) is not None}
     return Timeline(device_names(config.devices), gpus=uuids)
-
-
-def _open_event_file(config: RunConfig, records: Records, undo: ExitStack) -> EventFile | None:
-    if config.runtime.event_log is None:
-        return None
-    file = EventFile(Path(config.runtime.event_log), records.complain)
-    undo.callback(file.close)
-    return file
 
 
 def _open_sigterm(config: RunConfig, requests: Requests, undo: ExitStack) -> SigtermStop | None:

@@ -186,10 +186,8 @@ def test_checkpoints_and_resume_are_told_without_a_file(tmp_path: Path) -> None:
     ]
     assert made["resume"] == [f"from the newest checkpoint in {folder}, if there is one"]
     assert not folder.exists()
-    runtime = flowdp.RuntimeOptions(event_log=tmp_path / "log")
-    written = parts(trainer(timeline=tmp_path / "run.html", runtime=runtime))
+    written = parts(trainer(timeline=tmp_path / "run.html"))
     assert written["timeline"] == [f"saved to {tmp_path / 'run.html'} at the end"]
-    assert written["event log"] == [f"written to {tmp_path / 'log'}"]
     assert not list(tmp_path.iterdir())
     state = trainer(max_steps=2, epochs=None).fit()
     assert parts(trainer(resume=state))["resume"][0].startswith("from <TrainedState: 2 tensors")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -34,7 +33,6 @@ from flowdp import (
     record_scalar,
 )
 from flowdp.engine import active_runs
-from flowdp.machine.event_log import replay
 from flowdp.protocol.messages import Requested
 
 POLICIES = ["sync", "cadence", "async"]
@@ -349,11 +347,6 @@ ONE_MODULE = nn.Linear(1, 1)
         ({"optimizer": lambda params: 3}, "returned int, not a torch optimizer"),
         ({"scheduler": SchedulerOptions(lambda opt: 3, unit="step")}, "returned 3, not a torch scheduler"),
         ({"scheduler": SchedulerOptions(lambda opt: ReduceLROnPlateau(opt), unit="step")}, "must be 'epoch'"),
-        (
-            {"runtime": RuntimeOptions(event_log="/nowhere/run.jsonl")},
-            r"event_log cannot be written to '/nowhere/run.jsonl' \(.*\); give another path",
-        ),
-        ({"runtime": RuntimeOptions(event_log="/")}, "cannot be written to '/'"),
     ],
 )
 def test_what_is_refused_before_a_thread_starts(
@@ -384,14 +377,12 @@ def test_a_factory_that_raises_on_one_device(what: str, tmp_path: Path) -> None:
 
     options: dict[str, Any] = {
         what: SchedulerOptions(factory, unit="epoch") if what == "scheduler" else factory,
-        "runtime": RuntimeOptions(event_log=tmp_path / "run.jsonl"),
     }
     job = trainer(**options)
     with pytest.raises(ZeroDivisionError, match="no second one"):
         job.start()
     assert threads() == []
     assert sys.getswitchinterval() == interval
-    assert not (tmp_path / "run.jsonl").exists()
     assert job.fit().epochs_done == 2  # the next start is a new one
 
 
@@ -627,62 +618,6 @@ def test_a_rank_that_leaves_autocast_is_of_no_account_to_the_others(policy: str)
 
 
 # ---------------------------------------------------------------- the event log
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"policy": "sync"},
-        {"policy": "cadence", "devices": 3},
-        {"policy": "async"},
-        {"policy": "cadence", "devices": 1},
-        {"policy": "cadence", "steered": True},
-        {"policy": "async", "steered": True},
-        {"policy": "sync", "steered": True},
-    ],
-)
-def test_the_log_of_a_run_replays(options: dict[str, Any], tmp_path: Path) -> None:
-    file = tmp_path / "run.jsonl"
-    steered = options.pop("steered", False)
-    length = {"epochs": None, "max_steps": 10**9} if steered else {}
-    run = trainer(runtime=RuntimeOptions(event_log=file), **length, **options).start()
-    if steered:
-        records = run.metrics("round")
-        next(records)
-        with run.paused():
-            pass
-        run.set_lr(0.02)
-        run.pause()
-        run.unpause()
-        for _ in range(3):
-            next(records)
-        run.stop()
-    state = run.join()
-    lines = file.read_text().splitlines()
-    result = replay(lines)
-    assert result.error is None
-    assert result.events == len(lines) - 1
-    assert result.coordinator is not None
-    assert result.coordinator.global_step == state.global_step
-    if options == {"policy": "sync"} and not steered:
-        command = [sys.executable, "-m", "flowdp.sim", "--replay", str(file)]
-        child = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert child.returncode == 0, child.stdout + child.stderr
-
-
-def test_the_log_of_a_run_that_failed_replays(tmp_path: Path) -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if current_worker().local_step == 3:
-            raise ValueError("boom")
-        return mse(model, batch)
-
-    run = trainer(runtime=RuntimeOptions(event_log=str(tmp_path / "run.jsonl")), loss=loss).start()
-    with pytest.raises(Exception, match="boom"):
-        run.join()
-    result = replay((tmp_path / "run.jsonl").read_text().splitlines())
-    assert result.error is None
-    assert result.coordinator is not None
-    assert "boom" in str(result.coordinator.error)
-
-
 # ---------------------------------------------------------------- datasets that share a file
 class Shared(Dataset[Any]):
     """Sample i is (i, item i of the file), read through one handle: seek, then read.

@@ -11,7 +11,6 @@ them to the end, as a checkpoint does.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 import time
@@ -58,11 +57,11 @@ def measure(millions: float, pairs: int) -> tuple[list[float], list[float], floa
             files.append((time.perf_counter() - start) * 1e3)
             with run.paused():
                 copies.append(copy_ms([replica.optimizers[0] for replica in run._engine.replicas]))
-        events = [json.loads(line) for line in run._engine.event_log.lines()[1:]]
+        events = run._engine.event_log.tail(10**6)
         run.stop()
         run.join()
-    starts = [event["now_ms"] for event in events if '"SaveState"' in json.dumps(event["commands"])]
-    ends = [event["now_ms"] for event in events if '"Save"' in json.dumps(event["commands"])]
+    starts = [float(event.split()[0]) for event in events if "SaveState(" in event.partition(" => ")[2]]
+    ends = [float(event.split()[0]) for event in events if "Save(" in event.partition(" => ")[2]]
     return [end - start for start, end in zip(starts, ends, strict=True)], copies, median(files)
 
 

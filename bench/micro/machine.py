@@ -46,7 +46,7 @@ def run_of(policy: Policy) -> World:
 def coordinator_us(world: World, *, event_log: bool) -> float:
     """Processor time per fact in microseconds: the coordinator is one thread, so others do not count."""
     machine = Coordinator(world.coordinator.config)
-    take = EventLog(machine).take if event_log else None
+    take = EventLog().take if event_log else None
     started = thread_time()
     for now_ms, fact in world.facts:
         commands = machine.handle(fact, now_ms)

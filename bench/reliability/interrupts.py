@@ -46,13 +46,13 @@ class _Listener(flowdp.Callback):
 
 
 def make(folder: Path, **options: Any) -> flowdp.Trainer:
-    """A trainer whose runs have all kinds of threads, a folder, an event log and a SIGTERM handler."""
+    """A trainer whose runs have all kinds of threads, a folder and a SIGTERM handler."""
     given: dict[str, Any] = {
         "model": torch.nn.Linear(1, 1), "optimizer": lambda params: torch.optim.SGD(params, 1e-3),
         "loss": lambda model, batch: (model(batch) - batch).square().mean(), "dataset": _Ones(),
         "per_device_batch_size": 2, "epochs": 1, "devices": 2, "policy": "sync", "evaluation": _Ones(),
         "checkpoint": folder, "resume": True, "callbacks": [_Listener()], "progress": False,
-        "runtime": flowdp.RuntimeOptions(event_log=folder / "events.jsonl", handle_sigterm=True),
+        "runtime": flowdp.RuntimeOptions(handle_sigterm=True),
     } | options  # fmt: skip
     return flowdp.Trainer(**given)
 

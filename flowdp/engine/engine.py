@@ -101,8 +101,6 @@ class Engine:
         self._read_by: Callable[[], list[threading.Thread]] = services.source.threads
         self._tuning = as_tuning(runtime.tune_process)
         self._settings = ExitStack()
-        if services.event_file is not None:
-            self._settings.callback(services.event_file.close)
         if self.team.machines is not None:
             self._settings.callback(self.team.machines.closer())
         self._progress: list[Progress] = []
@@ -180,9 +178,8 @@ class Engine:
             )
             for worker in self.workers
         ]
-        coordinator, file = Coordinator(config), services.event_file
-        self.event_log = EventLog(coordinator, None if file is None else file.write)
-        machine: Coordinator | Follower = coordinator
+        self.event_log = EventLog()
+        machine: Coordinator | Follower = Coordinator(config)
         postboxes: dict[int, Postbox] = {**inboxes}
         if isinstance(self._link, LeaderLink):
             others = (rank for rank in range(config.world_size) if rank not in ranks)

@@ -14,7 +14,6 @@ from flowdp.collective.base import Collective
 from flowdp.data.source import Source
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.evaluation import Evaluator
-from flowdp.engine.event_file import EventFile
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
@@ -37,7 +36,6 @@ class Services:
         evaluator: Evaluates the averaged model; None: there are no evaluations.
         fingerprint: Data that must be equal where the run is resumed.
         sigterm: Stops the run at SIGTERM; None: it does not.
-        event_file: File of the coordinator's events; None: there is none.
         timeline: Recorder of spans and events; None: there is none.
         step_callbacks: Called after each step of each rank, in its thread, with its worker and its loss.
         close_observer: Waits for the callbacks, for so many seconds at most; False: one does not return.
@@ -51,7 +49,6 @@ class Services:
     evaluator: Evaluator | None = None
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     sigterm: SigtermStop | None = None
-    event_file: EventFile | None = None
     timeline: Timeline | None = None
     step_callbacks: Sequence[Callable[[CurrentWorker, Tensor | None], object]] = ()
     close_observer: Callable[[float | None], bool] = lambda _: True

@@ -46,7 +46,7 @@ def trial_run(config: RunConfig) -> Iterator[Run]:
         max_ms=None,
         monitor=None,
         restores_best=False,
-        runtime=replace(config.runtime, event_log=None, handle_sigterm=False),
+        runtime=replace(config.runtime, handle_sigterm=False),
         has_bar=False,
         tells_devices=False,
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -17,10 +15,8 @@ from torch.utils.data import Dataset
 
 from flowdp import (
     FlowdpError,
-    OptionError,
     ProtocolError,
     Run,
-    RuntimeOptions,
     StepError,
     Trainer,
     current_worker,
@@ -303,31 +299,6 @@ def test_averaging_beside_the_training_that_fails(monkeypatch: pytest.MonkeyPatc
         run.join(WAIT_S)
     assert isinstance(caught.value.__cause__, MemoryError)
     assert threads() == []
-
-
-@pytest.mark.linux
-def test_an_event_log_on_a_full_disk() -> None:
-    with pytest.raises(OptionError, match=r"event_log cannot be written to '/dev/full' .*No space left"):
-        start("sync", runtime=RuntimeOptions(event_log="/dev/full"))
-    assert threads() == []
-
-
-@pytest.mark.posix
-def test_an_event_log_that_can_no_longer_be_written(tmp_path: Path, release: threading.Event) -> None:
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        if current_worker().local_step == 1:
-            release.wait(WAIT_S)
-        return mse(model, batch)
-
-    os.mkfifo(tmp_path / "log")
-    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
-    run = start("sync", loss=loss, runtime=RuntimeOptions(event_log=tmp_path / "log"))
-    os.close(reader)
-    release.set()
-    run.join(WAIT_S)
-    assert threads() == []
-    [problem] = run.status().problems
-    assert problem.endswith("Broken pipe); it ends there, and the run goes on")
 
 
 # ---------------------------------------------------------------- devices after a failure

@@ -24,7 +24,6 @@ from flowdp import (
     OptionError,
     OutOfDeviceMemory,
     Run,
-    RuntimeOptions,
     StepError,
     Trainer,
     current_worker,
@@ -77,12 +76,11 @@ def threads_of_a_new_thread() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
 def test_fifty_starts_and_stops_leave_nothing(tmp_path: Path) -> None:
-    trainer(runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl")).fit()  # objects made once per process
+    trainer().fit()  # objects made once per process
     gc.collect()  # of earlier tests
     before = len(os.listdir("/proc/self/fd")), sys.getswitchinterval(), threading.active_count()
     for number in range(50):
         run = trainer(
-            runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl"),
             policy=("sync", "cadence", "async")[number % 3],
             epochs=None,
             max_steps=10**9,
@@ -214,7 +212,6 @@ def test_processes_that_cannot_be_started(tmp_path: Path) -> None:
         trainer(
             dataset=loader,
             per_device_batch_size=None,
-            runtime=RuntimeOptions(event_log=tmp_path / "run.jsonl"),
         ).start()
     assert threads() == []
     assert sys.getswitchinterval() == interval

@@ -27,6 +27,6 @@ def services() -> Services:
 
 def test_a_run_needs_neither_evaluation_nor_signals_nor_callbacks() -> None:
     own = services()
-    assert own.evaluator is own.sigterm is own.event_file is None
+    assert own.evaluator is own.sigterm is None
     assert own.close_observer(None)
     assert own.fingerprint is not services().fingerprint

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from flowdp.machine.async_rounds import AsyncRounds
-from flowdp.machine.event_log import EventLog, replay
 from tests.simulator import __main__ as command_line
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.faults import draw
@@ -76,28 +75,6 @@ def test_seeds_of_several_lives(first: int) -> None:
 def test_seeds_of_several_machines(first: int) -> None:
     for seed in range(first, 2500, 17):
         play(draw(seed))
-
-
-def log_of(world: JudgedWorld) -> list[str]:
-    """The lines that a run with a sink would have written."""
-    lines: list[str] = []
-    machine = type(world.coordinator)(world.scenario.config)
-    event_log = EventLog(machine, lines.append)
-    for now_ms, fact in world.facts:
-        event_log.take(fact, now_ms, machine.handle(fact, now_ms))
-    return lines
-
-
-@pytest.mark.parametrize("seed", [0, 7, 8, 10, 12, 14, 17, 19, 27, 28, 38, 44, 59, 223, 499, 3185])
-def test_an_event_log_replays(seed: int) -> None:
-    world = JudgedWorld(draw(seed))
-    world.run()
-    result = replay(log_of(world))
-    assert result.error is None
-    assert result.events == len(world.facts)
-    assert result.coordinator is not None
-    assert result.coordinator.phase is world.coordinator.phase
-    assert result.coordinator.global_step == world.coordinator.global_step
 
 
 # ---------------------------------------------------------------- python -m tests.simulator

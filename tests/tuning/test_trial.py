@@ -40,7 +40,6 @@ def test_model_optimizer_and_generators_are_left_alone(tmp_path: Path) -> None:
         per_device_batch_size=None,
         checkpoint=tmp_path / "run",
         callbacks=[Told()],
-        runtime=flowdp.RuntimeOptions(event_log=tmp_path / "log"),
         timeline=tmp_path / "run.json",
     )
     before = generators(), generator.get_state().tolist(), copy.deepcopy(model.state_dict())
