@@ -14,7 +14,6 @@ from flowdp.device.discovery import resolve_devices
 from flowdp.engine.metrics import named_metrics
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
-from flowdp.network.devices import check_devices
 from flowdp.network.machines import Machines, find_machines, world_here
 from flowdp.network.team import Team
 from flowdp.options import MachineOptions
@@ -36,7 +35,7 @@ def find_team(
 
     Raises:
         CollectiveError: Another machine was lost, or does not come here.
-        OptionError: A value is wrong, or two processes have the same device.
+        OptionError: A value is wrong.
     """
     if not isinstance(machines, bool | MachineOptions):
         raise OptionError(f"machines must be True, False or MachineOptions(...), not {machines!r}")
@@ -52,7 +51,6 @@ def find_team(
         if devices == "auto":
             chosen = _part_of(chosen)
         sizes = found.gather(len(chosen))
-        check_devices(found, chosen)
     return chosen, Team(tuple(sizes), found, options, world_here())
 
 

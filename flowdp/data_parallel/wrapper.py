@@ -64,7 +64,6 @@ from flowdp.errors import FlowdpError
 from flowdp.graphs.captured_call import captured_call
 from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import start_training
-from flowdp.network.devices import check_devices
 from flowdp.network.machines import find_machines
 from flowdp.observe.banner import tell_devices
 from flowdp.options import (
@@ -195,7 +194,6 @@ def setup(
         sums = None
         if between is not None and (found := find_machines(timeout_s=between.timeout)) is not None:
             stack.callback(found.close)  # if the machines, or the threads, do not get to work
-            check_devices(found, chosen)
             check_norms(model)
             windows = False  # they go by the speed of one machine's devices
             sums = MachineSum(found, model, payload=between.payload, averages=buffers == "average")

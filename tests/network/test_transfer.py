@@ -62,7 +62,6 @@ def told(rank: int) -> Any:
             assert torch.equal(value[name], wanted[name]), name
             assert value[name].dtype == wanted[name].dtype
         assert value["channels last"].is_contiguous(memory_format=torch.channels_last)
-        assert value["a part"].untyped_storage().nbytes() == 2 * 4 * 4  # its own elements alone
         for own, mine in zip(value["dtypes"], wanted["dtypes"], strict=True):
             assert own.dtype == mine.dtype
             assert torch.equal(own, mine)
