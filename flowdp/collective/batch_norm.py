@@ -57,21 +57,14 @@ def min_part_size(layers: Sequence[_BatchNorm]) -> int:
     return 2 if any(_takes_statistics(layer) for layer in layers) else 1
 
 
-def check_sync_batch_norm(
-    models: Sequence[nn.Module], policy: Policy, devices: Sequence[torch.device]
-) -> None:
+def check_sync_batch_norm(model: nn.Module, policy: Policy, devices: Sequence[torch.device]) -> None:
     """Check that the SyncBatchNorm layers of the ranks' models can be synchronised over the ranks.
 
     Raises:
         OptionError: They cannot be synchronised.
     """
-    counts = [len(SharedStatistics(model)) for model in models]
-    if len(models) == 1 or not any(counts):
+    if len(devices) == 1 or not SharedStatistics(model):
         return
-    if len(set(counts)) > 1:
-        raise OptionError(
-            f"the models of the ranks have {counts} SyncBatchNorm layers: convert all of them, or none"
-        )
     if ROUNDS[policy].averages != "gradients":
         raise OptionError(
             f"SyncBatchNorm takes the statistics of one batch from all devices, and under policy={policy!r} "
@@ -93,9 +86,6 @@ class SharedStatistics:
         group: Process group of the ranks that have a part of the current batch; None outside of `among`.
         weight: Weight of this rank's loss in the sum of the gradients, relative to the other ranks.
 
-    Raises:
-        OptionError: A layer has a forward or a process group of its own.
-
     Threads:
         The thread of the rank.
     """
@@ -103,29 +93,15 @@ class SharedStatistics:
     def __init__(self, module: nn.Module) -> None:
         self.group: ProcessGroup | None = None
         self.weight = 1.0
-        self._layers: dict[str, nn.SyncBatchNorm] = {}
-        for name, layer in module.named_modules():
-            if not isinstance(layer, nn.SyncBatchNorm):
-                continue
-            if type(layer).forward is not nn.SyncBatchNorm.forward or "forward" in layer.__dict__:
-                raise OptionError(
-                    f"{name!r} is a {type(layer).__name__} with a forward of its own, which is not "
-                    f"synchronised over the devices: use torch.nn.SyncBatchNorm itself"
-                )
-            if layer.process_group is not None:
-                raise OptionError(
-                    f"{name!r} has a process group of torch.distributed, and the devices of this process are "
-                    f"not in one: convert without process_group="
-                )
-            self._layers[name] = layer
+        self._layers = {
+            name: layer
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.SyncBatchNorm) and type(layer).forward is nn.SyncBatchNorm.forward
+        }
 
     def __bool__(self) -> bool:
         """Whether the module has such layers."""
         return bool(self._layers)
-
-    def __len__(self) -> int:
-        """The number of layers."""
-        return len(self._layers)
 
     @contextmanager
     def among(
@@ -170,49 +146,38 @@ def taking_part(shared: SharedStatistics, group: ProcessGroup | None) -> Iterato
 
 
 class WindowGroups:
-    """Process groups of the ranks that have a part of the same window, made by the first rank that asks.
+    """Process groups of the ranks that have a part of a window, one for each set of ranks.
 
     Threads:
-        `taking_part` and `leave`: the thread of the rank.
+        Any: each rank calls the methods in its thread.
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = tuple(lanes)
         self._lock = threading.Lock()
-        # By window and rank: groups that their ranks have not taken yet.
-        self._open: dict[int, dict[int, ProcessGroup]] = {}
-        self._taken: dict[int, ProcessGroup] = {}  # by rank
+        self._groups: dict[tuple[int, ...], dict[int, ProcessGroup]] = {}
         self._gone: set[int] = set()
 
-    @contextmanager
-    def taking_part(self, rank: int, window: int, ranks: Sequence[int]) -> Iterator[ProcessGroup | None]:
-        """The group of a rank while it trains its part; None where no other rank has a part.
-
-        The group is closed when the part succeeds. After an error `leave` closes it.
-        """
+    def of(self, rank: int, ranks: Sequence[int]) -> ProcessGroup | None:
+        """The group of a rank while it trains its part; None where no other rank has a part."""
         if len(ranks) < 2:
-            yield None
-            return
+            return None
         with self._lock:
-            if window not in self._open:
-                groups = group_lanes([self._lanes[one] for one in ranks], threading.TIMEOUT_MAX)
-                self._open[window] = dict(zip(ranks, groups, strict=True))
-                for one in self._gone.intersection(ranks):
-                    self._open[window][one].close()
-            group = self._taken[rank] = self._open[window].pop(rank)
-            if not self._open[window]:
-                del self._open[window]
-        yield group
-        group.close()
-        del self._taken[rank]
+            key = tuple(ranks)
+            if key not in self._groups:
+                made = group_lanes([self._lanes[one] for one in key], threading.TIMEOUT_MAX)
+                self._groups[key] = dict(zip(key, made, strict=True))
+                for one in self._gone.intersection(key):
+                    self._groups[key][one].close()
+            return self._groups[key][rank]
 
     def leave(self, rank: int) -> None:
         """Close the groups of a rank that makes no more calls: ranks that wait for it raise an error."""
         with self._lock:
             self._gone.add(rank)
-            waiting = [groups[rank] for groups in self._open.values() if rank in groups]
-            for group in (*waiting, *filter(None, [self._taken.get(rank)])):
-                group.close()
+            for groups in self._groups.values():
+                if rank in groups:
+                    groups[rank].close()
 
 
 def _takes_statistics(layer: _BatchNorm) -> bool:

@@ -14,18 +14,17 @@ backward pass allocate. Separate processes do not have this problem: `ProcessGro
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
 from flowdp.collective.process_group import ProcessGroup, Work
 from flowdp.collective.reduction import Op, reduce_all, split_equally
-from flowdp.device.accelerator import is_accelerator
 from flowdp.device.discovery import DevicesOption, resolve_devices
 from flowdp.device.streams import QUIET, Event, Lane, open_lanes
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError
@@ -36,10 +35,7 @@ __all__ = ["group_lanes", "local_groups"]
 TIMEOUT_S = 600.0
 
 Chunk = Callable[[], object]
-"""One part of the arithmetic or the copies of a call."""
-
-Plan = Callable[[Sequence[Any]], Sequence[Chunk]]
-"""Splits a call into chunks, given the values of all ranks in order. Chunks may run at the same time."""
+"""One part of the arithmetic of a call."""
 
 
 def local_groups(devices: DevicesOption = "auto", *, timeout: float = TIMEOUT_S) -> list[ProcessGroup]:
@@ -87,7 +83,7 @@ class _Call:
         number: Index of the call in the group.
         name: Operation, dtype and shape, which must be equal on all ranks.
         first: The rank that made the call first.
-        inputs: The value of each rank that has made the call.
+        given: The value of each rank that has made the call.
         ready: Events of the ranks' streams, which the first chunk waits for.
         done: Events behind the last chunk, which the ranks' streams wait for.
         chunks: Chunks that no rank has taken yet.
@@ -97,7 +93,7 @@ class _Call:
     number: int
     name: str
     first: int
-    inputs: dict[int, Any] = field(default_factory=dict)
+    given: dict[int, Any] = field(default_factory=dict)
     ready: list[Event] = field(default_factory=list)
     done: list[Event] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -110,65 +106,61 @@ class _Rendezvous:
     Attributes:
         lanes: One per rank.
         size: Number of ranks.
-        leaders: The first rank on each device, whose comm stream does the work of all ranks there.
     """
 
     def __init__(self, lanes: Sequence[Lane], timeout: float) -> None:
         self.lanes = tuple(lanes)
         self.size = len(lanes)
-        self.leaders = list({lane.device: rank for rank, lane in reversed(list(enumerate(lanes)))}.values())
+        # Rank 0 is last, so the chunks run on its device and stream.
+        leaders = {lane.device: lane for lane in reversed(lanes)}
+        self._leaders = [lane for lane in leaders.values() if lane.is_async]
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._calls: dict[int, _Call] = {}
-        self._counts = [0] * self.size
-        self._gone: dict[int, str] = {}
-        self._error: tuple[type[CollectiveError], str] | None = None
-        self._twins: list[_Rendezvous] = []
+        self._calls: dict[tuple[str, int], _Call] = {}
+        self._counts: Counter[tuple[str, int]] = Counter()
+        self._gone: set[int] = set()
+        self._error: CollectiveError | None = None
 
-    def twin(self) -> _Rendezvous:
-        """A second rendezvous of the same ranks, which fails and ends with this one."""
-        made = _Rendezvous(self.lanes, self._timeout)
-        with self._changed:
-            self._twins.append(made)
-        return made
+    def put(self, rank: int, channel: str, name: str, value: Any, op: Op | None) -> _Call:
+        """Register the value of a rank for its next call of a channel, without waiting.
 
-    def put(self, rank: int, name: str, value: Any, plan: Plan) -> _Call:
-        """Register the value of a rank for its next call, without waiting.
+        Args:
+            rank: Rank index.
+            channel: Calls of each channel have an order of their own.
+            name: Operation, dtype and shape.
+            value: Any object, or memory to be reduced.
+            op: Reduction; None: there is nothing to reduce.
 
         Raises:
             CollectiveError: The group has failed, or the call differs from that of another rank.
         """
-        ready = self._mark_ready(rank)
+        lane = self.lanes[rank]
         with self._changed:
-            number = self._counts[rank]
-            self._counts[rank] += 1
-            call = self._calls.setdefault(number, _Call(number, name, rank))
+            number = self._counts[channel, rank]
+            self._counts[channel, rank] += 1
+            call = self._calls.setdefault((channel, number), _Call(number, name, rank))
             if call.name != name:
-                self._fail(
-                    CollectiveError,
-                    f"the ranks' calls differ: call {number} is {call.name} on rank {call.first} and {name} "
-                    f"on rank {rank}",
+                self.fail(
+                    CollectiveError(
+                        f"the ranks' calls differ: call {number} is {call.name} on rank {call.first} and "
+                        f"{name} on rank {rank}"
+                    )
                 )
-            self._raise_error()
-            call.inputs[rank] = value
-            call.ready += ready
-            if len(call.inputs) < self.size:
-                return call
-            del self._calls[number]
-            try:
-                chunks = list(plan([call.inputs[rank] for rank in range(self.size)]))
-            except CollectiveError as error:
-                self._fail(type(error), str(error))
-            if not ready:
-                self._open(call, chunks)
-        if ready:
-            try:
-                self._enqueue(call, chunks)
-            except BaseException as error:
-                self.fail(CollectiveAborted, f"{name} failed: {format_error(error)}")
-                raise
-            with self._changed:
-                self._open(call, [])
+            self._check()
+            call.given[rank] = value
+            if lane.is_async:
+                mark = lane.event()
+                mark.record(lane.current())
+                call.ready.append(mark)
+            if len(call.given) == self.size:
+                del self._calls[channel, number]
+                pieces = split_equally([call.given[rank] for rank in range(self.size)]) if op else []
+                chunks: list[Chunk] = [partial(reduce_all, piece, op) for piece in pieces if op]
+                if self._leaders:
+                    self._enqueue(call, chunks)
+                    chunks = []
+                call.chunks, call.left = chunks, len(chunks)
+                self._changed.notify_all()
         return call
 
     def wait(self, rank: int, call: _Call) -> None:
@@ -177,95 +169,73 @@ class _Rendezvous:
         Raises:
             CollectiveError: The group has failed.
         """
-        end_s = monotonic() + self._timeout
         with self._changed:
-            while call.left < 0:
-                self._check(call)
-                if not self._changed.wait(end_s - monotonic()) and call.left < 0:
-                    late = sorted(set(range(self.size)) - set(call.inputs))
-                    self._fail(
-                        CollectiveTimeout,
-                        f"{_ranks(late)} did not call {call.name} (call {call.number}) within "
-                        f"{self._timeout:g} s",
+            if not self._changed.wait_for(lambda: call.left >= 0 or self._is_over_for(call), self._timeout):
+                late = ", ".join(str(one) for one in range(self.size) if one not in call.given)
+                self.fail(
+                    CollectiveTimeout(
+                        f"rank {late} did not call {call.name} (call {call.number}) within "
+                        f"{self._timeout:g} s"
                     )
+                )
+            if call.left < 0:
+                self._check()
             while call.chunks:
                 chunk = call.chunks.pop()
                 self._changed.release()
                 try:
-                    chunk()
-                except BaseException as error:
-                    self.fail(CollectiveAborted, f"{call.name} failed: {format_error(error)}")
-                    raise
+                    self._run(call, chunk)
                 finally:
                     self._changed.acquire()
                 call.left -= 1
                 if not call.left:
                     self._changed.notify_all()
-            while call.left:
-                self._raise_error()
-                self._changed.wait()
+            self._changed.wait_for(lambda: not call.left or self._error is not None)
+            if call.left:
+                self._check()
         stream = self.lanes[rank].current()
         for mark in call.done:
             stream.wait_event(mark)
 
-    def fail(self, kind: type[CollectiveError], reason: str) -> None:
+    def fail(self, error: CollectiveError) -> None:
         """Make every incomplete call and all later ones raise this error; only the first failure counts."""
         with self._changed:
-            self._error = self._error or (kind, reason)
+            self._error = self._error or error
             self._changed.notify_all()
-            twins = list(self._twins)
-        for twin in twins:
-            twin.fail(kind, reason)
 
     def leave(self, rank: int) -> None:
         """Record that a rank makes no more calls: those that it has not made fail on the other ranks."""
         with self._changed:
-            self._gone[rank] = f"rank {rank} has closed its group"
+            self._gone.add(rank)
             self._changed.notify_all()
-            twins = list(self._twins)
-        for twin in twins:
-            twin.leave(rank)
 
-    def _open(self, call: _Call, chunks: list[Chunk]) -> None:
-        call.chunks, call.left = chunks[::-1], len(chunks)  # popped from the end
-        self._changed.notify_all()
+    def _is_over_for(self, call: _Call) -> bool:
+        """Whether a call cannot become complete any more."""
+        for rank in self._gone.difference(call.given):
+            self.fail(CollectiveAborted(f"rank {rank} has closed its group and does not call {call.name}"))
+        return self._error is not None
 
-    def _check(self, call: _Call) -> None:
-        self._raise_error()
-        for rank, reason in self._gone.items():
-            if rank not in call.inputs:
-                self._fail(CollectiveAborted, f"{reason} and does not call {call.name}")
-
-    def _fail(self, kind: type[CollectiveError], reason: str) -> NoReturn:
-        self.fail(kind, reason)  # the condition's lock is reentrant
-        self._raise_error()
-        raise AssertionError("an error was set")
-
-    def _raise_error(self) -> None:
+    def _check(self) -> None:
         if self._error is not None:
-            kind, reason = self._error
-            raise kind(reason)
+            raise type(self._error)(*self._error.args)
 
-    # ------------------------------------------------------------ streams
-    def _mark_ready(self, rank: int) -> list[Event]:
-        lane = self.lanes[rank]
-        if not lane.is_async:
-            return []
-        mark = lane.event()
-        mark.record(lane.current())
-        return [mark]
+    def _run(self, call: _Call, work: Chunk) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.fail(CollectiveAborted(f"{call.name} failed: {format_error(error)}"))
+            raise
 
     def _enqueue(self, call: _Call, chunks: Sequence[Chunk]) -> None:
+        """Put the chunks on the comm streams, behind all work of the ranks before the call."""
         with QUIET, ExitStack() as stack:
-            for leader in self.leaders:  # rank 0 is last, so the chunks run on its device and stream
-                lane = self.lanes[leader]
+            for lane in self._leaders:
                 for mark in call.ready:
                     lane.comm.wait_event(mark)
                 stack.enter_context(lane.on(lane.comm))
             for chunk in chunks:
-                chunk()
-            for leader in self.leaders:
-                lane = self.lanes[leader]
+                self._run(call, chunk)
+            for lane in self._leaders:
                 mark = lane.event()
                 mark.record(lane.comm)
                 call.done.append(mark)
@@ -274,89 +244,25 @@ class _Rendezvous:
 class _LocalGroup(ProcessGroup):
     backend = "local"
 
-    def __init__(self, rendezvous: _Rendezvous, rank: int) -> None:
-        self._rendezvous = rendezvous
+    def __init__(self, rendezvous: _Rendezvous, rank: int, channel: str = "") -> None:
+        self._rendezvous, self._channel = rendezvous, channel
         self.rank, self.size = rank, rendezvous.size
-        lane = rendezvous.lanes[rank]
-        self.device = lane.device
-        self.shares_device = lane.is_async and len(rendezvous.leaders) < rendezvous.size
+        self.device = rendezvous.lanes[rank].device
 
     def all_gather_object(self, thing: Any) -> list[Any]:
-        call = self._call("all_gather_object", thing, _nothing)
-        return [call.inputs[rank] for rank in range(self.size)]
-
-    def barrier(self) -> None:
-        self._call("barrier", None, _nothing)
+        call = self._rendezvous.put(self.rank, self._channel, "all_gather_object", thing, None)
+        self._rendezvous.wait(self.rank, call)
+        return [call.given[rank] for rank in range(self.size)]
 
     def twin(self) -> ProcessGroup:
-        made = self._rendezvous.twin() if self.rank == 0 else None
-        return _LocalGroup(self.all_gather_object(made)[0], self.rank)
+        return _LocalGroup(self._rendezvous, self.rank, "twin")
 
     def abort(self, reason: str) -> None:
-        self._rendezvous.fail(CollectiveAborted, f"rank {self.rank} gave up: {reason}")
+        self._rendezvous.fail(CollectiveAborted(f"rank {self.rank} gave up: {reason}"))
 
     def close(self) -> None:
         self._rendezvous.leave(self.rank)
 
     def _reduce(self, flat: Tensor, op: Op, call: str) -> Work:
-        return self._start_call(call, flat, partial(_reductions, op))
-
-    def _broadcast(self, flat: Tensor, src: int, call: str) -> Work:
-        return self._start_call(call, flat, partial(_copies, src))
-
-    def _gather(self, flat: Tensor, outputs: list[Tensor], call: str) -> None:
-        self._check_device(flat)
-        self._call(call, (flat, outputs), _gathers)
-
-    def _call(self, name: str, value: Any, plan: Plan) -> _Call:
-        call = self._rendezvous.put(self.rank, name, value, plan)
-        self._rendezvous.wait(self.rank, call)
-        return call
-
-    def _start_call(self, name: str, flat: Tensor, plan: Plan) -> Work:
-        self._check_device(flat)
-        call = self._rendezvous.put(self.rank, name, flat, plan)
-        return Work(partial(self._rendezvous.wait, self.rank, call))
-
-    def _check_device(self, flat: Tensor) -> None:
-        here = self.device
-        if flat.device.type != here.type or (is_accelerator(here) and flat.device != here):
-            raise OptionError(
-                f"rank {self.rank} of the group is on {here}, the tensor on {flat.device}: move it there"
-            )
-
-
-def _nothing(_given: Sequence[Any]) -> list[Chunk]:  # a barrier has no work
-    return []
-
-
-def _reductions(op: Op, flats: Sequence[Tensor]) -> list[Chunk]:
-    owners: dict[int, int] = {}
-    for rank, flat in enumerate(flats):
-        if flat.numel() and owners.setdefault(flat.data_ptr(), rank) != rank:
-            raise CollectiveError(
-                f"ranks {owners[flat.data_ptr()]} and {rank} gave the same memory to all_reduce: each rank "
-                "needs a model, and tensors, of its own"
-            )
-    return [partial(reduce_all, pieces, op) for pieces in split_equally(flats)]
-
-
-def _copies(src: int, flats: Sequence[Tensor]) -> list[Chunk]:
-    return [
-        partial(target.copy_, source)
-        for rank, flat in enumerate(flats)
-        if rank != src
-        for target, source in split_equally([flat, flats[src]])
-    ]
-
-
-def _gathers(given: Sequence[tuple[Tensor, list[Tensor]]]) -> list[Chunk]:
-    return [
-        partial(output.copy_, flat)
-        for _, outputs in given
-        for (flat, _), output in zip(given, outputs, strict=True)
-    ]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        own = self._rendezvous.put(self.rank, self._channel, call, flat, op)
+        return Work(partial(self._rendezvous.wait, self.rank, own))

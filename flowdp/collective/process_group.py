@@ -63,9 +63,6 @@ class ProcessGroup(ABC):
         size: Number of ranks.
         device: Device of the tensors of this rank.
         backend: "local", "torch" or "single".
-        shares_device: Whether another rank of this process uses the same CUDA device. Autograd has one thread
-            per device, so such ranks can wait for each other in a backward pass only if it runs in the
-            calling thread.
 
     Threads: one at a time.
     """
@@ -74,7 +71,6 @@ class ProcessGroup(ABC):
     size: int
     device: torch.device
     backend: Literal["local", "torch", "single"]
-    shares_device: bool = False
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> ProcessGroup:
@@ -135,29 +131,31 @@ class ProcessGroup(ABC):
         """Replace the tensor by that of rank `src`; raises the errors of `all_reduce`."""
         if not 0 <= src < self.size:
             raise OptionError(f"src must be a rank from 0 to {self.size - 1}, not {src!r}")
-        what = f"broadcast from rank {src}"
-        return self._start(tensor, what, lambda flat, call: self._broadcast(flat, src, call), async_op)
+
+        def start(flat: Tensor, call: str) -> Work:
+            if self.rank != src:
+                flat.zero_()
+            return self._reduce(flat.view(torch.uint8), "sum", call)
+
+        return self._start(tensor, f"broadcast from rank {src}", start, async_op)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Copies of the tensors of all ranks, in the order of the ranks, this one included."""
-        flat = flat_view(_strided(tensor))
-        outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self._gather(flat, [flat_view(output) for output in outputs], _describe("all_gather", tensor))
-        return outputs
+        rows = tensor.detach().new_zeros((self.size, *tensor.shape))
+        rows[self.rank] = tensor.detach()
+        self._reduce(flat_view(rows).view(torch.uint8), "sum", _describe("all_gather", tensor)).wait()
+        return list(rows)
 
     @abstractmethod
     def all_gather_object(self, thing: Any) -> list[Any]:
         """The objects of all ranks, in the order of the ranks; within one process not copied."""
 
-    @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank has called this."""
+        self.all_gather_object(None)
 
     def twin(self) -> ProcessGroup:
-        """A second group of the same ranks, whose calls are ordered separately. Every rank calls it.
-
-        An error or the end of this group also ends the second one.
-        """
+        """This group, with calls whose order is another one: threads' ranks alone have it."""
         return self
 
     def abort(self, reason: str) -> None:  # noqa: B027 - nothing to do for torch's ranks, or for one alone
@@ -170,16 +168,15 @@ class ProcessGroup(ABC):
         """End this rank's part; a rank that waits for it, or will, raises `CollectiveAborted`."""
 
     @abstractmethod
-    def _reduce(self, flat: Tensor, op: Op, call: str) -> Work: ...
-
-    @abstractmethod
-    def _broadcast(self, flat: Tensor, src: int, call: str) -> Work: ...
-
-    @abstractmethod
-    def _gather(self, flat: Tensor, outputs: list[Tensor], call: str) -> None: ...
+    def _reduce(self, flat: Tensor, op: Op, call: str) -> Work:
+        """Begin to reduce memory in place; `call` is equal on all ranks."""
 
     def _start(self, tensor: Tensor, what: str, start: Callable[[Tensor, str], Work], async_op: bool) -> Work:
-        flat = flat_view(_strided(tensor))
+        if tensor.layout is not torch.strided:
+            raise OptionError(
+                f"a collective needs a dense tensor, not {tensor.layout}; call to_dense() first"
+            )
+        flat = flat_view(tensor)
         work = start(flat, _describe(what, tensor))
         if flat.data_ptr() != tensor.data_ptr():  # a copy, as the tensor is not contiguous
             work = Work(partial(_wait_and_write_back, work, flat, tensor))
@@ -198,17 +195,8 @@ class _SingleGroup(ProcessGroup):
     def all_gather_object(self, thing: Any) -> list[Any]:
         return [thing]
 
-    def barrier(self) -> None:
-        pass
-
     def _reduce(self, _flat: Tensor, _op: Op, _call: str) -> Work:
         return Work()
-
-    def _broadcast(self, _flat: Tensor, _src: int, _call: str) -> Work:
-        return Work()
-
-    def _gather(self, flat: Tensor, outputs: list[Tensor], _call: str) -> None:
-        outputs[0].copy_(flat)
 
 
 class _TorchGroup(ProcessGroup):
@@ -231,9 +219,6 @@ class _TorchGroup(ProcessGroup):
         dist.all_gather_object(things, thing, group=self._group)
         return things
 
-    def barrier(self) -> None:
-        dist.barrier(self._group)
-
     def _reduce(self, flat: Tensor, op: Op, _call: str) -> Work:
         is_float = flat.dtype.is_floating_point and op in ("sum", "mean")
         wide = flat.to(arithmetic(flat.dtype)) if is_float else flat
@@ -249,23 +234,6 @@ class _TorchGroup(ProcessGroup):
                 flat.copy_(wide)
 
         return Work(finish)
-
-    def _broadcast(self, flat: Tensor, src: int, _call: str) -> Work:
-        handle = dist.broadcast(_bytes(flat), group_src=src, group=self._group, async_op=True)
-        return Work(handle.wait)
-
-    def _gather(self, flat: Tensor, outputs: list[Tensor], _call: str) -> None:
-        dist.all_gather([_bytes(output) for output in outputs], _bytes(flat), group=self._group)
-
-
-def _strided(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided:
-        raise OptionError(f"a collective needs a dense tensor, not {tensor.layout}; call to_dense() first")
-    return tensor
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8)  # gloo supports few dtypes, and these calls only copy
 
 
 def _describe(what: str, tensor: Tensor) -> str:

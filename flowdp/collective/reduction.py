@@ -35,7 +35,7 @@ def write_back(flat: Tensor, tensor: Tensor) -> None:
 
 
 def reduce_all(tensors: Sequence[Tensor], op: Op, shares: Sequence[float] | None = None) -> None:
-    """Replace each tensor by the reduction of all, block by block, while a block is in the cache.
+    """Replace each tensor by the reduction of all.
 
     Terms are added in the order of the tensors, float16 and bfloat16 in float32; all get the same bits.
 
@@ -48,41 +48,31 @@ def reduce_all(tensors: Sequence[Tensor], op: Op, shares: Sequence[float] | None
     Streams: all work is enqueued on the current stream of the first tensor's device. Torch orders a copy
         between two devices with the current streams of both.
     """
-    first = tensors[0]
-    size = CUDA_BLOCK if is_accelerator(first.device) else BLOCK * torch.get_num_threads()
-    for blocks in zip(*(tensor.split(size) for tensor in tensors), strict=True):
-        _reduce(blocks, op, shares)
+    givers = [at for at in range(len(tensors)) if shares is None or shares[at]]
+    first, *others = (tensors[giver].to(tensors[0].device) for giver in givers)
+    is_sum = op in ("sum", "mean")
+    total = first.to(arithmetic(first.dtype)) if is_sum and first.is_floating_point() else first
+    if not is_sum:
+        for other in others:
+            (torch.maximum if op == "max" else torch.minimum)(total, other, out=total)
+    elif shares is None:
+        for other in others:
+            total.add_(other)
+    else:
+        add_weighted(total, others, [shares[giver] for giver in givers])
+    if op == "mean":
+        total.div_(len(tensors))
+    for tensor in tensors:
+        if tensor is not total:
+            tensor.copy_(total)
 
 
 def split_equally(flats: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
     """Split tensors of one shape at the same places into pieces for threads, or kernels, that share the work.
 
     Returns:
-        For each piece its views of all tensors. On the CPU a piece has eight blocks, as handing one to a
-        thread takes longer than to reduce a block; on CUDA it has one.
+        For each piece its views of all tensors. On the CPU the pieces of two ranks stay in the cache, and
+        handing one to a thread does not take longer than to reduce it.
     """
-    size = CUDA_BLOCK if is_accelerator(flats[0].device) else 8 * BLOCK
+    size = CUDA_BLOCK if is_accelerator(flats[0].device) else 2 * BLOCK * torch.get_num_threads()
     return list(zip(*(flat.split(size) for flat in flats), strict=True))
-
-
-def _reduce(blocks: Sequence[Tensor], op: Op, shares: Sequence[float] | None) -> None:
-    givers = range(len(blocks)) if shares is None else [at for at, share in enumerate(shares) if share]
-    total = blocks[givers[0]].to(blocks[0].device)
-    if op in ("max", "min"):
-        extreme = torch.maximum if op == "max" else torch.minimum
-        for giver in givers[1:]:
-            extreme(total, blocks[giver].to(total.device), out=total)
-    else:
-        if total.dtype.is_floating_point:
-            total = total.to(arithmetic(total.dtype))
-        others = (blocks[giver].to(total.device) for giver in givers[1:])
-        if shares is not None:
-            add_weighted(total, others, [shares[giver] for giver in givers])
-        else:
-            for other in others:
-                total.add_(other)
-        if op == "mean":
-            total.div_(len(blocks))
-    for block in blocks:
-        if block is not total:
-            block.copy_(total)

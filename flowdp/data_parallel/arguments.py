@@ -92,7 +92,7 @@ def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: 
             "SyncBatchNorm takes the statistics of one batch from all devices, and in windows each device "
             "works through batches of its own: give setup(..., cadence=False), which cuts each batch"
         )
-    check_sync_batch_norm([model] * len(devices), "exact", devices)
+    check_sync_batch_norm(model, "exact", devices)
     if len(devices) > 1:
         check_embeddings(model, "setup", is_shared=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import Gradients, add_up
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
-from flowdp.collective.rows import PackedRows
+from flowdp.collective.rows import Rows, rows_like
 from flowdp.device.copies import carry
 from flowdp.device.streams import Lane
 
@@ -24,21 +24,18 @@ __all__ = ["Copying", "DeviceCopies", "Link", "Packed", "Reducing"]
 Link = Callable[[Sequence[Lane], Mapping[torch.dtype, int]], NcclLoop | None]
 """Opens NCCL for rows of these sizes; None: it is not used."""
 
-Form = tuple[type, torch.layout, torch.dtype, torch.Size]
-"""Class, layout, dtype and shape of a tensor; kept by value, for a module may be converted in place."""
-
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """The gradients of one rank, on their way to the first device.
 
     Attributes:
-        rows: On its own device, for NCCL.
+        rows: On its own device, for NCCL; None: there are none.
         has: Flag per parameter: it has a gradient in there.
         rest: Those that are not in there, on the first device.
     """
 
-    rows: list[Tensor]
+    rows: Rows | None
     has: list[bool]
     rest: Gradients
 
@@ -51,7 +48,7 @@ class Copying:
 
     def pack(self, gradients: Gradients, _device: torch.device) -> Packed:
         """Bring a rank's gradients to the first device, on the current streams of both."""
-        return Packed([], [], carry(gradients, self._home))
+        return Packed(None, [], carry(gradients, self._home))
 
     def sum(self, ranks: Sequence[Packed]) -> Gradients:
         """The sums, on the first device, rank after rank; None where no rank has a gradient."""
@@ -70,14 +67,14 @@ class Reducing(Copying):
     def __init__(self, loop: NcclLoop, tensors: Sequence[Tensor], home: torch.device) -> None:
         super().__init__(home)
         self._loop = loop
-        self._rows = PackedRows(tensors, SUMMED)
+        self._tensors = tensors
 
     def pack(self, gradients: Gradients, device: torch.device) -> Packed:
         """Put a rank's gradients into rows, on its device's current stream."""
-        places = zip(self._rows.places, gradients, strict=True)
-        has = [place is not None and one is not None and place.fits(one) for place, one in places]
+        (rows,) = rows_like(self._tensors, SUMMED, [device])
+        has = rows.fill(gradients)
         rest = [None if is_in else one for is_in, one in zip(has, gradients, strict=True)]
-        return Packed(self._rows.pack(gradients, device), has, carry(rest, self._home))
+        return Packed(rows, has, carry(rest, self._home))
 
     def sum(self, ranks: Sequence[Packed]) -> Gradients:
         """The sums over all ranks, on the first device, in the order of NCCL; None where none has a gradient.
@@ -90,10 +87,10 @@ class Reducing(Copying):
         """
         is_there = [any(column) for column in zip(*(one.has for one in ranks), strict=True)]
         sums: Gradients = [None] * len(is_there)
+        rows = [one.rows for one in ranks if one.rows is not None]
         if any(is_there):
-            self._loop.reduce([one.rows for one in ranks])
-            views = self._rows.views(ranks[0].rows)
-            sums = [view if is_one else None for view, is_one in zip(views, is_there, strict=True)]
+            self._loop.reduce([own.memories for own in rows])
+            sums = [view if is_one else None for view, is_one in zip(rows[0].views, is_there, strict=True)]
         return add_up([sums, *(one.rest for one in ranks if any(t is not None for t in one.rest))])
 
 
@@ -115,9 +112,9 @@ class DeviceCopies:
 
     def __init__(self, parameters: Sequence[Tensor], lanes: Sequence[Lane], link: Link | None) -> None:
         self._lanes = tuple(lanes)
-        self._reducing: tuple[list[Form], Reducing] | None = None
-        self._sending: tuple[list[Form], PackedRows] | None = None
-        sizes = PackedRows([one for one in parameters if one.requires_grad], SUMMED).sizes
+        trained = [one for one in parameters if one.requires_grad]
+        (rows,) = rows_like(trained, SUMMED, [torch.device("meta")])
+        sizes = {memory.dtype: memory.numel() for memory in rows.memories}
         self._loop = link(lanes, sizes) if link is not None and sizes else None
 
     def send(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -146,10 +143,7 @@ class DeviceCopies:
         home = self._lanes[0].device
         if self._loop is None or not is_whole:
             return Copying(home)
-        forms = list(map(_form, tensors))
-        if self._reducing is None or self._reducing[0] != forms:
-            self._reducing = forms, Reducing(self._loop, tensors, home)
-        return self._reducing[1]
+        return Reducing(self._loop, tensors, home)
 
     def close(self) -> None:
         """Give NCCL back."""
@@ -161,23 +155,13 @@ class DeviceCopies:
         others = self._lanes[1:]
         if self._loop is None:
             return [[None] * len(parameters) for _ in others]
-        forms = list(map(_form, parameters))
-        if self._sending is None or self._sending[0] != forms:
-            is_plain = [type(one) in (Tensor, nn.Parameter) for one in parameters]
-            self._sending = forms, PackedRows(parameters, SUMMED, is_plain)
-        places = self._sending[1]
-        rows = [places.pack([one.detach() for one in parameters], self._lanes[0].device)]
-        for lane in others:
-            sizes = places.sizes.items()
-            rows.append([torch.empty(count, dtype=dtype, device=lane.device) for dtype, count in sizes])
-        self._loop.broadcast(rows)
-        return [places.views(own) for own in rows[1:]]
+        first, *received = rows_like(parameters, SUMMED, [lane.device for lane in self._lanes])
+        first.fill([one.detach() if type(one) in (Tensor, nn.Parameter) else None for one in parameters])
+        if first.memories:
+            self._loop.broadcast([first.memories, *(rows.memories for rows in received)])
+        return [rows.views for rows in received]
 
 
 def _copy(tensor: Tensor, lane: Lane) -> Tensor:
     # The host waits for copies to its own memory alone.
     return tensor.detach().to(lane.device, non_blocking=lane.device.type != "cpu", copy=True)
-
-
-def _form(tensor: Tensor) -> Form:
-    return type(tensor), tensor.layout, tensor.dtype, tensor.shape

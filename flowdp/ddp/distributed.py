@@ -100,9 +100,6 @@ class DistributedDataParallel(StandInModule):
         if group.backend != "local":  # torch synchronises its own layers over its processes
             return SharedStatistics(nn.Identity()), None
         norms = SharedStatistics(self.module)
-        counts = group.all_gather_object(len(norms))
-        if len(set(counts)) > 1:
-            raise OptionError(f"the ranks have {counts} SyncBatchNorm layers: convert all models, or none")
         return norms, group.twin() if norms and group.size > 1 else None
 
     def sync_parameters(self) -> None:

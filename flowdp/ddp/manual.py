@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.checks import check_loop_backend
-from flowdp.collective.base import arithmetic
 from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm, taking_part
 from flowdp.collective.local_group import group_lanes
 from flowdp.collective.memory_mean import SMALL
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import Op, flat_view, reduce_all, split_equally, write_back
-from flowdp.collective.rows import PackedRows
+from flowdp.collective.rows import rows_like
 from flowdp.collective.select import open_loop
 from flowdp.ddp.structure import check_same_structure, check_separate_memory
 from flowdp.device.accelerator import device_module, is_accelerator
@@ -97,7 +96,6 @@ class Ddp:
         self._norms = [SharedStatistics(model) for model in models]
         self._calls: list[FirstCalls] = []  # made for the first function that `parallel` is given
         self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
-        self._layouts: dict[tuple[int, ...], PackedRows] = {}
         self._nccl = self._open_nccl(backend) if len(models) > 1 else None
         with ExitStack() as stack:
             if len(models) > 1:
@@ -147,7 +145,7 @@ class Ddp:
             check_embeddings(models[0], "Ddp.wrap", is_shared=True)
         present = [_device_of(rank, model) for rank, model in enumerate(models)]
         wanted = resolve_devices(present if devices is None else devices)
-        check_sync_batch_norm(models, "exact", wanted)
+        check_sync_batch_norm(models[0], "exact", wanted)
         check_loop_backend(backend, wanted)
         if devices is not None:
             for model, device in zip(models, wanted, strict=True):
@@ -284,39 +282,31 @@ class Ddp:
 
     def _open_nccl(self, backend: LoopBackend) -> NcclLoop | None:
         trained = [parameter for parameter in self.models[0].parameters() if parameter.requires_grad]
-        sizes: dict[torch.dtype, int] = {}
-        for dtype, size in PackedRows(trained, SUMMED).sizes.items():
-            wide = arithmetic(dtype)
-            sizes[wide] = max(size, sizes.get(wide, 0))
+        (rows,) = rows_like(trained, SUMMED, [torch.device("meta")], is_wide=True)
+        sizes = {memory.dtype: memory.numel() for memory in rows.memories}
         return open_loop(backend, self._lanes or open_lanes(self.devices), sizes)
 
     @torch.no_grad()
     def _send(self, tensors: Sequence[Sequence[Tensor]]) -> None:
         own = [tensor.detach() for tensor in tensors[0]]
+        sent: list[list[Tensor | None]] = [[None] * len(own) for _ in self.devices]
         if self._nccl is not None:
             self._settle()
-            layout = PackedRows(own, _SENT)
-            rows = [
-                layout.pack(own if rank == 0 else [None] * len(own), device)
-                for rank, device in enumerate(self.devices)
-            ]
-            if layout.sizes:
-                self._nccl.broadcast(rows)
-            for theirs, received in zip(tensors[1:], rows[1:], strict=True):
-                _fill(theirs, layout.views(received))
-            left = [place is None for place in layout.places]
-            tensors = [[one for one, is_left in zip(row, left, strict=True) if is_left] for row in tensors]
-            own = [tensor.detach() for tensor in tensors[0]]
-        for rank in range(1, len(tensors)):
-            if own:
-                torch._foreach_copy_(list(tensors[rank]), carry(own, self.devices[rank]))
+            rows = rows_like(own, _SENT, self.devices)
+            rows[0].fill(own)
+            if rows[0].memories:
+                self._nccl.broadcast([one.memories for one in rows])
+            sent = [one.views for one in rows]
+        for theirs, there, device in zip(tensors[1:], sent[1:], self.devices[1:], strict=True):
+            _fill(theirs, there)
+            rest = [one if view is None else None for one, view in zip(own, there, strict=True)]
+            _fill(theirs, carry(rest, device))
 
     @torch.no_grad()
     def _reduce(self, op: Op, shares: Sequence[float] | None) -> None:
-        columns: list[Sequence[Tensor]] = list(self._columns())
-        if self._nccl is not None and columns:
-            columns = self._reduce_by_nccl(self._nccl, columns, op, shares)
-        gradients = list(zip(*map(_gradients, columns), strict=True))  # by rank
+        gradients = [list(own) for own in zip(*self._columns(), strict=True)]  # by rank
+        if self._nccl is not None and gradients:
+            gradients = self._reduce_by_nccl(self._nccl, gradients, op, shares)
         if not gradients:
             return
         home = self.devices[0]
@@ -334,66 +324,50 @@ class Ddp:
                 write_back(flat, tensor)
         for own, moved, device in zip(gradients, near, self.devices, strict=True):
             if moved[0] is not own[0]:
-                torch._foreach_copy_(list(own), carry(moved, device))
+                _fill(own, carry(moved, device))
 
     def _reduce_by_nccl(
-        self, nccl: NcclLoop, columns: Sequence[Sequence[Tensor]], op: Op, shares: Sequence[float] | None
-    ) -> list[Sequence[Tensor]]:
-        """Reduce the gradients that fit into rows; return the columns of the others."""
+        self, nccl: NcclLoop, gradients: Sequence[list[Tensor]], op: Op, shares: Sequence[float] | None
+    ) -> list[list[Tensor]]:
+        """Reduce the gradients that have a place in rows; return the others, by rank."""
         self._settle()
-        key = tuple(id(column[0]) for column in columns)
-        if key not in self._layouts:
-            self._layouts[key] = PackedRows([column[0] for column in columns], SUMMED)
-        layout = self._layouts[key]
-        ranks = list(zip(*map(_gradients, columns), strict=True))
-        is_in = [
-            place is not None and all(map(place.fits, own))
-            for place, own in zip(layout.places, zip(*ranks, strict=True), strict=True)
-        ]
-        rows = []
-        for rank, (own, device) in enumerate(zip(ranks, self.devices, strict=True)):
-            packed = layout.pack(
-                [one if is_one else None for one, is_one in zip(own, is_in, strict=True)], device
-            )
-            wide = [row.to(arithmetic(row.dtype)) for row in packed]
+        rows = rows_like(gradients[0], SUMMED, self.devices, is_wide=True)
+        for rank, (own, there) in enumerate(zip(gradients, rows, strict=True)):
+            there.fill(own)
             if shares is not None:
-                for row in wide:  # 0 times NaN would be NaN
-                    row.mul_(shares[rank]) if shares[rank] else row.zero_()
-            rows.append(wide)
-        if any(is_in):
-            nccl.all_reduce(rows)
-        for own, wide in zip(ranks, rows, strict=True):
-            for row in wide if op == "mean" else ():
-                row.div_(len(ranks))
-            narrow = [row.to(dtype) for row, dtype in zip(wide, layout.sizes, strict=True)]
-            views = layout.views(narrow)
-            _fill(own, [view if is_one else None for view, is_one in zip(views, is_in, strict=True)])
-        return [column for column, is_one in zip(columns, is_in, strict=True) if not is_one]
+                for memory in there.memories:  # 0 times NaN would be NaN
+                    memory.mul_(shares[rank]) if shares[rank] else memory.zero_()
+        if rows[0].memories:
+            nccl.all_reduce([one.memories for one in rows])
+        for own, there in zip(gradients, rows, strict=True):
+            for memory in there.memories if op == "mean" else ():
+                memory.div_(len(gradients))
+            _fill(own, there.views)
+        left = [number for number, view in enumerate(rows[0].views) if view is None]
+        return [[own[number] for number in left] for own in gradients] if left else []
 
     def _settle(self) -> None:
         """Wait for calls that an interrupt left running: they may allocate while NCCL is launched."""
         if self._crew is not None:
             self._crew.settle()
 
-    def _columns(self) -> Iterator[Sequence[Tensor]]:
-        """All ranks' parameters, for each that has a gradient anywhere; missing gradients become zero."""
-        for index, parameters in enumerate(zip(*(model.parameters() for model in self.models), strict=True)):
-            if not any(p.requires_grad and p.grad is not None for p in parameters):
+    def _columns(self) -> Iterator[list[Tensor]]:
+        """All ranks' gradients, for each parameter that has one anywhere; missing ones become zero."""
+        for (name, first), *others in zip(*(model.named_parameters() for model in self.models), strict=True):
+            parameters = [first, *(parameter for _, parameter in others)]
+            if not any(one.requires_grad and one.grad is not None for one in parameters):
                 continue
+            gradients = []
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 if parameter.grad.layout is not torch.strided:
-                    name = [name for name, _ in self.models[0].named_parameters()][index]
                     raise OptionError(
                         f"the gradient of parameter {name!r} is sparse, and only dense gradients are "
                         "averaged: make the layer with sparse=False"
                     )
-            yield parameters
-
-
-def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [p.grad.detach() for p in parameters if p.grad is not None]
+                gradients.append(parameter.grad.detach())
+            yield gradients
 
 
 def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:

@@ -140,15 +140,9 @@ class GradientSynchronizer:
 
         Raises:
             OptionError: A gradient is sparse.
-            CollectiveError: The group failed, and gradients may or may not be averaged; or parameters were
-                frozen or unfrozen after the reduction of some gradients had started.
+            CollectiveError: The group failed, and gradients may or may not be averaged.
         """
         if self.is_stale:
-            if self._next:
-                raise CollectiveError(
-                    "a parameter was frozen or unfrozen while gradients were being averaged: do it before "
-                    "the backward pass, on every rank"
-                )
             self.prepare()
         try:
             for bucket in self._buckets[self._next :]:
@@ -175,17 +169,6 @@ class GradientSynchronizer:
         if not self.automatic or not parameter.requires_grad:  # one frozen since the forward has no gradient
             return
         if self._end is None or self._end() is None:
-            if self._group.shares_device and torch._C._is_multithreading_enabled():
-                raise OptionError(
-                    "ranks that share a CUDA device also share autograd's thread for it, where they cannot "
-                    "wait for each other: call torch.autograd.set_multithreading_enabled(False) in the "
-                    "thread of each rank, and backward runs there"
-                )
-            if self._next:
-                raise CollectiveError(
-                    "the last backward pass failed after the average of some gradients had started: the "
-                    "other ranks wait for the rest; call abort() on the process group to release them"
-                )
             if self.is_stale:
                 self.prepare()
             else:

@@ -121,7 +121,7 @@ def build_replicas(
     world_size = team.world_size
     lanes = open_lanes(devices)
     modules = build_models(config.model, lanes)
-    check_sync_batch_norm(modules, config.policy, devices)
+    check_sync_batch_norm(modules[0], config.policy, devices)
     averages = ROUNDS[config.policy].averages
     if averages == "gradients":
         check_embeddings(modules[0], "policy='exact'", is_shared=world_size > 1)

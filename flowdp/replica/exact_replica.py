@@ -19,7 +19,6 @@ from torch import Tensor
 from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
 from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.streams import QUIET
-from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.protocol.messages import Checksum, Outcome, SampleRange
 from flowdp.replica.factories import each_of
@@ -86,10 +85,9 @@ class ExactReplica(WindowReplica):
         self._summed = 0
 
     @contextmanager
-    def _beside_others(self, part: SampleRange, worker: CurrentWorker, samples: int) -> Iterator[None]:
-        taking_part = self._groups.taking_part(self.flat.rank, worker.global_step, part.ranks)
+    def _beside_others(self, part: SampleRange, samples: int) -> Iterator[None]:
         # Its gradients are those of the mean over its samples.
-        with taking_part as group, self._norms.among(group, samples):
+        with self._norms.among(self._groups.of(self.flat.rank, part.ranks), samples):
             yield
 
     def leave(self) -> None:

@@ -77,7 +77,7 @@ class WindowReplica(Replica):
         if looks:
             self._written = self._written or Written(self.module, self.lane)
             self._written.begin()
-        with self._beside_others(part, worker, samples):
+        with self._beside_others(part, samples):
             # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
             if self._seed is not None:
                 self.draws = self._drawing = OwnDraws(self._seed, self.flat.rank, worker.global_step)
@@ -98,9 +98,7 @@ class WindowReplica(Replica):
             self._written.tell(is_shared=self._is_part)
         self._looks.passed()
 
-    def _beside_others(
-        self, _part: SampleRange, _worker: CurrentWorker, _samples: int
-    ) -> AbstractContextManager[object]:
+    def _beside_others(self, _part: SampleRange, _samples: int) -> AbstractContextManager[object]:
         """Context of the forwards of a part, for layers that meet the other ranks."""
         return nullcontext()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import SharedStatistics, min_part_size, plain_layers
 from flowdp.collective.local_group import local_groups
-from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError, OptionError
+from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError
 from tests.collective.fake_world import in_threads
 from tests.loops import assert_equal, numbers
 
@@ -245,19 +245,6 @@ def test_a_backward_that_one_rank_runs_alone_is_refused() -> None:
     )
     with pytest.raises(FlowdpError, match="run it on all devices, inside"):
         outs[0].sum().backward()
-
-
-def test_layers_that_cannot_be_synchronised() -> None:
-    class Own(nn.SyncBatchNorm):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + 1
-
-    with pytest.raises(OptionError, match=r"'0' is a Own with a forward of its own"):
-        SharedStatistics(nn.Sequential(Own(2)))
-    grouped = nn.SyncBatchNorm(2)
-    grouped.process_group = "a group"
-    with pytest.raises(OptionError, match=r"convert without process_group="):
-        SharedStatistics(grouped)
 
 
 def test_what_a_part_needs() -> None:

@@ -39,7 +39,6 @@ def test_one_rank_leaves_tensors_as_they_are():
         (lambda g: g.all_reduce(torch.zeros(2, dtype=torch.complex64), "max"), "complex"),
         (lambda g: g.all_reduce(torch.zeros(2).to_sparse()), "dense"),
         (lambda g: g.broadcast(torch.zeros(2), 1), "0 to 0"),
-        (lambda g: g.all_gather(torch.zeros(2).to_sparse()), "dense"),
         (lambda g: ProcessGroup.from_torch(), "torchrun"),
     ],
 )

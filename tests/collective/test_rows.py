@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.nccl_loop import SUMMED
-from flowdp.collective.rows import PackedRows
-from flowdp.device.flat_parameters import ALIGNMENT
+from flowdp.collective.rows import rows_like
+from flowdp.device.copies import ALIGNMENT
 from tests.loops import CPU
 
 KINDS: list[Tensor] = [
@@ -22,20 +22,30 @@ KINDS: list[Tensor] = [
 
 
 def test_what_is_packed_comes_back_with_its_strides() -> None:
-    rows = PackedRows(KINDS, SUMMED)
-    packed = rows.pack(KINDS, CPU)
-    assert [row.dtype for row in packed] == [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-    assert [len(row) for row in packed] == list(rows.sizes.values())
-    for view, tensor in zip(rows.views(packed), KINDS, strict=True):
+    first, second = rows_like(KINDS, SUMMED, [CPU, CPU])
+    assert first.fill(KINDS) == [True] * len(KINDS)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    assert [row.dtype for row in first.memories] == [row.dtype for row in second.memories] == dtypes
+    for view, tensor in zip(first.views, KINDS, strict=True):
         assert view is not None
         assert torch.equal(view, tensor)
         assert view.stride() == tensor.stride()
-        assert (view.data_ptr() - packed[0].data_ptr()) % ALIGNMENT == 0 or view.dtype != torch.float32
+        assert (
+            view.data_ptr() - first.memories[0].data_ptr()
+        ) % ALIGNMENT == 0 or view.dtype != torch.float32
+
+
+def test_wide_rows_have_the_dtype_of_sums() -> None:
+    (rows,) = rows_like(KINDS, SUMMED, [CPU], is_wide=True)
+    rows.fill(KINDS)
+    assert [row.dtype for row in rows.memories] == [torch.float32, torch.float64]
+    assert rows.views[5] is not None
+    assert torch.equal(rows.views[5], KINDS[5].float())
 
 
 def test_views_have_versions_of_their_own() -> None:
-    rows = PackedRows(KINDS[:1] * 2, SUMMED)
-    one, other = rows.views(rows.pack(KINDS[:1] * 2, CPU))
+    (rows,) = rows_like(KINDS[:1] * 2, SUMMED, [CPU])
+    one, other = rows.views
     assert one is not None
     assert other is not None
     before = other._version
@@ -44,30 +54,25 @@ def test_views_have_versions_of_their_own() -> None:
     assert not one._is_view()
 
 
-def test_gaps_and_missing_tensors_are_zero() -> None:
-    rows = PackedRows(KINDS, SUMMED)
-    for _ in range(2):  # reused memory stays zero
-        given: list[Tensor | None] = [None, *KINDS[1:]]
-        first, second, *_ = rows.views(rows.pack(given, CPU))
-        assert first is not None
-        assert second is not None
-        assert not first.any()
-        assert torch.equal(second, KINDS[1])
-        assert rows.pack(KINDS, CPU)[0].sum() == sum(
-            float(torch.view_as_real(t).sum() if t.is_complex() else t.sum())
-            for t in KINDS
-            if t.dtype in (torch.float32, torch.complex64)
-        )
-    assert not any(row.any() for row in rows.pack([None] * len(KINDS), CPU))
+def test_missing_tensors_are_zero() -> None:
+    (rows,) = rows_like(KINDS, SUMMED, [CPU])
+    rows.fill(KINDS)
+    assert rows.fill([None, *KINDS[1:]]) == [False] + [True] * (len(KINDS) - 1)
+    first, second, *_ = rows.views
+    assert first is not None
+    assert second is not None
+    assert not first.any()
+    assert torch.equal(second, KINDS[1])
 
 
 def test_other_strides_and_conjugates_are_copied_into_form() -> None:
-    rows = PackedRows(KINDS, SUMMED)
+    (rows,) = rows_like(KINDS, SUMMED, [CPU])
     given = list(KINDS)
     given[0] = torch.ones(1, 1).expand(2, 3)
     given[2] = KINDS[2].contiguous()
     given[3] = KINDS[3].conj()
-    for view, tensor in zip(rows.views(rows.pack(given, CPU)), given, strict=True):
+    rows.fill(given)
+    for view, tensor in zip(rows.views, given, strict=True):
         assert view is not None
         assert torch.equal(view, tensor)
 
@@ -76,23 +81,13 @@ def test_what_has_no_place() -> None:
     class Special(nn.Parameter):
         pass
 
-    sparse = torch.eye(2).to_sparse()
-    odd = [sparse, torch.arange(3), torch.empty(0), torch.ones(2)]
+    odd = [torch.eye(2).to_sparse(), torch.arange(3), torch.empty(0), Special(torch.ones(2))]
     with torch.inference_mode():
         odd.append(torch.ones(2))
-    rows = PackedRows(odd, SUMMED, [True, True, True, False, True])
-    assert rows.places == [None] * 5
-    assert rows.views(rows.pack(odd, CPU)) == [None] * 5
-    (place,) = PackedRows([torch.ones(2, 2)], SUMMED).places
-    assert place is not None
-    assert place.fits(torch.zeros(2, 2))
-    for other in (sparse, torch.ones(2, 2).half(), torch.ones(4), Special(torch.ones(2, 2))):
-        assert not place.fits(other)
-
-
-def test_a_strip_is_a_part_of_a_row() -> None:
-    rows = PackedRows(KINDS, SUMMED)
-    place = rows.places[2]
-    assert place is not None
-    (whole, *_) = rows.pack(KINDS, CPU)
-    assert torch.equal(rows.strip([(place, KINDS[2])], CPU), whole[place.start : place.stop])
+    (rows,) = rows_like(odd, SUMMED, [CPU])
+    assert rows.views == [None] * 5
+    assert rows.memories == []
+    assert rows.fill(odd) == [False] * 5
+    (rows,) = rows_like([torch.ones(2, 2)], SUMMED, [CPU])
+    for other in (odd[0], torch.ones(4), Special(torch.ones(2, 2))):
+        assert rows.fill([other]) == [False]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Reducing
+from flowdp.data_parallel.device_copies import Copying, DeviceCopies
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.streams import HostLane, Lane, StreamLane
 from tests.fakes import FakeCuda
@@ -452,14 +452,3 @@ def test_copies_are_summed_rank_after_rank() -> None:
     carrier = Copying(CPU)
     packed = [carrier.pack([torch.ones(2), None], CPU), carrier.pack([torch.ones(2), None], CPU)]
     assert_equal(carrier.sum(packed), [torch.full((2,), 2.0), None])
-
-
-def test_rows_are_made_once_for_tensors_that_are_alike() -> None:
-    with wired(mlp()) as replicas:
-        outputs(replicas, numbers(4, 6))
-        trained = replicas.trained()
-        carrier = replicas.carrier(trained, is_whole=True)
-        assert isinstance(carrier, Reducing)
-        assert replicas.carrier(list(trained), is_whole=True) is carrier
-        assert replicas.carrier(trained[1:], is_whole=True) is not carrier
-        assert isinstance(replicas.carrier(trained, is_whole=False), Copying)

@@ -511,19 +511,6 @@ def test_frozen_between_forward_and_backward(strategy, is_view):
         assert_close(found, wanted)
 
 
-def test_frozen_on_the_way():
-    module = model()
-    synchronizer = GradientSynchronizer(module.parameters(), Spy([]), strategy="overlapped", bucket_bytes=1)
-
-    def freeze(grad: Tensor) -> None:
-        module[0].requires_grad_(False)
-
-    module[2].weight.register_hook(freeze)
-    with pytest.raises(CollectiveError, match="frozen or unfrozen while gradients were being averaged"):
-        module(data(0)).sum().backward()
-    del synchronizer
-
-
 def test_parameters_that_cannot_learn_are_left_alone():
     with torch.inference_mode():
         inference = nn.Parameter(torch.ones(2), requires_grad=False)
@@ -561,18 +548,6 @@ def test_after_a_backward_pass_that_failed_the_next_one_is_averaged(strategy):
     del synchronizer, kept
 
 
-def test_a_backward_pass_that_failed_half_way_is_told():
-    module = model()
-    synchronizer = GradientSynchronizer(module.parameters(), Spy([]), strategy="overlapped", bucket_bytes=1)
-    kept = fail(module)
-    for _ in range(2):
-        with pytest.raises(CollectiveError, match="failed after the average of some gradients had started"):
-            module(data(0)).sum().backward()
-    synchronizer.clear()
-    module(data(0)).sum().backward()
-    del kept
-
-
 def test_hooks_go_with_the_synchronizer():
     log: list[str] = []
     module = model()
@@ -582,18 +557,6 @@ def test_hooks_go_with_the_synchronizer():
     module(data(0)).sum().backward()
     assert log == []
     assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
-
-
-def test_ranks_that_share_a_card_need_backward_in_their_own_threads():
-    module = model()
-    group = ProcessGroup.single()
-    group.shares_device = True
-    synchronizer = GradientSynchronizer(module.parameters(), group)
-    with pytest.raises(OptionError, match=r"set_multithreading_enabled\(False\)"):
-        module(data(0)).sum().backward()
-    with torch.autograd.set_multithreading_enabled(False):
-        module(data(0)).sum().backward()
-    del synchronizer
 
 
 def test_a_parameter_shared_by_reentrant_checkpoints():
