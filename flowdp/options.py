@@ -433,6 +433,8 @@ class RuntimeOptions:
             together, above 0 and at most 1. Batches ahead give way to the others; training is not limited.
         prefetch_depth: Batches that are copied to a CUDA device ahead of their use, at most; 0: none. None:
             up to 16, as its memory allows.
+        launch_limit: Ranks that may be in their loss at once; None: all. Ranks whose steps are many small
+            kernels fight for Python's lock: four of them do more with 1 (docs/performance.md has figures).
         tune_process: Process-wide settings while a run lives (see `ProcessTuning`); False leaves all alone.
         handle_sigterm: SIGTERM stops the run as `stop()` does; a second one ends the process.
     """
@@ -442,6 +444,7 @@ class RuntimeOptions:
     capture: bool | CaptureOptions | Literal["auto"] = "auto"
     memory_fraction: float = 0.90
     prefetch_depth: int | None = None
+    launch_limit: int | None = None
     tune_process: bool | ProcessTuning = True
     handle_sigterm: bool = False
 
@@ -458,6 +461,7 @@ class RuntimeOptions:
             )
         check_fraction("runtime.memory_fraction", self.memory_fraction)
         check_int("runtime.prefetch_depth", self.prefetch_depth, least=0, optional=True)
+        check_int("runtime.launch_limit", self.launch_limit, optional=True)
         if not isinstance(self.tune_process, bool | ProcessTuning):
             raise OptionError(
                 f"runtime.tune_process must be True, False or a ProcessTuning, not {self.tune_process!r}"

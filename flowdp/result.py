@@ -18,7 +18,6 @@ from flowdp.checkpoint.weights import Weights, checked_average, load_average
 from flowdp.device.flat_parameters import memory_key
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_metric
-from flowdp.policy.launch_limit import BOUND
 from flowdp.policy.tally import EpochMetrics
 from flowdp.replica.factories import ModelOption, new_module
 
@@ -145,8 +144,6 @@ class Status:
         throttled: Why a rank may take no step, per rank; None for one that may. Shape (world_size,).
         pieces: Into how many a micro-batch is cut, per rank, because its device ran out of memory; 1 where it
             is whole. Shape (world_size,).
-        launch_bound: Part of the ranks' time that they wait to launch their steps, because Python runs in one
-            thread at a time; 0 where that is no limit. None: not known, or one rank.
         capture: How each rank's steps run: "captured", or "eager: ..." with the reason; None: on this device,
             or by the user's wish, they never are. Shape (world_size,).
         problems: Problems that did not end the run: replicas that had NaN or infinite numbers, ranks
@@ -162,7 +159,6 @@ class Status:
     throttled: tuple[str | None, ...]
     pieces: tuple[int, ...] = ()
     problems: tuple[str, ...] = ()
-    launch_bound: float | None = None
     capture: tuple[str | None, ...] = ()
 
     def __str__(self) -> str:
@@ -170,8 +166,6 @@ class Status:
         line = (
             f"{self.phase} | {self.epochs_done} epochs | step {self.global_step:,} | steps per rank {steps}"
         )
-        if self.launch_bound is not None and self.launch_bound >= BOUND:
-            line += f" | waits to launch {100 * self.launch_bound:.0f} %"
         return line + (f" | problems: {len(self.problems)}" if self.problems else "")
 
 

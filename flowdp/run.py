@@ -196,7 +196,6 @@ class Run:
             throttled=tuple(rank.throttled for rank in progress),
             pieces=tuple(rank.pieces for rank in progress),
             problems=self._problems(),
-            launch_bound=self._engine.launch_bound(),
             capture=tuple(rank.capture for rank in progress),
         )
 

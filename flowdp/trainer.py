@@ -263,6 +263,7 @@ class Trainer:
                     ema_decay=ema_decay_of(listed),
                     repeats=ratios is not None,
                     checks_loss=failures.check_loss,
+                    launch_limit=runtime.launch_limit,
                 ),
                 dataset=dataset,
                 reading=reading,

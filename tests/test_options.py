@@ -223,6 +223,7 @@ def test_checkpoint_options_are_named() -> None:
         (FailureOptions, {"stall_timeout": "a minute"}, "must be a number above 0 or None, not 'a minute'"),
         (FailureOptions, {"check_loss": None}, "failures.check_loss must be True or False, not None"),
         (RuntimeOptions, {"backend": "mpi"}, "runtime.backend must be one of .*'cpu', not 'mpi'"),
+        (RuntimeOptions, {"launch_limit": 0}, "runtime.launch_limit must be .*at least 1"),
         (RuntimeOptions, {"capture": 1}, "runtime.capture must be 'auto', True, False or CaptureOptions"),
         (RuntimeOptions, {"tune_process": "hard"}, "must be True, False or a ProcessTuning, not 'hard'"),
         (RuntimeOptions, {"handle_sigterm": "x"}, "runtime.handle_sigterm must be True or False, not 'x'"),

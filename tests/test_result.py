@@ -114,7 +114,5 @@ def test_a_checkpoint_is_read_as_a_state(tmp_path: Path) -> None:
 def test_a_status_is_one_line() -> None:
     status = Status("running", 2, 1234, 9, (600, 634), (None, "no batches"))
     assert str(status) == "running | 2 epochs | step 1,234 | steps per rank 600 634"
-    waiting = Status("running", 0, 4, 1, (2, 2), (None, None), launch_bound=0.416)
-    assert str(waiting).endswith(" | steps per rank 2 2 | waits to launch 42 %")
     troubled = Status("running", 2, 1234, 9, (600,), (None,), problems=("rank 1 left", "a full disk"))
     assert str(troubled).endswith(" | problems: 2")

@@ -1,7 +1,7 @@
 """Launches of many small kernels by several ranks of one card, beside as many processes.
 
 The variants and the model are those of `bench.micro.launch`. Threads share the interpreter's lock, so eager
-ranks may be slower together than one alone; taking turns, captured steps and torch.compile are the remedies.
+ranks may be slower together than one alone; a launch limit, captured steps and torch.compile help.
 Processes on one card have no common lock, and the card runs one of them at a time, in slices.
 """
 
@@ -19,11 +19,11 @@ __all__ = ["measure", "measure_compiled"]
 
 Cases = Mapping[int, Sequence[str]]
 
-NO_TURNS, CAPTURED = "flowdp, no turns", "flowdp, captured"
+ONE, CAPTURED = "flowdp, one launches", "flowdp, captured"
 ON_CARD: Cases = {
     1: (PROCESSES, "flowdp", CAPTURED),
-    4: (PROCESSES, "flowdp", NO_TURNS, CAPTURED),
-    8: (PROCESSES, "flowdp", NO_TURNS),
+    4: (PROCESSES, "flowdp", ONE, CAPTURED),
+    8: (PROCESSES, "flowdp", ONE),
     2: (PROCESSES, "flowdp"),
 }
 """Variants by the number of ranks, the most telling numbers first. Each takes some 15 s to warm up."""

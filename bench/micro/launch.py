@@ -32,8 +32,6 @@ import torch
 from torch import nn
 
 import flowdp
-import flowdp.data_parallel.replicas
-import flowdp.engine.engine
 from bench.harness import Comparison, options, report
 from bench.models import Gpt, predict_next, texts
 from flowdp.threads.crew import Crew
@@ -44,7 +42,6 @@ STEPS_AHEAD = 3
 """Steps between two waits of the host in a hand loop on CUDA; flowdp has at most as many in flight."""
 WARM_STEPS = 20
 WARM_S = 2.0
-SEARCH_S = 20.0
 FEWEST_ROUNDS = 2
 PARTS = ("forward", "backward", "optimizer")
 
@@ -61,7 +58,7 @@ class Variant:
             batch into a sample per rank.
         is_fused: AdamW(fused=True); False: the default AdamW.
         is_compiled: The model goes through torch.compile.
-        has_turns: Ranks take turns to launch where that is faster.
+        launch_limit: Ranks that may be in their loss at once; None: all.
         is_captured: Steps are CUDA graphs.
         options: Arguments of the Trainer, or of `setup`, beside those of every variant.
     """
@@ -69,7 +66,7 @@ class Variant:
     how: Literal["processes", "threads", "flowdp", "setup"]
     is_fused: bool = True
     is_compiled: bool = False
-    has_turns: bool = True
+    launch_limit: int | None = None
     is_captured: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,7 +88,7 @@ VARIANTS = {
     "threads, not fused": Variant("threads", is_fused=False),
     "threads, compiled": Variant("threads", is_compiled=True),
     "flowdp": Variant("flowdp"),
-    "flowdp, no turns": Variant("flowdp", has_turns=False),
+    "flowdp, one launches": Variant("flowdp", launch_limit=1),
     "flowdp, not fused": Variant("flowdp", is_fused=False),
     "flowdp, compiled": Variant("flowdp", is_compiled=True),
     "flowdp, captured": Variant("flowdp", is_captured=True),
@@ -176,7 +173,7 @@ class Task:
             devices=self.devices(ranks),
             progress=False,
             failures=flowdp.FailureOptions(stall_timeout=None),  # the pause may be long
-            runtime=flowdp.RuntimeOptions(capture=variant.is_captured),
+            runtime=flowdp.RuntimeOptions(capture=variant.is_captured, launch_limit=variant.launch_limit),
             **options,
         )
 
@@ -240,10 +237,6 @@ def training(task: Task, variant: Variant, ranks: int) -> Iterator[Rate]:
         for _ in islice(records, enough):
             pass
         rate(WARM_S)
-        turn, start_s = run._engine.turn, time.perf_counter()
-        # Calls are measured one by one while the limit of ranks launching at once is searched for.
-        while turn is not None and turn.every == 1 and time.perf_counter() - start_s < SEARCH_S:
-            rate(0.0)
         try:
             yield rate
         finally:
@@ -301,8 +294,6 @@ DOORS = {"processes": hand_loops, "threads": hand_loops, "flowdp": training, "se
 def serve(pipe: Connection, task: Task, variant: Variant, ranks: int) -> None:
     """Body of a process: measures on request; answers with a text for an error."""
     torch.set_num_threads(1)
-    if not variant.has_turns:
-        setattr(flowdp.engine.engine, "open_turns", lambda _: None)  # noqa: B010 - it is that module's
     try:
         with DOORS[variant.how](task, variant, ranks) as rate:
             pipe.send(None)

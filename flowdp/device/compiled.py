@@ -229,11 +229,11 @@ def has_compiled() -> bool:
 
 
 def frees_at_once(device: torch.device) -> bool:
-    """Whether backwards of ranks that take turns keep their graph, to free it at once behind them.
+    """Whether backwards keep their graph, and free it at once behind them, where ranks launch in turn.
 
     Tensors of a graph belong to Python as well, and the backward would ask for the interpreter lock to
-    free each: some hundred times, against the rank that has the turn to launch. On CUDA memory is dearer,
-    and compiled backwards give parts of their graph away.
+    free each: some hundred times, against the rank that launches. On CUDA memory is dearer, and compiled
+    backwards give parts of their graph away.
     """
     return device.type == "cpu" and not has_compiled()
 

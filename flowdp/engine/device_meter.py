@@ -100,7 +100,6 @@ class DeviceMeter(Meter):
         self._watch = watch
         self._begin_s = 0.0  # of the step under way, by the host's clock
         self._lane = lane
-        self._ahead_s = 0.0
         self._flights: deque[_Flight] = deque()
         self._steps = self._rounds = self._owes = 0  # among them; `_owes` are facts to post
         self._events: list[Event] = []
@@ -175,10 +174,6 @@ class DeviceMeter(Meter):
 
         self._steps += 1
         self._flights.append(_Flight(land, end))
-
-    def ahead_s(self) -> float:
-        """See `Meter.ahead_s`."""
-        return self._ahead_s
 
     def discard(self) -> None:
         """See `Meter.discard`."""
@@ -332,9 +327,7 @@ class DeviceMeter(Meter):
 
     def wait_for(self, event: Event) -> None:
         """See `Meter.wait_for`."""
-        start_s = perf_counter()
         event.synchronize()
-        self._ahead_s += perf_counter() - start_s
 
     def _keep(self, number: Tensor) -> tuple[_Page, int]:
         """Leave the weight of a loss or a norm in the page, and say where."""

@@ -75,7 +75,6 @@ class Engine:
         begun_s: When it began, by `time.monotonic`.
         names: Names of the devices, one per rank.
         latch: Where all that a start has made waits for `begin`.
-        turn: Turns to launch; None where ranks have none.
     """
 
     def __init__(
@@ -150,8 +149,6 @@ class Engine:
         # Where the bits do not depend on measured speed, they shall not depend on the size of a pool either.
         adapts = ROUNDS[config.policy].shares == "steps"
         pools = open_pools([lane.device for lane in lanes], self._tuning, adapts=adapts)
-        first = self.replicas[0].turn
-        self.turn = None if first is None else first.turns
         self.workers = [
             Worker(
                 rank,
@@ -423,10 +420,6 @@ class Engine:
         """Attribution of the ranks' time so far."""
         captured = sum(one.capture == CAPTURED for one in self.progress())
         return replace(efficiency_of(self.times(), self.names), captured=captured)
-
-    def launch_bound(self) -> float | None:
-        """Part of the ranks' time that they wait to launch; None: not known."""
-        return None if self.turn is None else self.turn.waiting()
 
     def stopped_at(
         self, position: Position, learning_rate: Mapping[str, Any], orders: Mapping[int, int] | None

@@ -126,10 +126,6 @@ class Meter(ABC):
             weight: Weight of the loss, the mean over its samples; None where it counts by samples. Shape [].
         """
 
-    def ahead_s(self) -> float:
-        """Time that the host has waited for its device so far, in seconds."""
-        return 0.0
-
     def discard(self) -> None:
         """Drop all values recorded since `begin`: the step begins again."""
         self._open.clear()

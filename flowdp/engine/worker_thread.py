@@ -166,8 +166,6 @@ class Worker:
             captured = replica.captured
             self._meter = open_meter(self._lane, None if captured is None else captured.watch)
         self._meter.spans = None if services.timeline is None else services.timeline.ranks[index]
-        if replica.turn is not None:
-            replica.turn.ahead_s = self._meter.ahead_s
         self.current = worker_context.CurrentWorker(  # a resumed run may evaluate before its first step
             rank,
             replica.device,
@@ -206,13 +204,11 @@ class Worker:
     def times(self) -> RankTimes:
         """A copy of its times; any thread may ask."""
         times, end_s = self._times, self._left_s or perf_counter()
-        turn = self.replica.turn
         return RankTimes(
             dict(times.ms),
             times.samples,
             times.steps,
             wall_ms=(end_s - self._begun_s) * 1e3 if self._begun_s else 0.0,
-            launch_ms=0.0 if turn is None else turn.turns.waited_ms,
         )
 
     def run(self) -> None:
@@ -250,8 +246,6 @@ class Worker:
             error = take(explained, self.rank)
         finally:
             self.replica.leave()
-            if self.replica.turn is not None:
-                self.replica.turn.leave()
             self.has_left, self._left_s = True, perf_counter()
             self._post(Exiting(self.rank, error, is_alone, self.machine.unreported_samples))
 

@@ -13,7 +13,6 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
 from flowdp.errors import OptionError
 from flowdp.observe.callbacks import Callback
 from flowdp.observe.tables import device_table, epoch_table, print_tables
-from flowdp.policy.launch_limit import BOUND
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
 
@@ -116,8 +115,7 @@ class ProgressBar(Callback):
             if self._bar is None:
                 return
             self._bar.set_description(f"epoch {record.epoch + 1}{self._epochs}", refresh=False)
-            launch_bound = None if self._run is None else self._run.status().launch_bound
-            self._bar.set_postfix(_postfix(record, launch_bound), refresh=False)
+            self._bar.set_postfix(_postfix(record), refresh=False)
             if self._inside:
                 self._bar.n = record.global_step
             else:
@@ -155,12 +153,9 @@ class ProgressBar(Callback):
                 self._print(sys.stderr)
 
 
-def _postfix(record: RoundEnded, launch_bound: float | None) -> dict[str, str]:
+def _postfix(record: RoundEnded) -> dict[str, str]:
     samples = sum(record.samples)
     share = " ".join(f"{100 * count / max(1, samples):.0f} %" for count in record.samples)
     rate = samples / record.wall_ms * 1e3 if record.wall_ms > 0 else 0.0
     shown = {} if record.loss is None else {"loss": f"{record.loss:.3f}"}
-    shown |= {"samples/s": f"{rate:,.0f}", "share": share}
-    if launch_bound is not None and launch_bound >= BOUND:
-        shown["waits to launch"] = f"{100 * launch_bound:.0f} %"
-    return shown
+    return shown | {"samples/s": f"{rate:,.0f}", "share": share}

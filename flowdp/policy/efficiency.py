@@ -42,15 +42,12 @@ class RankTimes:
         samples: Samples trained.
         steps: Steps.
         wall_ms: Time since the run began.
-        launch_ms: Part of the time in steps that it waited to launch, because Python runs in one thread at a
-            time.
     """
 
     ms: dict[Activity, float] = field(default_factory=dict)
     samples: int = 0
     steps: int = 0
     wall_ms: float = 0.0
-    launch_ms: float = 0.0
 
     def add(self, activity: Activity, ms: float) -> None:
         """Count some time."""
@@ -163,11 +160,9 @@ def efficiency_of(ranks: Sequence[RankTimes], names: Sequence[str]) -> Efficienc
 
 def _device(times: RankTimes, name: str, wall_ms: float) -> DeviceEfficiency:
     ms = {part: sum(times.ms.get(activity, 0.0) for activity in PARTS[part]) for part in PARTS}
-    launch_ms = min(times.launch_ms, ms["training"])
-    ms["training"] -= launch_ms
     # A rank that has left, or begun later, has no orders in the rest of the run.
     ms["no orders"] += wall_ms - times.wall_ms
-    ms[INTERPRETER] = launch_ms + max(0.0, wall_ms - launch_ms - sum(ms.values()))
+    ms[INTERPRETER] = max(0.0, wall_ms - sum(ms.values()))
     whole_ms = sum(ms.values())  # beyond the wall time by errors of measurement alone
     busy_ms = ms["training"]
     return DeviceEfficiency(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Semaphore
 from typing import Any
 
 import torch
@@ -49,7 +50,6 @@ from flowdp.replica.factories import (
     slow_optimizer,
 )
 from flowdp.replica.flat_optimizer import group_keys, obstacle
-from flowdp.replica.launch_turns import open_turns
 from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
 from flowdp.replica.lone_replica import LoneReplica
 from flowdp.replica.replica import Capture, LossOption, Replica, ReplicaParts, loss_function
@@ -80,6 +80,7 @@ class ReplicaConfig:
         ema_decay: Part of the weights' moving average that stays in a step; None: there is no average.
         repeats: CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
         checks_loss: Ranks check their loss now and then (exact).
+        launch_limit: Ranks of this machine that may be in their loss at once; None: all.
     """
 
     model: ModelOption
@@ -98,6 +99,7 @@ class ReplicaConfig:
     ema_decay: float | None = None
     repeats: bool = False
     checks_loss: bool = False
+    launch_limit: int | None = None
 
 
 def build_replicas(
@@ -156,7 +158,12 @@ def build_replicas(
             f"{len(team.sizes)} machines: use GroupNorm or LayerNorm, or plain BatchNorm, whose statistics "
             "are those of each micro-batch"
         )
-    turns = open_turns(len(lanes), meets=meets, captures=any(capture is not None for capture in captures))
+    if meets and config.launch_limit is not None:
+        raise OptionError(
+            "runtime.launch_limit lets ranks wait outside their loss, and SyncBatchNorm waits for all of "
+            "them inside it: leave one of the two out"
+        )
+    launching = None if config.launch_limit is None else Semaphore(config.launch_limit)
     factor = lr_factor(config.scheduler.lr_scaling, world_size)
     remedy = _frozen_remedy(modules, averages, world_size)
     groups = WindowGroups(lanes)
@@ -177,7 +184,7 @@ def build_replicas(
                 width=config.sizes.widths[rank],
                 caches_casts=world_size == 1,
                 shares_generator=shares[index],
-                turn=None if turns is None else turns.ranks[index],
+                launching=launching,
                 capture=captures[index],
             )
             replicas.append(_replica(config, rank, parts, functions[index], groups))

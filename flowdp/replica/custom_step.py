@@ -51,10 +51,11 @@ class CustomStepReplica(Replica):
             ValueError: The value under "loss" is not a scalar.
         """
         batch = made(batch)
-        if self.turn is None:
+        if self.launching is None:
             result = self._call(batch, worker)
         else:
-            result = self.turn.launch_forward(worker.samples, self._call, batch, worker)
+            with self.launching:
+                result = self._call(batch, worker)
         if not self.has_stepped:
             self._check_first()
         if result is None:
@@ -95,10 +96,14 @@ class CustomStepReplica(Replica):
             self._differentiate(self._scaler.scale(loss), **options)
 
     def _differentiate(self, loss: Tensor, **options: Any) -> None:
-        if self.turn is None:
+        if self.launching is None:
             super()._differentiate(loss, **options)
-        else:
-            self.turn.run_outside(super()._differentiate, loss, **options)
+            return
+        self.launching.release()  # backward needs no interpreter lock
+        try:
+            super()._differentiate(loss, **options)
+        finally:
+            self.launching.acquire()
 
     def optimize(self, optimizer: Optimizer) -> None:
         """See `CurrentWorker.step`."""

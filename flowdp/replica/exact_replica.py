@@ -124,7 +124,7 @@ class ExactReplica(WindowReplica):
             if self._has_buffers:
                 self.flat.put_back_buffers()
         else:
-            self._launch_step(self._step, touched)
+            self._step(touched)
             if self.average is not None:
                 self.average.update()
         return loss
@@ -138,10 +138,6 @@ class ExactReplica(WindowReplica):
         Streams:
             As `Replica.step`.
         """
-        self._launch_step(self.take_step, outcome)
-
-    def take_step(self, outcome: Outcome) -> None:
-        """The same without a turn: any thread, while no rank computes."""
         self.watched = self.gradients if self._scaler is None else None
         self._step(self.gradients.settle(outcome.touched))
 

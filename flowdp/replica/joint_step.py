@@ -83,7 +83,7 @@ class JointStep:
         owner = self._replicas[self._owner]
         if outcome.lr is not None:
             owner.learning_rate.scale(outcome.lr)
-        owner.take_step(outcome)
+        owner.meet(outcome)
         self._give()
         for replica in self._replicas:
             if replica is not owner:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from threading import Semaphore
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ from flowdp.replica.factories import Optimizers, all_of, each_of
 from flowdp.replica.flat_optimizer import FlatOptimizer, obstacle
 from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.optimizer_state import copy_state
-from flowdp.threads.launch_turn import RankTurn
 
 __all__ = [
     "AUTOCAST",
@@ -99,7 +99,7 @@ class ReplicaParts:
             the process's, and each rank that leaves autocast empties it: of several ranks none has it, or
             the rounding of their gradients would be a matter of chance.
         shares_generator: Whether other ranks draw from the device's generator, too.
-        turn: Turn of this rank to launch; None where no other rank launches.
+        launching: Held during the loss, where only some ranks may be in theirs at once; None: all may.
         capture: Makes the captured steps of the replica; None: they run eagerly.
         ema_decay: Part of the parameters' moving average that stays in a step; None: there is no average.
         frozen_remedy: Remedy for writes to frozen parameters, for the error; None: they are allowed.
@@ -116,7 +116,7 @@ class ReplicaParts:
     width: int = 1
     caches_casts: bool = True
     shares_generator: bool = False
-    turn: RankTurn | None = None
+    launching: Semaphore | None = None
     capture: Capture | None = None
     ema_decay: float | None = None
     frozen_remedy: str | None = None
@@ -188,7 +188,7 @@ class Replica:
         self.learning_rate = parts.learning_rate
         self.lane = parts.lane
         self.device = parts.lane.device
-        self.turn = parts.turn
+        self.launching = parts.launching
         self.shares_generator = parts.shares_generator
         self.captured = None if parts.capture is None else parts.capture(self)
         self.pieces = 1
@@ -325,15 +325,8 @@ class Replica:
             self.loss_weight = weight * factor
             # The gradients are those of loss x weight; a mean over nothing has none.
             factor = 1.0 / torch.where(weight == 0, 1.0, weight)
-        self._launch_step(self._update, factor)
+        self._update(factor)
         return self._take_value()
-
-    def _launch_step(self, step: Callable[..., None], *args: Any) -> None:
-        """Step the optimizer, in a turn; a captured rank launches little, and needs none."""
-        if self.turn is None or (self.captured is not None and self.captured.is_running):
-            step(*args)
-        else:
-            self.turn.launch_step(step, *args)
 
     def _update(self, factor: float | Tensor) -> None:
         is_scaled = isinstance(factor, Tensor) or factor != 1.0  # a tensor is not read back
@@ -511,13 +504,14 @@ class Replica:
         if self.gradients is not None:
             self.gradients.begin()
         self._named = None
-        if self.turn is None:
+        options = {}
+        if self.launching is None:
             loss = self._forward(batch, worker)
         else:
-            loss = self.turn.launch_forward(worker.samples, self._forward, batch, worker)
+            with self.launching:
+                loss = self._forward(batch, worker)
+            options = {"retain_graph": True} if frees_at_once(self.device) else {}
         loss, weight = self.weigh(loss, factors.share, factors.of)
-        is_limited = self.turn is not None and self.turn.is_limited
-        options = {"retain_graph": True} if is_limited and frees_at_once(self.device) else {}
         self._differentiate(self.scale(loss), **options)
         return Computed(loss.detach(), weight)
 

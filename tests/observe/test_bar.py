@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,19 +136,6 @@ def test_what_it_says_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = terminal.getvalue()
     for part in ("epoch 2/2:  70%", "35/50", "loss=0.250", "samples/s=2,000", "share=75 % 25 %"):
         assert part in drawn
-
-
-def test_it_says_that_ranks_wait_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = watched(monkeypatch)
-    bound = iter([None, 0.1, 0.42])
-    run = SimpleNamespace(status=lambda: SimpleNamespace(launch_bound=next(bound)))
-    progress = ProgressBar(50, 25)
-    progress.on_train_start(run)
-    for step in (30, 33, 36):
-        assert "waits to launch" not in terminal.getvalue()
-        progress.on_round(round_record(step))
-    progress.on_train_end(None)
-    assert "waits to launch=42 %" in terminal.getvalue()
 
 
 def test_without_a_known_end_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:

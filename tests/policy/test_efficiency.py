@@ -29,13 +29,6 @@ def test_lost_samples_and_those_reached_are_the_ideal() -> None:
     assert report.parts["slower device"] * report.ideal == pytest.approx(300 + 10 / 3)
 
 
-def test_the_wait_to_launch_is_no_training() -> None:
-    times = RankTimes({Activity.STEP: 1000.0}, 100, 10, 1000.0, launch_ms=500.0)
-    report = efficiency_of([times], ["a"])
-    assert report.parts["interpreter"] == pytest.approx(0.5)
-    assert (report.ideal, report.reached) == (200.0, 100.0)
-
-
 def test_a_rank_that_left_has_no_orders_afterwards() -> None:
     ranks = [
         RankTimes({Activity.STEP: 1000.0}, 100, 10, 1000.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from flowdp.device.streams import HostLane, StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.replica import Replica, loss_function
-from flowdp.threads.launch_turn import LaunchTurn
 from tests.fakes import FakeCuda
 from tests.parts import parts_of
 
@@ -376,7 +376,7 @@ class Freed(torch.autograd.Function):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("limit", [None, 1])
-def test_a_graph_is_kept_until_the_backward_is_over_where_ranks_take_turns(
+def test_a_graph_is_kept_until_the_backward_is_over_where_ranks_launch_in_turn(
     limit: int | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
@@ -388,8 +388,7 @@ def test_a_graph_is_kept_until_the_backward_is_over_where_ranks_take_turns(
 
     told: list[str] = []
     mine = replica(lambda model, batch: Freed.apply(mse(model, batch), told))  # type: ignore[no-untyped-call]
-    turn = LaunchTurn(2)
-    turn.limit, mine.turn = limit, turn.ranks[0]
+    mine.launching = None if limit is None else Semaphore(limit)
     monkeypatch.setattr(Tensor, "backward", listen)
     monkeypatch.setattr("flowdp.device.compiled.has_compiled", lambda: compiled)
     step(mine)

@@ -40,10 +40,9 @@ def test_a_remedy_that_this_flowdp_does_not_have_is_named() -> None:
     assert Variant("setup", options={"policy": "sync"}).missing == "this flowdp has no setup(policy=)"
 
 
-@pytest.mark.parametrize("name", ["threads", "flowdp", "setup"])
+@pytest.mark.parametrize("name", ["threads", "flowdp", "flowdp, one launches", "setup"])
 def test_ranks_in_threads_give_a_rate_again_and_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "WARM_S", 0.01)
-    monkeypatch.setattr(launch, "SEARCH_S", 0.01)
     with launch.DOORS[launch.VARIANTS[name].how](TINY, launch.VARIANTS[name], 2) as rate:
         assert rate(0.01) > 0
         assert rate(0.01) > 0
