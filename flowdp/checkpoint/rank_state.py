@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from flowdp.checkpoint.fingerprint import SHOWN
-from flowdp.checkpoint.host_copies import HostCopies, PinnedPieces
+from flowdp.checkpoint.host_copies import HostCopies, PinnedBlocks
 from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.flat_parameters import memory_key
 from flowdp.device.streams import Lane
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def capture(
-    replica: Replica, *, shared: bool, pieces: PinnedPieces | None = None
+    replica: Replica, *, shared: bool, blocks: PinnedBlocks | None = None
 ) -> Callable[[], dict[str, Any]]:
     """Copy a rank's state to the host for a checkpoint.
 
@@ -47,7 +47,7 @@ def capture(
         shared: Also "model", the module's state_dict by its own names, "buffers", those that are not in it,
             "ema", the moving average of its parameters, and "outer", the momentum of the means' outer step.
             One rank does so for all.
-        pieces: Pinned memory of the rank's captures; None: of this one alone.
+        blocks: Pinned memory of the rank's captures; None: of this one alone.
 
     Returns:
         Function that waits for the copies and returns them: a dict of "optimizers" (in the form in which the
@@ -59,7 +59,7 @@ def capture(
 
     Streams:
         On `compute`, which must be the current one. The host goes on at once, but for the scale of "fp16",
-        and for what is more than the pieces hold.
+        and for what is more than a block holds.
     """
     scaler = replica._scaler
     state: dict[str, Any] = {
@@ -75,7 +75,7 @@ def capture(
         state["ema"] = {} if replica.average is None else replica.average.named()
         state["outer"] = replica.named_momentum()
     leaves, form = tree_flatten(state)
-    copies, arrived = _to_host(leaves, replica.lane, pieces)
+    copies, arrived = _to_host(leaves, replica.lane, blocks)
 
     def wait() -> dict[str, Any]:
         arrived()
@@ -168,14 +168,14 @@ def restore(
 
 # ---------------------------------------------------------------- to the host
 def _to_host(
-    leaves: Sequence[Any], lane: Lane, pieces: PinnedPieces | None
+    leaves: Sequence[Any], lane: Lane, blocks: PinnedBlocks | None
 ) -> tuple[list[Any], Callable[[], None]]:
     """Copies of the leaves, tensors on the host, and a function that waits for them."""
     tensors = {memory_key(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
     # Tensors on the host may be changed at once: they are copied now. So are those of another device, which
     # owns parameters and stands still.
     far = [key for key, tensor in tensors.items() if lane.is_async and _is_dense_on(tensor, lane.device)]
-    copies = HostCopies(pieces or PinnedPieces(lane), [tensors[key] for key in far])
+    copies = HostCopies(blocks or PinnedBlocks(lane), [tensors[key] for key in far])
     made = dict(zip(far, copies.tensors, strict=True))
     made |= {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items() if key not in made}
     copied = [made[memory_key(leaf)] if isinstance(leaf, Tensor) else _copied_object(leaf) for leaf in leaves]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flowdp.checkpoint.host_copies import PinnedPieces
+from flowdp.checkpoint.host_copies import PinnedBlocks
 from flowdp.checkpoint.rank_state import capture, capture_generator, restore
 from flowdp.checkpoint.writer import Saver
 from flowdp.engine.evaluation import Evaluator
@@ -60,7 +60,7 @@ class BarrierTasks:
         self._replicas = replicas
         self._saver = saver
         self._evaluator = evaluator
-        self._pieces = PinnedPieces(replica.lane)
+        self._blocks = PinnedBlocks(replica.lane)
         self._rank = rank
         self._index = rank if index is None else index
         self._settle = None if meeting is None else meeting.settle
@@ -106,7 +106,7 @@ class BarrierTasks:
                 holds_model = task.model == self._rank or (task.is_best and self._is_follower_first())
                 if holds_model or self._saver.keeps_ranks:
                     self._saver.put(
-                        self._rank, capture(self._replica, shared=holds_model, pieces=self._pieces)
+                        self._rank, capture(self._replica, shared=holds_model, blocks=self._blocks)
                     )
                 elif self._saver.keeps_generators:
                     self._saver.put(self._rank, capture_generator(self._replica))

@@ -85,7 +85,7 @@ def test_whatever_stands_in_a_file() -> None:
 
 def test_it_is_plain() -> None:
     assert said(sizes=torch.Size([2]))["order"]["sizes"] == (2,)
-    with pytest.raises(CheckpointError, match=r"order\.seed is an object"):
+    with pytest.raises(CheckpointError, match=r"order\.seed is a object"):
         said(seed=object())
 
 

@@ -132,7 +132,7 @@ def test_one_that_cannot_be_read_is_passed_over(tmp_path: Path, caplog: pytest.L
     assert found is not None
     assert found[0] == oldest
     assert [newest.name in caplog.messages[0], "damaged" in caplog.messages[0]] == [True, True]
-    assert [middle.name in caplog.messages[1], "empty" in caplog.messages[1]] == [True, True]
+    assert [middle.name in caplog.messages[1], "damaged" in caplog.messages[1]] == [True, True]
     oldest.unlink()
     found = store.newest()
     assert found is not None

@@ -15,9 +15,7 @@ import torch
 
 import flowdp
 from flowdp import OptionError
-from flowdp.checkpoint import folder_lock
-from flowdp.checkpoint.folder_lock import NAME, FolderLock
-from tests.watched import Watched, both
+from flowdp.checkpoint.folder_lock import FolderLock
 
 pytestmark = pytest.mark.posix
 
@@ -54,9 +52,7 @@ def test_a_cell_that_is_run_twice(tmp_path: Path) -> None:
     first = trainer(tmp_path).start()
     try:
         again = trainer(tmp_path)
-        said = (
-            rf"checkpoint='{tmp_path}': a live run of this process writes there, since 20.*flowdp\.runs\(\)"
-        )
+        said = rf"checkpoint='{tmp_path}': a live run writes there.*flowdp\.runs\(\)"
         with pytest.raises(OptionError, match=said):
             again.start()
         with pytest.raises(OptionError, match="a live run"):
@@ -68,7 +64,6 @@ def test_a_cell_that_is_run_twice(tmp_path: Path) -> None:
     run = again.start()
     run.stop()
     run.join()
-    assert NAME not in os.listdir(tmp_path)
 
 
 def test_through_a_link_it_is_the_same_folder(tmp_path: Path) -> None:
@@ -97,7 +92,7 @@ def test_a_killed_process_holds_nothing_though_its_child_lives(tmp_path: Path) -
         child = int(process.stdout.readline())
         mine = FolderLock(tmp_path)
         try:
-            with pytest.raises(OptionError, match=rf"a live run of process {process.pid} on .* since 20"):
+            with pytest.raises(OptionError, match="a live run writes there"):
                 mine.take()
         finally:
             process.send_signal(signal.SIGKILL)
@@ -105,33 +100,6 @@ def test_a_killed_process_holds_nothing_though_its_child_lives(tmp_path: Path) -
         os.kill(child, 0)  # it exists
         mine.take()
         mine.give_back()
-
-
-def test_a_pipe_in_the_place_of_the_lock(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / NAME)
-    with pytest.raises(OptionError, match="no plain file; remove it"):
-        FolderLock(tmp_path).take()
-
-
-def test_a_link_in_the_place_of_the_lock(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    (tmp_path / NAME).symlink_to(tmp_path / "mine.txt")
-    lock = FolderLock(tmp_path)
-    lock.take()
-    lock.give_back()
-    assert "cannot be locked" in caplog.text
-    assert (tmp_path / "mine.txt").read_text() == "mine"
-
-
-def test_a_folder_that_was_removed_and_made_again(tmp_path: Path) -> None:
-    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
-    first.take()
-    (tmp_path / NAME).unlink()
-    second.take()
-    first.give_back()
-    with pytest.raises(OptionError):
-        first.take()  # the second one's file still exists
-    second.give_back()
 
 
 def test_a_run_that_fails_gives_its_folder_back(tmp_path: Path) -> None:
@@ -152,70 +120,7 @@ def test_the_last_file_of_a_run_that_has_ended_is_waited_for(tmp_path: Path) -> 
     writing = threading.Timer(0.05, first.give_back)
     writing.start()
     second.take()
-    assert writing.finished.is_set() or first._handle is None
     writing.join()
     with pytest.raises(OptionError):
         first.take()
     second.give_back()
-
-
-def test_a_folder_that_is_being_given_back_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
-    first.take()
-    first.end()
-    is_giving, is_awaited = threading.Event(), threading.Event()
-    is_there, wait = first._is_there, first._is_free.wait
-
-    def slow(handle: int) -> bool:
-        is_giving.set()
-        assert is_awaited.wait(60)
-        return is_there(handle)
-
-    def waits(timeout: float) -> bool:
-        is_awaited.set()
-        return wait(timeout)
-
-    monkeypatch.setattr(first, "_is_there", slow)
-    monkeypatch.setattr(first._is_free, "wait", waits)
-    giving = threading.Thread(target=first.give_back)
-    giving.start()
-    assert is_giving.wait(60)
-    try:
-        second.take()
-    finally:
-        is_awaited.set()
-        giving.join()
-    second.give_back()
-
-
-def test_two_threads_that_give_a_folder_back_close_its_file_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Slow(FolderLock):
-        """The other thread reads its handle while it waits for its turn."""
-
-        @property
-        def _handle(self) -> int | None:  # type: ignore[override]
-            if threading.current_thread() is not threading.main_thread():
-                watched.await_second()
-            return self.__dict__.get("handle")
-
-        @_handle.setter
-        def _handle(self, handle: int | None) -> None:
-            self.__dict__["handle"] = handle
-
-    watched, closed = Watched(), []
-    lock, close = Slow(tmp_path), os.close
-    lock.take()
-    own = lock._handle
-
-    def closing(handle: int) -> None:
-        closed.append(handle)
-        close(handle)
-
-    monkeypatch.setattr(folder_lock, "_giving_back", watched)
-    monkeypatch.setattr(os, "close", closing)
-    assert both(lock.give_back) == [None, None]
-    assert closed.count(own) == 1

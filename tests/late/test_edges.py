@@ -52,9 +52,10 @@ REUSED: list[Trial] = [(STREAMED, first("copy")), (STREAMED, LATE), (EXACT, firs
 MADE_BATCHES: list[Trial] = [(MADE, LATE), (EVALUATED, LATE)] * OFTEN
 
 CAUGHT: dict[str, Sequence[Trial]] = {
-    "checkpoint/host_copies.py _Piece.empty: self.copied.synchronize()": late("resumed, sync"),
-    "checkpoint/host_copies.py HostCopies._mark: "
-    "self._filled[-1].copied.record(self._pieces.lane.compute)": late("resumed, sync"),
+    "checkpoint/host_copies.py HostCopies.wait: self._copied.synchronize()": late("resumed, sync"),
+    "checkpoint/host_copies.py HostCopies.__init__: self._copied.record(blocks.lane.compute)": late(
+        "resumed, sync"
+    ),
     "collective/async_mean.py SnapshotMean.take: "
     "self._is_down[rank].record(self._lanes[rank].compute)": SNAPSHOTS,
     "collective/async_mean.py SnapshotMean.average: start.record(lane.comm)": SNAPSHOTS,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import flowdp
 from flowdp import start
 from flowdp.checkpoint import rank_state
-from flowdp.checkpoint.host_copies import PinnedPieces
+from flowdp.checkpoint.host_copies import PinnedBlocks
 from flowdp.checkpoint.rank_state import capture, of_rank
 from flowdp.checkpoint.resume import Resumed
 from flowdp.engine import barrier_tasks
@@ -57,13 +57,13 @@ def watch(case: str) -> None:
     """Report the optimizer states of each rank as they are saved, and as they are restored."""
 
     def noted(
-        replica: Replica, *, shared: bool, pieces: PinnedPieces | None = None
+        replica: Replica, *, shared: bool, blocks: PinnedBlocks | None = None
     ) -> Callable[[], dict[str, Any]]:
         worker = flowdp.current_worker()
         assert worker is not None
         found = moments([one.state_dict() for one in all_of(replica.optimizers)])
         report("saved", case=case, rank=worker.rank, digest=found, shared=shared)
-        return capture(replica, shared=shared, pieces=pieces)
+        return capture(replica, shared=shared, blocks=blocks)
 
     def put_back(self: Resumed, replicas: Sequence[Replica], ranks: Sequence[int] | None = None) -> None:
         restore(self, replicas, ranks)
