@@ -25,7 +25,6 @@ FREE_FOLDERS = {
 FREE_FILES = {
     "test_doors.py": "one run through each door",
     "test_exit.py": "how processes end that have a run",
-    "sim/test_command_line.py": "python -m flowdp.sim",
     "data_parallel/test_patterns.py": "loops as people write them, against plain PyTorch",
     "data_parallel/test_pattern_containers.py": "the same: what forward puts into the caller's containers",
     "data_parallel/test_pattern_state.py": "the same: what a model keeps",
@@ -70,7 +69,6 @@ def test_bench_tests_mirror_benches() -> None:
         ("policy/drift.py", "policy/test_el_che.py", ["mirrors no module"]),
         ("policy/drift.py", "test_drift.py", ["mirrors no module"]),
         ("run.py", "test_run.py", []),
-        ("sim/__main__.py", "sim/test_command_line.py", []),
         ("__init__.py", "contract/test_anything.py", []),
     ],
 )

@@ -63,6 +63,7 @@ from flowdp.protocol.messages import (
 from flowdp.protocol.position import Position
 from flowdp.sim.world import VirtualRank, World
 from tests.planned import sync_now
+from tests.simulator.positions import check_position
 
 
 def coordinator(policy: Policy = "cadence", **given: Any) -> Coordinator:
@@ -134,7 +135,7 @@ def end(commands: list[Command]) -> tuple[bool, int, int]:
     assert isinstance(finish, Finish)
     assert finish.error is None
     assert finish.position is not None
-    finish.position.check()
+    check_position(finish.position)
     assert finish.position.global_step == finish.global_step
     return finish.stopped, finish.global_step, finish.epochs_done
 

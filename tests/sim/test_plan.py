@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from statistics import fmean
-from typing import Any
 
 import pytest
 
 from flowdp.errors import OptionError
-from flowdp.options import CadenceOptions, MachineOptions, Policy
-from flowdp.sim.plan import Prediction, simulate
+from flowdp.options import CadenceOptions, Policy
+from flowdp.sim.plan import simulate
 
 
 def mixes(count: int) -> list[list[float]]:
@@ -97,30 +96,16 @@ def test_fixed_shares_are_kept() -> None:
 
 
 def test_figures_agree_with_each_other() -> None:
-    plan = simulate([12, 28], sync_ms=9, batch_size=32, epochs=2, noise=0.1, seed=3)
+    plan = simulate([12, 28], sync_ms=9, per_device_batch_size=16, epochs=2, noise=0.1, seed=3)
     assert plan.samples_per_s == pytest.approx(16 * plan.steps_per_s)
     assert plan.steps_per_s * plan.wall_ms / 1e3 == pytest.approx(2000)
     assert plan.efficiency == pytest.approx(plan.steps_per_s / (1e3 / 12 + 1e3 / 28))
-    assert plan.idle_shares == tuple(ms / plan.wall_ms for ms in plan.idle_ms)
     assert plan == simulate([12, 28], sync_ms=9, per_device_batch_size=16, epochs=2, noise=0.1, seed=3)
-    assert plan != simulate([12, 28], sync_ms=9, batch_size=32, epochs=2, noise=0.1, seed=4)
-
-
-@pytest.mark.parametrize("policy", ["cadence", "exact"])
-def test_the_batch_of_all_devices_is_that_of_each_times_their_number(policy: Policy) -> None:
-    whole = simulate([12, 28], policy=policy, batch_size=16, batches=100)
-    assert whole == simulate([12, 28], policy=policy, per_device_batch_size=8, batches=100)
-    assert whole.samples_per_s * whole.wall_ms / 1e3 == pytest.approx(8 * 100)
-
-
-def test_windows_have_the_batch_of_all_devices_whatever_their_number() -> None:
-    plan = simulate([10, 10, 10], policy="exact", batch_size=32, batches=30)
-    assert plan.rounds == 10
-    assert plan.samples_per_s * plan.wall_ms / 1e3 == pytest.approx(32 * 10)
+    assert plan != simulate([12, 28], sync_ms=9, per_device_batch_size=16, epochs=2, noise=0.1, seed=4)
 
 
 def test_prints_as_a_table() -> None:
-    lines = str(simulate([10, 20], policy="sync", batches=200, batch_size=64)).splitlines()
+    lines = str(simulate([10, 20], policy="sync", batches=200)).splitlines()
     assert lines == [
         "rank   ms/step   share    idle",
         "   0        10  50.0 %  50.0 %",
@@ -140,14 +125,11 @@ def test_prints_as_a_table() -> None:
         ({"sync_ms": -1.0}, "sync_ms must be"),
         ({"policy": "fast"}, "policy must be one of"),
         ({"noise": 1.0}, "noise must lie"),
-        ({"batch_size": 0}, "batch_size must be"),
         ({"per_device_batch_size": [8, 16]}, "per_device_batch_size must be"),
-        ({"batch_size": 64, "per_device_batch_size": 32}, "give one of them"),
         ({"batches": 2.5}, "batches must be"),
         ({"epochs": True}, "epochs must be"),
-        ({"partition_ratios": [1.0]}, "2 positive numbers"),
-        ({"partition_ratios": [0.5, 0.6]}, "2 positive numbers"),
-        ({"partition_ratios": [1.0, 0.0]}, "2 positive numbers"),
+        ({"partition_ratios": [1.0]}, "one for each device"),
+        ({"partition_ratios": [1.0, 0.0]}, "must be positive"),
         ({"partition_ratios": [0.5, 0.5], "policy": "sync"}, "all shares are equal"),
         ({"cadence": CadenceOptions(speed_hint=(5, 2.0))}, "speed_hint names rank 5"),
     ],
@@ -155,86 +137,3 @@ def test_prints_as_a_table() -> None:
 def test_wrong_arguments(arguments: dict[str, object], reason: str) -> None:
     with pytest.raises(OptionError, match=reason):
         simulate(**{"speeds": [10, 20], **arguments})  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------- several machines
-def on_link(rounds: int, *, overlap: bool = False, **given: Any) -> Prediction:
-    """Four machines of two devices, 10 ms a step, and a model of 10 MB on a link of 1 Gbit/s."""
-    machine = MachineOptions(rounds=rounds, overlap=overlap)
-    fixed = CadenceOptions(anchor=10, max_anchor=10)
-    wanted = {"machines": 4, "batches": 8 * 10 * 10 * 20, "model_mb": 10.0, "link_ms": 0.0, **given}
-    return simulate([10.0, 10.0], machine_options=machine, cadence=fixed, **wanted)
-
-
-def test_an_averaging_of_all_machines_takes_the_time_of_a_ring() -> None:
-    plan = on_link(1)
-    # Six parts of a quarter of the model, one after the other.
-    assert (plan.round_bytes, plan.mean_ms) == (15e6, pytest.approx(120.0))
-    assert plan.machines == (2, 2, 2, 2)
-    assert plan.machine_rounds == plan.rounds
-    # 100 ms of steps and 120 of averaging.
-    assert plan.machine_efficiency == pytest.approx(100 / 220, rel=0.02)
-    assert plan.bytes_per_s == pytest.approx(15e6 / 0.22, rel=0.02)
-    assert on_link(1, link_ms=1.0).mean_ms == pytest.approx(126.0)
-
-
-def test_rare_averagings_of_all_machines_cost_little() -> None:
-    plan = on_link(10)
-    assert plan.machine_efficiency == pytest.approx(1000 / 1120, rel=0.02)
-    assert plan.machine_rounds == pytest.approx(plan.rounds / 10, abs=2)
-
-
-def test_an_averaging_on_its_way_costs_no_time() -> None:
-    assert on_link(10, overlap=True).machine_efficiency > 0.97
-
-
-def test_half_of_the_bytes_take_half_of_the_time() -> None:
-    half = MachineOptions(payload="bf16", overlap=False)
-    plan = simulate([10.0], machines=2, machine_options=half, model_mb=10.0, link_mbit=100.0, link_ms=0.0)
-    assert (plan.round_bytes, plan.mean_ms) == (5e6, pytest.approx(400.0))
-
-
-def test_machines_may_differ() -> None:
-    plan = simulate([10, 20, 10], machines=[2, 1], model_mb=0.0, link_ms=0.0, batches=3000)
-    assert plan.machines == (2, 1)
-    assert plan.shares == pytest.approx([0.4, 0.2, 0.4], rel=0.05)
-    assert plan.machine_efficiency == pytest.approx(1.0, abs=0.03)
-
-
-def test_one_machine_has_no_link() -> None:
-    plan = simulate([10, 20], model_mb=1e9)
-    assert plan == simulate([10, 20], machines=[2])
-    assert (plan.machines, plan.machine_rounds, plan.bytes_per_s) == ((), 0, 0.0)
-
-
-@pytest.mark.parametrize("policy", ["sync", "exact"])
-def test_every_round_of_the_other_policies_is_one_of_all(policy: Policy) -> None:
-    options = MachineOptions(rounds=10)
-    plan = simulate([10, 10], machines=2, policy=policy, machine_options=options, model_mb=1.0, batches=200)
-    assert plan.machine_rounds == plan.rounds > 0
-
-
-def test_a_prediction_of_machines_prints_what_crosses_the_link() -> None:
-    lines = str(on_link(10)).splitlines()
-    assert lines[-1].startswith("4 machines: ")
-    assert "120 ms and 15 MB of each" in lines[-1]
-    many = simulate([1.0], machines=64, batches=640, model_mb=0.1)
-    assert "and 32 more" in str(many)
-    assert len(str(many).splitlines()) == 37
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"machines": 0}, "machines must be"),
-        ({"machines": [2, 2]}, "have 4 devices, and speeds has 2"),
-        ({"machines": [2, 0]}, "machines must be"),
-        ({"machines": 2, "link_mbit": 0.0}, "link_mbit must be"),
-        ({"machines": 2, "link_ms": -1.0}, "link_ms must be"),
-        ({"machines": 2, "model_mb": float("nan")}, "model_mb must be"),
-        ({"machines": 2, "policy": "async"}, "runs on one machine alone"),
-    ],
-)
-def test_wrong_machines_are_refused(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        simulate([10, 10], **wrong)

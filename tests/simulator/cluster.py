@@ -51,8 +51,8 @@ from flowdp.protocol.messages import (
     StateSaved,
     SyncAck,
 )
-from flowdp.sim.machines import MachinesWorld
 from tests.simulator.effect import Memory
+from tests.simulator.machines import MachinesWorld
 from tests.simulator.rank import FaultyRank
 from tests.simulator.reader import VirtualReader
 from tests.simulator.rules import Rules

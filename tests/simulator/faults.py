@@ -11,7 +11,7 @@ from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.monitor import Monitor
 from flowdp.protocol.messages import Requested
-from flowdp.sim.machines import Links
+from tests.simulator.machines import Links
 from tests.simulator.scenario import Crash, Disturbance, Loss, Scenario, Where, Wish
 
 __all__ = ["Crash", "Disturbance", "Loss", "Scenario", "Wish", "draw"]

@@ -10,6 +10,7 @@ from flowdp.machine.event_log import decode, encode
 from flowdp.protocol.position import Position
 from tests.simulator.cluster import JudgedWorld, Machines
 from tests.simulator.effect import Memory
+from tests.simulator.positions import check_position
 from tests.simulator.recovery import judge_recovery
 from tests.simulator.scenario import Scenario
 
@@ -77,5 +78,5 @@ def _from_a_file(position: Position) -> Position:
     again = decode(json.loads(json.dumps(encode(position), allow_nan=False)))
     if not isinstance(again, Position):
         raise TypeError(f"{position} was read as {again}")
-    again.check()
+    check_position(again)
     return again

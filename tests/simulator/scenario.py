@@ -8,7 +8,7 @@ from typing import Literal
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.worker import Step
 from flowdp.protocol.messages import Requested
-from flowdp.sim.machines import Links
+from tests.simulator.machines import Links
 
 __all__ = ["LATENCY_MS", "STALL", "Crash", "Disturbance", "Loss", "Scenario", "Wish"]
 

@@ -65,11 +65,11 @@ from flowdp.protocol.messages import (
     Work,
 )
 from flowdp.protocol.position import Position
-from flowdp.sim.machines import Links
 from tests.simulator.cluster import JudgedWorld, Machines
 from tests.simulator.effect import Effect
 from tests.simulator.faults import Disturbance, Scenario, draw
 from tests.simulator.lives import play
+from tests.simulator.machines import Links
 from tests.simulator.rules import Violation
 from tests.simulator.scenario import Loss, Wish
 

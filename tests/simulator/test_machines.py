@@ -12,8 +12,8 @@ from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.protocol.commands import RoundEnded
 from flowdp.protocol.messages import Outcome, Settle, Settled, SyncAck
-from flowdp.sim.machines import Links, MachinesWorld
 from flowdp.sim.world import VirtualRank
+from tests.simulator.machines import Links, MachinesWorld
 
 
 class Recorded(MachinesWorld):
