@@ -11,12 +11,11 @@ import csv
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from io import StringIO
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any
 
 from flowdp.errors import OptionError
 from flowdp.observe.loggers.log import Every, Log, Setting
@@ -73,174 +72,89 @@ class JSONLLogger(Log):
         super().__init__(_JSONLFile(_usable("JSONLLogger", path)), every=every)
 
 
-class _RowFile:
-    """A file of rows, which a run begins or continues."""
-
-    newline: ClassVar[str] = "\n"
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: TextIO | None = None
-
-    def open_at(self, step: int) -> None:
-        """Open the file, with those rows of an earlier run that this one continues."""
-        self.close()
-        if self.path.exists() and not (step > 0 and self.keep(step)):
-            self.set_aside()
-        self.open()
-
-    def keep(self, step: int) -> bool:
-        """Drop the rows that the run will log again; False where the file is of another kind."""
-        raise NotImplementedError
-
-    def set_aside(self) -> Path:
-        """Rename the file."""
-        return set_aside(self.path)
-
-    def open(self) -> TextIO:
-        """Open the file for more rows."""
-        self._file = self.path.open("a", encoding="utf-8", newline=self.newline)
-        return self._file
-
-    def write(self, text: str) -> None:
-        """Write a row, and hand it to the system."""
-        file = self._file or self.open()  # a rewriting that failed, on a full disk say, has closed it
-        file.write(text)
-        file.flush()
-
-    def close(self) -> None:
-        """Close the file, if it is open."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    @contextmanager
-    def rewritten(self) -> Iterator[TextIO]:
-        """A new file, which takes the place of the old one where the block ends without an error."""
-        self.close()
-        unfinished = self.path.with_name(self.path.name + ".tmp")
-        try:
-            with unfinished.open("w", encoding="utf-8", newline=self.newline) as file:
-                yield file
-            unfinished.replace(self.path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-    def is_torn(self) -> bool:
-        """Whether the last row has no end: the process was killed while it wrote that."""
-        with self.path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            return file.read() != b"\n"
-
-
-class _CSVFile(_RowFile):
+class _CSVFile:
     """Rows of numbers under a header that grows."""
 
-    newline = ""  # the csv module writes line ends itself, and so knows which to quote in a name
-
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        self._path = path
         self._columns: list[str] = []
 
     def begin(self, settings: Mapping[str, Setting], step: int) -> None:
-        self._columns = []
-        self.open_at(step)
+        self._columns, rows = self._read() if step and self._path.exists() else ([], [])
+        if STEP in self._columns:
+            self._rewrite([row for row in rows if _stays(row, step)])
+        elif self._path.exists():
+            aside = set_aside(self._path)
+            if (beside := _beside(self._path)).exists():
+                beside.replace(_beside(aside))
+            self._columns = []
         text = json.dumps(_plain(settings), indent=2, allow_nan=False)
-        _beside(self.path).write_text(f"{text}\n", encoding="utf-8")
-
-    def set_aside(self) -> Path:
-        aside = super().set_aside()
-        if (settings := _beside(self.path)).exists():
-            settings.replace(_beside(aside))
-        return aside
-
-    def keep(self, step: int) -> bool:
-        try:
-            rows = self._rows()
-            columns = next(rows, [])
-            if STEP not in columns:
-                return False
-            with self.rewritten() as file:
-                writer = csv.writer(file)
-                writer.writerow(columns)
-                writer.writerows(row for row in rows if _stays(dict(zip(columns, row, strict=True)), step))
-        except (csv.Error, ValueError):
-            return False
-        self._columns = columns
-        return True
+        _beside(self._path).write_text(f"{text}\n", encoding="utf-8")
 
     def log(self, numbers: Mapping[str, Number], step: int) -> None:
         row = {STEP: step, **numbers}
-        fresh = [name for name in row if name not in self._columns]
-        if fresh:
-            self._widen(fresh)
-        text = StringIO()
-        csv.writer(text).writerow([row.get(name, "") for name in self._columns])
-        self.write(text.getvalue())
+        if not row.keys() <= set(self._columns):
+            rows: list[dict[str, str]] = self._read()[1] if self._columns else []
+            self._columns = list(dict.fromkeys([*self._columns, *row]))
+            self._rewrite(rows)
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
 
-    def end(self, status: str) -> None:  # noqa: ARG002 - a table of numbers has no place for it
-        self.close()
+    def end(self, status: str) -> None:
+        """A table of numbers has no place for it."""
 
-    def _widen(self, fresh: list[str]) -> None:
-        """Add columns: the rows so far are empty there."""
-        rows = self._rows()
-        next(rows, None)
-        columns = [*self._columns, *fresh]
-        with self.rewritten() as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows([*row, *[""] * len(fresh)] for row in rows)
-        self._columns = columns
-        self.open()
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Columns and rows of the file."""
+        table = csv.DictReader(StringIO(_whole_lines(self._path), newline=""))
+        return list(table.fieldnames or ()), list(table)
 
-    def _rows(self) -> Iterator[list[str]]:
-        """Header and rows of the file, without a torn last one."""
-        is_torn = self.is_torn()
-        with self.path.open(encoding="utf-8", errors="replace", newline=self.newline) as file:
-            rows = csv.reader(file, strict=True)
-            last = next(rows, None)
-            for row in rows:
-                assert last is not None
-                yield last
-                last = row
-            if last is not None and not is_torn:
-                yield last
+    def _rewrite(self, rows: Iterable[Mapping[str, str]]) -> None:
+        text = StringIO(newline="")
+        table = csv.DictWriter(text, self._columns)
+        table.writeheader()
+        table.writerows(rows)
+        _replace(self._path, text.getvalue())
 
 
-class _JSONLFile(_RowFile):
+class _JSONLFile:
     """One JSON object on each line."""
 
-    def begin(self, settings: Mapping[str, Setting], step: int) -> None:
-        self.open_at(step)
-        self._write({"settings": _plain(settings)})
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-    def keep(self, step: int) -> bool:
-        try:
-            with (
-                self.path.open(encoding="utf-8", errors="replace", newline=self.newline) as file,
-                self.rewritten() as kept,
-            ):
-                lines = (line for line in file if line.endswith("\n"))
-                first = next(lines, "null")
-                if not isinstance(head := json.loads(first), dict) or "settings" not in head:
-                    raise ValueError("it does not begin as a file of this class does")
-                kept.write(first)
-                kept.writelines(line for line in lines if _stays(json.loads(line), step))
-                file.close()  # before the new one takes its place, for Windows
-        except (ValueError, AttributeError):  # no JSON, no object
-            return False
-        return True
+    def begin(self, settings: Mapping[str, Setting], step: int) -> None:
+        if self._path.exists():
+            lines = _whole_lines(self._path).splitlines(keepends=True) if step else []
+            if lines and lines[0].startswith('{"settings":'):
+                _replace(self._path, "".join(line for line in lines if _stays(json.loads(line), step)))
+            else:
+                set_aside(self._path)
+        self._write({"settings": _plain(settings)})
 
     def log(self, numbers: Mapping[str, Number], step: int) -> None:
         self._write(_plain({STEP: step, **numbers}))
 
     def end(self, status: str) -> None:
         self._write({"status": status})
-        self.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self.write(json.dumps(row, allow_nan=False) + "\n")
+        with self._path.open("a", encoding="utf-8", newline="\n") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def _whole_lines(path: Path) -> str:
+    """The text of a file without a last line that is torn, as its process was killed while it wrote that."""
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        text = file.read()
+    return text[: text.rfind("\n") + 1]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file anew; it has all of the text, or that from before."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+    unfinished.replace(path)
 
 
 def set_aside(path: Path) -> Path:

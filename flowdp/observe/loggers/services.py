@@ -9,24 +9,17 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from hashlib import sha256
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flowdp.errors import OptionError
 from flowdp.observe.loggers.files import check_folder, free_path
 from flowdp.observe.loggers.log import Every, Log, Setting
 from flowdp.observe.loggers.numbers import Number
-from flowdp.policy.formats import format_error
 from flowdp.validators import check_installed
 
-__all__ = ["MLflowLogger", "TensorBoardLogger", "WandbLogger", "metric_key"]
-
-LONGEST_KEY = 250
-"""Most bytes of a name in MLflow; it counts characters, and file systems bytes."""
-
-T = TypeVar("T")
+__all__ = ["MLflowLogger", "TensorBoardLogger", "WandbLogger"]
 
 log = logging.getLogger("flowdp")
 
@@ -159,9 +152,8 @@ class MLflowLogger(Log):
     """Logs a run to MLflow.
 
     The step of each number is the number of steps of all ranks. MLflow takes few characters in names: each
-    other one is written by its code point, `_x2C_`; so is a slash behind the first one, for the file store
-    makes folders of names. A resumed run continues the newest run of that name in the experiment; numbers
-    behind its checkpoint, which come a second time, stay there twice.
+    other one is written as an underscore. A resumed run continues the newest run of that name in the
+    experiment; numbers behind its checkpoint, which come a second time, stay there twice.
 
     ::
 
@@ -174,7 +166,7 @@ class MLflowLogger(Log):
         every: See `Log`.
 
     Raises:
-        OptionError: MLflow is not installed, or does not take the address.
+        OptionError: MLflow is not installed.
     """
 
     def __init__(
@@ -188,13 +180,7 @@ class MLflowLogger(Log):
         check_installed("MLflowLogger", "mlflow", "mlflow")
         from mlflow import MlflowClient
 
-        address = tracking_uri if tracking_uri is None else os.fspath(tracking_uri)
-        try:
-            client = MlflowClient(tracking_uri=address)
-        except Exception as error:
-            raise OptionError(
-                f"MLflowLogger: tracking_uri={address!r} does not work: {format_error(error)}"
-            ) from error
+        client = MlflowClient(tracking_uri=None if tracking_uri is None else os.fspath(tracking_uri))
         super().__init__(_MLflowRun(client, experiment, run_name), every=every)
 
 
@@ -214,64 +200,31 @@ class _MLflowRun:
         experiment = (
             self._client.create_experiment(self._experiment) if found is None else found.experiment_id
         )
-        run = self._newest(experiment) if step and self._name is not None else None
+        runs = self._client.search_runs([experiment], order_by=["start_time DESC"]) if step else []
+        run = next((one for one in runs if self._name and one.info.run_name == self._name), None)
         if run is None:
             run = self._client.create_run(experiment, run_name=self._name)
         else:
             self._client.update_run(run.info.run_id, status="RUNNING")
         self._id = run.info.run_id
         # MLflow lets no parameter change; those of a resumed run stay as they were at first.
-        params = [Param(metric_key(name), str(value)) for name, value in settings.items()]
+        params = [Param(_key(name), str(value)) for name, value in settings.items()]
         fresh = [param for param in params if param.key not in run.data.params]
-        for some in _pieces(fresh, 100):
-            self._client.log_batch(self._id, params=some)
+        for start in range(0, len(fresh), 100):  # what one request takes
+            self._client.log_batch(self._id, params=fresh[start : start + 100])
 
     def log(self, numbers: Mapping[str, Number], step: int) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        metrics = [Metric(metric_key(name), float(value), now_ms, step) for name, value in numbers.items()]
-        for some in _pieces(metrics, 1000):
-            self._client.log_batch(self._id, metrics=some)
+        metrics = [Metric(_key(name), float(value), now_ms, step) for name, value in numbers.items()]
+        for start in range(0, len(metrics), 1000):
+            self._client.log_batch(self._id, metrics=metrics[start : start + 1000])
 
     def end(self, status: str) -> None:
         self._client.set_terminated(self._id, "FAILED" if status == "failed" else "FINISHED")
 
-    def _newest(self, experiment: str) -> Any:
-        """The newest run of this name; None where there is none."""
-        token = None
-        while True:
-            # Not by a filter of MLflow's, in which a name with both kinds of quotes cannot be written.
-            runs = self._client.search_runs([experiment], order_by=["start_time DESC"], page_token=token)
-            for run in runs:
-                if run.info.run_name == self._name:
-                    return run
-            if not (token := runs.token):
-                return None
 
-
-def metric_key(name: str) -> str:
-    """Name of a number as MLflow takes it; no two names have the same key."""
-    head, slash, tail = name.partition("/")
-    key = _escaped(head)
-    if slash:
-        # One slash, and something behind it that is no way to another folder: the file store makes paths.
-        rest = _escaped(tail).replace("/", _code("/"))
-        key += slash + {"": "_x_", ".": _code("."), "..": _code(".") * 2}.get(rest, rest)
-    if len(key.encode()) <= LONGEST_KEY:
-        return key
-    return f"{key[:40]}_x{sha256(key.encode()).hexdigest().upper()}_"
-
-
-def _escaped(text: str) -> str:
-    # An underscore with which an escape would begin is one, too, so that the keys of two names differ.
-    return re.sub(r"[^\w\-. :/]|_(?=x[0-9A-F]*_)", lambda found: _code(found[0]), text)
-
-
-def _code(character: str) -> str:
-    return f"_x{ord(character):X}_"
-
-
-def _pieces(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """The items in lists that one request takes."""
-    return (items[start : start + size] for start in range(0, len(items), size))
+def _key(name: str) -> str:
+    """Name of a number as MLflow takes it."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
