@@ -48,7 +48,6 @@ from flowdp.errors import (
     StepError,
 )
 from flowdp.observe.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint, OnCheckpoint
-from flowdp.observe.layers import summary
 from flowdp.observe.loggers.files import CSVLogger, JSONLLogger
 from flowdp.observe.loggers.learning_rates import LearningRateMonitor
 from flowdp.observe.loggers.log import Log, RunLogger
@@ -133,7 +132,6 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "record_scalar",
     "current_worker",
     "devices",
-    "summary",
     "seed_everything",
     "find_lr",
     "LrCurve",

@@ -16,7 +16,7 @@ from flowdp.replica.batch_sizes import listed
 from flowdp.replica.factories import Optimizers
 from flowdp.replica.replica import Replica
 
-__all__ = ["run_settings"]
+__all__ = ["plain_setting", "run_settings"]
 
 
 def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
@@ -54,7 +54,7 @@ def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
         record = own.scheduler if name == "scheduler" else getattr(config, name)
         if record is not None:
             settings |= {f"{name}.{field.name}": getattr(record, field.name) for field in fields(record)}
-    return {name: _plain(value) for name, value in settings.items()}
+    return {name: plain_setting(value) for name, value in settings.items()}
 
 
 def _named(optimizers: Optimizers) -> list[tuple[str, Optimizer]]:
@@ -65,11 +65,12 @@ def _named(optimizers: Optimizers) -> list[tuple[str, Optimizer]]:
     return [(f"optimizer.{index}", one) for index, one in enumerate(optimizers)]
 
 
-def _plain(value: object) -> Setting:
+def plain_setting(value: object) -> Setting:
+    """A value as a number, a flag or text."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:  # a learning rate, say
-        return _plain(value.item())
+        return plain_setting(value.item())
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     return str(value)

@@ -180,7 +180,7 @@ def test_a_circle_is_found(tmp_path: Path, second: str, is_circle: bool) -> None
 def test_import_flowdp_needs_no_extra() -> None:
     program = """
 import sys
-for extra in ("cupy", "matplotlib", "safetensors", "torchinfo"):
+for extra in ("cupy", "matplotlib", "safetensors"):
     sys.modules[extra] = None       # `import cupy` raises ImportError from here on
 import torch                        # what torch loads on its own account is not ours
 before = set(sys.modules)
