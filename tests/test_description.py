@@ -91,40 +91,9 @@ def test_options_that_were_chosen_are_told_without_a_file(tmp_path: Path) -> Non
             callbacks=[flowdp.EarlyStopping(patience=2)],
         )
     )
-<<<<<<< HEAD
-    assert made["learning rate"] == [
-        "by a scheduler, in epochs, times 1.414 for 2 devices, a warm-up of 1,500 steps"
-    ]
-    assert made["evaluation"] == ["after every 2 epochs on 65 samples"]
-    assert made["precision"] == ["bf16 by autocast, gradients clipped to a norm of 0.5"]
-    assert made["callbacks"] == ["EarlyStopping"]
-    by_function = trainer(scheduler=flowdp.SchedulerOptions(lr_lambda=lambda step: 1.0))
-    assert parts(by_function)["learning rate"] == ["by lr_lambda, in steps of all devices"]
-    named = trainer(scheduler=flowdp.SchedulerOptions(decay, unit="step"))
-    assert parts(named)["learning rate"] == ["by decay, in steps"]
-
-
-def decay(optimizer: torch.optim.Optimizer) -> StepLR:
-    return StepLR(optimizer, 3)
-
-
-def test_checkpoints_and_resume_are_told_without_a_file(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    save = flowdp.CheckpointOptions(folder, every=2, keep_best=("loss", "min"))
-    made = parts(trainer(checkpoint=save, resume=True))
-    assert made["checkpoints"] == [
-        f"in {folder} after every 2 epochs, and at the end",
-        "the newest 3 are kept, and the best by loss (min)",
-    ]
-    assert made["resume"] == [f"from the newest checkpoint in {folder}, if there is one"]
-    assert not folder.exists()
-    written = parts(trainer(timeline=tmp_path / "run.html"))
-    assert written["timeline"] == [f"saved to {tmp_path / 'run.html'} at the end"]
-=======
     assert made["checkpoint"] == f"dir={folder}, every=2"
     assert "every=5" in made["evaluation"]
     assert (made["outer"], made["resume"], made["callbacks"]) == ("momentum=0.8", "True", "EarlyStopping")
->>>>>>> 4211305 (print(trainer) tells what was chosen; a table of layers is torchinfo's own)
     assert not list(tmp_path.iterdir())
 
 
