@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, default_collate
 from flowdp.data.slots import is_plain
 from flowdp.data.trees import (
     Form,
-    Uncuttable,
     concatenated,
     cut,
     described,
@@ -63,18 +62,16 @@ class Portion:
         """A part of a batch of so many samples.
 
         Raises:
-            DataError: Nothing in the batch is that long, or cannot be cut.
+            DataError: Nothing in the batch is that long.
         """
         part = part or SampleRange(0, samples)
         leaves, tree = flatten(batch, samples)
-        is_own = [_is_own(leaf, samples) for leaf in leaves]
+        is_own = [is_cut(leaf, samples) for leaf in leaves]
         if not any(is_own):
-            uncut = _uncut_lists(tree, leaves, is_own)
             raise DataError(
                 f"a batch of {samples} samples is cut along the first dimension of its tensors, and nothing "
                 f"in this {type(batch).__name__} is {samples} long; let collate_fn return tensors, arrays or "
                 "lists of the batch's length, in tuples, lists, dicts or dataclasses"
-                + (uncut and f". {uncut}")
             )
         own = [
             cut(leaf, part.start, part.samples) if is_one else leaf
@@ -94,10 +91,6 @@ class Portion:
         """
         leaves = self.leaves if self.uncut is None else self.uncut
         return [_first(leaf, samples) if own else leaf for leaf, own in zip(leaves, self.is_cut, strict=True)]
-
-    def uncut_lists(self) -> str:
-        """Sentence about lists with tensors, which go whole to every rank, for an error; "" without any."""
-        return "" if self.tree is None else _uncut_lists(self.tree, self.leaves, self.is_cut)
 
     def on(self, leaves: Sequence[Any]) -> Portion:
         """The same portion with its leaves on another device."""
@@ -133,10 +126,6 @@ class Gathered:
         """The samples [start, stop) of it."""
         whole = stop - start == self.samples
         return self if whole else Gathered(self.index[start:stop], self.make, stop - start)
-
-    def uncut_lists(self) -> str:
-        """See `Portion.uncut_lists`: there are none."""
-        return ""
 
 
 def made(batch: Any) -> Any:
@@ -176,34 +165,10 @@ def taken_apart(payload: Any) -> tuple[Sequence[Any], Form | None, Callable[[lis
     return leaves, tree, partial(unflatten, form=tree)
 
 
-def _uncut_lists(tree: Form, leaves: Sequence[Any], is_own: Sequence[bool]) -> str:
-    found = [
-        f"batch{path} ({length} long)"
-        for path, length, places in tree.lists()
-        if length > 1 and not any(is_own[places]) and any(isinstance(leaf, Tensor) for leaf in leaves[places])
-    ]
-    if not found:
-        return ""
-    return (
-        f"Lists that contain tensors are not cut, here {', '.join(found)}: where one has an entry for each "
-        "sample, let collate_fn make a tensor of it, by torch.stack or with padding"
-    )
-
-
 def _first(leaf: Any, samples: int) -> Any:
     if isinstance(leaf, Tensor) and len(leaf) < samples:
         leaf = torch.cat([leaf] * -(-samples // len(leaf)))  # keeps channels_last
     return leaf[:samples]
-
-
-def _is_own(leaf: Any, samples: int) -> bool:
-    try:
-        is_own = is_cut(leaf, samples)
-    except Uncuttable as error:
-        raise DataError(f"a batch of {samples} samples cannot be cut: {error}") from None
-    if is_own and isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
-        raise DataError(f"a tensor of layout {leaf.layout} cannot be cut: let collate_fn make it dense")
-    return is_own
 
 
 def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -213,9 +178,9 @@ def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
     from the first; where it is no tensor, it must be the same in all of them.
 
     Raises:
-        TypeError: They differ in structure, or hold samples in an object that cannot be cut.
-        ValueError: Nothing is as long as its batch, tensors do not fit together, or a value differs; samples
-            would get lost.
+        RuntimeError: Tensors do not fit together.
+        TypeError: They differ in structure.
+        ValueError: Nothing is as long as its batch, or a value differs; samples would get lost.
     """
     rows, forms = zip(
         *(flatten(batch, size) for batch, size in zip(batches, sizes, strict=True)), strict=True
@@ -226,15 +191,16 @@ def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
     is_joined = False
     for place, parts in enumerate(zip(*rows, strict=True)):
         if all(is_cut(part, size) for part, size in zip(parts, sizes, strict=True)):
-            leaves.append(_in_a_row(forms[0], place, parts))
+            leaves.append(concatenated(parts))
             is_joined = True
         elif isinstance(parts[0], Tensor) or all(is_same(part, parts[0]) for part in parts[1:]):
             leaves.append(parts[0])
         else:
+            path = list(forms[0].paths())[place]
             raise ValueError(
-                f"{_shown(forms[0], place, parts)} is not as long as the batch ({sizes[0]} samples), and "
-                "differs between batches that make one step: make it a list, array or tensor with one entry "
-                "for each sample, or give all devices one batch_size"
+                f"batch{path} ({', '.join(map(described, parts))}) is not as long as the batch ({sizes[0]} "
+                "samples), and differs between batches that make one step: make it a list, array or tensor "
+                "with one entry for each sample, or give all devices one batch_size"
             )
     if not is_joined:
         raise ValueError(
@@ -242,21 +208,6 @@ def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
             "together to the batch_size of this device; give all devices one batch_size"
         )
     return unflatten(leaves, forms[0])
-
-
-def _in_a_row(form: Form, place: int, parts: Sequence[Any]) -> Any:
-    try:
-        return concatenated(parts)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{_shown(form, place, parts)} cannot be put together to the batch_size of this device: {error}. "
-            "Let collate_fn make batches that differ in the first dimension alone, or give all devices one "
-            "batch_size"
-        ) from error
-
-
-def _shown(form: Form, place: int, parts: Sequence[Any]) -> str:
-    return f"batch{list(form.paths())[place]} ({', '.join(map(described, parts))})"
 
 
 def cuts(samples: int, count: int) -> Iterator[tuple[int, int]]:

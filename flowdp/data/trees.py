@@ -1,9 +1,9 @@
 """Taking batches, arguments and outputs apart into leaves, and building them again from others.
 
-The containers are those of torch's pytrees, and besides them those that batches come in: dataclasses, attrs
-classes, SimpleNamespace, subclasses of dict, UserDict (and so transformers' BatchEncoding) and transformers'
-caches. They are opened here and not registered with torch, because a registration is for the whole process:
-it would change the behaviour of other code, and a later one of the user's own would be refused.
+The containers are those of torch's pytrees, and besides them dataclasses, attrs classes, SimpleNamespace,
+subclasses of dict, UserDict (and so transformers' BatchEncoding) and transformers' caches. They are opened
+here and not registered with torch, because a registration is for the whole process: it would change the
+behaviour of other code, and a later one of the user's own would be refused.
 
 A **column** is a list or tuple as long as the batch that holds no tensor and no array, texts for instance. It
 is a leaf, which is cut and joined like a tensor.
@@ -23,11 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
 __all__ = [
     "Form",
-    "Uncuttable",
     "batch_length",
     "column",
     "concatenated",
@@ -46,11 +45,7 @@ __all__ = [
     "walk",
 ]
 
-Names = tuple[Any, ...]
-
-
-class Uncuttable(TypeError):
-    """A leaf holds samples and cannot be cut."""
+Build = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,26 +60,23 @@ class Form:
         keys: Names of its children: keys of a mapping, attributes of an object; None: they have positions.
         children: Forms of the children.
         build: Makes the container of its children.
-        spec: Spec of a container that torch knows and this module does not.
     """
 
     cls: type | None = None
-    keys: Names | None = None
+    keys: tuple[Any, ...] | None = None
     children: tuple[Form, ...] = ()
-    build: Callable[[list[Any]], Any] | None = None
-    spec: TreeSpec | None = None
+    build: Build | None = None
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Form)
-            and (self.cls is other.cls or _is_same_definition(self.cls, other.cls))
+            and (self.cls is other.cls or self._name() == other._name())
             and self.keys == other.keys
-            and self.spec == other.spec
             and self.children == other.children
         )
 
     def __hash__(self) -> int:
-        return hash((self.cls and self.cls.__qualname__, self.keys, self.children))
+        return hash((self._name(), self.keys, self.children))
 
     def __str__(self) -> str:
         if self.cls is None:
@@ -94,10 +86,8 @@ class Form:
         inside = ", ".join(f"{child}" if key is None else f"{key!r}: {child}" for key, child in pairs)
         return f"{self.cls.__name__}({inside})"
 
-    @property
-    def leaves(self) -> int:
-        """The number of leaves."""
-        return 1 if self.cls is None else sum(child.leaves for child in self.children)
+    def _name(self) -> tuple[str, str] | None:
+        return None if self.cls is None else (self.cls.__module__, self.cls.__qualname__)
 
     def key_paths(self, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         """The keys, names and positions that lead to each leaf."""
@@ -110,32 +100,9 @@ class Form:
             is_inside = key == "data" and issubclass(self.cls, UserDict)
             yield from child.key_paths(before if is_inside else (*before, key))
 
-    def paths(self, before: str = "") -> Iterator[str]:
-        """The path to each leaf from the root, as Python: `[0].ids['x']`."""
-        if self.cls is None:
-            yield before
-            return
-        for step, child in self._steps():
-            yield from child.paths(before + step)
-
-    def lists(self, before: str = "", first: int = 0) -> Iterator[tuple[str, int, slice]]:
-        """The path to each list, its length, and the places of its leaves; `first` is that of its own."""
-        for step, child in self._steps():
-            if child.cls is list:
-                yield before + step, len(child.children), slice(first, first + child.leaves)
-            yield from child.lists(before + step, first)
-            first += child.leaves
-
-    def _steps(self) -> Iterator[tuple[str, Form]]:
-        """The children, each with the step to it, as Python."""
-        is_mapping = self.cls is not None and issubclass(self.cls, Mapping)
-        is_mapping = is_mapping and not issubclass(self.cls, UserDict)  # type: ignore[arg-type]
-        for place, child in enumerate(self.children):
-            step = f"[{place}]"
-            if self.keys is not None:
-                key = self.keys[place]
-                step = f"[{key!r}]" if is_mapping else f".{key}"
-            yield step, child
+    def paths(self) -> Iterator[str]:
+        """The path to each leaf from the root, for messages: `[0]['ids']['x']`."""
+        return ("".join(f"[{key!r}]" for key in path) for path in self.key_paths())
 
 
 _LEAF = Form()
@@ -151,11 +118,54 @@ def flatten(tree: Any, samples: int | None = None, *, with_sizes: bool = False) 
         with_sizes: Whether a tuple of numbers alone may be a size: it is no column then.
     """
     leaves: list[Any] = []
-    opening = _Walk(leaves, samples, with_sizes)
     if samples and column(tree) and all(column(part) and len(part) == samples for part in tree):
         # Two lists of a batch of two samples are its fields: the root of a batch is seldom one field alone.
-        return leaves, opening.inside(tree)
-    return leaves, opening.form(tree)
+        return leaves, _inside(type(tree), None, tree, type(tree), leaves, samples, with_sizes)
+    return leaves, _form(tree, leaves, samples, with_sizes)
+
+
+def _form(node: Any, leaves: list[Any], samples: int | None, with_sizes: bool) -> Form:
+    """The form of a node, whose leaves are appended."""
+    cls = type(node)
+    if cls is Tensor or cls in _ATOMS:
+        leaves.append(node)
+        return _LEAF
+    if cls is tuple or isinstance(node, list):
+        if not _is_column(node, samples, with_sizes):
+            return _inside(cls, None, node, cls, leaves, samples, with_sizes)
+    elif cls is dict:
+        keys = tuple(node)
+        return _inside(cls, keys, node.values(), partial(_dict, keys), leaves, samples, with_sizes)
+    elif (opened := _opened(node)) is not None:
+        before = len(leaves)
+        form = _inside(cls, *opened, leaves, samples, with_sizes)
+        if any(isinstance(leaf, _HOLDS_SAMPLES) or _is_long(leaf, samples) for leaf in leaves[before:]):
+            return form
+        del leaves[before:]  # a configuration, which stays one object
+    leaves.append(node)
+    return _LEAF
+
+
+def _inside(
+    cls: type,
+    keys: tuple[Any, ...] | None,
+    children: Any,
+    build: Build,
+    leaves: list[Any],
+    samples: int | None,
+    with_sizes: bool,
+) -> Form:
+    return Form(cls, keys, tuple([_form(child, leaves, samples, with_sizes) for child in children]), build)
+
+
+def _is_column(node: Any, samples: int | None, with_sizes: bool) -> bool:
+    if (samples is not None and (len(node) != samples or not node)) or (with_sizes and is_size(node)):
+        return False
+    return not any(isinstance(leaf, _HOLDS_SAMPLES) for leaf in walk(node))
+
+
+def _is_long(leaf: Any, samples: int | None) -> bool:
+    return column(leaf) and len(leaf) == (samples or len(leaf))
 
 
 def unflatten(leaves: Sequence[Any], form: Form) -> Any:
@@ -228,18 +238,10 @@ def is_cut(leaf: Any, samples: int | None, dim: int = 0) -> bool:
         leaf: Any.
         samples: Length of the batch; None: nothing is cut.
         dim: Along which tensors and arrays are.
-
-    Raises:
-        Uncuttable: It holds samples, and cannot be cut: a PackedSequence, or an object of an unknown class
-            that is as long as the batch, or holds a tensor that is.
     """
     if isinstance(leaf, Tensor | np.ndarray):
         return leaf.ndim > dim and leaf.shape[dim] == samples
-    if column(leaf):
-        return len(leaf) == samples
-    if samples and type(leaf) not in _ATOMS:
-        _check_whole(leaf, samples)
-    return False
+    return column(leaf) and len(leaf) == samples
 
 
 def cut(leaf: Any, start: int, samples: int, dim: int | None = 0) -> Any:
@@ -276,39 +278,6 @@ def is_same(leaf: Any, first: Any) -> bool:
 
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
-_NOT_LOOKED_INTO = (
-    type,
-    nn.Module,
-    torch.Generator,
-    torch.Stream,
-    torch.Event,
-    torch.cuda.Event,
-    torch.xpu.Event,
-)
-
-
-def _check_whole(leaf: Any, samples: int) -> None:
-    advice = (
-        "put its tensors into a tuple, dict or dataclass, or register its class with "
-        "torch.utils._pytree.register_pytree_node"
-    )
-    if isinstance(leaf, PackedSequence):
-        raise Uncuttable(
-            "a PackedSequence holds its samples time step by time step, and cannot be cut; give the padded "
-            "tensor and the lengths, and pack them inside the module"
-        )
-    if isinstance(leaf, _NOT_LOOKED_INTO) or (callable(leaf) and not moves_itself(leaf)):
-        return
-    found = None
-    if any(part.dim() > 0 and len(part) == samples for part in tensors_of(leaf)):
-        found = "holds a tensor that is"
-    elif moves_itself(leaf) and hasattr(leaf, "__len__") and len(leaf) == samples:
-        found = "is"
-    if found is not None:
-        raise Uncuttable(
-            f"an object of class {type(leaf).__name__} {found} as long as the batch ({samples}), and how to "
-            f"cut it is not known; {advice}"
-        )
 
 
 def described(leaf: Any) -> str:
@@ -339,100 +308,25 @@ def field_of(batch: Any, field: Any) -> Any:
 
 
 # ---------------------------------------------------------------- containers
-class _Walk:
-    """A walk over a tree, which appends its leaves to a list; see `flatten`."""
-
-    def __init__(self, leaves: list[Any], samples: int | None, with_sizes: bool) -> None:
-        self._leaves = leaves
-        self._samples = samples
-        self._with_sizes = with_sizes
-        self._above: list[int] = []  # objects that are open: one that holds itself is not opened again
-
-    def form(self, node: Any) -> Form:
-        cls = type(node)
-        if cls is Tensor or cls in _ATOMS:
-            self._leaves.append(node)
-            return _LEAF
-        if cls is tuple or isinstance(node, list):
-            if self._is_column(node):
-                self._leaves.append(node)
-                return _LEAF
-            return self.inside(node)
-        if cls is dict:
-            return Form(dict, tuple(node), self._all(node.values()), partial(_dict, tuple(node)))
-        return self._other(node)
-
-    def inside(self, node: Any) -> Form:
-        """The form of a list or tuple, opened."""
-        cls = type(node)
-        return Form(cls, None, self._all(node), cls)
-
-    def _all(self, nodes: Any) -> tuple[Form, ...]:
-        return tuple(map(self.form, nodes))
-
-    def _is_column(self, node: Any) -> bool:
-        if self._samples is not None and (len(node) != self._samples or not node):
-            return False
-        if self._with_sizes and is_size(node):
-            return False
-        return not any(isinstance(leaf, _HOLDS_SAMPLES) for leaf in walk(node))
-
-    def _other(self, node: Any) -> Form:
-        opened = None if id(node) in self._above else _opened(node)
-        if opened is None:
-            self._leaves.append(node)
-            return _LEAF
-        keys, children, build, spec = opened
-        before = len(self._leaves)
-        self._above.append(id(node))
-        forms = self._all(children)
-        self._above.pop()
-        if spec is None and not any(map(self._is_data, self._leaves[before:])):
-            self._leaves[before:] = [node]  # a configuration, which stays one object
-            return _LEAF
-        return Form(type(node), keys, forms, build, spec)
-
-    def _is_data(self, leaf: object) -> bool:
-        return isinstance(leaf, _HOLDS_SAMPLES) or (
-            column(leaf) and len(leaf) == (self._samples or len(leaf))
-        )
-
-
-_Opened = tuple[Names | None, Sequence[Any], Callable[[list[Any]], Any], TreeSpec | None]
-
 _HOLDS_SAMPLES = (Tensor, np.ndarray, PackedSequence)
-_CLOSED = (Tensor, np.ndarray, nn.Module, PackedSequence, type)
+_CLOSED = (Tensor, np.ndarray, nn.Module, PackedSequence, type, torch.Size)
 
 
-def _opened(node: Any) -> _Opened | None:
-    """The children of a container and how to build it; None for a leaf."""
-    cls = type(node)
-    if isinstance(node, _CLOSED) or cls is torch.Size:
+def _opened(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any], Build] | None:
+    """The names of a container's children, the children, and how to build it; None for a leaf."""
+    if isinstance(node, _CLOSED):
         return None
-    if isinstance(node, tuple) and isinstance(fields := getattr(node, "_fields", None), tuple):
-        return fields, node, cls._make, None
     if not tree_is_leaf(node):
         children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)
         is_mapping = isinstance(node, Mapping) and len(node) == len(children)
-        return tuple(node) if is_mapping else None, children, partial(tree_unflatten, treespec=spec), spec
-    if isinstance(node, dict):
-        attached = getattr(node, "__dict__", {})
-        mirrored = tuple(name for name in attached if name in node and node[name] is attached[name])
-        keys, names = tuple(node), tuple(name for name in attached if name not in mirrored)
-        values = [*node.values(), *(attached[name] for name in names)]
-        return (*keys, *names), values, partial(_mapping, cls, keys, names, mirrored), None
-    attributes = _attributes(node)
-    if attributes is None and isinstance(node, Mapping):
-        keys = tuple(node)
-        return keys, list(node.values()), partial(_mapping_of_pairs, cls, keys), None
-    if attributes is None:
+        keys = tuple(node) if is_mapping else getattr(node, "_fields", None)
+        return keys, children, partial(tree_unflatten, treespec=spec)
+    names = _attributes(node)
+    if names is None:
         return None
-    return (
-        tuple(attributes),
-        [getattr(node, name) for name in attributes],
-        partial(_object, cls, attributes),
-        None,
-    )
+    items: tuple[Any, ...] = tuple(node) if isinstance(node, dict) else ()
+    values = [node[key] for key in items] + [getattr(node, name) for name in names]
+    return (*items, *names), values, partial(_object, type(node), items, names)
 
 
 def _attributes(node: Any) -> list[str] | None:
@@ -443,7 +337,7 @@ def _attributes(node: Any) -> list[str] | None:
         declared = [field.name for field in dataclass_fields(node)]
     elif isinstance(attrs := getattr(cls, "__attrs_attrs__", None), tuple):
         declared = [attribute.name for attribute in attrs]
-    elif not isinstance(node, UserDict | SimpleNamespace) and not _is_cache(cls):
+    elif not isinstance(node, dict | UserDict | SimpleNamespace) and not _is_cache(cls):
         return None
     there = [name for name in declared if hasattr(node, name)]
     return there + [name for name in getattr(node, "__dict__", ()) if name not in declared]
@@ -453,68 +347,43 @@ def _is_cache(cls: type) -> bool:
     return any(base.__module__ == "transformers.cache_utils" for base in cls.__mro__)
 
 
-def _dict(keys: Names, children: list[Any]) -> dict[Any, Any]:
+def _dict(keys: tuple[Any, ...], children: list[Any]) -> dict[Any, Any]:
     return dict(zip(keys, children, strict=True))
 
 
-def _mapping(cls: Any, keys: Names, names: Names, mirrored: Names, children: list[Any]) -> Any:
-    """A mapping of a subclass of dict, without its constructor: that may ask for anything.
+def _object(cls: Any, items: tuple[Any, ...], names: Sequence[str], children: list[Any]) -> Any:
+    """An object without its constructor, which may ask for anything, or compute its attributes anew.
 
     Args:
         cls: The class.
-        keys: Keys of its items.
+        items: Keys of its items, where it is a dict.
         names: Names of its attributes.
-        mirrored: Attributes that show an item, in classes that offer both.
         children: Values of the items, then of the attributes.
     """
     made: Any = cls.__new__(cls)
     store = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
-    for key, child in zip(keys, children, strict=False):
+    for key, child in zip(items, children, strict=False):
         store(made, key, child)
-    for name, child in zip(names, children[len(keys) :], strict=True):
-        object.__setattr__(made, name, child)
-    for name in mirrored:
-        object.__setattr__(made, name, made[name])
-    return made
-
-
-def _mapping_of_pairs(cls: Any, keys: Names, children: list[Any]) -> Any:
-    """A mapping that is no dict, by its constructor: a MappingProxyType, for instance."""
-    return cls(_dict(keys, children))
-
-
-def _object(cls: Any, names: Sequence[str], children: list[Any]) -> Any:
-    """An object without its constructor, which would compute its attributes anew."""
-    made: Any = cls.__new__(cls)
-    for name, child in zip(names, children, strict=True):
+    for name, child in zip(names, children[len(items) :], strict=True):
         object.__setattr__(made, name, child)
     return made
 
 
-def _is_same_definition(one: type | None, other: type | None) -> bool:
-    return (
-        one is not None
-        and other is not None
-        and (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
-    )
-
-
-def walk(node: Any, above: tuple[int, ...] = ()) -> Iterator[Any]:
-    """All leaves of a tree, and its lists and tuples, the outer ones first; `above` are open objects' ids."""
+def walk(node: Any) -> Iterator[Any]:
+    """All leaves of a tree, and its lists and tuples, the outer ones first."""
     cls = type(node)
     if cls is Tensor or cls in _ATOMS:
         yield node
         return
-    children: Any = None
+    children: Any = ()
     if cls is tuple or isinstance(node, list):
         yield node
         children = node
     elif cls is dict:
         children = node.values()
-    elif id(node) not in above and (opened := _opened(node)) is not None:
-        children, above = opened[1], (*above, id(node))
-    if children is None:
+    elif (opened := _opened(node)) is not None:
+        children = opened[1]
+    else:
         yield node
-        return
     for child in children:
-        yield from walk(child, above)
+        yield from walk(child)

@@ -86,12 +86,7 @@ class WindowReplica(Replica):
             for start, stop in cuts(samples, pieces):
                 worker.samples = stop - start
                 factors = Factors(worker.samples / samples, worker.samples)
-                try:
-                    self._compute(batch.rows(start, stop), worker, factors)
-                except (TypeError, ValueError, IndexError, RuntimeError) as error:
-                    if (self._is_part or pieces > 1) and (uncut := batch.uncut_lists()):
-                        error.add_note(uncut)
-                    raise
+                self._compute(batch.rows(start, stop), worker, factors)
         if not self.has_stepped:
             self._check_first()
         if looks and self._written is not None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence
 
 from flowdp.data.batches import Portion, cuts, joined, taken_apart
 from flowdp.errors import DataError
@@ -61,52 +60,6 @@ def test_a_batch_keeps_its_form(batch: Any) -> None:
 def test_nothing_to_cut(batch: Any) -> None:
     with pytest.raises(DataError, match=f"nothing in this {type(batch).__name__} is 6 long"):
         Portion.of(batch, 6, SampleRange(0, 3))
-
-
-def test_lists_of_tensors_that_are_not_cut_are_named() -> None:
-    rows = [torch.zeros(3) for _ in range(4)]
-    with pytest.raises(
-        DataError, match=r"Lists that .*, here batch\['x'\] \(4 long\), batch\['more'\]\[0\] \(2"
-    ):
-        Portion.of({"x": rows, "more": ([{"y": torch.zeros(2)}, None], 3)}, 4)
-    portion = Portion.of(([torch.zeros(4), torch.zeros(4, 2)], {"rows": rows}, ["a"] * 4), 4)
-    assert "not cut, here batch[1]['rows'] (4 long): where one has" in portion.uncut_lists()
-    assert portion.on(portion.leaves).uncut_lists() == portion.uncut_lists()
-    assert Portion.of((torch.zeros(4), ["a"] * 4, []), 4).uncut_lists() == ""
-
-
-def test_a_sparse_tensor_is_not_cut() -> None:
-    with pytest.raises(DataError, match=r"a tensor of layout torch\.sparse_coo cannot be cut"):
-        Portion.of((ROWS, ROWS.to_sparse()), 6, SampleRange(0, 3))
-
-
-class Opaque:
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-    def to(self, device: object) -> Opaque:
-        return self
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (pack_sequence([torch.ones(2)] * 6), "PackedSequence holds its samples time step by time step"),
-        (
-            Opaque(ROWS),
-            r"class Opaque holds a tensor that is as long as the batch \(6\).*register_pytree_node",
-        ),
-        (Opaque({"deep": [ROWS]}), "class Opaque holds a tensor"),
-    ],
-)
-def test_samples_that_cannot_be_cut_are_refused_beside_those_that_can(other: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        Portion.of((ROWS, other), 6, SampleRange(0, 3))
-
-
-def test_an_object_without_samples_goes_whole() -> None:
-    table = Opaque(torch.ones(4))
-    assert Portion.of((ROWS, table), 6, SampleRange(0, 3)).rows(0, 2)[1] is table
 
 
 def test_what_was_gathered_is_cut_everywhere() -> None:

@@ -87,21 +87,6 @@ def test_a_loss_of_another_model_is_told_at_the_first_step() -> None:
         mine.add(part(), worker)
 
 
-@pytest.mark.parametrize("size", [3, 7])
-def test_an_error_of_a_part_names_the_lists_that_were_not_cut(size: int) -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        assert len(batch[0]) == 7
-        raise ValueError("of another length than the targets")
-
-    mine, worker = replica(loss, size)
-    with pytest.raises(ValueError, match="of another length") as told:
-        mine.add(Portion.of(([*X], Y), 7), worker)
-    notes = getattr(told.value, "__notes__", [])
-    assert [note.partition(":")[0] for note in notes] == [
-        "Lists that contain tensors are not cut, here batch[0] (7 long)"
-    ]
-
-
 def test_a_weight_must_be_one_number() -> None:
     mine, worker = replica(lambda model, batch: {"loss": mse(model, batch), "weight": torch.ones(3)})
     with pytest.raises(ValueError, match=r"must be one number, not of shape \(3,\)"):
