@@ -34,16 +34,12 @@ from flowdp.collective.fused import import_cupy
 from flowdp.collective.nccl_setup import (
     MAKING_S,
     REMAKING_S,
-    Call,
     CommunicatorSetup,
     Members,
     Side,
     abort_all,
     abort_quietly,
-    gather_calls,
-    launch_group,
     nccl_errors,
-    sum_call,
     sum_replicas,
 )
 from flowdp.collective.on_streams import StreamedMean
@@ -207,10 +203,7 @@ class NcclMean(StreamedMean):
         self._load_kernels()
         try:
             with QUIET:
-                self._sides = [
-                    Side(self._nccl, lane, own, rank)
-                    for rank, (lane, own) in enumerate(zip(lanes, flats, strict=True))
-                ]
+                self._sides = [Side(self._nccl, *place) for place in zip(lanes, flats, strict=True)]
             self._comms = self._open(flats, members)
         except torch.OutOfMemoryError as error:
             raise CollectiveError(
@@ -218,7 +211,7 @@ class NcclMean(StreamedMean):
             ) from error
         self._watchdog = Watchdog([lane.device for lane in lanes], LIMIT_S, self._give_up)
 
-    def launch(self, outcome: Outcome, behind: Callable[[], object] = lambda: None) -> None:
+    def launch(self, outcome: Outcome) -> None:
         """See `Collective.launch`.
 
         The first time after ranks have left it takes a second or two, and waits for the devices.
@@ -228,7 +221,7 @@ class NcclMean(StreamedMean):
                 left.
         """
         self._fit(outcome)
-        super().launch(outcome, behind)
+        super().launch(outcome)
 
     def _fit(self, outcome: Outcome) -> None:
         """Make communicators for the members of a round, where ranks have left."""
@@ -332,24 +325,6 @@ class NcclMean(StreamedMean):
             )
         # One row for all: they hold the same bits, and one copy to the host is enough.
         return {workers[0]: self._sides[workers[0]].tail} if outcome.drift else {}
-
-    def add_up(self, numbers: Sequence[Tensor]) -> Sequence[Tensor]:
-        """See `StreamedMean.add_up`."""
-        pairs = zip(self._lanes, numbers, strict=True)
-        self._launch_group([[sum_call(self._nccl, *pair)] for pair in pairs], "add up the norms")
-        return numbers
-
-    def spread(self, replicas: Sequence[FlatTensors]) -> None:
-        """See `StreamedMean.spread`."""
-        places = enumerate(zip(self._lanes, replicas, strict=True))
-        calls = [gather_calls(self._nccl, lane, replica.flats, rank) for rank, (lane, replica) in places]
-        self._launch_group(calls, "give each rank's parameters to the others")
-
-    def _launch_group(self, calls: Sequence[Sequence[Call]], what: str) -> None:
-        with self._lock:
-            comms = _opened(self._comms)
-        with nccl_errors(self._nccl, what):
-            launch_group(self._nccl, comms, calls)
 
     def _group(self, outcome: Outcome) -> Group:
         """The ranks that take the mean of a round together."""

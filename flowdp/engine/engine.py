@@ -16,7 +16,6 @@ from flowdp.checkpoint.resume import StopPosition
 from flowdp.checkpoint.writer import CapturedState
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.host import HostMean
-from flowdp.collective.on_streams import StreamedMean
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
 from flowdp.device.compiled import make_room
@@ -47,7 +46,6 @@ from flowdp.protocol.position import Position
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.joint_step import JointStep
 from flowdp.replica.replica import Replica
-from flowdp.replica.span_step import SpanStep, cut_gradients
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 from flowdp.threads.latch import Latch
@@ -242,7 +240,6 @@ class Engine:
         self, backend: Backend, lanes: Sequence[Lane], outer: OuterOptions | None
     ) -> MeetingPoint:
         exact = [replica for replica in self.replicas if isinstance(replica, ExactReplica)]
-        is_cut = cut_gradients(exact)
         config, averaged = self.config, [replica.averaged for replica in self.replicas]
         collective = open_collective(
             backend,
@@ -258,10 +255,8 @@ class Engine:
         self._settings.callback(collective.close)
         self._settings.callback(self.close)
         link = self._link
-        joint: JointStep | SpanStep | None = None
-        if is_cut and isinstance(collective, StreamedMean):  # not in the host's memory
-            joint = SpanStep(exact, collective)
-        elif exact:
+        joint: JointStep | None = None
+        if exact:
             joint = JointStep(exact, collective, lambda index: gate.finish(self.team.ranks[index]))
         launch = collective.launch if joint is None else joint.launch
         gate = Gate(config.world_size, launch, None if link is None else link.ask, self.team.ranks)

@@ -20,7 +20,6 @@ from flowdp.engine.requests import Requests
 from flowdp.engine.sigterm import SigtermStop
 from flowdp.network.team import Team
 from flowdp.replica.joint_step import JointStep
-from flowdp.replica.span_step import SpanStep
 from flowdp.threads.gate import Gate
 from flowdp.timeline.timeline import Timeline
 
@@ -73,4 +72,4 @@ class MeetingPoint:
     snapshots: SnapshotMean | None = None
     settle: Callable[[int], None] | None = None
     team: Team | None = None
-    joint: JointStep | SpanStep | None = None
+    joint: JointStep | None = None

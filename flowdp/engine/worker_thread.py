@@ -65,7 +65,6 @@ from flowdp.protocol.messages import (
     Updated,
     WorkerReady,
 )
-from flowdp.replica.joint_step import JointStep
 from flowdp.replica.replica import Replica
 from flowdp.threads.inbox import Inbox
 
@@ -406,13 +405,13 @@ class Worker:
             self._numbers.decide()
             self._is_bound = True
             outcome = self._gate.enter(self.machine.judged(arrival, self.replica.touched))
-            if arrival.alone and isinstance(joint, JointStep):
+            if arrival.alone and joint is not None:
                 self._is_alone = False
                 set_own_threads(self._pool.size)
                 reading = joint.copy_step(self._index, outcome)
             else:
                 reading = self._collective.average(self._index, outcome)
-                if isinstance(joint, JointStep):
+                if joint is not None:
                     reading = joint.timed(reading, outcome)
         except CollectiveAborted:
             # Another rank failed, and the coordinator knows: its order to leave is on its way.
