@@ -99,4 +99,9 @@ def _chosen(record: object) -> str:
         for field in fields(record)  # type: ignore[arg-type]
         if field.default is MISSING or getattr(record, field.name) is not field.default
     }
-    return ", ".join(f"{name}={plain_setting(value)!s:.200}" for name, value in values.items())
+    return ", ".join(f"{name}={_short(value)}" for name, value in values.items())
+
+
+def _short(value: object) -> str:
+    text = str(plain_setting(value))
+    return type(value).__name__ if "\n" in text else text  # a dataset, say
