@@ -213,7 +213,7 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
         ({"resume": True}, "resume=True takes the newest checkpoint of the folder: give checkpoint="),
         ({"resume": 3}, "resume must be True, the path of a checkpoint or a TrainedState, not 3"),
         ({"callbacks": [print]}, "callbacks must be instances of flowdp.Callback, not <built-in"),
-        ({"callbacks": [EarlyStopping(), EarlyStopping("a")]}, "one EarlyStopping decides when a run ends"),
+        ({"callbacks": [EarlyStopping(), EarlyStopping("a")]}, "has one EarlyStopping"),
         (
             {"failures": FailureOptions(on_failure="continue"), "policy": "async"},
             "under 'async' the steps of a rank since the last mean",

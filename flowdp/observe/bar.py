@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
-from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flowdp.errors import OptionError
 from flowdp.observe.callbacks import Callback
-from flowdp.observe.tables import device_table, epoch_table, print_tables
+from flowdp.observe.tables import device_table, epoch_table
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
 
@@ -67,7 +66,7 @@ class ProgressBar(Callback):
         self._bar: tqdm[NoReturn] | None = None
         self._inside = 0  # blocks for which it steps aside
         self._is_over = False
-        self._print: Callable[[IO[str]], object] = lambda _: None  # at the end
+        self._tables = ""  # printed at the end
         self._run: Any = None
 
     @contextmanager
@@ -136,8 +135,9 @@ class ProgressBar(Callback):
             self._is_over = True
             if state is not None and run is not None:
                 report = run.report()
-                tables = epoch_table(run.history, EPOCHS), device_table(report)
-                self._print = partial(print_tables, tables, report.headline)
+                tables = [epoch_table(run.history, EPOCHS), device_table(report)]
+                shown = [str(table) for table in tables if table.rows]
+                self._tables = "\n\n".join([*shown, report.headline])
             self._close()
 
     def _clear(self) -> None:
@@ -149,8 +149,8 @@ class ProgressBar(Callback):
         if self._bar is not None and not self._inside:
             self._bar.close()
             self._bar = None
-            if sys.stderr is not None:
-                self._print(sys.stderr)
+            if sys.stderr is not None and self._tables:
+                print(self._tables, file=sys.stderr)
 
 
 def _postfix(record: RoundEnded) -> dict[str, str]:

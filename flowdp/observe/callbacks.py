@@ -227,24 +227,15 @@ class ModelCheckpoint(Callback):
         Raises:
             OptionError: They contradict this callback, or there is no folder.
         """
-        keep_best = (self.monitor, self.mode)
-        if given is None and self.dir is None:
+        if (given is None) == (self.dir is None):
             raise OptionError(
-                "ModelCheckpoint has no folder to write to: give ModelCheckpoint(..., dir='a folder'), or "
+                "a run has one folder of checkpoints: give either ModelCheckpoint(dir='a folder') or "
                 "Trainer(checkpoint='a folder')"
             )
-        if given is None or self.dir is None:
-            base = given or CheckpointOptions(self.dir or "")
-            if base.keep_best is None:
-                return replace(base, keep_best=keep_best, top_k=self.top_k)
-            raise OptionError(
-                f"ModelCheckpoint{keep_best} and checkpoint.keep_best={base.keep_best} both say which "
-                "checkpoints stay: give one of them"
-            )
-        raise OptionError(
-            f"ModelCheckpoint(dir={str(self.dir)!r}) and checkpoint={str(given.dir)!r} are two folders for "
-            "the checkpoints of one run: give one of them"
-        )
+        base = given or CheckpointOptions(self.dir or "")
+        if base.keep_best is not None:
+            raise OptionError("ModelCheckpoint and checkpoint.keep_best say which checkpoints stay: give one")
+        return replace(base, keep_best=(self.monitor, self.mode), top_k=self.top_k)
 
 
 @dataclass(frozen=True)
@@ -320,62 +311,36 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
     """The callbacks of a run, in their order.
 
     Raises:
-        OptionError: Something among them is none, or one stands there twice.
+        OptionError: Something among them is none, or two of them say the same thing of a run.
     """
-    if isinstance(callbacks, (Callback, str)) or not isinstance(callbacks, Iterable):
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise OptionError(f"callbacks must be a sequence of callbacks, [...], not {callbacks!r}")
-    checked: list[Callback] = []
-    for one in callbacks:
-        if isinstance(one, type) and issubclass(one, Callback):
-            raise OptionError(f"callbacks: {one.__name__} is a class: give an instance, {one.__name__}()")
+    checked = tuple(callbacks)
+    for one in checked:
         if not isinstance(one, Callback):
-            raise OptionError(
-                f"callbacks must be instances of flowdp.Callback, not {one!r}: derive its class from it"
-            )
-        if any(one is other for other in checked):
-            raise OptionError(f"callbacks has {one!r} twice: it would be called twice each time")
-        checked.append(one)
-    return tuple(checked)
+            raise OptionError(f"callbacks must be instances of flowdp.Callback, not {one!r}")
+    for kind in (ModelCheckpoint, EMA, EarlyStopping):
+        if sum(isinstance(one, kind) for one in checked) > 1:
+            raise OptionError(f"callbacks: a run has one {kind.__name__}, and there are several")
+    return checked
 
 
 def checkpoint_of(callbacks: Iterable[Callback], given: CheckpointOptions | None) -> CheckpointOptions | None:
     """Options of a run's checkpoints: those of the Trainer, with what a `ModelCheckpoint` says.
 
     Raises:
-        OptionError: Both say something, or several callbacks do.
+        OptionError: Both say something.
     """
     found = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
-    if len(found) > 1:
-        raise OptionError(
-            f"callbacks: a run has one folder of checkpoints, compared by one metric, and there are "
-            f"{len(found)} ModelCheckpoint: give one"
-        )
     return found[0].options(given) if found else given
 
 
 def ema_decay_of(callbacks: Iterable[Callback]) -> float | None:
-    """Decay of the moving average of the weights; None: there is none.
-
-    Raises:
-        OptionError: More than one of them asks for one.
-    """
-    found = [one.decay for one in callbacks if isinstance(one, EMA)]
-    if len(found) > 1:
-        raise OptionError(f"callbacks: one EMA is kept, and there are {len(found)}, of {found}: give one")
-    return found[0] if found else None
+    """Decay of the moving average of the weights; None: there is none."""
+    return next((one.decay for one in callbacks if isinstance(one, EMA)), None)
 
 
 def monitor_of(callbacks: Iterable[Callback]) -> tuple[Monitor | None, bool]:
-    """Metric of early stopping, if any, and whether the result is the best checkpoint.
-
-    Raises:
-        OptionError: More than one of them stops the run early.
-    """
+    """Metric of early stopping, if any, and whether the result is the best checkpoint."""
     found = [one for one in callbacks if isinstance(one, EarlyStopping)]
-    if len(found) > 1:
-        names = ", ".join(repr(one.monitor) for one in found)
-        raise OptionError(
-            f"callbacks: one EarlyStopping decides when a run ends, and there are {len(found)}, of {names}: "
-            "give one, and call run.stop() in a callback of your own for what else is to end it"
-        )
     return (found[0].watched(), found[0].restore_best) if found else (None, False)

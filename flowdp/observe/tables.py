@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from importlib.util import find_spec
-from typing import IO
 
 from flowdp.policy.efficiency import DeviceEfficiency, EfficiencyReport
 from flowdp.policy.formats import format_duration, format_metric
 from flowdp.policy.table import Table
 from flowdp.policy.tally import EpochMetrics
 
-__all__ = ["device_table", "epoch_table", "print_tables"]
+__all__ = ["device_table", "epoch_table"]
 
 LOSSES = 2
 """Parts of a device's time that are named."""
@@ -64,39 +61,3 @@ def _losses(device: DeviceEfficiency) -> str:
     others = [(cost, part) for part, cost in device.parts.items() if part != "training" and cost >= 0.01]
     largest = sorted(others, reverse=True)[:LOSSES]
     return ", ".join(f"{part} {100 * cost:.0f} %" for cost, part in largest)
-
-
-def print_tables(tables: Sequence[Table], headline: str, file: IO[str]) -> None:
-    """Print tables and a line; on a terminal by rich, where that is installed.
-
-    Args:
-        tables: Tables; those without rows are left out.
-        headline: The line.
-        file: Terminal to print to.
-    """
-    filled = [table for table in tables if table.rows]
-    if find_spec("rich") is None or not file.isatty():
-        print("\n\n".join([*map(str, filled), headline]), file=file)
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as Drawn
-    from rich.text import Text
-
-    console = Console(file=file, width=_width(file))
-    for table in filled:
-        drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for at, head in enumerate(table.header):
-            drawn.add_column(Text(head), justify="left" if at in table.texts else "right", no_wrap=True)
-        for row in table.rows:
-            drawn.add_row(*map(Text, row))  # as text: a name may look like markup
-        console.print(drawn)
-    console.print(Text(headline))
-
-
-def _width(file: IO[str]) -> int | None:
-    """Columns of a terminal; None of something else. rich asks the process's own stdin."""
-    try:
-        return os.get_terminal_size(file.fileno()).columns
-    except (OSError, ValueError):
-        return None

@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
-
-import numpy as np
+from typing import Generic, TypeVar
 
 from flowdp.policy.efficiency import Activity, EfficiencyReport
 from flowdp.policy.formats import format_metric
@@ -26,20 +24,42 @@ from flowdp.protocol.commands import (
     Send,
 )
 from flowdp.protocol.messages import Throttle
-from flowdp.timeline.rows import Matrix, Rows
+from flowdp.timeline.rows import Matrix
 from flowdp.timeline.sampler import GpuReading, HostReading, Sampler
 from flowdp.timeline.spans import ORDER, RankSpans, Span
 
 __all__ = ["TimelineEvent", "TimelineRecord", "TimelineRound", "TimelineSample"]
 
-ROUNDS = 4096
-"""Rounds that are kept; of more, neighbours are merged."""
-
 EVENTS = 4096
 """Newest events of each kind that are kept."""
 
-SAMPLES = 4096
-"""Samples that are kept; of more, neighbours are merged."""
+KEPT = 4096
+"""Rounds and samples that are kept; of more, every second, every fourth and so on."""
+
+
+T = TypeVar("T")
+
+
+class _Thinned(Generic[T]):
+    """Items of a run of any length, evenly thinned where there are too many.
+
+    Threads:
+        One adds; any may read.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[T] = []
+        self._added = 0
+        self._stride = 1  # items of which one is kept
+
+    def add(self, item: T) -> None:
+        """Add an item."""
+        if self._added % self._stride == 0:
+            self.kept.append(item)
+        self._added += 1
+        if len(self.kept) >= KEPT:
+            self.kept = self.kept[::2]
+            self._stride *= 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +82,14 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRound:
-    """Numbers of a round, or of several that were merged.
+    """Numbers of a round, or of several that one order had.
 
     Attributes:
         at_ms: Its end, since the run began.
         wall_ms: From its beginning to its end.
         rounds: How many.
         global_step: Steps of all ranks after it.
-        loss: Mean of the finite losses; NaN without any.
+        loss: Mean loss; NaN where it is not finite, or there is none.
         lr: Learning rate of the first group.
         anchor: Steps of the slowest rank that the cadence aimed at.
         drift: Largest; NaN where it was not measured.
@@ -89,7 +109,7 @@ class TimelineRound:
 
 @dataclass(frozen=True, slots=True)
 class TimelineSample:
-    """Use of the machine over half a second; over a longer time, if several were merged.
+    """Use of the machine over half a second.
 
     Attributes:
         at_ms: Time since the run began.
@@ -107,8 +127,8 @@ class TimelineSample:
 class TimelineRecord:
     """Record of a run: spans of the ranks, rounds, events and samples, in bounded memory.
 
-    Of a long run neighbours are merged, so that it is there from its beginning to its end; counts and times
-    stay exact.
+    Of a long run neighbouring spans are merged, and rounds and samples left out, so that it is there from its
+    beginning to its end; the spans' counts and times stay exact.
 
     Args:
         devices: Names of the devices, one per rank.
@@ -130,8 +150,8 @@ class TimelineRecord:
         self.ranks = tuple(RankSpans() for _ in devices)
         self._begun_s = perf_counter()
         self._ended_s: float | None = None
-        self._rounds = Rows(11 + len(devices), ROUNDS, _merged_rounds)
-        self._samples = Rows(4 + 3 * len(uuids), SAMPLES, _merged_samples)
+        self._rounds = _Thinned[TimelineRound]()
+        self._samples = _Thinned[TimelineSample]()
         self._sampler = Sampler(self.sample, list(uuids.values()))
         self._events: dict[str, deque[TimelineEvent]] = {}
         self._anchor = 0
@@ -166,7 +186,7 @@ class TimelineRecord:
     @property
     def rounds(self) -> list[TimelineRound]:
         """All rounds, in their order."""
-        return [self._round(row) for row in self._rounds.read().tolist()]
+        return list(self._rounds.kept)
 
     @property
     def events(self) -> list[TimelineEvent]:
@@ -177,7 +197,7 @@ class TimelineRecord:
     @property
     def samples(self) -> list[TimelineSample]:
         """Use of the machine, twice a second."""
-        return [self._sample(row) for row in self._samples.read().tolist()]
+        return list(self._samples.kept)
 
     def report(self) -> EfficiencyReport | None:
         """The run's efficiency report; None of a timeline without a run."""
@@ -235,17 +255,23 @@ class TimelineRecord:
         Threads:
             The sampler's.
         """
-        numbers = (number for gpu in gpus for number in (gpu.utilisation, gpu.memory_bytes, gpu.total_bytes))
-        self._samples.add((perf_counter(), 1.0, host.cpu, host.ram_bytes, *numbers))
+        at_ms = self._since(perf_counter())
+        self._samples.add(TimelineSample(at_ms, host.cpu, host.ram_bytes, tuple(gpus)))
 
     def _note_round(self, ended: RoundEnded) -> None:
-        loss, weight = (0.0, 0) if ended.loss is None else (ended.loss, sum(ended.samples))
-        if not math.isfinite(loss):
-            loss, weight = 0.0, 0
-        drift = math.nan if ended.drift is None else ended.drift
-        now_s, steps = perf_counter(), sum(ended.steps)
-        row = (now_s, ended.wall_ms, ended.rounds, ended.global_step, loss * weight, weight, ended.lr)
-        self._rounds.add((*row, ended.anchor, drift, ended.sync_ms * ended.rounds, steps, *ended.samples))
+        self._rounds.add(
+            TimelineRound(
+                at_ms=self._since(perf_counter()),
+                wall_ms=ended.wall_ms,
+                rounds=ended.rounds,
+                global_step=ended.global_step,
+                loss=math.nan if ended.loss is None or not math.isfinite(ended.loss) else ended.loss,
+                lr=ended.lr,
+                anchor=ended.anchor,
+                drift=math.nan if ended.drift is None else ended.drift,
+                samples=ended.samples,
+            )
+        )
         if ended.anchor != self._anchor:
             before = f"{self._anchor} → " if self._anchor else ""
             self._event("anchor", f"anchor {before}{ended.anchor}")
@@ -261,41 +287,3 @@ class TimelineRecord:
 
     def _since(self, at_s: float) -> float:
         return (at_s - self._begun_s) * 1e3
-
-    def _round(self, row: Sequence[float]) -> TimelineRound:
-        at_s, wall_ms, rounds, step, loss, weight, lr, anchor, drift, _, _, *samples = row
-        return TimelineRound(
-            at_ms=self._since(at_s),
-            wall_ms=wall_ms,
-            rounds=int(rounds),
-            global_step=int(step),
-            loss=loss / weight if weight else math.nan,
-            lr=lr,
-            anchor=int(anchor),
-            drift=drift,
-            samples=tuple(map(int, samples)),
-        )
-
-    def _sample(self, row: Sequence[float]) -> TimelineSample:
-        at_s, count, cpu, ram, *gpus = row
-        readings = tuple(
-            GpuReading(utilisation / count, memory, total)
-            for utilisation, memory, total in zip(gpus[0::3], gpus[1::3], gpus[2::3], strict=True)
-        )
-        return TimelineSample(self._since(at_s), cpu / count, ram, readings)
-
-
-def _merged_rounds(one: Sequence[Any], following: Sequence[Any]) -> tuple[Any, ...]:
-    _, wall, rounds, _, loss, weight, _, _, drift, sync, steps, *samples = one
-    at, wall_2, rounds_2, step, loss_2, weight_2, lr, anchor, drift_2, sync_2, steps_2, *samples_2 = following
-    sums = (steps + steps_2, *(a + b for a, b in zip(samples, samples_2, strict=True)))
-    head = (at, wall + wall_2, rounds + rounds_2, step, loss + loss_2, weight + weight_2)
-    return *head, lr, anchor, np.fmax(drift, drift_2), sync + sync_2, *sums
-
-
-def _merged_samples(one: Sequence[Any], following: Sequence[Any]) -> tuple[Any, ...]:
-    """Mean use over both times, as sums and a count; the larger memory."""
-    merged = [following[0], one[1] + following[1], one[2] + following[2], np.fmax(one[3], following[3])]
-    for at in range(4, len(one), 3):
-        merged += [one[at] + following[at], np.fmax(one[at + 1], following[at + 1]), following[at + 2]]
-    return tuple(merged)

@@ -68,17 +68,12 @@ class HostSensor:
 
 
 def _resident_reader() -> Callable[[], float]:
-    """Reader of the resident memory: psutil's, else that of /proc, else NaN."""
-    try:
-        import psutil
-    except ImportError:
-        statm = Path("/proc/self/statm")
-        if not statm.exists():
-            return lambda: math.nan
-        page = mmap.PAGESIZE
-        return lambda: float(statm.read_text().split()[1]) * page
-    process = psutil.Process()
-    return lambda: float(process.memory_info().rss)
+    """Reader of the resident memory: from /proc; NaN where there is none."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return lambda: math.nan
+    page = mmap.PAGESIZE
+    return lambda: float(statm.read_text().split()[1]) * page
 
 
 class GpuSensor:

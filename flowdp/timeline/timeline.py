@@ -43,8 +43,8 @@ class Timeline(TimelineRecord):
         run.timeline.save("trace.json")  # opens in https://ui.perfetto.dev and chrome://tracing
         run.timeline.save("run.html")    # one page; opens in a browser, without network
 
-    Of a long run neighbouring spans are merged, so that it is there from its beginning to its end; counts and
-    times stay exact.
+    Of a long run neighbouring spans are merged, and rounds and samples left out, so that it is there from its
+    beginning to its end.
 
     Threads:
         Any; while the run goes on the newest spans may be missing.

@@ -279,5 +279,5 @@ def test_what_is_no_decay(decay: Any) -> None:
 
 
 def test_two_averages_are_refused() -> None:
-    with pytest.raises(OptionError, match="one EMA is kept"):
+    with pytest.raises(OptionError, match="has one EMA"):
         make("sync", 2, also=[flowdp.EMA(0.5)])

@@ -8,6 +8,7 @@ import pytest
 
 from flowdp.errors import OptionError
 from flowdp.observe.callbacks import (
+    EMA,
     METHODS,
     Callback,
     EarlyStopping,
@@ -48,13 +49,13 @@ class LooksLikeOne:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Own(), r"must be a sequence of callbacks, \[\.\.\.\], not <.*Own"),
-        (3, r"must be a sequence of callbacks, \[\.\.\.\], not 3"),
-        ([Own], r"callbacks: Own is a class: give an instance, Own\(\)"),
-        ([LooksLikeOne()], "callbacks must be instances of flowdp.Callback, not <.*LooksLikeOne"),
-        ([print], "callbacks must be instances of flowdp.Callback, not <built-in function print>"),
-        ("on_round", "callbacks must be a sequence of callbacks, .* not 'on_round'"),
-        ([Own(), *[EarlyStopping()] * 2], r"callbacks has EarlyStopping\(.*\) twice"),
+        (Own(), "must be a sequence of callbacks"),
+        ("on_round", "must be a sequence of callbacks"),
+        ([Own], "must be instances of flowdp.Callback"),
+        ([LooksLikeOne()], "must be instances of flowdp.Callback"),
+        ([EarlyStopping(), Own(), EarlyStopping("accuracy", mode="max")], "has one EarlyStopping"),
+        ([EMA(), EMA()], "has one EMA"),
+        ([ModelCheckpoint(dir="a"), ModelCheckpoint(dir="b")], "has one ModelCheckpoint"),
     ],
 )
 def test_what_is_none(given, message):
@@ -86,11 +87,6 @@ def test_early_stopping_checks_what_it_gets(fields, message):
         EarlyStopping(**fields)
 
 
-def test_one_early_stopping_at_most():
-    with pytest.raises(OptionError, match="there are 2, of 'loss', 'accuracy': give one"):
-        monitor_of([EarlyStopping(), Own(), EarlyStopping("accuracy", mode="max")])
-
-
 def test_a_function_for_checkpoints():
     got = []
     callback = OnCheckpoint(got.append)
@@ -114,19 +110,14 @@ def test_model_checkpoint_is_a_name_for_options():
 @pytest.mark.parametrize(
     ("callbacks", "given", "message"),
     [
-        ([ModelCheckpoint()], None, "has no folder to write to: give ModelCheckpoint"),
-        (
-            [ModelCheckpoint(dir="a")],
-            CheckpointOptions("b"),
-            r"\(dir='a'\) and checkpoint='b' are two folders",
-        ),
+        ([ModelCheckpoint()], None, "one folder of checkpoints"),
+        ([ModelCheckpoint(dir="a")], CheckpointOptions("b"), "one folder of checkpoints"),
         (
             [ModelCheckpoint("accuracy", "max")],
             CheckpointOptions("b", keep_best=("loss", "min")),
-            r"\('accuracy', 'max'\) and checkpoint.keep_best=\('loss', 'min'\) both say",
+            "which checkpoints stay: give one",
         ),
         ([ModelCheckpoint()], CheckpointOptions("b", unit="minute"), "use unit='epoch'"),
-        ([ModelCheckpoint(dir="a"), ModelCheckpoint(dir="b")], None, "there are 2 ModelCheckpoint: give one"),
     ],
 )
 def test_what_contradicts_a_model_checkpoint(callbacks, given, message):

@@ -1,15 +1,8 @@
-"""Tests of the tables of a run, as text and by rich."""
+"""Tests of the tables of a run."""
 
 from __future__ import annotations
 
-import io
-from importlib.machinery import ModuleSpec
-from typing import Any
-
-import pytest
-
-from flowdp.observe import tables
-from flowdp.observe.tables import device_table, epoch_table, print_tables
+from flowdp.observe.tables import device_table, epoch_table
 from flowdp.policy.efficiency import Activity, RankTimes, efficiency_of
 from flowdp.policy.tally import EpochMetrics, Tally, Work
 
@@ -36,23 +29,3 @@ def test_devices_with_their_largest_losses() -> None:
         ("a", "60", "60 %", "40 %", "slower device 30 %, data 20 %"),
         ("b", "40", "40 %", "100 %", ""),
     )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_names_are_text_and_no_markup(has_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_spec(name: str, package: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, None) if has_rich else None
-
-    monkeypatch.setattr(tables, "find_spec", find_spec)
-    file = Terminal()
-    print_tables([epoch_table([epoch(0, **{"[red]acc": (1.0, 1.0)})], 5), epoch_table([], 5)], "[b]end", file)
-    text = file.getvalue()
-    assert "[red]acc" in text
-    assert text.splitlines()[-1] == "[b]end"
-    assert text.count("epoch") == 1
-    assert ("─" in text) is has_rich
