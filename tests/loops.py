@@ -16,7 +16,6 @@ from flowdp.data_parallel.join import join
 from flowdp.data_parallel.layout import PLAIN, Callee
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.streams import HostLane, Lane
-from flowdp.policy.pool_size import PoolSize
 
 CPU = torch.device("cpu")
 WAIT_S = 60.0
@@ -43,7 +42,7 @@ def replicas_of(
 ) -> Iterator[Replicas]:
     """Replicas on CPU devices, or on those of the lanes, which are closed at the end."""
     places = lanes or [HostLane(CPU) for _ in range(count)]
-    made = Replicas(module, places, [PoolSize(1)] * len(places), repeats=repeats, link=link)
+    made = Replicas(module, places, [1] * len(places), repeats=repeats, link=link)
     try:
         yield made
     finally:

@@ -25,17 +25,16 @@ from torch.optim import SGD
 
 from bench.harness import Comparison, options, report
 from bench.models import MODELS, classify, images
-from flowdp.device.cores import usable_cores
+from flowdp.device.cores import pool_sizes, usable_cores
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import tuned_process
 from flowdp.options import ProcessTuning
-from flowdp.policy.pool_size import PoolSize
 from flowdp.threads.crew import Crew
 
 SIZES = (1, 2, 4)
 CHOSEN = 0
 SLICE_S = 0.5
-WARM_S = {True: 2.5, False: 0.2}  # of the chosen size, which has to be found first, and of the others
+WARM_S = 0.2
 HOPELESS = 3.0
 """A fixed size that was this many times slower than another in the first turn is not measured again."""
 
@@ -48,11 +47,12 @@ def compute(pipe: Connection, model: str, workers: int, size: int) -> None:
         steps = [step_of(model) for _ in range(workers)]
         while (seconds := pipe.recv()) is not None:
             if seconds == 0:  # another load: new pools
-                share = max(1, usable_cores() // workers)
-                pools = [PoolSize(size or share, adapts=size == CHOSEN) for _ in range(workers)]
-                seconds = WARM_S[size == CHOSEN]
-            jobs = [partial(train, *job, MODELS[model][1], seconds) for job in zip(steps, pools, strict=True)]
-            pipe.send((sum(filter(None, crew.run(jobs))), [pool.size for pool in pools]))
+                devices = [torch.device("cpu")] * workers
+                chosen = pool_sizes(devices, ProcessTuning(), adapts=True)
+                sizes = chosen if size == CHOSEN else [size] * workers
+                seconds = WARM_S
+            jobs = [partial(train, *job, MODELS[model][1], seconds) for job in zip(steps, sizes, strict=True)]
+            pipe.send((sum(filter(None, crew.run(jobs))), sizes))
 
 
 def step_of(model: str) -> Callable[[], None]:
@@ -69,17 +69,15 @@ def step_of(model: str) -> Callable[[], None]:
     return step
 
 
-def train(step: Callable[[], None], pool: PoolSize, samples: int, seconds: float) -> float:
-    """Train with a worker's choice of its pool; returns samples per second."""
-    set_own_threads(pool.size)
+def train(step: Callable[[], None], threads: int, samples: int, seconds: float) -> float:
+    """Train with a pool of so many threads; returns samples per second."""
+    set_own_threads(threads)
     start = now = time.perf_counter()
     steps = 0
     while now - start < seconds:
         step()
         steps += 1
-        before, now = now, time.perf_counter()
-        if not pool.is_fixed:
-            set_own_threads(pool.worked((now - before) * 1e3, samples))
+        now = time.perf_counter()
     return steps * samples / (now - start)
 
 

@@ -23,7 +23,7 @@ class Balancer:
 
     Args:
         module: The user's.
-        replicas: The ranks; their stopwatches are read, and their pools told. None: there is one device.
+        replicas: The ranks; their stopwatches are read. None: there is one device.
         options: Options of the windows, and the speed hint.
         windows: Whether there are windows; else every batch is cut.
         ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
@@ -52,7 +52,6 @@ class Balancer:
         self._norms = plain_layers(module)
         self._has_told = False
         self._watches = () if replicas is None else (*replicas.watches, replicas.summing)
-        self._pools = () if replicas is None else replicas.pools
         self._samples = [0] * world_size  # since the last step
         self._batches = [0] * world_size
         self._pending: list[tuple[list[int], list[int]]] = []
@@ -105,9 +104,6 @@ class Balancer:
     def _learn(self, samples: Sequence[int], batches: Sequence[int]) -> None:
         *took_ms, sync_ms = [watch.take_ms() for watch in self._watches]
         self._balance.update(samples, took_ms)
-        for pool, ms, count in zip(self._pools, took_ms, samples, strict=True):
-            if not pool.is_fixed:
-                pool.worked(ms, count)
         if self.cadence is not None and any(batches):
             pace = [ms / count if count else 0.0 for ms, count in zip(took_ms, batches, strict=True)]
             self.cadence.measured(pace, batches, sync_ms, None)

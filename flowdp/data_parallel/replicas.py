@@ -35,7 +35,6 @@ from flowdp.device.streams import Lane
 from flowdp.device.torch_modes import caller_modes, unhooked
 from flowdp.modules.constant_draws import still
 from flowdp.modules.shallow import ShallowReplicas
-from flowdp.policy.pool_size import PoolSize
 from flowdp.policy.recheck import Recheck
 from flowdp.threads.crew import Crew
 
@@ -57,7 +56,7 @@ class Replicas:
         module: The user's, rank 0; on the first device.
         lanes: One per rank. On CUDA the first device's work is done by the calling thread on its current
             stream, as in a loop without replicas.
-        pools: Choose the size of the OpenMP pool of each rank's own thread. Shape (world_size,).
+        threads: Threads that compute for each rank, where it is on the CPU. Shape (world_size,).
         repeats: Whether the draws of CPU ranks follow from the calling thread's generator.
         link: Opens NCCL; None: the ranks' threads copy.
 
@@ -67,7 +66,6 @@ class Replicas:
         devices: One per rank.
         watches: One per rank: times of its jobs on the device.
         summing: Times of the sums of gradients.
-        pools: As given; updated where the watches are read.
         turn: Held by a call from its first look at the module to its last, for threads take turns.
 
     Raises:
@@ -80,7 +78,7 @@ class Replicas:
         self,
         module: nn.Module,
         lanes: Sequence[Lane],
-        pools: Sequence[PoolSize],
+        threads: Sequence[int],
         *,
         repeats: bool = False,
         link: Link | None = None,
@@ -88,7 +86,6 @@ class Replicas:
         self.devices = tuple(lane.device for lane in lanes)
         self.watches = tuple(Stopwatch(lane) for lane in lanes)
         self.summing = Stopwatch(lanes[0])
-        self.pools = tuple(pools)
         self.turn = threading.RLock()
         self.module = module
         self._lanes = tuple(lanes)
@@ -113,7 +110,7 @@ class Replicas:
         self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
         own_thread = not lanes[0].is_async
         names = [f"flowdp-replica-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
-        self._crew = Crew(names, partial(_around, self._lanes, self.pools))
+        self._crew = Crew(names, partial(_around, self._lanes, threads))
 
     # ------------------------------------------------------------------ tensors
     def parameters(self) -> list[Tensor]:
@@ -375,8 +372,6 @@ class Replicas:
         draws: AbstractContextManager[object],
     ) -> T:
         try:
-            if not self.pools[rank].is_fixed:
-                set_own_threads(self.pools[rank].size)
             with (
                 unhooked(),
                 modes(),
@@ -391,11 +386,11 @@ class Replicas:
 
 
 @contextmanager
-def _around(lanes: Sequence[Lane], pools: Sequence[PoolSize], rank: int) -> Iterator[None]:
+def _around(lanes: Sequence[Lane], threads: Sequence[int], rank: int) -> Iterator[None]:
     """Context of a rank's thread."""
     with ExitStack() as stack:
         if lanes[rank].device.type == "cpu":
-            set_own_threads(pools[rank].size)
+            set_own_threads(threads[rank])
         if rank:
             # Copies between the first device and this one are put on streams of both.
             stack.enter_context(lanes[0].on(lanes[0].aside(rank)))

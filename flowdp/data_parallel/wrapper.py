@@ -52,7 +52,7 @@ from flowdp.data_parallel.replicas import Replicas
 from flowdp.data_parallel.windows import Window, WindowResult, detached, run_window
 from flowdp.device.compiled import make_room
 from flowdp.device.copies import move
-from flowdp.device.cores import LentThreads, open_pools
+from flowdp.device.cores import LentThreads, pool_sizes
 from flowdp.device.discovery import resolve_devices
 from flowdp.device.dispatch import prepared_torch
 from flowdp.device.process_tuning import as_tuning, tuned_process
@@ -281,10 +281,10 @@ class DataParallel(StandInModule):
                 make_room(self.world_size)
                 stack.enter_context(tuned_process(tuning))
                 # Where shares follow measured speed, too, the order of sums is free.
-                pools = open_pools(devices, tuning, adapts=ratios is None)
+                threads = pool_sizes(devices, tuning, adapts=ratios is None)
                 link = partial(open_loop, backend) if optimizers or backend == "nccl" else None
                 repeats = ratios is not None
-                self._replicas = Replicas(module, self._lanes, pools, repeats=repeats, link=link)
+                self._replicas = Replicas(module, self._lanes, threads, repeats=repeats, link=link)
                 stack.callback(self._replicas.close)
                 self._threads = LentThreads(devices, tuning)
                 self._threads.lend()

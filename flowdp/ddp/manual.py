@@ -25,7 +25,7 @@ from flowdp.ddp.structure import check_same_structure, check_separate_memory
 from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.copies import carry
-from flowdp.device.cores import open_pools
+from flowdp.device.cores import pool_sizes
 from flowdp.device.discovery import resolve_devices
 from flowdp.device.dispatch import prepared_torch
 from flowdp.device.openmp import set_own_threads
@@ -103,7 +103,7 @@ class Ddp:
                 make_room(len(models))
                 if self._kinds == {"cpu"}:
                     stack.enter_context(tuned_process(ProcessTuning()))
-                threads = [pool.size for pool in open_pools(devices, ProcessTuning())]
+                threads = pool_sizes(devices, ProcessTuning())
                 names = [f"flowdp-ddp-{rank}" for rank in range(len(models))]
                 self._crew = Crew(names, partial(_thread_context, self.devices, threads))
                 stack.callback(self._crew.close)

@@ -12,16 +12,15 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from flowdp.device.openmp import barrier_ms, set_own_threads
 from flowdp.options import ProcessTuning
-from flowdp.policy.pool_size import PoolSize
 
-__all__ = ["LentThreads", "cpu_quota", "open_pools", "thread_budget", "threads_per_rank", "usable_cores"]
+__all__ = ["LentThreads", "cpu_quota", "pool_sizes", "thread_budget", "threads_per_rank", "usable_cores"]
 
 log = logging.getLogger("flowdp")
 
@@ -29,41 +28,42 @@ CROWDED_MS = 1.0
 """Limit of a small parallel operation: a longer one waits for threads that have no core."""
 
 
-def open_pools(
-    devices: Sequence[torch.device], tuning: ProcessTuning, *, adapts: bool = False
-) -> list[PoolSize]:
-    """Choosers of the size of each rank's OpenMP pool.
+def pool_sizes(devices: Sequence[torch.device], tuning: ProcessTuning, *, adapts: bool = False) -> list[int]:
+    """Sizes of the ranks' OpenMP pools.
 
-    The size decides the order of sums, and so the bits of a result. Where it cannot follow the speed, and the
-    machine is too busy for it, the log says so.
+    A size decides the order of sums, and so the bits of a result. Where other programs want the cores at the
+    start, and bits are free, each pool is one thread, which waits for no other; where they are not, the log
+    says what it costs.
 
     Args:
         devices: One per rank.
         tuning: Settings of the run. Without `openmp` each rank has as many threads as the caller.
-        adapts: Whether nothing is promised about bits, so that sizes may follow measured speed. With
-            `torch.use_deterministic_algorithms` they never do.
+        adapts: Whether nothing is promised about bits. `torch.use_deterministic_algorithms` promises them.
 
     Returns:
-        One per rank; without a choice the size is the rank's share of the budget. Shape (world_size,).
+        At least 1 each. Shape (world_size,).
 
     Threads:
         The user's.
     """
     if not tuning.openmp:
-        return [PoolSize(torch.get_num_threads(), adapts=False) for _ in devices]
-    adapts = adapts and not torch.are_deterministic_algorithms_enabled()
+        return [torch.get_num_threads()] * len(devices)
     budget = thread_budget()
-    shares = threads_per_rank(devices, budget)
-    if not adapts and max(shares) > 1 and (wait_ms := barrier_ms(budget)) > CROWDED_MS:
-        log.warning(
-            "other programs want the cores: %d threads take %.0f ms for a parallel operation of 0.02 ms, and "
-            "a step has hundreds. So that results repeat, each CPU worker of this run keeps its %d threads; "
-            "with torch.set_num_threads(1) before the run none waits for another",
-            budget,
-            wait_ms,
-            max(shares),
-        )
-    return [PoolSize(share, adapts=adapts) for share in shares]
+    sizes = threads_per_rank(devices, budget)
+    if max(sizes) == 1 or (wait_ms := barrier_ms(budget)) <= CROWDED_MS:
+        return sizes
+    is_free = adapts and not torch.are_deterministic_algorithms_enabled()
+    log.warning(
+        "other programs want the cores: %d threads take %.0f ms for a parallel operation of 0.02 ms, and a "
+        "step has hundreds. %s",
+        budget,
+        wait_ms,
+        "So each CPU worker of this run computes with one thread"
+        if is_free
+        else f"So that results repeat, each CPU worker of this run keeps its {max(sizes)} threads; with "
+        "torch.set_num_threads(1) before the run none waits for another",
+    )
+    return [1] * len(sizes) if is_free else sizes
 
 
 def thread_budget() -> int:
@@ -146,68 +146,29 @@ def usable_cores() -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of time that the control groups of this process may use.
+    """Cores' worth of time that the control groups of this process may use; None: no limit is known.
+
+    The smallest one of this process's group and those above it (version 2), and of a container in version 1.
 
     Args:
-        root: Where `proc` and the mounted control groups lie.
-
-    Returns:
-        The smallest quota from this process's group upwards; None where no group has one.
-
-    Source:
-        cgroups(7), proc_pid_mountinfo(5); Linux, Documentation/admin-guide/cgroup-v2.rst, "CPU Interface
-        Files", and Documentation/scheduler/sched-bwc.rst for version 1.
+        root: Where `proc` and `sys` lie.
     """
+    top = root / "sys/fs/cgroup"
     try:
-        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8")
-        mounts = (root / "proc/self/mountinfo").read_text(encoding="utf-8")
-        own = list(_cpu_groups(groups, mounts))
-    except (OSError, ValueError):  # no Linux, or a sandbox with its own idea of these files
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux
         return None
-    quotas = [
-        quota
-        for is_v2, mount, group in own
-        for folder in _upwards(root / mount.lstrip("/"), group)
-        if (quota := _quota(folder, is_v2=is_v2)) is not None
-    ]
-    return min(quotas, default=None)
+    own = top / next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+    limits = [_quota(folder / "cpu.max") for folder in folders]
+    limits.append(_quota(top / "cpu/cpu.cfs_quota_us", top / "cpu/cpu.cfs_period_us"))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _cpu_groups(groups: str, mounts: str) -> Iterator[tuple[bool, str, str]]:
-    """Hierarchies that may limit CPU time: (version 2, mount point, group as seen from there)."""
-    own: dict[bool, PurePosixPath] = {}
-    for line in groups.splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" or "cpu" in controllers.split(","):
-            own[number == "0"] = PurePosixPath(path)
-    for line in mounts.splitlines():
-        about, _, kind = line.partition(" - ")
-        fields, (name, _, options) = about.split(" "), kind.split(" ", 2)
-        is_v2 = name == "cgroup2"
-        if is_v2 in own and (is_v2 or (name == "cgroup" and "cpu" in options.split(","))):
-            inside, point = fields[3], fields[4].replace("\\040", " ")
-            group = own[is_v2]
-            # In a container the path may be the host's, and only the part below the mount is visible.
-            seen = group.relative_to(inside if group.is_relative_to(inside) else "/")
-            yield is_v2, point, str(seen)
-
-
-def _upwards(mount: Path, group: str) -> list[Path]:
-    """The folder of a group and of those that it is in, up to the mount; the mount alone if it is hidden."""
-    folder = mount / group
-    if ".." in PurePosixPath(group).parts or not folder.is_dir():
-        return [mount]
-    return [folder, *folder.parents[: len(PurePosixPath(group).parts)]]
-
-
-def _quota(folder: Path, *, is_v2: bool) -> float | None:
-    """Cores' worth of a group; None where it has no limit of its own."""
+def _quota(*files: Path) -> float | None:
+    """Quota over period, as one file or two have them; None without a limit."""
     try:
-        if is_v2:
-            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
-            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
+        quota, period = " ".join(file.read_text(encoding="utf-8") for file in files).split()
         cores = float(quota) / float(period)  # "max" is no number
     except (OSError, ValueError, ZeroDivisionError):
         return None

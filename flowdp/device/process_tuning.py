@@ -15,7 +15,7 @@ switch_interval  the interpreter changes threads every 0.5 ms,   the end of the 
 ===============  ==============================================  ========================  ==================
 
 A pool that has as many threads as there are cores spins at each barrier, which is fast until other programs
-compete for those cores: then fewer threads may be found to be faster (`flowdp.policy.pool_size`).
+compete for those cores: then one thread a worker is faster (`flowdp.device.cores.pool_sizes`).
 """
 
 from __future__ import annotations

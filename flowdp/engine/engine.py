@@ -19,7 +19,7 @@ from flowdp.collective.host import HostMean
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
 from flowdp.device.compiled import make_room
-from flowdp.device.cores import open_pools, thread_budget
+from flowdp.device.cores import pool_sizes, thread_budget
 from flowdp.device.discovery import device_names
 from flowdp.device.dispatch import prepared_torch
 from flowdp.device.failed_device import keep_memory
@@ -146,7 +146,7 @@ class Engine:
         self._settings.callback(keep_memory, lanes)
         # Where the bits do not depend on measured speed, they shall not depend on the size of a pool either.
         adapts = ROUNDS[config.policy].shares == "steps"
-        pools = open_pools([lane.device for lane in lanes], self._tuning, adapts=adapts)
+        threads = pool_sizes([lane.device for lane in lanes], self._tuning, adapts=adapts)
         self.workers = [
             Worker(
                 rank,
@@ -156,8 +156,8 @@ class Engine:
                 index=index,
                 feed=self._feeds[index],
                 inbox=self._inboxes[index],
-                pool=pools[index],
-                budget=thread_budget() if self._tuning.openmp else pools[index].size,
+                threads=threads[index],
+                budget=thread_budget() if self._tuning.openmp else threads[index],
                 failures=failures,
                 global_step=config.start.global_step if config.start is not None else 0,
                 epoch=config.start.last_epoch if config.start is not None else 0,

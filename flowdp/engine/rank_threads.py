@@ -12,7 +12,7 @@ import torch
 
 from flowdp.device import worker_context
 from flowdp.device.compiled import make_room
-from flowdp.device.cores import open_pools
+from flowdp.device.cores import pool_sizes
 from flowdp.device.dispatch import prepared_torch
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.openmp import set_own_threads
@@ -79,7 +79,7 @@ def on_all_ranks(
 
     make_room(len(replicas))
     lanes = [replica.lane for replica in replicas]
-    pools = open_pools([lane.device for lane in lanes], tuning, adapts=True)
+    threads = pool_sizes([lane.device for lane in lanes], tuning, adapts=True)
     with ExitStack() as stack:
         stack.callback(batches.source.close)
         if len(replicas) > 1:
@@ -89,7 +89,7 @@ def on_all_ranks(
         batches.start(wake=lambda rank, *_: woken[rank].put(True), failed=wake_all)
         crew = Crew(
             [f"flowdp-worker-{rank}" for rank in range(len(replicas))],
-            lambda rank: _around(lanes[rank], pools[rank].size),
+            lambda rank: _around(lanes[rank], threads[rank]),
         )
         stack.callback(crew.close)
         stack.callback(batches.cut)  # before that: an interrupt leaves jobs that wait

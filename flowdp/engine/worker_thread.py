@@ -46,7 +46,6 @@ from flowdp.machine.worker import (
 )
 from flowdp.options import FailureOptions
 from flowdp.policy.efficiency import Activity, RankTimes
-from flowdp.policy.pool_size import PoolSize
 from flowdp.protocol.messages import (
     Arrival,
     BarrierTask,
@@ -103,7 +102,7 @@ class Worker:
         meeting: Gate, collective and snapshots.
         feed: Brings this rank's batches to its device.
         inbox: Inbox of this thread.
-        pool: Chooses the size of this thread's OpenMP pool.
+        threads: Threads that compute for this rank.
         budget: Threads of the pools of all ranks, which are this one's while it trains alone.
         index: Place of this rank among those of its machine; None: its rank.
         failures: Whether the others continue where this rank fails by itself, and whether NaNs are errors.
@@ -128,7 +127,7 @@ class Worker:
         *,
         feed: Feed,
         inbox: Inbox[Mail],
-        pool: PoolSize,
+        threads: int,
         budget: int = 1,
         index: int | None = None,
         failures: FailureOptions | None = None,
@@ -187,7 +186,7 @@ class Worker:
         self._snapshots = meeting.snapshots
         self._post = services.requests.inbox.post
         self._failures = services.failures
-        self._pool, self._budget = pool, budget
+        self._threads, self._budget = threads, budget
         self._is_alone = False  # it trains alone, with the threads of all
         self._crowded_ms = 0.0  # lost by these in the order under way
         self._sample_ms = 0.0  # with its own threads
@@ -220,7 +219,7 @@ class Worker:
         is_alone = False
         self._begun_s = perf_counter()
         try:
-            set_own_threads(self._pool.size)
+            set_own_threads(self._threads)
             worker_context.bind(self.current)
             # Backward runs in this thread, not in autograd's one per device: no wake-up on the way, ranks
             # that share a device do not queue there, and a hook finds the thread's own state.
@@ -351,14 +350,12 @@ class Worker:
             else:
                 self._call_back(loss, batcher.samples)
         meter.end(loss, batcher.samples, step, replica.take_norms(), replica.loss_weight)
-        if not self._pool.is_fixed:
-            set_own_threads(self._pool.worked(meter.step_ms, batcher.samples))
         if not step.alone:
             self._sample_ms = meter.step_ms / batcher.samples
         elif (late_ms := meter.step_ms - CROWDED * self._sample_ms * batcher.samples) > 0.0:
             self._crowded_ms += late_ms
             if self._crowded_ms > PATIENCE_MS:
-                set_own_threads(self._pool.size)  # for the rest of the order
+                set_own_threads(self._threads)  # for the rest of the order
         if meter.bad:
             self._numbers.check_losses()
         self.machine.trained(batcher.samples)
@@ -407,7 +404,7 @@ class Worker:
             outcome = self._gate.enter(self.machine.judged(arrival, self.replica.touched))
             if arrival.alone and joint is not None:
                 self._is_alone = False
-                set_own_threads(self._pool.size)
+                set_own_threads(self._threads)
                 reading = joint.copy_step(self._index, outcome)
             else:
                 reading = self._collective.average(self._index, outcome)

@@ -13,7 +13,6 @@ from flowdp.data_parallel.balancer import Balancer
 from flowdp.data_parallel.loader import Epoch
 from flowdp.device.streams import HostLane
 from flowdp.options import CadenceOptions
-from flowdp.policy.pool_size import PoolSize
 from tests.loops import CPU
 
 
@@ -44,7 +43,6 @@ def paced(
         modules=[model or nn.Identity()] * world_size,
         watches=watches,
         summing=summing,
-        pools=[PoolSize(1)] * world_size,
     )
     made = Balancer(replicas.modules[0], replicas, CadenceOptions(**options), windows=windows)  # type: ignore[arg-type]
     return made, watches, summing

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -16,13 +15,12 @@ from flowdp.device import cores
 from flowdp.device.cores import (
     LentThreads,
     cpu_quota,
-    open_pools,
+    pool_sizes,
     thread_budget,
     threads_per_rank,
     usable_cores,
 )
 from flowdp.options import Policy, ProcessTuning
-from flowdp.policy import pool_size
 from tests.device.fresh_thread import in_thread
 
 pytestmark = pytest.mark.usefixtures("three_threads")
@@ -75,131 +73,78 @@ class TestBudget:
     def test_cpu_ranks_share_it(self, devices: list[torch.device], budget: int, threads: list[int]) -> None:
         assert threads_per_rank(devices, budget) == threads
 
-    def test_what_a_pool_may_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def pools(*, openmp: bool = True, adapts: bool = True) -> list[tuple[int, bool]]:
-            made = open_pools([CPU, CARD], ProcessTuning(openmp=openmp), adapts=adapts)
-            return [(pool.size, pool.is_fixed) for pool in made]
-
-        machine(monkeypatch, 2, None)
-        assert pools() == [(1, False), (1, True)]
-        assert pools(adapts=False) == [(2, True), (1, True)]
-        assert pools(openmp=False) == [(3, True), (3, True)]
-
     @pytest.mark.parametrize(
-        ("wait_ms", "devices", "options", "is_told"),
+        ("wait_ms", "adapts", "sizes", "told"),
         [
-            (5.0, [CPU, CARD], {}, True),
-            (0.02, [CPU, CARD], {}, False),
-            (5.0, [CPU, CARD], {"adapts": True}, False),
-            (5.0, [CPU, CPU], {}, False),
-            (5.0, [CARD], {}, False),
+            (0.02, True, [2, 1], None),
+            (5.0, True, [1, 1], "computes with one thread"),
+            (5.0, False, [2, 1], "set_num_threads(1)"),
         ],
     )
-    def test_a_crowd_is_told_where_the_size_must_stay(
+    def test_a_crowd_leaves_one_thread_where_bits_are_free(
         self,
         wait_ms: float,
-        devices: list[torch.device],
-        options: dict[str, bool],
-        is_told: bool,
+        adapts: bool,
+        sizes: list[int],
+        told: str | None,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         machine(monkeypatch, 2, None)
         monkeypatch.setattr(cores, "barrier_ms", lambda count: wait_ms * (count == 2))
-        open_pools(devices, ProcessTuning(), **options)
-        told = [record.getMessage() for record in caplog.records]
-        assert len(told) == is_told
-        assert all("2 threads take 5 ms" in line and "set_num_threads(1)" in line for line in told)
+        assert pool_sizes([CPU, CARD], ProcessTuning(), adapts=adapts) == sizes
+        assert [told in record.getMessage() for record in caplog.records if told] == [True] * bool(told)
+        assert pool_sizes([CPU, CPU], ProcessTuning(), adapts=adapts) == [1, 1]
+        assert pool_sizes([CPU, CARD], ProcessTuning(openmp=False), adapts=adapts) == [3, 3]
 
     @pytest.mark.usefixtures("deterministic")
-    def test_deterministic_algorithms_leave_no_choice(self) -> None:
-        assert open_pools([CPU], ProcessTuning(), adapts=True)[0].is_fixed
+    def test_deterministic_algorithms_keep_the_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cores, "barrier_ms", lambda _: 5.0)
+        machine(monkeypatch, 2, None)
+        assert pool_sizes([CPU], ProcessTuning(), adapts=True) == [2]
 
 
-# Lines as written by the kernel, including mounts that are no control groups.
-V1_HOST = """\
-31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
-36 31 0:32 / /sys/fs/cgroup/cpu,cpuacct rw,nosuid shared:15 - cgroup cgroup rw,cpu,cpuacct
-37 31 0:33 / /sys/fs/cgroup/cpuset rw,nosuid shared:16 - cgroup cgroup rw,cpuset
-"""
-V1_CONTAINER = """\
-2175 2173 0:32 /docker/0f5d /sys/fs/cgroup/cpu,cpuacct ro,nosuid master:11 - cgroup cgroup rw,cpu,cpuacct
-2177 2173 0:33 /docker/0f5d /sys/fs/cgroup/cpuset ro,nosuid master:12 - cgroup cgroup rw,cpuset
-"""
-V2 = "35 24 0:30 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-V2_HIDDEN = "35 24 0:30 /../.. /sys/fs/cgroup ro,relatime - cgroup2 cgroup rw\n"
-HYBRID = V1_HOST + "38 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n"
-SPACE = "35 24 0:30 / /sys/fs/control\\040groups rw,relatime - cgroup2 cgroup2 rw\n"
-OWN_V1 = "12:cpuset:/docker/0f5d\n4:cpu,cpuacct:/docker/0f5d\n1:name=systemd:/docker/0f5d\n"
 SLICE = "0::/user.slice/user-1000.slice/session-3.scope\n"
-CPU_V1, CPU_V2 = "sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup"
-
-
-def v1(folder: str, quota: int, period: int = 100_000) -> dict[str, str]:
-    return {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": f"{period}\n"}
 
 
 @pytest.mark.parametrize(
-    ("own", "mounts", "files", "quota"),
+    ("own", "files", "quota"),
     [
-        pytest.param(OWN_V1, V1_HOST, v1(f"{CPU_V1}/docker/0f5d", 250_000), 2.5, id="v1"),
-        pytest.param(OWN_V1, V1_HOST, v1(f"{CPU_V1}/docker/0f5d", -1), None, id="v1 without a limit"),
-        pytest.param(OWN_V1, V1_CONTAINER, v1(CPU_V1, 200_000), 2.0, id="v1 in its container"),
-        pytest.param(
-            OWN_V1,
-            V1_HOST,
-            {**v1(f"{CPU_V1}/docker/0f5d", 800_000), **v1(f"{CPU_V1}/docker", 75_000, 50_000)},
-            1.5,
-            id="v1, a group above has less",
+        (
+            "4:cpu,cpuacct:/docker/0f5d\n",
+            {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"},
+            2.5,
         ),
-        pytest.param("0::/\n", V2, {f"{CPU_V2}/cpu.max": "50000 100000\n"}, 0.5, id="v2 in its container"),
-        pytest.param("0::/\n", V2, {f"{CPU_V2}/cpu.max": "max 100000\n"}, None, id="v2 without a limit"),
-        pytest.param("0::/\n", V2, {}, None, id="v2, the root group"),
-        pytest.param(
+        (
+            "4:cpu,cpuacct:/docker/0f5d\n",
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            None,
+        ),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/\n", {}, None),
+        (
             SLICE,
-            V2,
             {
-                f"{CPU_V2}/user.slice/user-1000.slice/session-3.scope/cpu.max": "max 100000\n",
-                f"{CPU_V2}/user.slice/user-1000.slice/cpu.max": "300000 100000\n",
-                f"{CPU_V2}/user.slice/cpu.max": "400000 100000\n",
+                "user.slice/user-1000.slice/session-3.scope/cpu.max": "max 100000\n",
+                "user.slice/user-1000.slice/cpu.max": "300000 100000\n",
+                "user.slice/cpu.max": "400000 100000\n",
             },
             3.0,
-            id="v2, groups above have limits",
         ),
-        pytest.param(
-            "0::/../../pod1\n",
-            V2_HIDDEN,
-            {f"{CPU_V2}/cpu.max": "200000 100000\n"},
-            2.0,
-            id="v2, hidden",
-        ),
-        pytest.param(
-            SLICE, V2, {f"{CPU_V2}/cpu.max": "200000 100000\n"}, 2.0, id="v2, a group of the host's"
-        ),
-        pytest.param(
-            OWN_V1 + "0::/docker/0f5d\n",
-            HYBRID,
-            v1(f"{CPU_V1}/docker/0f5d", 100_000),
-            1.0,
-            id="both",
-        ),
-        pytest.param(
-            "0::/a:b\n", SPACE, {"sys/fs/control groups/a:b/cpu.max": "100000 100000\n"}, 1.0, id="odd names"
-        ),
-        pytest.param("0::/\n", V2, {f"{CPU_V2}/cpu.max": "nonsense\n"}, None, id="nonsense"),
-        pytest.param("0::/\n", V2, {f"{CPU_V2}/cpu.max": "100000 0\n"}, None, id="a period of 0"),
-        pytest.param("\n", "a line of another system\n", {}, None, id="another system"),
+        ("0::/../../pod1\n", {"cpu.max": "200000 100000\n"}, 2.0),
+        (SLICE, {"cpu.max": "200000 100000\n"}, 2.0),
+        ("0::/\n", {"cpu.max": "nonsense\n"}, None),
+        ("0::/\n", {"cpu.max": "100000 0\n"}, None),
+        (None, {}, None),
     ],
 )
-def test_quota(own: str, mounts: str, files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
-    for name, content in {"proc/self/cgroup": own, "proc/self/mountinfo": mounts, **files}.items():
+def test_quota(own: str | None, files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    known = {} if own is None else {"proc/self/cgroup": own}
+    for name, content in {**known, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content, encoding="utf-8")
     assert cpu_quota(tmp_path) == quota
-
-
-def test_a_system_without_control_groups(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) is None
 
 
 # The purpose of the rules: the number that torch sees inside the user's code.
@@ -299,41 +244,6 @@ def test_threads_are_lent_to_several_loops_by_the_thread_that_has_them() -> None
     torch.set_num_threads(3)
     LentThreads([CARD] * 2, ProcessTuning()).lend()  # no rank computes on the CPU
     assert torch.get_num_threads() == 3
-
-
-@pytest.fixture
-def climbing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that finds more threads faster each time."""
-    for name, value in {"BLOCK_MS": 0.0, "BLOCKS": 1, "GAIN": math.inf, "SLOW": math.inf}.items():
-        monkeypatch.setattr(pool_size, name, value)
-
-
-@enough
-@pytest.mark.usefixtures("climbing")
-class TestChoice:
-    @pytest.mark.parametrize(
-        ("policy", "sizes"),
-        [("cadence", [1, 2, 3]), ("async", [1, 2, 3]), ("sync", [3, 3, 3]), ("exact", [3, 3, 3])],
-    )
-    def test_a_worker_follows_it_where_no_bits_are_promised(self, policy: Policy, sizes: list[int]) -> None:
-        seen = train(1, policy)
-        assert seen[:3] == sizes
-        assert set(seen[3:]) == {3}
-        assert (torch.get_num_threads(), in_thread(torch.get_num_threads)) == (3, 3)
-
-    def test_nothing_is_chosen_within_one_thread(self) -> None:
-        torch.set_num_threads(1)
-        assert set(train(1, "cadence")) == {1}
-
-    def test_a_replica_of_setup_follows_it(self) -> None:
-        torch.set_num_threads(usable_cores())
-        seen = call(2)
-        most = min(8, usable_cores() // 2)  # doubled in each of four calls
-        assert (seen[:2], seen[-2:]) == ([1, 1], [most, most])
-
-    @pytest.mark.usefixtures("deterministic")
-    def test_deterministic_algorithms_keep_one_size(self) -> None:
-        assert set(train(1, "cadence")) == {3}
 
 
 def test_omp_num_threads_is_the_users_number() -> None:

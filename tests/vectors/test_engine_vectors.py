@@ -33,7 +33,6 @@ from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail, Worker
-from flowdp.policy.pool_size import PoolSize
 from flowdp.protocol.messages import (
     Abort,
     Fact,
@@ -242,7 +241,7 @@ class Rank:
             saver=Saver(None, {}, None, requests.fail),
         )
         meeting = MeetingPoint(gate=gate, collective=self.mean, snapshots=self.snapshots)
-        self.worker = Worker(0, [replica], services, meeting, feed=feed, inbox=self.inbox, pool=PoolSize(1))
+        self.worker = Worker(0, [replica], services, meeting, feed=feed, inbox=self.inbox, threads=1)
         self.thread = threading.Thread(target=self.worker.run)
 
     def start(self, *orders: Mail) -> None:
