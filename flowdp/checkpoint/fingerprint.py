@@ -73,21 +73,11 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, inside_epoc
     if inside_epoch:
         before, after = _table(saved, "order"), now["order"]
         found += [
-            _difference(name, before.get(name), after.get(name))
+            f"{name} was {before.get(name)!r}, it is {after.get(name)!r} now: inside an epoch it must stay"
             for name in [*before, *(name for name in after if name not in before)]
             if before.get(name) != after.get(name)
         ]
     return found
-
-
-def _difference(name: str, before: object, after: object) -> str:
-    if name == "batch_size":
-        return (
-            f"the dataset was read in batches of {before} samples, and is now in those of {after}: inside an "
-            "epoch that must stay. Under the averaging policies they are a device's, so with another number "
-            "of devices give per_device_batch_size in place of batch_size"
-        )
-    return f"{name} was {before!r}, it is {after!r} now: inside an epoch it must stay"
 
 
 def orders(source: Source, position: Position) -> dict[int, int]:

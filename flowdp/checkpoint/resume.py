@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -67,7 +67,6 @@ class Resumed:
         fingerprint: Fingerprint of the run; None: unknown.
         orders: Checksums of a sampler's draws for the open epochs; None: unknown.
         path: The file; None where there is none.
-        older: Files before it in the folder, to resume from if its order of samples cannot be repeated.
         stopped_at: Position inside its epochs, if `position` is merely the beginning of the first open one.
     """
 
@@ -83,7 +82,6 @@ class Resumed:
     orders: Mapping[int, int] | None = None
     path: Path | None = None
     stopped_at: StopPosition | None = None
-    older: Iterator[Resumed] = field(default_factory=lambda: iter(()))
 
     @classmethod
     def of(
@@ -131,9 +129,6 @@ class Resumed:
     ) -> tuple[Resumed, Source]:
         """Open the dataset at the position where the run goes on; returns that state, too.
 
-        Where a sampler draws another order than that of an open epoch, the files before are tried, those of
-        the ends of epochs among them; the log says which was left out, and why.
-
         A TrainedState may be used for anything: where the epoch in which it stood has other batches in this
         run, that begins anew, and the log says so; a run with another learning rate or other schedulers
         begins with its own. A file demands the same batches and schedulers.
@@ -161,12 +156,7 @@ class Resumed:
             resumed.check_orders(source)
         except CheckpointError as error:
             if resumed is given:
-                older = next(self.older, None)
-                if older is None:
-                    raise
-                log.warning("%s; %s is taken", error, older)
-                older = replace(older, older=self.older)
-                return older.enter(fingerprint, epochs, max_steps, learning_rate, open_source)
+                raise
             log.warning(ANEW, error)
             return given, open_source(given.position)
         return resumed, source
@@ -317,18 +307,16 @@ def find(resume: bool | str | PathLike[str], folder: CheckpointFolder | None) ->
         CheckpointError: There is none, or it cannot be read.
         OptionError: The run would write into the folder of another one.
     """
-    searched = folder if resume is True else None
     if isinstance(resume, bool):
-        found = None if searched is None else _newest(searched)
+        found = _newest(folder) if resume and folder is not None else None
     else:
         path = Path(resume)
-        searched = CheckpointFolder(CheckpointOptions(path)) if path.is_dir() else None
-        found = (path, read(path)) if searched is None else _newest(searched)
+        found = _newest(CheckpointFolder(CheckpointOptions(path))) if path.is_dir() else (path, read(path))
         if found is None:
             raise CheckpointError(f"the folder {str(path)!r} holds no checkpoint", path=str(path))
     if folder is not None:
         _check_own(folder, None if found is None else found[0])
-    return None if found is None else _resumed(*found, folder, searched)
+    return None if found is None else _resumed(*found, folder)
 
 
 def shared_start(resumed: Resumed | None, machines: Machines) -> Resumed | None:
@@ -337,36 +325,15 @@ def shared_start(resumed: Resumed | None, machines: Machines) -> Resumed | None:
     Raises:
         CollectiveError: A machine was lost.
     """
-    if resumed is not None:
-        # Of the files before it the others know nothing, so that none can take another one by itself.
-        resumed = replace(resumed, older=iter(()))
     shared: Resumed | None = machines.share(resumed)
     return shared
 
 
-def _older(path: Path, folder: CheckpointFolder | None, searched: CheckpointFolder) -> Iterator[Resumed]:
-    """The files before this one, from the newest, as far as they can be read."""
-    there = searched.paths()
-    for older in there[there.index(path) + 1 :] if path in there else []:
-        try:
-            state = read(older)
-        except CheckpointError as error:
-            log.warning("%s; the one before it is taken", error)
-            continue
-        yield _resumed(older, state, folder, None)
-
-
-def _resumed(
-    path: Path, state: Mapping[str, Any], folder: CheckpointFolder | None, searched: CheckpointFolder | None
-) -> Resumed:
-    """The contents of a file; `folder` is the run's own.
-
-    The files before it lie in `searched`; None: this one was asked for.
-    """
+def _resumed(path: Path, state: Mapping[str, Any], folder: CheckpointFolder | None) -> Resumed:
+    """The contents of a file; `folder` is the run's own."""
     if folder is not None:
         folder.follow(state)
     return Resumed(
-        older=iter(()) if searched is None else _older(path, folder, searched),
         position=state["position"],
         model=state["model"],
         buffers=state["buffers"],

@@ -155,7 +155,7 @@ def test_what_may_differ_and_what_not(open_: bool) -> None:
     assert (caught.value.path, caught.value.version) == ("a.pt", 3)
     other_order = {**PRINT, "order": {"batch_size": 5}}
     if open_:
-        with pytest.raises(CheckpointError, match="in batches of 4 samples, and is now in those of 5"):
+        with pytest.raises(CheckpointError, match="batch_size was 4, it is 5 now"):
             one.check(other_order, None, None)
     else:
         one.check(other_order, None, None)

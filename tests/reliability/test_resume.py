@@ -288,8 +288,8 @@ def test_an_end_before_the_checkpoint_is_refused(tmp_path: Path, recorder: StepR
     [
         ({"model": nn.Linear(1, 1)}, "another model: 'trained' is float32"),
         ({"samples": 22, "model": Counts()}, "the dataset had 23 samples, it has 22 samples now"),
-        ({"per_device_batch_size": 5}, "in batches of 4 samples, and is now in those of 5"),
-        ({"policy": "exact"}, "in batches of 4 samples, and is now in those of 8"),
+        ({"per_device_batch_size": 5}, "batch_size was 4, it is 5 now"),
+        ({"policy": "exact"}, "batch_size was 4, it is 8 now"),
         ({"seed": 1}, "seed was 0, it is 1 now"),
         ({"reading": flowdp.ReadingOptions(shuffle=False)}, "shuffle was True, it is False now"),
         ({"reading": flowdp.ReadingOptions(drop_last=True)}, "drop_last was False, it is True now"),
