@@ -23,7 +23,7 @@ trainer = flowdp.Trainer(
     batch_size=32,
     epochs=2,
     evaluation=test,
-    callbacks=[flowdp.ModelCheckpoint("loss", dir=folder)],
+    checkpoint=flowdp.CheckpointOptions(folder, keep_best=("loss", "min")),
     resume=True,
     progress=True,
 )

@@ -47,9 +47,8 @@ from flowdp.errors import (
     StateError,
     StepError,
 )
-from flowdp.observe.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint, OnCheckpoint
+from flowdp.observe.callbacks import EMA, Callback, EarlyStopping, OnCheckpoint
 from flowdp.observe.loggers.files import CSVLogger, JSONLLogger
-from flowdp.observe.loggers.learning_rates import LearningRateMonitor
 from flowdp.observe.loggers.log import Log, RunLogger
 from flowdp.observe.loggers.services import MLflowLogger, TensorBoardLogger, WandbLogger
 from flowdp.options import (
@@ -91,8 +90,6 @@ __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "SchedulerOptions",
     "Callback",
     "EarlyStopping",
-    "ModelCheckpoint",
-    "LearningRateMonitor",
     "EMA",
     "OnCheckpoint",
     "Log",

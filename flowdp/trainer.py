@@ -37,7 +37,7 @@ from flowdp.engine.predictor import PredictStep
 from flowdp.errors import OptionError
 from flowdp.inference import StateOption, predict, validate
 from flowdp.observe.bar import wants_progress
-from flowdp.observe.callbacks import Callback, check_callbacks, checkpoint_of, ema_decay_of, monitor_of
+from flowdp.observe.callbacks import Callback, check_callbacks, ema_decay_of, monitor_of
 from flowdp.observe.timeline_file import check_timeline
 from flowdp.options import (
     CadenceOptions,
@@ -227,7 +227,7 @@ class Trainer:
             )
             sizes.check_end(max_steps)
             listed = check_callbacks(callbacks)
-            save = checkpoint_of(listed, check_checkpoint(checkpoint))
+            save = check_checkpoint(checkpoint)
             if not isinstance(resume, TrainedState):
                 check_resume(resume, save)
             options = check_evaluation(evaluation, train_step)

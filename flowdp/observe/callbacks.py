@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import OptionError
-from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
@@ -22,10 +20,8 @@ __all__ = [
     "METHODS",
     "Callback",
     "EarlyStopping",
-    "ModelCheckpoint",
     "OnCheckpoint",
     "check_callbacks",
-    "checkpoint_of",
     "ema_decay_of",
     "monitor_of",
     "overrides",
@@ -186,59 +182,6 @@ class EarlyStopping(Callback):
 
 
 @dataclass(frozen=True)
-class ModelCheckpoint(Callback):
-    """Keep the checkpoints with the best values of a metric.
-
-    ::
-
-        callbacks=[flowdp.ModelCheckpoint("accuracy", "max", top_k=3, dir="runs/a")]
-
-    Short for `checkpoint=CheckpointOptions(dir, keep_best=(monitor, mode), top_k=top_k)`, which has more
-    options: checkpoints after every epoch, of which the last three stay, too. The best is also `best.pt`; a
-    resumed run continues the list.
-
-    Attributes:
-        monitor: Name of a mean of the evaluation, else "loss" or a scalar of the training.
-        mode: Whether the least or the greatest is best.
-        top_k: How many stay; of equal ones the earlier. NaN and infinities never do.
-        dir: Folder of the checkpoints of this run alone; None: that of `Trainer(checkpoint=)`.
-    """
-
-    monitor: str = "loss"
-    mode: Literal["min", "max"] = "min"
-    top_k: int = 1
-    dir: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            OptionError: One is out of its range.
-        """
-        Monitor(self.monitor, self.mode)
-        self.options(None if self.dir is not None else CheckpointOptions("a folder"))
-
-    def options(self, given: CheckpointOptions | None) -> CheckpointOptions:
-        """The options of the run's checkpoints.
-
-        Args:
-            given: Those of the Trainer; None without any.
-
-        Raises:
-            OptionError: They contradict this callback, or there is no folder.
-        """
-        if (given is None) == (self.dir is None):
-            raise OptionError(
-                "a run has one folder of checkpoints: give either ModelCheckpoint(dir='a folder') or "
-                "Trainer(checkpoint='a folder')"
-            )
-        base = given or CheckpointOptions(self.dir or "")
-        if base.keep_best is not None:
-            raise OptionError("ModelCheckpoint and checkpoint.keep_best say which checkpoints stay: give one")
-        return replace(base, keep_best=(self.monitor, self.mode), top_k=self.top_k)
-
-
-@dataclass(frozen=True)
 class EMA(Callback):
     """Exponential moving average of the trained parameters, updated after each step of each device.
 
@@ -319,20 +262,10 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
     for one in checked:
         if not isinstance(one, Callback):
             raise OptionError(f"callbacks must be instances of flowdp.Callback, not {one!r}")
-    for kind in (ModelCheckpoint, EMA, EarlyStopping):
+    for kind in (EMA, EarlyStopping):
         if sum(isinstance(one, kind) for one in checked) > 1:
             raise OptionError(f"callbacks: a run has one {kind.__name__}, and there are several")
     return checked
-
-
-def checkpoint_of(callbacks: Iterable[Callback], given: CheckpointOptions | None) -> CheckpointOptions | None:
-    """Options of a run's checkpoints: those of the Trainer, with what a `ModelCheckpoint` says.
-
-    Raises:
-        OptionError: Both say something.
-    """
-    found = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
-    return found[0].options(given) if found else given
 
 
 def ema_decay_of(callbacks: Iterable[Callback]) -> float | None:

@@ -12,13 +12,10 @@ from flowdp.observe.callbacks import (
     METHODS,
     Callback,
     EarlyStopping,
-    ModelCheckpoint,
     OnCheckpoint,
     check_callbacks,
-    checkpoint_of,
     monitor_of,
 )
-from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Monitor
 
 
@@ -55,7 +52,6 @@ class LooksLikeOne:
         ([LooksLikeOne()], "must be instances of flowdp.Callback"),
         ([EarlyStopping(), Own(), EarlyStopping("accuracy", mode="max")], "has one EarlyStopping"),
         ([EMA(), EMA()], "has one EMA"),
-        ([ModelCheckpoint(dir="a"), ModelCheckpoint(dir="b")], "has one ModelCheckpoint"),
     ],
 )
 def test_what_is_none(given, message):
@@ -92,49 +88,3 @@ def test_a_function_for_checkpoints():
     callback = OnCheckpoint(got.append)
     callback.on_checkpoint("the first")
     assert got == ["the first"]
-
-
-def test_model_checkpoint_is_a_name_for_options():
-    alone = ModelCheckpoint("accuracy", "max", top_k=3, dir="runs/a")
-    assert checkpoint_of([Own(), alone], None) == CheckpointOptions(
-        "runs/a", keep_best=("accuracy", "max"), top_k=3
-    )
-    given = CheckpointOptions("runs/b", every=2, keep_last=1)
-    assert checkpoint_of([ModelCheckpoint()], given) == CheckpointOptions(
-        "runs/b", every=2, keep_last=1, keep_best=("loss", "min")
-    )
-    assert checkpoint_of([Own()], given) is given
-    assert checkpoint_of([Own()], None) is None
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "given", "message"),
-    [
-        ([ModelCheckpoint()], None, "one folder of checkpoints"),
-        ([ModelCheckpoint(dir="a")], CheckpointOptions("b"), "one folder of checkpoints"),
-        (
-            [ModelCheckpoint("accuracy", "max")],
-            CheckpointOptions("b", keep_best=("loss", "min")),
-            "which checkpoints stay: give one",
-        ),
-        ([ModelCheckpoint()], CheckpointOptions("b", unit="minute"), "use unit='epoch'"),
-    ],
-)
-def test_what_contradicts_a_model_checkpoint(callbacks, given, message):
-    with pytest.raises(OptionError, match=message):
-        checkpoint_of(callbacks, given)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"monitor": ""}, "monitor must be the name of a metric"),
-        ({"mode": "least"}, "mode must be 'min' or 'max'"),
-        ({"top_k": 0}, "top_k must be an int of at least 1"),
-        ({"dir": ""}, "dir must be the path of a folder"),
-        ({"dir": 3}, "dir must be the path of a folder"),
-    ],
-)
-def test_model_checkpoint_checks_what_it_gets(fields, message):
-    with pytest.raises(OptionError, match=message):
-        ModelCheckpoint(**fields)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
-from flowdp import CheckpointOptions, EarlyStopping, FlowdpError, ModelCheckpoint, OptionError, StepError
+from flowdp import CheckpointOptions, EarlyStopping, FlowdpError, OptionError, StepError
 from flowdp.checkpoint.file import read
 from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import ENDLESS, WAIT_S, Door, count, stop, trainer
@@ -190,14 +190,14 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     options = CheckpointOptions(tmp_path, keep_last=1, keep_best=("score", "max"))
     climbs("sync", 2, SCORES[:4], checkpoint=options).fit()
     assert read(tmp_path / "best.pt")["model"]["value"].item() == 2
-    assert len(list(tmp_path.iterdir())) == 3  # the best under its own name, too, and the newest
+    assert len(list(tmp_path.glob("*.pt"))) == 3  # the best under its own name, too, and the newest
 
 
 def test_the_best_few_stay_over_a_resume(tmp_path: Path) -> None:
-    kept = ModelCheckpoint("score", "max", top_k=2, dir=tmp_path)
+    kept = CheckpointOptions(tmp_path, keep_best=("score", "max"), top_k=2)
     scores = [9.0, 1.0, 7.0, 2.0, 9.0, 3.0]
     for epochs in (2, 4, 6):
-        climbs("sync", 2, scores, epochs=epochs, callbacks=[kept], resume=True).fit()
+        climbs("sync", 2, scores, epochs=epochs, checkpoint=kept, resume=True).fit()
     assert {1, 5} | {4, 5, 6} == {read(path)["epoch"] for path in tmp_path.glob("step-*")}
     assert read(tmp_path / "best.pt")["epoch"] == 1
     fifth = next(path for path in tmp_path.glob("step-*") if read(path)["epoch"] == 5)
