@@ -3,74 +3,36 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowdp.errors import OptionError
 from flowdp.options import (
-    Backend,
     CadenceOptions,
     CheckpointOptions,
     FailureOptions,
     OuterOptions,
-    Policy,
-    Precision,
     ReadingOptions,
     RuntimeOptions,
-    SchedulerUnit,
 )
-from flowdp.validators import one_of
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"anchor": 1},
-        {"overhead_target": 0.01},
-        {"overhead_target": 0.5},
-        {"max_anchor": 0},
-        {"max_anchor": 1},
-        {"max_batch_diff": 0},
-        {"speed_hint": (0, 1)},
-        {"speed_hint": (3, 2.5)},
-        {"divergence_threshold": 1e-9},
-    ],
-)
-def test_the_edges_are_allowed(given: dict[str, Any]) -> None:
-    options = CadenceOptions(**given)
-    [(name, value)] = given.items()
-    assert getattr(options, name) == value
 
 
 @pytest.mark.parametrize(
     "given",
     [
         {"anchor": 0},
-        {"anchor": 2.0},
         {"anchor": True},
-        {"anchor": "10"},
         {"overhead_target": 0.009},
-        {"overhead_target": 0.51},
         {"overhead_target": math.nan},
-        {"overhead_target": "10 %"},
         {"divergence_threshold": None},
         {"divergence_guard": "yes"},
         {"max_anchor": -1},
-        {"max_anchor": 3.5},
         {"max_batch_diff": -1},
         {"max_batch_diff": False},
         {"divergence_threshold": 0.0},
-        {"divergence_threshold": math.inf},
-        {"divergence_threshold": math.nan},
         {"speed_hint": (0, 0.5)},
-        {"speed_hint": (0, math.nan)},
-        {"speed_hint": (0, math.inf)},
-        {"speed_hint": (0, "2")},
         {"speed_hint": (-1, 2.0)},
-        {"speed_hint": (0.0, 2.0)},
-        {"speed_hint": (0,)},
         {"speed_hint": [0, 2.0]},
         {"speed_hint": 2.0},
     ],
@@ -82,13 +44,6 @@ def test_what_cannot_work_is_refused(given: dict[str, Any]) -> None:
     # The message quotes the value.
     shown = value[1] if isinstance(value, tuple) and len(value) == 2 and value[0] == 0 else value
     assert repr(shown) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "given", [{}, {"lr": 1e-9}, {"lr": 7}, {"momentum": 0}, {"momentum": 0.999}, {"nesterov": True}]
-)
-def test_the_outer_steps_that_can_be_taken(given: dict[str, Any]) -> None:
-    OuterOptions(**given)
 
 
 @pytest.mark.parametrize(
@@ -126,55 +81,18 @@ def test_when_rounds_of_several_steps_are_wanted(given: dict[str, Any], windows:
 
 
 @pytest.mark.parametrize(
-    ("literal", "word"),
-    [(Policy, "async"), (Policy, "exact"), (Backend, "local"), (Precision, "bf16"), (SchedulerUnit, "epoch")],
-)
-def test_words(literal: object, word: str) -> None:
-    one_of("option", word, literal)
-    with pytest.raises(OptionError, match=f"option must be one of .*'{word}'.*, not 'fast'"):
-        one_of("option", "fast", literal)
-    with pytest.raises(OptionError):
-        one_of("option", None, literal)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"every": 1},
-        {"unit": "step", "every": 500},
-        {"unit": "minute", "every": 0.01},
-        {"keep_last": 1},
-        {"keep_best": ("accuracy", "max")},
-        {"keep_best": ("accuracy", "max"), "top_k": 3},
-    ],
-)
-def test_checkpoint_options_that_are_allowed(given: dict[str, Any]) -> None:
-    options = CheckpointOptions(Path("runs"), **given)
-    assert {name: getattr(options, name) for name in given} == given
-    assert CheckpointOptions("runs", **given) != options  # a folder stays as it was given
-
-
-@pytest.mark.parametrize(
     "given",
     [
         {"dir": ""},
         {"dir": None},
-        {"dir": 3},
         {"every": 0},
         {"every": 1.5},
-        {"every": True},
         {"unit": "minute", "every": 0},
-        {"unit": "minute", "every": math.inf},
-        {"unit": "minute", "every": "5"},
         {"unit": "hour"},
         {"keep_last": 0},
-        {"keep_last": 2.0},
         {"keep_best": "loss"},
         {"keep_best": ("loss", "least")},
         {"keep_best": ("", "min")},
-        {"keep_best": ["loss", "min"]},
-        {"keep_best": ("loss",)},
         {"keep_best": ("loss", "min"), "top_k": 0},
         {"top_k": 2},
         {"every": 1, "unit": "step", "keep_best": ("loss", "min")},
@@ -232,9 +150,3 @@ def test_checkpoint_options_are_named() -> None:
 def test_fields_of_a_run_out_of_range(kind: Any, given: dict[str, Any], match: str) -> None:
     with pytest.raises(OptionError, match=match):
         kind(**given)
-
-
-def test_records_without_a_field_are_the_defaults() -> None:
-    assert ReadingOptions() == ReadingOptions(shuffle=None, drop_last=None, collate_fn=None, num_workers=None)
-    assert (FailureOptions().on_failure, FailureOptions().stall_timeout) == ("raise", 60.0)
-    assert (RuntimeOptions().backend, RuntimeOptions().capture) == ("auto", "auto")

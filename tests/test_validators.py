@@ -37,23 +37,20 @@ def test_a_number_is_finite_and_not_below_0(value: Any) -> None:
         check_number("x", value, above=False)
 
 
-def test_other_values_are_named() -> None:
-    with pytest.raises(OptionError, match="x must be a number above 0, not 0"):
-        check_number("x", 0, above=True)
-    with pytest.raises(OptionError, match="x must be True or False, not 1"):
-        check_flag("x", 1)
-    with pytest.raises(OptionError, match="x must be True or False, not None"):
-        check_flag("x", None)
-    with pytest.raises(OptionError, match="x must be True, False or None, not 1"):
-        check_flag("x", 1, optional=True)
-    with pytest.raises(OptionError, match="x must be an int of at least 2 or None, not 1"):
-        check_int("x", 1, least=2, optional=True)
-    with pytest.raises(OptionError, match="x must be a number above 0 or None, not 0"):
-        check_number("x", 0, above=True, optional=True)
-    with pytest.raises(OptionError, match="x must be a function of the step, not 3"):
-        check_function("x", 3, "the step")
-    with pytest.raises(OptionError, match="x must be one of 'a', 'b', not 'c'"):
-        one_of("x", "c", Literal["a", "b"])
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [
+        (lambda: check_number("x", 0, above=True), "x must be a number above 0, not 0"),
+        (lambda: check_flag("x", None), "x must be True or False, not None"),
+        (lambda: check_flag("x", 1, optional=True), "x must be True, False or None, not 1"),
+        (lambda: check_int("x", 1, least=2, optional=True), "x must be an int of at least 2 or None, not 1"),
+        (lambda: check_function("x", 3, "the step"), "x must be a function of the step, not 3"),
+        (lambda: one_of("x", "c", Literal["a", "b"]), "x must be one of 'a', 'b', not 'c'"),
+    ],
+)
+def test_other_values_are_named(check: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        check()
 
 
 def test_a_bool_is_no_number() -> None:
