@@ -115,7 +115,7 @@ class _Lives:
         self._quorum, self._admission, self._timeout_s = quorum, admission, timeout_s
         self._names: list[str] = []  # of the last world's members
         self._short = 0  # short lives that a loss has ended, though all members were there again
-        self._has_waited = ""
+        self._has_waited = False
 
     def run(self, train: Callable[[], Answer]) -> Answer:
         """See `run_elastic`."""
@@ -124,11 +124,11 @@ class _Lives:
             world = self._quorum.form(self._timeout_s, self._tell_wait)
             if loss is not None:
                 self._check_gone(world, loss)
-            loss, self._names, self._has_waited = None, world.names, ""
+            loss, self._names, self._has_waited = None, world.names, False
             begun_s = time.monotonic()
             try:
                 self._quorum.begin_group(world)
-                self._tell_begin(world)
+                log.info("a world of %d machines trains: %s", len(world.members), ", ".join(world.names))
                 self._admission.begin(self._quorum.me.name, world)
                 return train()
             except MachineWaitsError as error:
@@ -158,26 +158,17 @@ class _Lives:
             )
             raise loss
 
-    def _tell_begin(self, world: World) -> None:
-        hosts = [one.host for one in world.members]
-        log.info("a world of %d machines trains: %s", len(hosts), ", ".join(hosts))
-
     def _tell_wait(self, answer: World) -> None:
         """Say once for whom this machine waits."""
         training = sorted(one.host for one in answer.members if one.world not in ("", self._quorum.me.was))
-        what = "others" if training else "more" if answer.is_forming else ""
-        if what in ("", self._has_waited):
+        if self._has_waited or not (training or answer.is_forming):
             return
-        self._has_waited = what
-        if training:
-            log.warning(
-                "this machine waits for %s, in training: they let it in behind a checkpoint; without a run "
-                "that writes some, when one of them is lost",
-                ", ".join(training),
-            )
-        else:
-            count = len(answer.members)
-            log.warning("waiting for more machines; here %s %d", "is" if count == 1 else "are", count)
+        self._has_waited = True
+        log.warning(
+            "this machine waits for others, %d are here%s",
+            len(answer.members),
+            f"; in training: {', '.join(training)}, which let it in behind a checkpoint" if training else "",
+        )
 
 
 class _Admission:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from flowdp.errors import CheckpointError, CollectiveError
 from flowdp.network.transfer import Transfer
@@ -59,14 +59,6 @@ class _Answer:
     capture: int
     states: Sequence[State]
     error: str | None = None
-
-
-class Captured(Protocol):
-    """States that ranks have saved at one barrier."""
-
-    def read(self) -> dict[str, Any]:
-        """Wait for the devices; the states in their order are "ranks"."""
-        ...
 
 
 class StateCollector:
@@ -142,7 +134,7 @@ class StateSender:
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
         self._changed = threading.Condition()  # guards everything below
-        self._kept: dict[int, Captured] = {}
+        self._kept: dict[int, Callable[[], Sequence[State]]] = {}
         self._wanted: deque[int] = deque()
         self._dropped: set[int] = set()  # before they were kept
         self._is_closed = self._is_over = False
@@ -154,8 +146,12 @@ class StateSender:
         with self._changed:
             return bool(self._kept)
 
-    def keep(self, capture: int, captured: Captured) -> None:
+    def keep(self, capture: int, read: Callable[[], Sequence[State]]) -> None:
         """Keep the states of a capture that machine 0 is going to write.
+
+        Args:
+            capture: Number of the capture.
+            read: Waits for the devices, and returns the states of the ranks in their order.
 
         Threads:
             The coordinator's.
@@ -164,7 +160,7 @@ class StateSender:
             if capture in self._dropped:
                 self._dropped.discard(capture)
             elif not self._is_over:
-                self._kept[capture] = captured
+                self._kept[capture] = read
             self._changed.notify_all()
 
     def take(self, message: WantedStates | DroppedStates) -> None:
@@ -249,10 +245,10 @@ class StateSender:
 
     def _answer(self, capture: int) -> _Answer:
         with self._changed:
-            captured = self._kept.get(capture)
-        if captured is None:
+            read = self._kept.get(capture)
+        if read is None:
             return _Answer(capture, (), "its run ended before they were there")
         try:
-            return _Answer(capture, captured.read()["ranks"])
+            return _Answer(capture, read())
         except Exception as error:
             return _Answer(capture, (), format_error(error))

@@ -317,7 +317,7 @@ class Saver:
             if command.snapshots > state.answered:
                 state.snapshot, state.answered = captured, command.snapshots
             if command.version is not None and self.sender is not None:
-                self.sender.keep(command.capture, captured)
+                self.sender.keep(command.capture, lambda: captured.read()["ranks"])
             elif command.version is not None and self.thread is not None:
                 job = _Job(command.version, command.capture, captured, self._best, self._value(captured))
                 self._queue(job)

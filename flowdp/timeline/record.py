@@ -25,7 +25,7 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.messages import Throttle
 from flowdp.timeline.rows import Matrix
-from flowdp.timeline.sampler import GpuReading, HostReading, Sampler
+from flowdp.timeline.sampler import GpuReading, Sampler
 from flowdp.timeline.spans import ORDER, RankSpans, Span
 
 __all__ = ["TimelineEvent", "TimelineRecord", "TimelineRound", "TimelineSample"]
@@ -249,14 +249,14 @@ class TimelineRecord:
             case Paused(value):
                 self._event("pause", "paused" if value else "continued")
 
-    def sample(self, host: HostReading, gpus: Sequence[GpuReading]) -> None:
+    def sample(self, cpu: float, ram_bytes: float, gpus: Sequence[GpuReading]) -> None:
         """Record the use of the machine.
 
         Threads:
             The sampler's.
         """
         at_ms = self._since(perf_counter())
-        self._samples.add(TimelineSample(at_ms, host.cpu, host.ram_bytes, tuple(gpus)))
+        self._samples.add(TimelineSample(at_ms, cpu, ram_bytes, tuple(gpus)))
 
     def _note_round(self, ended: RoundEnded) -> None:
         self._rounds.add(

@@ -12,25 +12,12 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-__all__ = ["EVERY_S", "GpuReading", "GpuSensor", "HostReading", "HostSensor", "Sampler"]
+__all__ = ["EVERY_S", "GpuReading", "GpuSensor", "Sampler"]
 
 log = logging.getLogger("flowdp")
 
 EVERY_S = 0.5
 """Time between two samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostReading:
-    """Use of the host by this process.
-
-    Attributes:
-        cpu: Cores used since the last reading: 1.0 is one core.
-        ram_bytes: Resident memory; NaN where it cannot be read.
-    """
-
-    cpu: float
-    ram_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +39,12 @@ UNKNOWN = GpuReading(math.nan, math.nan, math.nan)
 """Reading where NVML gives none; a 0 would say that the device is idle."""
 
 
-class HostSensor:
-    """Reads the use of the host."""
-
-    def __init__(self) -> None:
-        self._at_s, self._used_s = perf_counter(), process_time()
-        self._resident = _resident_reader()
-
-    def read(self) -> HostReading:
-        """Read the use since the last call."""
-        at_s, used_s = perf_counter(), process_time()
-        cpu = (used_s - self._used_s) / max(at_s - self._at_s, 1e-9)
-        self._at_s, self._used_s = at_s, used_s
-        return HostReading(cpu, self._resident())
-
-
-def _resident_reader() -> Callable[[], float]:
-    """Reader of the resident memory: from /proc; NaN where there is none."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return lambda: math.nan
-    page = mmap.PAGESIZE
-    return lambda: float(statm.read_text().split()[1]) * page
+def _resident_bytes() -> float:
+    """Resident memory of this process; NaN where there is no /proc."""
+    try:
+        return float(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return math.nan
 
 
 class GpuSensor:
@@ -117,7 +88,8 @@ class Sampler:
     """Samples the machine until it is closed.
 
     Args:
-        take: Called with each sample.
+        take: Called with each sample: the cores that this process used since the last one (1.0 is one
+            core), its resident memory, and the use of the GPUs.
         uuids: UUIDs of the CUDA devices.
         every_s: Time between two samples.
 
@@ -127,12 +99,11 @@ class Sampler:
 
     def __init__(
         self,
-        take: Callable[[HostReading, Sequence[GpuReading]], None],
+        take: Callable[[float, float, Sequence[GpuReading]], None],
         uuids: Sequence[str] = (),
         every_s: float = EVERY_S,
     ) -> None:
         self._take = take
-        self._host = HostSensor()
         self._gpus = [GpuSensor(uuid) for uuid in uuids]
         self._every_s = every_s
         self._is_closing = threading.Event()
@@ -150,6 +121,10 @@ class Sampler:
 
     def _run(self) -> None:
         is_over = False
+        at_s, used_s = perf_counter(), process_time()
         while not is_over:
             is_over = self._is_closing.wait(self._every_s)
-            self._take(self._host.read(), [gpu.read() for gpu in self._gpus])
+            before_s, used_before_s = at_s, used_s
+            at_s, used_s = perf_counter(), process_time()
+            cores = (used_s - used_before_s) / max(at_s - before_s, 1e-9)
+            self._take(cores, _resident_bytes(), [gpu.read() for gpu in self._gpus])

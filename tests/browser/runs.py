@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 import flowdp
-from flowdp.timeline.sampler import HostReading
 
 __all__ = ["timed_run"]
 
@@ -28,7 +27,7 @@ def timed_run(devices: int) -> flowdp.Run:
         timeline=True,
         progress=False,
     ).start()
-    run.timeline.sample(HostReading(0.5, 1e9), [])  # it may end before the sampler's first one
+    run.timeline.sample(0.5, 1e9, [])  # it may end before the sampler's first one
     run.join()
-    run.timeline.sample(HostReading(1.0, 2e9), [])
+    run.timeline.sample(1.0, 2e9, [])
     return run

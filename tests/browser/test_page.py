@@ -11,7 +11,7 @@ import pytest
 
 from flowdp.observe.run_html import run_html
 from flowdp.policy.efficiency import Activity, RankTimes, efficiency_of
-from flowdp.timeline.sampler import UNKNOWN, HostReading
+from flowdp.timeline.sampler import UNKNOWN
 from flowdp.timeline.timeline import Timeline
 from tests.browser.chromium import WatchedPage, open_page
 from tests.browser.runs import timed_run
@@ -139,7 +139,7 @@ def test_hostile_names_are_text(browser: Browser, tmp_path: Path) -> None:
     shared = {name: (1,) * len(HOSTILE) for name in ("steps", "samples", "busy_ms", "data_ms", "wait_ms")}
     for number, name in enumerate(HOSTILE):
         timeline.note(ended(number, reason=name, **shared))
-    timeline.sample(HostReading(1.0, 1e9), [UNKNOWN] * len(HOSTILE))
+    timeline.sample(1.0, 1e9, [UNKNOWN] * len(HOSTILE))
     timeline.save(file)
     with open_page(browser) as watched:
         watched.page.goto(file.as_uri())

@@ -39,18 +39,6 @@ class Road:
         return self.queue.get(timeout=WAIT_S)
 
 
-class States:
-    """Stands for the captured states of one barrier."""
-
-    def __init__(self, ranks: Sequence[str], error: Exception | None = None) -> None:
-        self._ranks, self._error = ranks, error
-
-    def read(self) -> dict[str, Any]:
-        if self._error is not None:
-            raise self._error
-        return {"ranks": list(self._ranks)}
-
-
 class Pair:
     """A sender and a collector with a link between them that is as quick as a call."""
 
@@ -62,7 +50,12 @@ class Pair:
         self.sender.thread.start()
 
     def keep(self, capture: int, *ranks: str, error: Exception | None = None) -> None:
-        self.sender.keep(capture, States(ranks, error))
+        def read() -> Sequence[Any]:
+            if error is not None:
+                raise error
+            return ranks
+
+        self.sender.keep(capture, read)
 
     def collect(self, capture: int) -> list[Any]:
         return cast(list[Any], self.collector.collect(capture))

@@ -20,7 +20,7 @@ from flowdp.protocol.commands import EpochEnded, EvaluationEnded, Paused, Quaran
 from flowdp.protocol.messages import SyncNow, Throttle
 from flowdp.protocol.position import Position
 from flowdp.timeline.record import EVENTS
-from flowdp.timeline.sampler import UNKNOWN, HostReading
+from flowdp.timeline.sampler import UNKNOWN
 from flowdp.timeline.timeline import Timeline
 from tests.timeline.hostile import HOSTILE
 
@@ -84,7 +84,7 @@ def test_a_long_run_is_thinned_evenly_and_a_loss_that_is_not_finite_is_left_out(
     timeline = Timeline(["a", "b"])
     for number in range(10_000):
         timeline.note(ended(number, loss=math.nan if number % 8 else 2.0))
-        timeline.sample(HostReading(1.0, number), [])
+        timeline.sample(1.0, number, [])
     assert [one.global_step for one in timeline.rounds] == list(range(0, 20_000, 8))
     assert [one.ram_bytes for one in timeline.samples] == list(range(0, 10_000, 4))
     assert [one.loss for one in timeline.rounds[::2]] == [2.0] * 1250
@@ -102,7 +102,7 @@ def test_events_of_one_kind_do_not_push_out_another() -> None:
 
 def test_an_unknown_use_is_no_zero() -> None:
     unknown = Timeline(["cuda:0"], {"cuda:0": "GPU-1"})
-    unknown.sample(HostReading(1.0, math.nan), [UNKNOWN])
+    unknown.sample(1.0, math.nan, [UNKNOWN])
     assert math.isnan(unknown.samples[0].gpus[0].utilisation)
 
 
@@ -214,7 +214,7 @@ def test_hostile_names_are_text_in_every_file(name: str, tmp_path: Path) -> None
     timeline = Timeline([name, "b"], {name: "GPU-0"})
     timeline.note(ended(0, reason=name, loss=math.inf))
     timeline.note(ended(1, loss=None))
-    timeline.sample(HostReading(1.0, math.nan), [UNKNOWN])
+    timeline.sample(1.0, math.nan, [UNKNOWN])
     for file in ("run.html", "run.json"):
         timeline.save(tmp_path / file)
     page = (tmp_path / "run.html").read_text(encoding="utf-8")
