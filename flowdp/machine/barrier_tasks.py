@@ -23,7 +23,6 @@ from flowdp.protocol.commands import (
     EpochEnded,
     EvaluationEnded,
     Fail,
-    RoundEnded,
     Save,
     SavesPutOff,
     Send,
@@ -334,18 +333,15 @@ class Barrier:
         plan, budget = self._tasks.save, self._budget
         if self._is_told or plan is None or budget is None or not self.saves.is_put_off:
             return []
-        cost, wait_ms, step_ms = budget.cost, budget.wait_ms, budget.step_ms
-        if cost is None:  # the file before is being written
+        if budget.cost is None:  # the file before is being written
             return []
         self._is_told = True
-        return [SavesPutOff(plan.every, plan.unit, cost, wait_ms, round(wait_ms / step_ms) if step_ms else 0)]
+        return [SavesPutOff(plan.every, plan.unit, budget.cost, budget.wait_ms)]
 
     # ------------------------------------------------------------------ answers
-    def trained(self, record: RoundEnded, now_ms: float) -> None:
-        """Rounds have ended: their times tell the cost of a checkpoint."""
+    def trained(self) -> None:
+        """Rounds have ended."""
         self._is_unsettled = self._overlaps
-        if self._budget is not None:
-            self._budget.trained(now_ms, record.wall_ms, sum(record.steps))
 
     def written(self, version: int, now_ms: float) -> None:
         """The writer is done with this checkpoint and all before it."""

@@ -126,7 +126,7 @@ class Coordinator:
         commands = self._take(fact, now_ms)
         for command in commands:
             if isinstance(command, RoundEnded):
-                self.barrier.trained(command, now_ms)
+                self.barrier.trained()
         commands += self._decide(now_ms)
         return commands
 

@@ -214,25 +214,20 @@ class SavesPutOff:
         unit: ... in "step" or "minute".
         cost: Cost of the checkpoint before.
         wait_ms: Time from that one to the next.
-        steps: About so many steps of all ranks in that time; 0: unknown.
     """
 
     every: float
     unit: str
     cost: SaveCost
     wait_ms: float
-    steps: int
 
     def __str__(self) -> str:
-        stands, slowed, write = map(
-            format_duration, (self.cost.stands_ms, self.cost.slowed_ms, self.cost.write_ms)
-        )
-        steps = f", about {self.steps:,} steps" if self.steps else ""
+        stands, write = map(format_duration, (self.cost.stands_ms, self.cost.write_ms))
         return (
-            f"checkpoints of every={self.every:g}, unit={self.unit!r} are put off: they would cost more "
-            f"than {SHARE:.0%} of the training. The last one stopped all devices for {stands}, and cost them "
-            f"at most {slowed} more while its file was written in {write}. The next one follows it after at "
-            f"most {format_duration(self.wait_ms)}{steps}. Requested ones and the last one never wait"
+            f"checkpoints of every={self.every:g}, unit={self.unit!r} are put off: they might cost more "
+            f"than {SHARE:.0%} of the training. The last one stopped all devices for {stands}, and its file "
+            f"was written in {write}. The next one follows it after {format_duration(self.wait_ms)}. "
+            "Requested ones and the last one never wait"
         )
 
 

@@ -52,7 +52,7 @@ def test_where_the_budget_is_spent_the_next_one_is_that_of_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And the run says so, once, with the measured cost."""
-    monkeypatch.setattr("flowdp.policy.save_budget.AIM", 1e-12)
+    monkeypatch.setattr("flowdp.policy.save_budget.SHARE", 1e-12)
     options = flowdp.CheckpointOptions(tmp_path / "run", every=1, unit="step", keep_last=1000)
     state, problems = trained("sync", options)
     assert state.global_step == STEPS

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flowdp.machine.barrier_tasks import MINUTE_MS
 from flowdp.policy.monitor import Best
-from flowdp.policy.save_budget import AIM
+from flowdp.policy.save_budget import SHARE
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EpochEnded, EvaluationEnded, Finish, RoundEnded, Save
 from flowdp.protocol.messages import (
@@ -300,7 +300,7 @@ class Standing:
             self._unwritten = False
             # At most all of the time from the order to the file was lost, until the coordinator hears of it.
             heard_ms = now_ms + self._scenario.latency_ms
-            self._allowed_ms = max(heard_ms, self._begin_ms + (heard_ms - self._begin_ms) / AIM)
+            self._allowed_ms = max(heard_ms, self._begin_ms + (heard_ms - self._begin_ms) / SHARE)
 
     def reported(self, record: RoundEnded, now_ms: float) -> None:
         """Rounds are over."""
