@@ -72,7 +72,7 @@ class DemandReader(MapSource):
                     self._waiting[key] = [other for other in ranks if other != rank]
                     if not self._waiting[key]:
                         del self._waiting[key]
-            self._look()
+            self._changed.notify()
 
     def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
         """Return a batch untrained; see `Source.give_back`."""
@@ -110,11 +110,6 @@ class DemandReader(MapSource):
     def _indices_of(self, key: _Key) -> tuple[int, ...]:
         indices = super()._indices_of(key)
         return indices[key[2] : key[3]] if len(key) > 2 else indices
-
-    def _look(self) -> None:
-        self._changed.notify()
-        if self._processes is not None and self._under_way and self._wanted() is not None:
-            self._processes.poke()  # the reader waits for a result, and other processes may be free
 
     # ------------------------------------------------------------ under the lock
     def _is_expected(self, key: _Key) -> bool:

@@ -145,7 +145,7 @@ class LoaderSource(Source):
         except Exception as error:
             raise DataError(f"the DataLoader could not be started: {format_error(error)}") from error
         if self._loader.num_workers > 0:
-            self._processes = Processes(iterator, self._more)
+            self._processes = Processes(iterator)
             self._sent = SentAttributes(self._loader.dataset)
         self._thread = threading.Thread(
             target=self._run, args=(self._feed(iterator), wake, failed), name="flowdp-reader", daemon=True
@@ -178,7 +178,7 @@ class LoaderSource(Source):
                 self._waiting[key] = [*(other for other in ranks if other != rank), rank]
                 if self._thread is not None and self._thread.ident is None:
                     self._thread.start()
-            self._look()
+            self._changed.notify()
         return payload if payload is None or part is None else self._portion(payload, key, part)
 
     def _key(self, epoch: int, batch: int, _part: SampleRange | None) -> _Key:
@@ -188,13 +188,6 @@ class LoaderSource(Source):
     def _portion(self, payload: Batch, key: _Key, part: SampleRange) -> Portion:
         """The wanted samples of a stored batch."""
         return Portion.of(payload, self.samples_in(key[0], key[1]), part)
-
-    def _more(self) -> None:
-        """Hand the processes more work; on the reader thread, while it waits for a result."""
-
-    def _look(self) -> None:
-        """Have the reader look whether there is something to do; under the lock."""
-        self._changed.notify()
 
     def _take(self, rank: int, key: _Key, part: SampleRange | None) -> Batch | None:
         """A stored batch, which stays until all its samples are taken; under the lock."""

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import queue
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
@@ -27,7 +24,7 @@ DEEPEST = 8
 """Datasets inside datasets that are looked at: one may hold itself."""
 
 CHANGED = (
-    "%s.%s was %r when the worker processes of the dataset started and is %r now, which they do not see: "
+    "%s.%s was %s when the worker processes of the dataset started and is %s now, which they do not see: "
     "they live through all epochs. Let a sampler decide by the epoch, with set_epoch(); or, for the batches "
     "that are read from then on, keep the value in memory that processes share (tensor.share_memory_(), "
     "multiprocessing.Value), or read with num_workers=0"
@@ -49,47 +46,11 @@ def starting() -> Iterator[None]:
     A forked process inherits it, and some must not be collected there: the process groups that an earlier run
     has closed, whose threads are in this process alone, end it by a segmentation fault (torch 2.13).
     """
-    _fork.is_start = True
+    gc.freeze()
     try:
         yield
     finally:
-        _fork.is_start = False
-
-
-class _Fork(threading.local):
-    """The forks of a thread.
-
-    Attributes:
-        is_start: Whether they start worker processes.
-        collects: Whether garbage was collected before the one under way.
-    """
-
-    is_start = False
-    collects = False
-
-    def begin(self) -> None:
-        """Keep the new process from collecting before `freeze`."""
-        if self.is_start:
-            self.collects = gc.isenabled()
-            gc.disable()
-
-    def end(self) -> None:
-        """Go on as before, in the old process."""
-        if self.is_start and self.collects:
-            gc.enable()
-
-    def freeze(self) -> None:
-        """Leave all objects that were there alone, in the new process."""
-        if self.is_start:
-            self.is_start = False
-            gc.freeze()
-            if self.collects:
-                gc.enable()
-
-
-_fork = _Fork()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_fork.begin, after_in_parent=_fork.end, after_in_child=_fork.freeze)
+        gc.unfreeze()
 
 
 class SentAttributes:
@@ -100,41 +61,34 @@ class SentAttributes:
 
     Args:
         dataset: As the processes get it. One that wraps another has it as `dataset`, as torch's `Subset`.
-
-    Threads:
-        Any.
     """
 
     def __init__(self, dataset: object) -> None:
-        self._lock = threading.Lock()
-        self._sent: list[tuple[object, dict[str, object]]] = []
-        while dataset is not None and len(self._sent) < DEEPEST:
-            self._sent.append((dataset, _plain(dataset)))
-            dataset = getattr(dataset, "dataset", None)
+        self._dataset = dataset
+        self._sent = _plain(dataset)
 
     def look(self) -> None:
         """Warn, once, of an attribute that has changed."""
-        with self._lock:
-            for dataset, sent in self._sent:
-                now = _plain(dataset)
-                for name, value in sent.items():
-                    is_cache = value is None and name.startswith("_")  # filled when it is first asked for
-                    if name in now and repr(now[name]) != repr(value) and not is_cache:
-                        log.warning(CHANGED, type(dataset).__name__, name, value, now[name])
-                        self._sent = []
-                        return
+        now = _plain(self._dataset)
+        for key, value in self._sent.items():
+            if now.get(key, value) != value:
+                self._sent = {}
+                _, kind, name = key
+                log.warning(CHANGED, kind, name, value, now[key])
+                return
 
 
-def _plain(dataset: object) -> dict[str, object]:
-    """The attributes that are numbers, texts, flags or None, also those that its class begins with."""
-    attributes: dict[str, object] = {}
-    for holder in (*reversed(type(dataset).__mro__), dataset):
-        attributes.update(getattr(holder, "__dict__", {}))
-    return {
-        name: value
-        for name, value in attributes.items()
-        if value is None or isinstance(value, bool | int | float | str)
-    }
+def _plain(dataset: object) -> dict[tuple[int, str, str], str]:
+    """The attributes that are numbers, texts, flags or None, in words, by depth, class and name."""
+    attributes: dict[tuple[int, str, str], str] = {}
+    for depth in range(DEEPEST):
+        for holder in (*reversed(type(dataset).__mro__), dataset):
+            for name, value in getattr(holder, "__dict__", {}).items():
+                is_cache = value is None and name.startswith("_")  # filled when it is first asked for
+                if not is_cache and (value is None or isinstance(value, bool | int | float | str)):
+                    attributes[depth, type(dataset).__name__, name] = repr(value)
+        dataset = getattr(dataset, "dataset", None)
+    return attributes
 
 
 class Processes:
@@ -146,16 +100,11 @@ class Processes:
 
     Args:
         iterator: The iterator.
-        more: Called in the thread that waits, after a `poke`: it may hand the processes more work.
     """
 
-    def __init__(self, iterator: Any, more: Callable[[], None] | None = None) -> None:
+    def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
-        self._more = more
         self._is_waiting = False
-        self._lock = threading.Lock()  # serialises the pokes: one at a time is in the pipe, which never fills
-        self._is_poked = False
-        self._poked, self._poke = connection.Pipe(duplex=False)
         self._results = iterator._data_queue
         iterator._data_queue = self
         if iterator._worker_pids_set:
@@ -177,34 +126,14 @@ class Processes:
         number = owner[0]
         return f"DataLoader worker {number} (process {iterator._workers[number].pid})"
 
-    def poke(self) -> None:
-        """Have the thread that waits for a result call `more`, now or when it waits next.
-
-        Threads:
-            Any. Does not block.
-        """
-        with self._lock:
-            if not self._is_poked:
-                self._is_poked = True
-                self._poke.send_bytes(b"!")
-
     def get(self, timeout: float) -> Any:
         """Torch's call for the next result; `queue.Empty` makes it look for dead processes."""
         processes = {process.sentinel: process for process in self._iterator._workers}
-        end_s = time.monotonic() + timeout
-        while True:
-            self._is_waiting = True
-            left_s = max(0.0, end_s - time.monotonic())
-            ready = connection.wait([self._results._reader, self._poked, *processes], left_s)
-            self._is_waiting = False
-            if self._results._reader in ready:
-                break
-            if ready != [self._poked] or self._more is None:
-                raise queue.Empty
-            with self._lock:
-                self._poked.recv_bytes()
-                self._is_poked = False
-            self._more()
+        self._is_waiting = True
+        ready = connection.wait([self._results._reader, *processes], timeout)
+        self._is_waiting = False
+        if self._results._reader not in ready:
+            raise queue.Empty
         try:
             return self._results.get(timeout=timeout)
         except (OSError, EOFError):

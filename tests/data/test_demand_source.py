@@ -325,43 +325,6 @@ def test_what_two_lists_have_is_read_once(machine):
 
 
 # ---------------------------------------------------------------- the reader's waits
-def test_the_reader_sleeps_while_nothing_is_expected(machine, monkeypatch):
-    looks = Counter[str]()
-    more = DemandReader._more
-
-    def counted(self: DemandReader) -> None:
-        looks["more"] += 1
-        more(self)
-
-    monkeypatch.setattr(DemandReader, "_more", counted)
-    one = machine(Counted(), num_workers=2)
-    for batch in range(BATCHES):
-        one.feeds[0].follow(whole(batch))
-        one.samples(0, 0, batch)
-    assert one.source.close()
-    assert looks["more"] <= 3 * BATCHES  # one for each batch, and for each poke at most another one
-
-
-@pytest.mark.posix
-def test_a_free_process_reads_while_the_reader_waits_for_another():
-    context = multiprocessing.get_context("fork")
-    inside, go = context.Semaphore(0), context.Semaphore(0)
-
-    class Crossed(Counted):
-        def __getitem__(self, index: int) -> int:
-            if index == 0:
-                inside.release()
-                assert go.acquire(timeout=60)
-            if index == BATCH:
-                go.release()
-            return super().__getitem__(index)
-
-    one = Machine(Crossed(), shuffle=False, num_workers=2).start()
-    one.feeds[0].follow(whole(0))
-    assert inside.acquire(timeout=60)
-    one.feeds[0].follow(whole(0, 1))  # which lets the first one go on
-    assert one.samples(0, 0, 0) == list(range(BATCH))
-    assert one.source.close()
 
 
 def test_the_process_that_is_waited_for_is_named(machine, monkeypatch):

@@ -68,26 +68,6 @@ def test_the_wait_has_an_end():
 
 
 @pytest.mark.posix
-def test_a_poke_brings_more_work_while_a_result_is_waited_for():
-    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    iterator = iter(DataLoader(Numbers(), 1, num_workers=2, persistent_workers=True))
-    processes = Processes(iterator, lambda: done.put("more"))
-    list(iterator)
-    for _ in range(3):  # of those that come before the wait, one is enough
-        processes.poke()
-    thread = threading.Thread(target=lambda: done.put(processes.get(60)))
-    thread.start()
-    assert done.get(timeout=60) == "more"
-    processes.poke()
-    assert done.get(timeout=60) == "more"
-    iterator._index_queues[0].put((6, [5]))
-    assert done.get(timeout=60)[0] == 6
-    thread.join(60)
-    assert done.empty()
-    processes.shut_down()
-
-
-@pytest.mark.posix
 def test_processes_inside_the_dataset_are_ended():
     class Stuck(Numbers):
         inside = multiprocessing.get_context("fork").Semaphore(0)
