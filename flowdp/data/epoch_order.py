@@ -23,14 +23,12 @@ from flowdp.data.limit import Limit
 from flowdp.errors import CheckpointError, DataError, OptionError, ProtocolError
 from flowdp.policy.formats import format_error
 from flowdp.protocol.position import Position
-from flowdp.validators import is_int
 
 __all__ = [
     "ALL",
     "NOTHING_TRAINED",
     "AllEpochs",
     "BatchOrder",
-    "BatchSamplerOrder",
     "EpochOrder",
     "SamplerOrder",
     "Stride",
@@ -104,12 +102,13 @@ class BatchOrder(ABC):
         samples: Samples dealt in an epoch, without a dropped tail; None where epochs differ.
     """
 
-    def __init__(self, drawn: int, batch_size: int, drop_last: bool) -> None:
-        self._size = batch_size
-        self.batch_size: int | None = batch_size
-        batches = batches_per_epoch(drawn, batch_size, drop_last)
-        self._end_at(batches, min(drawn, batches * batch_size))
-        self._kept = KEPT_EPOCHS
+    _kept = KEPT_EPOCHS
+
+    def __init__(self, drawn: int, batch_size: int | None, drop_last: bool) -> None:
+        self._size = batch_size or 1
+        self.batch_size = batch_size
+        batches = batches_per_epoch(drawn, self._size, drop_last)
+        self._end_at(batches, min(drawn, batches * self._size))
         self._first = 0  # epoch
         self._epochs: dict[int, Tensor] = {}
         self._lock = threading.Lock()  # serialises drawing, so that no epoch is drawn twice
@@ -124,8 +123,8 @@ class BatchOrder(ABC):
 
     def _end_at(self, batches: int, stop: int) -> None:
         self.batches, self._stop = batches, stop
-        self._full = stop // self._size  # full batches
-        self.samples: int | None = stop
+        self._full = 0 if self.batch_size is None else stop // self._size  # full batches
+        self.samples = None if self.batch_size is None else stop
 
     def indices(self, epoch: int, batch: int) -> Tensor:
         """The dataset indices of a batch, int64. Shape [samples_in(epoch, batch)].
@@ -177,7 +176,7 @@ class BatchOrder(ABC):
         if not 0 <= batch < self.batches:
             raise IndexError(f"batch {batch} of an epoch of {self.batches} batches")
 
-    def _span(self, _epoch: int, batch: int) -> tuple[int, int]:  # all epochs are cut alike
+    def _span(self, _epoch: int, batch: int) -> tuple[int, int]:  # those of a batch sampler differ
         start = batch * self._size
         return start, min(start + self._size, self._stop)
 
@@ -221,31 +220,32 @@ class SizedIterable(Protocol):
 
 
 class SamplerOrder(BatchOrder):
-    """The order of a torch sampler, which is iterated once per epoch, in the order of the epochs.
+    """The order of a torch sampler or batch sampler, iterated once per epoch, in the order of the epochs.
 
     It is iterated when an epoch is first asked for; epochs that were skipped are drawn on the way, so that
     epoch e is always the sampler's e-th. Where the sampler has `set_epoch`, that is called first and decides
     alone, so a resumed run draws no earlier epoch. Any other sampler must then repeat its draws of the first
     process, so it needs a generator of its own with a fixed seed; checksums tell whether it did.
+
+    Args:
+        sampler: Anything with a length that yields dataset indices.
+        batch_size: Samples of a batch; None: it yields lists of indices, the batches, of any sizes but 0.
+        drop_last: See `batches_per_epoch`.
     """
 
-    _what = "indices"
-
-    def __init__(self, sampler: SizedIterable, batch_size: int, drop_last: bool) -> None:
+    def __init__(
+        self, sampler: SizedIterable, batch_size: int | None = None, drop_last: bool = False
+    ) -> None:
         self._sampler = sampler
         self._length = len(sampler)
         super().__init__(self._length, batch_size, drop_last)
-        self._keep_enough()
         self._checksums: dict[int, int] = {}
+        self._stops: dict[int, list[int]] = {}  # of a batch sampler's epochs: where each batch ends
         self._next = 0
 
-    def limit(self, limit: Limit) -> None:
-        """See `BatchOrder.limit`."""
-        super().limit(limit)
-        self._keep_enough()
-
-    def _keep_enough(self) -> None:
-        self._kept = KEPT_EPOCHS + KEPT_BATCHES // max(self.batches, 1)
+    @property
+    def _kept(self) -> int:  # type: ignore[override]
+        return KEPT_EPOCHS + KEPT_BATCHES // max(self.batches, 1)
 
     def begin_at(self, epoch: int) -> None:
         """See `BatchOrder.begin_at`."""
@@ -292,28 +292,18 @@ class SamplerOrder(BatchOrder):
 
         Raises:
             DataError: The sampler failed.
-            OptionError: It draws a part for each process, or nothing makes its draws the same.
+            OptionError: Nothing makes its draws the same.
         """
         inner = getattr(self._sampler, "sampler", self._sampler)
-        for one in (self._sampler, inner):
-            parts = getattr(one, "num_replicas", 1)
-            if is_int(parts) and parts > 1:
-                raise OptionError(
-                    f"the DataLoader's {type(one).__name__} gives each of {parts} processes another part, "
-                    "but flowdp itself deals each sample of an epoch once to the devices of all machines: "
-                    "leave the sampler out (shuffle=True has the same effect)"
-                )
-        name = self.unseeded
         has_seed = self._set_epoch() is not None or getattr(inner, "generator", None) is not None
-        if name is None and not has_seed and (epochs is None or epochs > self._first + 1):
-            self._find(self._first + 1)
-            if self._checksums[self._first] != self._checksums[self._first + 1]:
-                name = type(inner).__name__
-        if name is not None:
+        if has_seed or (epochs is not None and epochs <= self._first + 1):
+            return
+        self._find(self._first + 1)
+        if self._checksums[self._first] != self._checksums[self._first + 1]:
             raise OptionError(
-                f"the sampler {name} draws another order each time, so another one on each machine of this "
-                "run, and samples would be trained twice or not at all: give it a generator with a seed, or "
-                "`set_epoch`, so that all machines draw the same"
+                f"the sampler {type(inner).__name__} draws another order each time, so another one on each "
+                "machine of this run, and samples would be trained twice or not at all: give it a generator "
+                "with a seed, or `set_epoch`, so that all machines draw the same"
             )
 
     def _draw(self, epoch: int) -> Tensor:
@@ -323,16 +313,13 @@ class SamplerOrder(BatchOrder):
                 f"the last {self._kept} are kept"
             )
         while self._next <= epoch:
-            drawn = self._iterate(self._next)
-            self._checksums[self._next] = self._sum(self._next, drawn)  # before any rank can train of it
-            if len(self._checksums) > KEPT_BATCHES:
-                del self._checksums[next(iter(self._checksums))]
-            order = self._keep(self._next, drawn)
+            order = self._keep(self._next, self._iterate(self._next))
             self._next += 1
         return order
 
     def _iterate(self, epoch: int) -> Tensor:
         name = type(self._sampler).__name__
+        what = "batches" if self.batch_size is None else "indices"
         try:
             with _DRAWING:
                 set_epoch = self._set_epoch()
@@ -340,18 +327,42 @@ class SamplerOrder(BatchOrder):
                     set_epoch(epoch)
                 # One item at a time: a sampler may fill the list that it yields anew for each batch.
                 drawn = [self._indices_of(item) for item in self._sampler]
-            order = self._joined(epoch, drawn)
         except Exception as error:
             raise DataError(
                 f"the sampler {name} failed in epoch {epoch}: {format_error(error)}", epoch=epoch
             ) from error
         if len(drawn) != self._length:
             raise DataError(
-                f"the sampler {name} yielded {len(drawn)} {self._what} in epoch {epoch}, but its length is "
+                f"the sampler {name} yielded {len(drawn)} {what} in epoch {epoch}, but its length is "
                 f"{self._length}; make `__len__` and `__iter__` agree",
                 epoch=epoch,
             )
+        order = torch.tensor(list(itertools.chain(*drawn)), dtype=torch.int64, device="cpu")
+        checksum = zlib.crc32(order[: None if self.batch_size is None else self._stop].numpy().tobytes())
+        if self.batch_size is None:
+            stops = list(itertools.accumulate(map(len, drawn)))
+            self._stops = {kept: self._stops[kept] for kept in self._epochs} | {epoch: stops}
+            checksum = zlib.crc32(np.array(stops, np.int64).tobytes(), checksum)
+        self._checksums[epoch] = checksum  # before any rank can train of it
+        if len(self._checksums) > KEPT_BATCHES:
+            del self._checksums[next(iter(self._checksums))]
         return order
+
+    def _span(self, epoch: int, batch: int) -> tuple[int, int]:
+        if self.batch_size is not None:
+            return super()._span(epoch, batch)
+        self._find(epoch)
+        stops = self._stops[epoch]
+        return stops[batch - 1] if batch else 0, stops[batch]
+
+    def _indices_of(self, item: Any) -> list[int]:
+        """A copy of one item of the sampler, as plain integers."""
+        if self.batch_size is not None:
+            return [operator.index(item)]
+        indices = [operator.index(index) for index in item]
+        if not indices:
+            raise ValueError("a batch has no samples")
+        return indices
 
     def _set_epoch(self) -> Callable[[int], object] | None:
         """`set_epoch` of the sampler, or of the one that it draws from; None without one."""
@@ -360,57 +371,6 @@ class SamplerOrder(BatchOrder):
             if set_epoch is not None:
                 return set_epoch
         return None
-
-    def _indices_of(self, item: Any) -> Any:
-        """A copy of one item of the sampler, as plain integers."""
-        return operator.index(item)
-
-    def _joined(self, _epoch: int, drawn: list[Any]) -> Tensor:  # all epochs are cut alike
-        return torch.tensor(drawn, dtype=torch.int64, device="cpu")
-
-    def _sum(self, _epoch: int, order: Tensor) -> int:  # all epochs are cut alike
-        return zlib.crc32(order[: self._stop].numpy().tobytes())
-
-
-class BatchSamplerOrder(SamplerOrder):
-    """The batches of a torch batch sampler, which is iterated once per epoch, as `SamplerOrder` says.
-
-    Args:
-        batch_sampler: Anything with a length that yields lists of dataset indices, of any sizes but 0.
-    """
-
-    _what = "batches"
-
-    def __init__(self, batch_sampler: SizedIterable) -> None:
-        super().__init__(batch_sampler, 1, drop_last=False)
-        self.batch_size = None
-        self._stops: dict[int, list[int]] = {}  # of the epochs that are kept: where each batch ends
-
-    def _end_at(self, batches: int, stop: int) -> None:
-        super()._end_at(batches, stop)
-        self.samples = None  # batches differ
-
-    def samples_in(self, epoch: int, batch: int) -> int:
-        """Number of samples of a batch; draws the epoch if that is new. See `BatchOrder.samples_in`."""
-        return len(self.indices(epoch, batch))
-
-    def _indices_of(self, item: Any) -> Any:
-        return [operator.index(index) for index in item]
-
-    def _joined(self, epoch: int, drawn: list[Any]) -> Tensor:
-        if not all(drawn):
-            raise ValueError(f"batch {drawn.index([])} has no samples")
-        self._stops = {kept: self._stops[kept] for kept in self._epochs}
-        self._stops[epoch] = list(itertools.accumulate(map(len, drawn)))
-        return torch.tensor([index for batch in drawn for index in batch], dtype=torch.int64, device="cpu")
-
-    def _sum(self, epoch: int, order: Tensor) -> int:
-        stops = np.array(self._stops[epoch], np.int64)
-        return zlib.crc32(stops.tobytes(), zlib.crc32(order.numpy().tobytes()))
-
-    def _span(self, epoch: int, batch: int) -> tuple[int, int]:
-        stops = self._stops[epoch]
-        return stops[batch - 1] if batch else 0, stops[batch]
 
 
 class AllEpochs:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +16,7 @@ from flowdp.errors import OptionError
 __all__ = ["Identity", "check_identities", "content_checksum"]
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """Properties of a source that machines compare.
 
     Attributes:
@@ -40,23 +38,15 @@ class Identity:
     part: int | None = None
 
 
-_WHOLE = "give every machine the whole dataset, as flowdp deals it to the devices of all of them"
-_ADVICE = {
-    "samples": ("samples in an epoch", _WHOLE),
-    "batches": ("batches in an epoch", _WHOLE),
-    "batch_size": ("samples in a batch", "give every machine the same batch_size"),
-    "tensors": ("tensors", _WHOLE),
-    "order": (
-        "checksum of the first epoch's order",
-        "give every machine the same seed, and a sampler whose draws depend on its seed or the epoch alone",
-    ),
-    "first": (
-        "checksum of the first item",
-        "an IterableDataset must be the same on every machine, which flowdp gives every n-th batch of it: it "
-        "may neither split itself by rank (torch.distributed, RANK) nor draw random numbers without a seed; "
-        "for training, MachineOptions(stream='part') says that it splits itself",
-    ),
-}
+_WHOLE = (
+    "give every machine the whole dataset, as flowdp deals it to the devices of all of them, the same "
+    "batch_size and seed, and a sampler whose draws depend on its seed or the epoch alone"
+)
+_STREAM = (
+    "an IterableDataset must be the same on every machine, which flowdp gives every n-th batch of it: it may "
+    "neither split itself by rank (torch.distributed, RANK) nor draw random numbers without a seed; for "
+    "training, MachineOptions(stream='part') says that it splits itself"
+)
 
 
 def check_identities(identities: Sequence[Identity], names: Sequence[str], dataset: str = "dataset") -> None:
@@ -72,14 +62,13 @@ def check_identities(identities: Sequence[Identity], names: Sequence[str], datas
     Raises:
         OptionError: They differ.
     """
-    for name in _ADVICE:
-        given = [getattr(one, name) for one in identities]
-        what, advice = _ADVICE[name]
-        for other, value in zip(names[1:], given[1:], strict=True):
-            if value != given[0]:
+    first = identities[0]
+    for name, other in zip(names[1:], identities[1:], strict=True):
+        for field, mine, theirs in zip(Identity._fields, first, other, strict=True):
+            if mine != theirs and field != "part":
                 raise OptionError(
-                    f"the machines of this run have opened the {dataset} differently: {what}: {given[0]} on "
-                    f"{names[0]}, {value} on {other}; {advice}"
+                    f"the machines of this run have opened the {dataset} differently: {field}: {mine} on "
+                    f"{names[0]}, {theirs} on {name}; {_STREAM if field == 'first' else _WHOLE}"
                 )
     owner: dict[int, str] = {}
     for one, name in zip(identities, names, strict=True):

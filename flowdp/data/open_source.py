@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,8 +14,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    IterDataPipe,
-    MapDataPipe,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -24,7 +22,7 @@ from torch.utils.data import (
 )
 
 from flowdp.data.demand_source import DemandReader
-from flowdp.data.epoch_order import NOTHING_TRAINED, BatchOrder, BatchSamplerOrder, EpochOrder, SamplerOrder
+from flowdp.data.epoch_order import NOTHING_TRAINED, BatchOrder, EpochOrder, SamplerOrder
 from flowdp.data.iterable_source import Measured, StreamReader
 from flowdp.data.limit import Limit
 from flowdp.data.loader_source import Reader, ReadPlan
@@ -176,8 +174,6 @@ def open_source(
             "machines=MachineOptions(stream='part') is for an IterableDataset, and the dataset is "
             f"{type(dataset).__name__}: give every machine the whole of it, and leave stream out"
         )
-    if machines > 1:
-        _check_machines(dataset)
     if isinstance(dataset, DataLoader):
         source = _from_loader(dataset, options, seed, plan, limit)
     else:
@@ -226,16 +222,14 @@ def as_tensors(dataset: object) -> tuple[Sequence[Tensor], Callable[[list[Tensor
 def _check_tensors(named: Mapping[str, object]) -> list[Tensor]:
     if not named:
         raise OptionError("the dataset is empty: give at least one tensor")
-    tensors: list[Tensor] = []
     for name, part in named.items():
-        if not isinstance(part, Tensor):
+        if not isinstance(part, Tensor) or part.dim() == 0:
             raise OptionError(
-                f"{name} of the dataset is a {type(part).__name__}, not a tensor. Use torch.as_tensor for "
-                f"arrays; a dataset of single samples is a list or a class with __len__ and __getitem__"
+                f"{name} of the dataset is {part!r:.50}, not a tensor whose first dimension is the samples. "
+                "Use torch.as_tensor for arrays; a dataset of samples is a list or a class with __len__ "
+                "and __getitem__"
             )
-        if part.dim() == 0:
-            raise OptionError(f"{name} of the dataset is a single number; its first dimension is the samples")
-        tensors.append(part)
+    tensors = cast("list[Tensor]", list(named.values()))
     if len({len(tensor) for tensor in tensors}) > 1:
         lengths = ", ".join(f"{name} has {len(tensor)}" for name, tensor in zip(named, tensors, strict=True))
         raise OptionError(f"the tensors of the dataset differ in length (samples): {lengths}")
@@ -304,21 +298,17 @@ def _from_dataset(
     order.begin_at(plan.start.done)
     if collate is None and num_workers == 0 and (found := _rows_of_tensors(dataset)) is not None:
         return TensorSource(found[0].tensors, _as_it_is, order, found[1])
-    if tensors is not None:
-        if collate is None and num_workers == 0:
-            return TensorSource(*tensors, order)
-        if not isinstance(dataset, TensorDataset):
-            name = "num_workers" if collate is None else "collate_fn"
-            raise OptionError(
-                f"{name}={options[name]!r} has no use for a dataset of tensors: whole batches are gathered "
-                f"from them directly. Leave it out, or wrap the tensors in a torch TensorDataset"
-            )
-    if hasattr(dataset, "get_batch"):
-        if collate is not None:
-            raise OptionError(
-                f"{type(dataset).__name__} has get_batch(indices), which makes whole batches: there are no "
-                f"samples for collate_fn={collate!r}; leave one of them out"
-            )
+    has_batches = hasattr(dataset, "get_batch")
+    if tensors is not None and collate is None and num_workers == 0:
+        return TensorSource(*tensors, order)
+    is_refused = tensors is not None and not isinstance(dataset, TensorDataset)
+    if is_refused or (has_batches and collate is not None):
+        raise OptionError(
+            f"whole batches are made of this {type(dataset).__name__}, so collate_fn={collate!r} and "
+            f"num_workers={num_workers!r} have no use for it: leave them out, or wrap tensors in a torch "
+            "TensorDataset"
+        )
+    if has_batches:
         dataset, collate = _WholeBatches(dataset), _as_it_is
     return _reader(plan)(
         dataset,
@@ -371,13 +361,11 @@ def _from_loader(
     order = _order_of(loader, _length(dataset), seed, batch_size, limit)
     order.limit(limit)
     order.begin_at(plan.start.done)
-    if isinstance(order, SamplerOrder) and any(one.position > len(one.missing) for one in plan.start.open):
-        order.check_repeats()
     if isinstance(order, SamplerOrder) and plan.machines > 1:
         order.check_alike(plan.epochs)
     if loader.batch_sampler is None:
         return _reader(plan)(dataset, order, plan, collate_fn=_Single(collate), is_counted=True, **options)
-    if loader.num_workers == 0 and collate is default_collate and not isinstance(order, BatchSamplerOrder):
+    if loader.num_workers == 0 and collate is default_collate and order.batch_size is not None:
         found = _rows_of_tensors(dataset)
         if found is not None:
             return TensorSource(found[0].tensors, _as_it_is, order, found[1])
@@ -392,14 +380,13 @@ def _reader(plan: ReadPlan) -> type[Reader | DemandReader]:
 def _order_of(loader: DataLoader[Any], length: int, seed: int, given: int | None, limit: Limit) -> BatchOrder:
     own: Any = loader.batch_sampler
     if own is not None and type(own) is not BatchSampler:
-        _check_sampler(own, "batch_sampler")
+        _check_batches(_samples_of(own), 1, drop_last=False)
         _check_replaced(own, limit)
-        return BatchSamplerOrder(own)
+        return SamplerOrder(own)
     # Without a batch sampler each item is a batch.
     sampler: Any = loader.sampler if own is None else own.sampler
     batch_size, drop_last = (1, False) if own is None else (given or own.batch_size, own.drop_last)
-    _check_sampler(sampler, "sampler")
-    _check_batches(len(sampler), batch_size, drop_last)
+    _check_batches(_samples_of(sampler), batch_size, drop_last)
     if len(sampler) == length:
         if type(sampler) is RandomSampler and not sampler.replacement:
             return EpochOrder(length, batch_size, seed, shuffle=not limit.is_fixed, drop_last=drop_last)
@@ -409,16 +396,13 @@ def _order_of(loader: DataLoader[Any], length: int, seed: int, given: int | None
     return SamplerOrder(sampler, batch_size, drop_last)
 
 
-def _check_sampler(sampler: object, name: str) -> None:
+def _samples_of(sampler: Any) -> int:
     if not hasattr(sampler, "__len__"):
         raise OptionError(
-            f"the DataLoader's {name} {type(sampler).__name__} has no __len__; the batches of an epoch must "
-            f"be known when it begins"
+            f"the DataLoader's {type(sampler).__name__} has no __len__; the batches of an epoch must be "
+            "known when it begins"
         )
-    if len(sampler) == 0:
-        raise OptionError(
-            f"the DataLoader's {name} {type(sampler).__name__} is empty: an epoch has no samples"
-        )
+    return len(sampler)
 
 
 def _check_replaced(sampler: object, limit: Limit) -> None:
@@ -438,17 +422,6 @@ def _generator(seed: int, start: Position) -> torch.Generator:
 
 
 # ---------------------------------------------------------------- checks of single options
-def _check_machines(dataset: object) -> None:
-    """Refuse datasets that cannot be read on several machines."""
-    inner = dataset.dataset if isinstance(dataset, DataLoader) else dataset
-    name = type(inner).__name__
-    if isinstance(inner, IterDataPipe | MapDataPipe):
-        raise OptionError(
-            f"{name} is a DataPipe, of which torch gives each process of a job another part, but flowdp "
-            "deals the whole dataset itself: give a map-style dataset, or use one machine (machines=False)"
-        )
-
-
 def _check_options(
     batch_size: object, shuffle: object, drop_last: object, collate_fn: object, num_workers: object
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -127,7 +126,7 @@ class TensorSource(Source):
     def identity(self) -> Identity:
         """See `Source.identity`."""
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in self.tensors)
-        return replace(super().identity(), tensors=shapes)
+        return super().identity()._replace(tensors=shapes)
 
     def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
         """Nothing to keep: it is gathered again. See `Source.give_back`."""

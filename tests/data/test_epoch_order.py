@@ -27,7 +27,6 @@ from flowdp.data.epoch_order import (
     KEPT_EPOCHS,
     AllEpochs,
     BatchOrder,
-    BatchSamplerOrder,
     EpochOrder,
     SamplerOrder,
     batches_per_epoch,
@@ -245,8 +244,8 @@ def test_a_run_that_begins_later_draws_the_epochs_before_on_the_way():
     assert sampler.iterated == 8
 
 
-@pytest.mark.parametrize("kind", [SamplerOrder, BatchSamplerOrder])
-def test_a_sampler_that_is_told_its_epoch_is_not_drawn_before(kind):
+@pytest.mark.parametrize("batch_size", [1, None])
+def test_a_sampler_that_is_told_its_epoch_is_not_drawn_before(batch_size):
     class Told:
         def __init__(self):
             self.epochs = []
@@ -259,10 +258,10 @@ def test_a_sampler_that_is_told_its_epoch_is_not_drawn_before(kind):
 
         def __iter__(self):
             numbers = range(self.epochs[-1] * 4, self.epochs[-1] * 4 + 4)
-            return iter(numbers if kind is SamplerOrder else [[number] for number in numbers])
+            return iter(numbers if batch_size else [[number] for number in numbers])
 
     sampler = Told()
-    order = SamplerOrder(sampler, 1, False) if kind is SamplerOrder else BatchSamplerOrder(sampler)
+    order = SamplerOrder(sampler, batch_size)
     order.begin_at(7)
     assert whole(order, 8) == list(range(32, 36))
     assert whole(order, 7) == list(range(28, 32))
@@ -296,7 +295,7 @@ def test_a_sampler_that_yields_no_indices():
         SamplerOrder(["a", "b"], 1, False).indices(0, 0)
 
 
-# ---------------------------------------------------------------- BatchSamplerOrder
+# ---------------------------------------------------------------- batch samplers
 class Buckets:
     """Batches of 1, 2, 3, ... samples, different ones in each epoch."""
 
@@ -314,7 +313,7 @@ class Buckets:
 
 
 def test_a_batch_sampler_makes_batches_of_any_size():
-    order, twin = BatchSamplerOrder(Buckets()), Buckets()
+    order, twin = SamplerOrder(Buckets()), Buckets()
     assert (order.batches, order.batch_size, order.samples) == (4, None, None)
     for epoch in range(3):
         batches = list(twin)
@@ -347,10 +346,10 @@ class Refilled(Buckets):
 def test_a_batch_sampler_may_fill_one_batch_again_and_again(kind, is_cleared):
     twin = Buckets()
     plain = [[[*batch, 0][:2] for batch in twin] for _ in range(3)]
-    order = BatchSamplerOrder(Refilled(kind, is_cleared))
+    order = SamplerOrder(Refilled(kind, is_cleared))
     assert [[order.indices(epoch, batch).tolist() for batch in range(4)] for epoch in range(3)] == plain
     assert [order.checksum(epoch) for epoch in range(3)] == [
-        checksums(BatchSamplerOrder(batches), 1)[0] for batches in plain
+        checksums(SamplerOrder(batches), 1)[0] for batches in plain
     ]
 
 
@@ -365,7 +364,7 @@ def test_a_sampler_may_fill_one_index_again_and_again():
 
 
 def test_where_batches_end_is_kept_as_long_as_their_epoch():
-    order = BatchSamplerOrder(Buckets(3000))
+    order = SamplerOrder(Buckets(3000))
     for epoch in range(6):
         assert order.samples_in(epoch, 2999) == (2999 + epoch) % 3 + 1
         assert set(order._epochs) <= set(order._stops)
@@ -384,21 +383,21 @@ def test_a_batch_sampler_is_told_its_epoch(where):
 
     batch_sampler = Told() if where == "the batch sampler" else Buckets()
     batch_sampler.sampler = Told()  # asked only if the other one has none
-    BatchSamplerOrder(batch_sampler).indices(2, 0)
+    SamplerOrder(batch_sampler).indices(2, 0)
     assert told == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([[1], []], "list failed in epoch 0: ValueError: batch 1 has no samples"),
+        ([[1], []], "list failed in epoch 0: ValueError: a batch has no samples"),
         ([[1], ["a"]], "list failed in epoch 0: TypeError"),
         ([1, 2], "list failed in epoch 0: TypeError"),
     ],
 )
 def test_a_batch_sampler_that_yields_something_else(batches, message):
     with pytest.raises(DataError, match=message) as e:
-        BatchSamplerOrder(batches).indices(0, 0)
+        SamplerOrder(batches).indices(0, 0)
     assert e.value.epoch == 0
 
 
@@ -408,7 +407,7 @@ def test_a_batch_sampler_whose_length_is_wrong():
             return 5
 
     with pytest.raises(DataError, match="Wrong yielded 4 batches in epoch 0, but its length is 5"):
-        BatchSamplerOrder(Wrong()).indices(0, 0)
+        SamplerOrder(Wrong()).indices(0, 0)
 
 
 # ---------------------------------------------------------------- checksums
@@ -454,7 +453,7 @@ def test_two_samples_that_change_places_change_the_checksum_but_not_in_what_is_d
 
 def test_the_same_samples_in_other_batches_have_another_checksum():
     def found(*batches: list[int]) -> int | None:
-        return checksums(BatchSamplerOrder(batches), 1)[0]
+        return checksums(SamplerOrder(batches), 1)[0]
 
     assert found([0, 1], [2]) == found([0, 1], [2])
     assert len({found([0, 1], [2]), found([0], [1, 2]), found([0, 1], [3]), found([0, 1, 2])}) == 4

@@ -101,15 +101,15 @@ def test_a_stream_that_fails_at_its_first_item():
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
-        (lambda: range(23), lambda: range(22), "samples in an epoch: 23 on machine 0 .one., 22 on machine 2"),
+        (lambda: range(23), lambda: range(22), "samples: 23 on machine 0 .one., 22 on machine 2"),
         (
             lambda: torch.ones(9, 2),
             lambda: torch.ones(9, 3),
             r"tensors: \(9, 2\) torch.float32 on .*\(9, 3\)",
         ),
-        (lambda: seeded(3), lambda: seeded(4), "checksum of the first epoch's order: .* the same seed"),
-        (lambda: batched(11), lambda: batched(12), "checksum of the first epoch's order"),
-        (lambda: Stream(), lambda: Stream(1.0), "checksum of the first item: .* split itself by rank"),
+        (lambda: seeded(3), lambda: seeded(4), "order: .* and seed"),
+        (lambda: batched(11), lambda: batched(12), "order: "),
+        (lambda: Stream(), lambda: Stream(1.0), "first: .* split itself by rank"),
     ],
 )
 def test_machines_that_opened_something_else(one, other, message):

@@ -15,8 +15,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    IterDataPipe,
-    MapDataPipe,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -505,9 +503,9 @@ class NoLength(Sampler[int]):
         (X[:0], {}, "the dataset is empty"),
         ((X, Y[:7]), {}, "differ in length .*: element 0 has 23, element 1 has 7"),
         ({"x": X, "y": Y[:7]}, {}, "'x' has 23, 'y' has 7"),
-        ((X, Y.numpy()), {}, "element 1 of the dataset is a ndarray, not a tensor"),
-        ([X, "y"], {}, "element 1 of the dataset is a str"),
-        ((X, torch.tensor(1)), {}, "element 1 of the dataset is a single number"),
+        ((X, Y.numpy()), {}, "element 1 of the dataset is array.*, not a tensor"),
+        ([X, "y"], {}, "element 1 of the dataset is 'y'"),
+        ((X, torch.tensor(1)), {}, r"element 1 of the dataset is tensor\(1\), not"),
         ((X, Y), {"batch_size": None}, "batch_size is missing"),
         ((X, Y), {"batch_size": 0}, "batch_size must be an int of at least 1, not 0"),
         ((X, Y), {"batch_size": True}, "batch_size must be an int of at least 1, not True"),
@@ -521,9 +519,9 @@ class NoLength(Sampler[int]):
         (Pairs(), {"num_workers": -1}, "num_workers must be an int of at least 0"),
         (Pairs(), {"num_workers": True}, "num_workers must be an int"),
         (Pairs(), {"collate_fn": "stack"}, "collate_fn must be a function of a list of samples"),
-        ((X, Y), {"collate_fn": mapping}, "collate_fn=.* has no use for a dataset of tensors"),
-        ((X, Y), {"num_workers": 2}, "num_workers=2 has no use for a dataset of tensors"),
-        (Whole(), {"collate_fn": mapping}, "Whole has get_batch"),
+        ((X, Y), {"collate_fn": mapping}, "this tuple, so collate_fn=.* have no use"),
+        ((X, Y), {"num_workers": 2}, "num_workers=2 have no use for it"),
+        (Whole(), {"collate_fn": mapping}, "of this Whole, so collate_fn"),
         (Finite(), {"shuffle": True}, "shuffle=True has no use for Finite: an IterableDataset has its own"),
         (Finite(), {"shuffle": False}, "shuffle=False has no use for Finite"),
         (Finite(), {"batch_size": None}, "batch_size is missing"),
@@ -538,11 +536,11 @@ class NoLength(Sampler[int]):
         (DataLoader(Pairs(), 5), {"num_workers": 0}, "num_workers=0 was given beside"),
         (DataLoader(Pairs(), 5), {"seed": True}, "seed must be an int"),
         (DataLoader(Finite(), 5), {"shuffle": True}, "shuffle=True was given beside a DataLoader"),
-        (DataLoader(Pairs(), batch_sampler=NoLength()), {}, "batch_sampler NoLength has no __len__"),
-        (DataLoader(Pairs(), batch_sampler=[]), {}, "batch_sampler list is empty: an epoch has no samples"),
-        (DataLoader(Pairs(), batch_size=None, sampler=NoLength()), {}, "sampler NoLength has no __len__"),
+        (DataLoader(Pairs(), batch_sampler=NoLength()), {}, "NoLength has no __len__"),
+        (DataLoader(Pairs(), batch_sampler=[]), {}, "an epoch has no samples"),
+        (DataLoader(Pairs(), batch_size=None, sampler=NoLength()), {}, "NoLength has no __len__"),
         (DataLoader(Pairs(), 24, drop_last=True), {}, "leaves no batch"),
-        (DataLoader(Pairs(), 5, sampler=NoLength()), {}, "sampler NoLength has no __len__"),
+        (DataLoader(Pairs(), 5, sampler=NoLength()), {}, "NoLength has no __len__"),
         (DataLoader(Pairs(), 5, sampler=[]), {}, "an epoch has no samples"),
         (OwnIteration(Pairs(), 5), {}, "OwnIteration iterates in its own way"),
     ],
@@ -676,17 +674,6 @@ class OwnBatches(BatchSampler):
 
 
 @pytest.mark.parametrize("open_with", [on_machines, batched])
-def test_a_sampler_of_a_launcher_is_refused_on_several_machines(open_with):
-    sampler = DistributedSampler(Pairs(), num_replicas=2, rank=0)
-    opened(DataLoader(Pairs(), 5, sampler=sampler))  # one machine, which trains a part as it was told
-    with pytest.raises(
-        OptionError, match=r"DistributedSampler gives each of 2 processes .* leave the sampler"
-    ):
-        open_with(sampler)
-    open_with(DistributedSampler(Pairs(), num_replicas=1, rank=0))
-
-
-@pytest.mark.parametrize("open_with", [on_machines, batched])
 @pytest.mark.parametrize(
     "sampler",
     [RandomSampler(range(23), num_samples=9), SubsetRandomSampler(range(20)), Custom(is_random=True)],
@@ -741,21 +728,3 @@ def test_parts_are_of_a_stream():
         OptionError, match=r"stream='part'\) is for an IterableDataset, and the dataset is range"
     ):
         opened(range(9), machines=2, is_part=True)
-
-
-@pytest.mark.parametrize("on_demand", [False, True])
-def test_a_datapipe_is_refused_on_several_machines(on_demand):
-    class Pipe(IterDataPipe[Any]):
-        def __iter__(self):
-            return iter(range(9))
-
-    class Rows(MapDataPipe[Any]):
-        def __len__(self):
-            return 9
-
-        def __getitem__(self, index):
-            return index
-
-    for dataset in (Pipe(), Rows(), DataLoader(Rows(), 3)):
-        with pytest.raises(OptionError, match="is a DataPipe, of which torch gives each process"):
-            opened(dataset, machines=2, on_demand=on_demand)
