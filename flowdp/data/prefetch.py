@@ -145,16 +145,22 @@ class PrefetchFeed(Feed):
     # ------------------------------------------------------------ for the gauge
     @property
     def batch_bytes(self) -> int:
-        """Size of a full batch; see `Ring.batch_bytes`."""
+        """Size of a full batch on the device; 0 while that is not known."""
         return 0 if self._layout is None else self._layout.nbytes
 
     @property
     def ahead(self) -> int:
-        """Slots of the ring but for those in use; see `Ring.ahead`."""
+        """Slots of the ring but for those in use."""
         return max(0, self._ring.made - self._held)
 
     def resize(self, depth: int) -> bool:
-        """Hold so many batches ahead; those beyond go back to the source. See `Ring.resize`."""
+        """Hold so many batches ahead; those beyond go back to the source.
+
+        The gauge calls one ring after another, and holds its own lock meanwhile.
+
+        Returns:
+            Whether memory became free, or will.
+        """
         with self._changed:
             if self._tensors is None:
                 depth = min(depth, payload_depth(self.batch_bytes))

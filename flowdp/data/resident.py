@@ -6,7 +6,7 @@ Of each epoch the order alone goes to the device, once, through pinned memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -22,16 +22,17 @@ from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
 
-__all__ = ["ORDERS_KEPT", "ResidentData", "ResidentFeed", "ResidentTensors"]
+__all__ = ["ORDERS_KEPT", "ResidentData", "ResidentFeed"]
 
 ORDERS_KEPT = 2
 """Epochs whose order lies on the device, for each rank: a rank stands in at most two."""
 
 
-class ResidentTensors:
-    """Tensors on one device, for all its ranks. Those that are there already are used as they are.
+class ResidentData:
+    """A dataset of tensors on one device, for all its ranks; those that are there already are not copied.
 
     Attributes:
+        source: Source of the tensors.
         tensors: The tensors, on the device.
         copied: Recorded behind the copies, which the lane of one of the ranks there makes.
 
@@ -42,29 +43,18 @@ class ResidentTensors:
         torch.OutOfMemoryError: The device has no room for them.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], lane: Lane) -> None:
+    def __init__(self, source: TensorSource, lane: Lane) -> None:
+        self.source = source
         self.tensors: list[Tensor] = []
         self.copied = lane.event()
         with torch.no_grad(), lane.on(lane.copy):
-            for tensor in tensors:
+            for tensor in source.tensors:
                 if tensor.device != lane.device:
                     with QUIET:
                         own = torch.empty_like(tensor, device=lane.device)
                     tensor = own.copy_(tensor, non_blocking=True)
                 self.tensors.append(tensor)
             self.copied.record(lane.copy)
-
-
-class ResidentData(ResidentTensors):
-    """A dataset on one device, for all its ranks.
-
-    Attributes:
-        source: Source of the tensors.
-    """
-
-    def __init__(self, source: TensorSource, lane: Lane) -> None:
-        super().__init__(source.tensors, lane)
-        self.source = source
 
     @staticmethod
     def needed_bytes(source: TensorSource, device: torch.device, ranks: int) -> int:

@@ -11,35 +11,16 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from flowdp.device.memory import read_memory
 from flowdp.device.streams import QUIET, Lane
 from flowdp.policy.budget import USAGE, Memory, RingBudget
 
-__all__ = ["Ring", "RingGauge"]
+if TYPE_CHECKING:
+    from flowdp.data.prefetch import PrefetchFeed
 
-
-class Ring(Protocol):
-    """The batches that a rank holds ahead on its device.
-
-    Threads:
-        Any. The gauge calls one ring after another, and holds its own lock meanwhile.
-    """
-
-    @property
-    def batch_bytes(self) -> int:
-        """Size of a full batch on the device; 0 while that is not known."""
-        ...
-
-    @property
-    def ahead(self) -> int:
-        """Batches ahead for which there is memory now."""
-        ...
-
-    def resize(self, depth: int) -> bool:
-        """Hold so many batches ahead from now on; returns whether memory became free, or will."""
-        ...
+__all__ = ["RingGauge"]
 
 
 class RingGauge:
@@ -66,11 +47,11 @@ class RingGauge:
         read: Callable[[], Memory | None] | None = None,
     ) -> None:
         self._read = partial(read_memory, lane) if read is None else read
-        self._rings: list[Ring] = []
+        self._rings: list[PrefetchFeed] = []
         self._lock = threading.Lock()  # guards the budget; taken before that of a ring
         self._budget = RingBudget(ranks, usage=usage, limit=limit)
 
-    def join(self, ring: Ring) -> int:
+    def join(self, ring: PrefetchFeed) -> int:
         """Add a ring, and return its number here."""
         self._rings.append(ring)
         return len(self._rings) - 1

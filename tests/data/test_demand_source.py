@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from flowdp.data import processes
 from flowdp.data.batches import Portion
 from flowdp.data.demand_source import DemandReader
 from flowdp.data.epoch_order import EpochOrder
@@ -182,12 +181,6 @@ def test_of_all_machines_each_sample_once_whatever_plans_become_void(machine, nu
         assert sum(read, Counter()) == handed
 
 
-def test_an_order_beyond_the_list_is_read_all_the_same(machine):
-    one = machine(Counted())
-    assert one.samples(0, 0, 3) == list(one.source.indices(0, 3))  # it was never announced
-    assert one.dataset.counts.sum() == BATCH
-
-
 def test_no_more_than_ahead_is_read_while_no_rank_waits():
     reached = threading.Event()
 
@@ -236,20 +229,6 @@ def test_ranks_are_read_for_in_the_order_of_the_deal():
 
 
 # ---------------------------------------------------------------- void plans
-@pytest.mark.parametrize("others", [3, 4])
-def test_what_is_void_is_kept_until_its_room_is_needed(machine, others):
-    one = machine(Counted(), ranks=1, shuffle=False)
-    assert one.source.plan.ahead == 4
-    one.source.give_back(0, 1, one.take(0, 0, 1))  # now it is there
-    one.feeds[0].follow(whole(*range(2, 2 + others)))
-    for batch in reversed(range(2, 2 + others)):  # all of them are there
-        one.source.give_back(0, batch, one.take(0, 0, batch))
-    one.feeds[0].follow(whole(*range(2, 2 + others), 6, 1))
-    one.samples(0, 0, 6)
-    one.samples(0, 0, 1)
-    assert one.source.close()
-    assert one.dataset.counts[0] == 0
-    assert one.dataset.counts[BATCH] == (1 if others == 3 else 2)
 
 
 def test_no_more_is_stored_than_ahead_whatever_becomes_void(machine):
@@ -260,26 +239,6 @@ def test_no_more_is_stored_than_ahead_whatever_becomes_void(machine):
         one.feeds[1].follow(whole(*range(start, start + 3), epoch=1))
         one.samples(1, 1, start + 2)  # the others become void
         assert len(one.source._read) + len(one.source._under_way) <= most
-
-
-def test_what_becomes_void_while_it_is_read_is_told_to_no_rank():
-    inside, go = threading.Event(), threading.Event()
-
-    class Held(Counted):
-        def __getitem__(self, index: int) -> int:
-            inside.set()
-            assert go.wait(60)
-            return super().__getitem__(index)
-
-    one = Machine(Held(), ranks=2).start()
-    assert one.feeds[0].take(0, 0) is None
-    assert inside.wait(60)
-    one.feeds[0].follow(whole(3))
-    go.set()
-    one.samples(0, 0, 3)
-    assert one.source._waiting == {}
-    assert one.woken[0].empty()
-    assert one.source.close()
 
 
 def test_a_batch_given_back_is_kept_for_its_next_plan(machine):
@@ -295,54 +254,7 @@ def test_a_batch_given_back_is_kept_for_its_next_plan(machine):
     assert one.dataset.counts.sum() == BATCH + 3
 
 
-def test_a_rank_that_waits_for_what_another_gives_back_late_gets_it():
-    go = threading.Event()
-
-    class Held(Counted):
-        def __getitem__(self, index: int) -> int:
-            assert index // BATCH != 1 or go.wait(60)
-            return super().__getitem__(index)
-
-    one = Machine(Held(), ranks=2, shuffle=False).start()
-    payload = one.take(0, 0, 0)
-    one.feeds[0].follow(whole(1))
-    assert one.feeds[1].take(0, 0) is None  # perhaps under way, perhaps behind another one
-    one.source.give_back(0, 0, payload)
-    go.set()
-    assert one.samples(1, 0, 0) == list(range(BATCH))
-    assert one.source.close()
-
-
-def test_what_two_lists_have_is_read_once(machine):
-    one = machine(Counted(), ranks=2)
-    one.feeds[0].follow(whole(1, 2))
-    one.feeds[1].follow(whole(2, 3))
-    one.samples(1, 0, 2)
-    one.samples(1, 0, 3)
-    one.samples(0, 0, 1)
-    assert one.source.close()
-    assert one.dataset.counts.sum() == 3 * BATCH
-
-
 # ---------------------------------------------------------------- the reader's waits
-
-
-def test_the_process_that_is_waited_for_is_named(machine, monkeypatch):
-    texts: queue.SimpleQueue[str] = queue.SimpleQueue()
-    wait = processes.connection.wait
-
-    def watched(*given: Any) -> Any:
-        texts.put(one.source.waits_for())
-        return wait(*given)
-
-    one = machine(Counted(), num_workers=1)
-    assert one.source.waits_for() == ""
-    monkeypatch.setattr(processes.connection, "wait", watched)
-    one.samples(0, 2, 3)
-    text = texts.get(timeout=60)
-    assert text.startswith("waiting for DataLoader worker 0 (process ")
-    assert text.endswith(") to read batch 3 of epoch 2")
-    assert one.source.waits_for() == ""
 
 
 # ---------------------------------------------------------------- datasets of all kinds
@@ -419,34 +331,6 @@ def test_a_dataset_that_raises(machine, num_workers):
     assert one.failed.empty()
 
 
-def test_all_that_wait_hear_of_a_failure():
-    go = threading.Event()
-
-    class Held(Broken):
-        def __getitem__(self, index: int) -> int:
-            assert go.wait(60)
-            return super().__getitem__(index)
-
-    one = Machine(Held(), ranks=2, shuffle=False).start()
-    assert one.feeds[0].take(0, 5) is None
-    assert one.feeds[1].take(1, 3) is None
-    go.set()
-    assert one.woken[0].get(timeout=60) == (0, 5)
-    assert one.woken[1].get(timeout=60) == (1, 3)
-    assert one.source.close()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_dataset_that_raises_stop_iteration(machine, num_workers):
-    class Stops(Counted):
-        def __getitem__(self, index: int) -> int:
-            raise StopIteration
-
-    one = machine(Stops(), num_workers=num_workers)
-    one.feeds[0].follow(whole(0))
-    assert "batch 0 of epoch 0" in str(one.failed.get(timeout=60))
-
-
 class BreaksLater:
     """A sampler that fails in epoch 1."""
 
@@ -483,15 +367,6 @@ def test_a_worker_process_that_dies(machine):
     one = machine(Dies(), num_workers=2)
     one.feeds[0].follow(whole(0, 1))
     assert "exited unexpectedly" in str(one.failed.get(timeout=60))
-
-
-@pytest.mark.parametrize("key", [(0, 13), (0, -1), (3, 0), (-1, 0)])
-def test_a_batch_that_does_not_exist(machine, key):
-    one = machine(Counted())
-    with pytest.raises(IndexError, match=f"batch {key[1]} of epoch {key[0]}: 3 epochs of 13 batches"):
-        one.feeds[0].take(*key)
-    one.samples(0, 0, 12)  # nothing was broken by it
-    assert one.failed.empty()
 
 
 def test_a_resumed_run_reads_what_is_left(machine):

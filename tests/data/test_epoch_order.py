@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
-    DistributedSampler,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -23,7 +20,6 @@ from torch.utils.data import (
 )
 
 from flowdp.data.epoch_order import (
-    KEPT_BATCHES,
     KEPT_EPOCHS,
     AllEpochs,
     BatchOrder,
@@ -59,10 +55,6 @@ def test_it_is_a_permutation_that_depends_on_seed_and_epoch_alone():
 def test_seed_and_epoch_are_not_added():
     orders = [tuple(epoch_order(50, seed, epoch).tolist()) for seed in range(20) for epoch in range(20)]
     assert len(set(orders)) == 400
-
-
-def test_a_seed_of_more_than_32_bits_is_not_folded_into_the_epoch():
-    assert not torch.equal(epoch_order(100, 7 + (3 << 32), 0), epoch_order(100, 7, 3))
 
 
 def test_the_order_of_a_seed_stays_what_it_is():
@@ -191,14 +183,6 @@ def test_a_sampler_is_iterated_once_per_epoch_when_the_epoch_is_asked_for():
     assert sampler.iterated == 1
 
 
-def test_skipped_epochs_are_drawn_on_the_way():
-    sampler = Counted(10)
-    order = SamplerOrder(sampler, 3, False)
-    assert whole(order, 2) == list(range(200, 210))
-    assert whole(order, 1) == list(range(100, 110))
-    assert sampler.iterated == 3
-
-
 def test_threads_in_several_epochs_share_one_sampler():
     sampler = Counted(50)
     order = SamplerOrder(sampler, 7, False)
@@ -290,11 +274,6 @@ def test_a_sampler_that_raises():
     assert isinstance(e.value.__cause__, KeyError)
 
 
-def test_a_sampler_that_yields_no_indices():
-    with pytest.raises(DataError, match="TypeError"):
-        SamplerOrder(["a", "b"], 1, False).indices(0, 0)
-
-
 # ---------------------------------------------------------------- batch samplers
 class Buckets:
     """Batches of 1, 2, 3, ... samples, different ones in each epoch."""
@@ -322,55 +301,6 @@ def test_a_batch_sampler_makes_batches_of_any_size():
     assert order.indices(0, 1).tolist() == [10, 11]
     with pytest.raises(IndexError, match="batch 4 of an epoch of 4 batches"):
         order.samples_in(0, 4)
-
-
-class Refilled(Buckets):
-    """The batches of `Buckets`, all in one list, tensor or array."""
-
-    def __init__(self, kind: Callable[[list[int]], Any], is_cleared: bool = False) -> None:
-        super().__init__()
-        self.kind, self.is_cleared = kind, is_cleared
-
-    def __iter__(self):
-        batch = self.kind([0, 0])
-        for indices in super().__iter__():
-            batch[:] = self.kind([*indices, 0][:2])
-            yield batch
-            if self.is_cleared:
-                batch.clear()
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_cleared"), [(list, False), (list, True), (torch.tensor, False), (np.array, False)]
-)
-def test_a_batch_sampler_may_fill_one_batch_again_and_again(kind, is_cleared):
-    twin = Buckets()
-    plain = [[[*batch, 0][:2] for batch in twin] for _ in range(3)]
-    order = SamplerOrder(Refilled(kind, is_cleared))
-    assert [[order.indices(epoch, batch).tolist() for batch in range(4)] for epoch in range(3)] == plain
-    assert [order.checksum(epoch) for epoch in range(3)] == [
-        checksums(SamplerOrder(batches), 1)[0] for batches in plain
-    ]
-
-
-def test_a_sampler_may_fill_one_index_again_and_again():
-    class Same(Counted):
-        def __iter__(self):
-            index = torch.tensor(0)
-            for number in range(10):
-                yield index.fill_(number)
-
-    assert whole(SamplerOrder(Same(10), 3, False), 0) == list(range(10))
-
-
-def test_where_batches_end_is_kept_as_long_as_their_epoch():
-    order = SamplerOrder(Buckets(3000))
-    for epoch in range(6):
-        assert order.samples_in(epoch, 2999) == (2999 + epoch) % 3 + 1
-        assert set(order._epochs) <= set(order._stops)
-    assert len(order._stops) <= order._kept + 1
-    with pytest.raises(ProtocolError, match="asked for again"):
-        order.samples_in(0, 0)
 
 
 @pytest.mark.parametrize("where", ["the batch sampler", "its sampler"])
@@ -401,25 +331,11 @@ def test_a_batch_sampler_that_yields_something_else(batches, message):
     assert e.value.epoch == 0
 
 
-def test_a_batch_sampler_whose_length_is_wrong():
-    class Wrong(Buckets):
-        def __len__(self):
-            return 5
-
-    with pytest.raises(DataError, match="Wrong yielded 4 batches in epoch 0, but its length is 5"):
-        SamplerOrder(Wrong()).indices(0, 0)
-
-
 # ---------------------------------------------------------------- checksums
 def checksums(order: BatchOrder, epochs: int = 3) -> list[int | None]:
     for epoch in range(epochs):
         order.indices(epoch, 0)
     return [order.checksum(epoch) for epoch in range(epochs)]
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_an_order_of_flowdps_own_has_no_checksum(shuffle):
-    assert checksums(EpochOrder(20, 4, 0, shuffle, False)) == [None, None, None]
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
@@ -430,16 +346,6 @@ def test_a_sampler_that_draws_the_same_has_the_same_checksums(kind):
     assert None not in found
     assert found == checksums(SamplerOrder(SAMPLERS[kind](), 4, False))
     assert len(set(found)) == (1 if kind == "sequential" else 3)
-
-
-def test_a_sampler_that_is_told_its_epoch_has_the_checksum_of_that():
-    def order() -> SamplerOrder:
-        return SamplerOrder(DistributedSampler(range(50), num_replicas=1, rank=0), 4, False)
-
-    late = order()
-    late.begin_at(2)
-    late.indices(2, 0)
-    assert late.checksum(2) == checksums(order())[2]
 
 
 def test_two_samples_that_change_places_change_the_checksum_but_not_in_what_is_dropped():
@@ -459,24 +365,12 @@ def test_the_same_samples_in_other_batches_have_another_checksum():
     assert len({found([0, 1], [2]), found([0], [1, 2]), found([0, 1], [3]), found([0, 1, 2])}) == 4
 
 
-def test_checksums_are_kept_for_all_batches_in_flight_and_not_for_ever():
-    order = SamplerOrder(Counted(1), 1, False)
-    order.indices(KEPT_BATCHES + 5, 0)
-    known = [epoch for epoch in range(KEPT_BATCHES + 6) if order.checksum(epoch) is not None]
-    assert known == list(range(6, KEPT_BATCHES + 6))
-
-
 # ---------------------------------------------------------------- AllEpochs
 def test_it_walks_all_epochs_without_a_seam():
     order = EpochOrder(10, 4, 0, True, False)
     plan = AllEpochs(order, 2)
     assert list(plan.walk()) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert list(plan) == [order.indices(*key).tolist() for key in plan.walk()]
-
-
-def test_it_has_no_end_without_a_number_of_epochs():
-    walk = AllEpochs(EpochOrder(10, 10, 0, True, False), None).walk()
-    assert [next(walk) for _ in range(100)][-1] == (99, 0)
 
 
 @given(
@@ -493,12 +387,6 @@ def test_it_walks_what_was_not_trained_in_the_order_of_the_epochs(done, position
     walked = list(AllEpochs(EpochOrder(10, 2, 0, True, False), 5, start).walk())
     trained = {(e.epoch, b) for e in opened for b in range(e.position) if b not in missing}
     assert walked == [(e, b) for e in range(done, 5) for b in range(5) if (e, b) not in trained]
-
-
-def test_it_goes_on_without_end():
-    start = Position(1, done=6, open=(OpenEpoch(6, 2, ((0,),), ()),))
-    walk = AllEpochs(EpochOrder(3, 1, 0, True, False), None, start).walk()
-    assert [next(walk) for _ in range(5)] == [(6, 0), (6, 2), (7, 0), (7, 1), (7, 2)]
 
 
 def test_a_failing_sampler_ends_it_and_its_error_waits():

@@ -125,18 +125,6 @@ def test_other_options(option):
         check_identities([identity(range(23)), identity(range(23), **option)], NAMES[:2])
 
 
-def test_a_sampler_may_draw_the_compared_epoch_again_for_the_ranks():
-    loader = seeded(3)
-    source = open_source(
-        loader, batch_size=None, shuffle=None, seed=0, drop_last=None, collate_fn=None, num_workers=None,
-        epochs=3, machines=2,
-    )  # fmt: skip
-    source.identity()
-    drawn = [index for batch in range(3) for index in source.indices(0, batch)]
-    generator = torch.Generator().manual_seed(3)
-    assert drawn == list(RandomSampler(range(23), num_samples=12, generator=generator))
-
-
 def test_the_checksum_is_that_of_the_contents():
     class Own:
         pass

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
-from flowdp.data.iterable_source import Counted, Measured, StreamReader
+from flowdp.data.iterable_source import StreamReader
 from flowdp.data.loader_source import ReadPlan
 from flowdp.errors import CheckpointError, DataError, ProtocolError
 from flowdp.protocol.position import OpenEpoch, Position
@@ -102,13 +102,6 @@ def test_it_yields_what_torch_yields_anew_in_each_epoch(runs, drop_last):
     assert run.reader.indices(0, 0) == ()
 
 
-def test_a_batch_has_as_many_samples_as_were_collated(runs):
-    # A batch whose tensors do not show its size: only the sum of its samples.
-    run = runs(Stream(10), collate_fn=lambda samples: torch.tensor(sum(samples)))
-    assert [batch.item() for batch in run.epoch(0, 3)] == [6, 22, 17]
-    assert [run.reader.samples_in(0, batch) for batch in range(3)] == [4, 4, 2]
-
-
 def test_with_processes_all_is_read_once_and_they_live_through_all_epochs(runs):
     class Where(Stream):
         def item(self, sample):
@@ -122,14 +115,6 @@ def test_with_processes_all_is_read_once_and_they_live_through_all_epochs(runs):
         pids |= {pid for _, part in taken for pid in part.tolist()}
     assert len(pids) == 2
     assert os.getpid() not in pids
-
-
-def test_without_processes_the_reader_alone_touches_the_dataset(runs):
-    dataset = Stream(4)
-    run = runs(dataset)
-    run.epoch(0, 1)
-    run.epoch(1, 1)
-    assert dataset.threads == {"flowdp-reader"}
 
 
 # ---------------------------------------------------------------- several machines
@@ -163,12 +148,6 @@ def test_a_part_of_a_stream_has_the_numbers_of_its_machine(runs):
     assert run.ended.get(timeout=WAIT_S) == (1, 4)
 
 
-def test_a_part_without_a_batch(runs):
-    run = runs(Stream(0), 4, is_stream=True, is_part=True, machine=1, machines=2)
-    with pytest.raises(DataError, match="epoch 0 of Stream has no batch"):
-        run.take(0, 1)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_set_epoch_is_called_before_each_epoch(runs, num_workers):
     class Told(IterableDataset[Any]):
@@ -185,25 +164,6 @@ def test_set_epoch_is_called_before_each_epoch(runs, num_workers):
     for epoch in range(3):
         for batch in run.epoch(epoch, max(num_workers, 1)):
             assert batch.tolist() == [epoch] * 3
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_epoch_that_worker_processes_cannot_see_is_named(runs, num_workers, caplog):
-    class Told(IterableDataset[Any]):
-        epoch = 0
-
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __iter__(self):
-            return iter([self.epoch] * 3)
-
-    run = runs(Told(), 3, epochs=3, num_workers=num_workers)
-    for epoch in range(3):
-        for batch in run.epoch(epoch, max(num_workers, 1)):
-            assert batch.tolist() == [0 if num_workers else epoch] * 3
-    told = [message for message in caplog.messages if message.startswith("Told.epoch was 0 when")]
-    assert len(told) == (num_workers > 0)
 
 
 def test_a_stream_without_end(runs):
@@ -234,14 +194,6 @@ class Announced(Stream):
         return sample
 
 
-def test_no_more_than_ahead_is_read_while_nobody_waits():
-    dataset = Announced(100, at=12)
-    run = Run(dataset, ahead=3).start()
-    assert dataset.reached.wait(WAIT_S)
-    assert run.reader.close()
-    assert dataset.yielded == 12
-
-
 def test_a_rank_that_waited_beyond_the_end_does_not_drive_the_reader():
     dataset = Announced(8, at=8 + 12)
     run = Run(dataset, ahead=3, epochs=None).start()
@@ -259,12 +211,6 @@ def test_a_rank_that_waited_beyond_the_end_does_not_drive_the_reader():
     assert run.woken.empty()
 
 
-def test_a_rank_that_waits_is_served_though_others_leave_theirs_lying(runs):
-    run = runs(Stream(40), ahead=1)
-    assert run.take(0, 9).tolist() == [36, 37, 38, 39]
-    assert all(run.reader.take(0, 0, batch) is not None for batch in range(9))
-
-
 def test_a_batch_given_back_is_taken_again_with_its_samples(runs):
     run = runs(Stream(6))
     payload = run.take(0, 1)
@@ -273,31 +219,10 @@ def test_a_batch_given_back_is_taken_again_with_its_samples(runs):
     assert run.reader.samples_in(0, 1) == 2
 
 
-def test_samples_are_forgotten_long_after_their_batch(runs, monkeypatch):
-    monkeypatch.setattr("flowdp.data.loader_source.KEPT_BATCHES", 5)
-    run = runs(Stream(40), ahead=2)
-    first = run.take(0, 0)
-    run.reader.give_back(0, 0, first)
-    for batch in range(1, 10):
-        run.take(0, batch)
-    assert run.ended.get(timeout=WAIT_S) == (0, 10)
-    # It is back in the store, so it is remembered; batches trained long ago are not.
-    assert run.reader.samples_in(0, 0) == run.reader.samples_in(0, 9) == 4
-    with pytest.raises(IndexError, match="batch 1 of epoch 0 has not been read, or long ago"):
-        run.reader.samples_in(0, 1)
-
-
 @pytest.mark.parametrize("key", [(2, 0), (-1, 0), (0, -1)])
 def test_a_batch_that_cannot_be(runs, key):
     with pytest.raises(IndexError, match=f"batch {key[1]} of epoch {key[0]}"):
         runs(Stream(8)).reader.take(0, *key)
-
-
-def test_a_batch_cannot_be_taken_twice(runs):
-    run = runs(Stream(8))
-    run.take(0, 0)
-    with pytest.raises(ProtocolError, match="was taken before"):
-        run.reader.take(1, 0, 0)
 
 
 # ---------------------------------------------------------------- items that are batches
@@ -312,12 +237,6 @@ def test_an_item_may_be_a_batch_already(runs):
         assert batch["x"].shape == (size, 2)
         assert run.reader.samples_in(0, size - 1) == size
     assert run.reader.batch_size is None
-
-
-def test_the_samples_of_an_item_are_those_of_its_first_tensor():
-    item = ("a", torch.tensor(7), [torch.ones(3, 4), torch.ones(5)])
-    assert Measured(default_convert)(item)[0] == 3
-    assert Counted(len)(["a", "b"]) == (2, 2)
 
 
 @pytest.mark.parametrize("item", [7, "a name", torch.tensor(1.0)])
@@ -341,11 +260,6 @@ def test_an_epoch_without_a_batch(runs, lengths, epoch, num_workers):
     assert error.epoch == epoch
     with pytest.raises(DataError):
         run.reader.take(0, epoch, 0)
-
-
-def test_an_epoch_without_a_full_batch(runs):
-    error = runs(Stream(3), drop_last=True).failed.get(timeout=WAIT_S)
-    assert "has no batch that is full, and drop_last=True leaves out any other" in str(error)
 
 
 def test_an_iterator_that_was_used_up():
@@ -377,14 +291,6 @@ def test_a_dataset_that_raises_does_so_after_the_batches_before_it(runs, num_wor
     assert isinstance(error.__cause__, KeyError)
     at = 3 if num_workers else 2  # process 1 reads 1, 3, 5, 7, then 9
     assert str(error).startswith(f"reading batch {at} of epoch 0 failed: KeyError")
-
-
-def test_an_iteration_that_cannot_begin(runs):
-    class Broken(IterableDataset[Any]):
-        def __iter__(self):
-            raise OSError("no such bucket")
-
-    assert "OSError: no such bucket" in str(runs(Broken()).failed.get(timeout=WAIT_S))
 
 
 # ---------------------------------------------------------------- closing
@@ -434,12 +340,6 @@ def test_inside_an_epoch_it_cannot_be_resumed():
     assert not StreamReader.can_resume_inside
 
 
-def test_an_epoch_that_was_dealt_and_not_trained_is_no_inside(runs):
-    start = Position(1, done=1, open=(OpenEpoch(1, 2, ((1, 0),), ()),))
-    run = runs(Stream(6), start=start)
-    assert [batch.tolist() for batch in run.epoch(1, 2)] == [[0, 1, 2, 3], [4, 5]]
-
-
 def test_on_demand_it_is_iterated_when_somebody_waits():
     dataset = Told(6)
     run = Run(dataset, epochs=None, ahead=100, on_demand=True)
@@ -452,23 +352,3 @@ def test_on_demand_it_is_iterated_when_somebody_waits():
         assert watched.waits.wait(WAIT_S)
         assert (dataset.told, dataset.yielded.item()) == (epoch, 6 * (epoch + 1))
     assert run.reader.close()
-
-
-@pytest.mark.parametrize("ring", [1, 2])
-@pytest.mark.parametrize("batch_size", [None, 1])
-@pytest.mark.parametrize("kind", [torch.Tensor, torch.Tensor.numpy])
-def test_a_dataset_may_fill_its_buffers_again_and_again(
-    kind: Callable[[torch.Tensor], Any], batch_size: int | None, ring: int
-) -> None:
-    class Chunks(Stream):
-        def item(self, sample: int) -> Any:
-            return {"x": kind(buffers[sample % ring].fill_(sample))}
-
-    buffers = [torch.zeros(3) for _ in range(ring)]
-
-    run = Run(Chunks(10), batch_size, ahead=20).start()
-    try:
-        for epoch in range(2):
-            assert [batch["x"].flatten()[-1].item() for batch in run.epoch(epoch, 10)] == list(range(10))
-    finally:
-        assert run.reader.close()

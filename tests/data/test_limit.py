@@ -78,16 +78,6 @@ def test_windows_and_samplers_are_limited() -> None:
     assert [source.samples_in(0, batch) for batch in range(3)] == [5, 5, 5]
 
 
-def test_more_draws_of_a_limited_sampler_are_kept() -> None:
-    """As of one whose epochs are that short: more of these are in flight at once."""
-    sampler = SubsetRandomSampler(range(SAMPLES), torch.Generator().manual_seed(1))
-    source = opened(DataLoader(TensorDataset(NUMBERS), 1, sampler=sampler), Limit(1))
-    first = samples(source, 0)
-    for epoch in range(1000):
-        source.indices(epoch, 0)
-    assert samples(source, 0) == first
-
-
 @pytest.mark.parametrize("dataset", [NUMBERS, DataLoader(TensorDataset(NUMBERS), 4, shuffle=True)])
 def test_fixed_batches_are_the_first_in_every_epoch(dataset: Any) -> None:
     source = opened(dataset, Limit(2, is_fixed=True))

@@ -156,72 +156,6 @@ def test_every_sample_is_read_and_dealt_once_an_epoch(runs, ranks, num_workers, 
     assert dataset.threads == (set() if num_workers else {"flowdp-reader"})
 
 
-def test_a_file_read_by_seek_and_read_is_never_read_by_two(runs, tmp_path):
-    width, samples = 64, 400
-    path = tmp_path / "samples.bin"
-    path.write_bytes(b"".join(bytes([i % 251]) * width for i in range(samples)))
-
-    class File(Dataset[Any]):
-        def __init__(self):
-            self.file = path.open("rb")
-
-        def __len__(self):
-            return samples
-
-        def __getitem__(self, index):
-            self.file.seek(index * width)
-            return index, torch.frombuffer(bytearray(self.file.read(width)), dtype=torch.uint8)
-
-    dataset = File()
-    run = runs(dataset, epochs=2)
-
-    def rank_of(rank: int) -> None:
-        for epoch in range(2):
-            for batch in range(rank, run.reader.batches, 4):
-                index, content = run.take(rank, epoch, batch)
-                assert torch.equal(content, (index % 251).to(torch.uint8)[:, None].expand(-1, width))
-
-    in_threads(4, rank_of)
-    assert run.close()
-    dataset.file.close()
-
-
-def test_fashion_mnist_is_read_as_it_lies_there(runs, fashion_mnist):
-    import gzip
-
-    raw = gzip.decompress((fashion_mnist / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
-    images = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, 28, 28)
-
-    class Images(Dataset[Any]):
-        def __len__(self):
-            return len(images)
-
-        def __getitem__(self, index):
-            return images[index].float() / 255
-
-    run = runs(Images(), epochs=1, batch_size=1000, num_workers=2)
-    assert run.reader.batches == 10
-    for batch in range(10):
-        expected = images[list(run.reader.indices(0, batch))].float() / 255
-        assert torch.equal(run.take(batch % 2, 0, batch), expected)
-
-
-def test_the_batches_of_an_epoch_without_end(runs):
-    run = runs(Counted(5), epochs=None, batch_size=5)
-    for epoch in range(50):
-        assert sorted(run.take(0, epoch, 0).tolist()) == list(range(5))
-
-
-def test_the_reader_leaves_the_cores_to_the_workers(runs):
-    class Threads(Counted):
-        def __getitem__(self, index):
-            return torch.get_num_threads()
-
-    before = torch.get_num_threads()
-    assert set(runs(Threads()).take(0, 0, 0).tolist()) == {1}
-    assert torch.get_num_threads() == before
-
-
 # ---------------------------------------------------------------- the store
 def test_no_more_than_ahead_is_read_while_nobody_waits():
     reached = threading.Event()
@@ -237,24 +171,6 @@ def test_no_more_than_ahead_is_read_while_nobody_waits():
     assert reached.wait(60)
     assert run.close()
     assert dataset.counts.tolist() == [1] * 24 + [0] * (SAMPLES - 24)
-
-
-def test_a_batch_taken_makes_room_for_one_more():
-    reached = threading.Event()
-
-    class Announced(Counted):
-        def __getitem__(self, index):
-            if index == 5 * 8 - 1:
-                reached.set()
-            return super().__getitem__(index)
-
-    dataset = Announced()
-    run = Run(dataset, ahead=3, shuffle=False).start()
-    run.take(0, 0, 1)
-    run.take(0, 0, 0)
-    assert reached.wait(60)
-    assert run.close()
-    assert dataset.counts.sum() == 5 * 8
 
 
 def test_a_rank_that_waits_is_served_though_others_leave_theirs_lying(runs):
@@ -361,33 +277,6 @@ def test_a_change_that_worker_processes_do_not_see_is_told_once(runs, num_worker
     assert len(told) == (num_workers > 0)
 
 
-def test_a_dataset_that_stays_as_it_is_or_shares_its_memory_is_not_named(runs, caplog):
-    dataset = Phased()
-    run = runs(dataset, epochs=3, num_workers=1)
-    for epoch in range(3):
-        for batch in range(2):
-            run.take(0, epoch, batch)
-        dataset.shared.value = epoch
-        dataset.added = epoch  # none that the processes have
-        len(dataset)
-    run.close()
-    assert caplog.messages == []
-
-
-def test_a_change_behind_the_last_read_is_told_when_the_source_is_closed(runs, caplog):
-    """A short run is read to its end before its first epoch is over."""
-    dataset = Phased()
-    run = runs(dataset, epochs=2, ahead=8, num_workers=1)
-    for epoch in range(2):
-        for batch in range(2):
-            run.take(0, epoch, batch)
-    run.reader._thread.join(60)
-    dataset.name = "other"
-    run.close()
-    [line] = caplog.messages
-    assert line.startswith("Phased.name was 'train' when the worker processes of the dataset started")
-
-
 def test_worker_init_fn_runs_in_each_process(runs):
     begun = torch.zeros(2, dtype=torch.int64).share_memory_()
 
@@ -427,11 +316,6 @@ def test_a_dataset_that_raises(runs, num_workers):
         assert later.value is error
     assert run.close()
     assert run.failed.empty()
-
-
-def test_a_long_batch_is_named_in_short(runs):
-    run = runs(Broken(0), batch_size=50, shuffle=False)
-    assert "(samples 0, 1, 2, 3, 4, 5, 6, 7, ...)" in str(run.failed.get(timeout=60))
 
 
 def test_a_collate_function_that_returns_none(runs):
@@ -523,11 +407,6 @@ def test_closing_before_the_start(num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_closing_at_once(num_workers):
-    assert Run(Counted(), num_workers=num_workers).start().close()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_closing_while_the_reader_waits_for_room(num_workers):
     run = Run(Counted(), ahead=1, num_workers=num_workers).start()
     run.take(0, 0, 5)
@@ -546,14 +425,6 @@ def test_closing_leaves_no_thread_and_no_process(num_workers):
     assert run.close()
     assert set(threading.enumerate()) == before
     assert not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_closing_after_the_last_batch(num_workers):
-    run = Run(Counted(), epochs=1, num_workers=num_workers).start()
-    for batch in range(run.reader.batches):
-        run.take(0, 0, batch)
-    assert run.close()
 
 
 def test_closing_while_the_processes_are_inside_the_dataset():
@@ -590,12 +461,6 @@ def test_closing_while_the_reader_is_inside_the_dataset():
     leave.set()
     assert run.close()  # that call ended it; no error was reported
     assert run.failed.empty()
-
-
-def test_closing_after_a_failure():
-    run = Run(Broken(3), shuffle=False, num_workers=1).start()
-    run.failed.get(timeout=60)
-    assert run.close()
 
 
 # ---------------------------------------------------------------- parts of a batch that all ranks share
@@ -759,35 +624,6 @@ def test_what_is_kept_is_no_shared_memory(runs, keeps):
     assert run.take(0, 0, 0).is_shared() is not keeps
 
 
-def test_nothing_is_kept_of_a_run_whose_reading_fails(runs):
-    run = runs(Broken(42), shuffle=False, keeps=True)
-    run.take(0, 0, 0)
-    assert run.reader.take(0, 0, 5) is None
-    run.failed.get(timeout=60)
-    assert not run.reader._lent
-
-
-def test_the_samples_of_what_is_kept_are_known(runs, monkeypatch):
-    monkeypatch.setattr("flowdp.data.loader_source.KEPT_BATCHES", 2)
-    run = runs(
-        Counted(),
-        keeps=True,
-        is_counted=True,
-        collate_fn=lambda samples: (len(samples), torch.tensor(samples)),
-    )
-    for batch in range(13):
-        run.take(0, 0, batch)
-        run.reader.settle([(0, batch)] if batch else ())
-    assert run.reader.samples_in(0, 0) == 8
-    run.reader.settle([(0, 0)])
-    for batch in range(13):
-        run.take(0, 1, batch)
-        run.reader.settle([(1, batch)])
-    for batch in (0, 1):
-        with pytest.raises(IndexError, match="long ago"):
-            run.reader.samples_in(0, batch)
-
-
 # ---------------------------------------------------------------- resumed runs
 HERE = Position(world_size=2, done=1, open=(OpenEpoch(1, 6, ((4, 1), ()), ()), OpenEpoch(2, 1, ((), ()), ())))
 """Missing: of epoch 1 batches 1, 4 and all from 6 on, of epoch 2 all but batch 0."""
@@ -809,22 +645,6 @@ def test_what_was_not_trained_is_read_and_nothing_else(runs, num_workers):
     for index in trained:
         expected[index] -= 1
     assert torch.equal(dataset.counts, expected)
-
-
-@pytest.mark.parametrize("key", [(1, 0), (1, 5), (2, 0), (0, 0), (0, 12)])
-def test_what_was_trained_before_cannot_be_taken(runs, key):
-    run = runs(Counted(), epochs=4, start=HERE)
-    with pytest.raises(ProtocolError, match="was trained before"):
-        run.reader.take(0, *key)
-    run.take(0, 1, 1)
-    with pytest.raises(ProtocolError, match="was taken before"):
-        run.reader.take(0, 1, 1)
-
-
-def test_an_error_names_the_batch_at_which_a_resumed_run_begins():
-    run = Run(Broken(index=0), start=Position(1, done=1), shuffle=False).start()
-    assert run.failed.get(timeout=60).epoch == 1
-    assert run.close()
 
 
 def test_windows_of_a_resumed_run_are_cut_as_ever(runs):
@@ -894,30 +714,6 @@ def test_closing_what_nobody_has_waited_for(num_workers):
     assert run.reader.take(0, 0, 0) is None
     assert set(threading.enumerate()) == before
     assert not multiprocessing.active_children()
-
-
-def test_closing_between_two_epochs():
-    run = Run(Counted(8), epochs=None, on_demand=True, num_workers=1).start()
-    run.take(0, 0, 0)
-    assert run.take(0, 1, 0).tolist() == list(run.reader.indices(1, 0))
-    assert run.close()
-    assert not multiprocessing.active_children()
-
-
-class Mute(Exception):
-    def __str__(self):
-        raise ValueError("no words")
-
-
-def test_an_error_without_a_text_reaches_the_ranks(runs):
-    class Failing(Counted):
-        def __getitem__(self, index):
-            raise Mute
-
-    run = runs(Failing())
-    error = run.failed.get(timeout=60)
-    assert isinstance(error.__cause__, Mute)
-    assert str(error).endswith("failed: Mute: (no text: its __str__ raised ValueError)")
 
 
 # ---------------------------------------------------------------- several readers of one file

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.source import Source
-from flowdp.data.tensor_source import TensorSource
 from flowdp.engine.shared_batches import SharedBatches
 from flowdp.errors import OptionError
 
@@ -142,20 +141,6 @@ def test_a_loader_that_splits_itself_is_refused_on_several_machines() -> None:
         OptionError, match=r"^evaluation: the DataLoader's DistributedSampler gives each of 2"
     ):
         opened(DataLoader(Numbers(), 3, sampler=sampler), machines=2)
-
-
-def test_the_options_of_the_training_serve_where_they_can() -> None:
-    assert isinstance(opened((X,), num_workers=2), TensorSource)
-    source: Any = opened(Numbers(), num_workers=2)
-    assert source._loader.num_workers == 2
-    source = opened(TensorDataset(X), collate_fn=negative)
-    assert source._loader.collate_fn is negative
-
-
-def test_a_loader_keeps_its_settings() -> None:
-    source: Any = opened(DataLoader(Numbers(), 5, drop_last=True, collate_fn=negative), num_workers=2)
-    assert (source.batches, source.samples, source._loader.num_workers) == (1, 5, 0)
-    assert source._loader.collate_fn is negative
 
 
 @pytest.mark.parametrize("dataset", [3, (), (X, X[:2]), DataLoader(Numbers(), 9, drop_last=True)])

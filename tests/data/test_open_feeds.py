@@ -80,13 +80,6 @@ def test_other_datasets_are_prefetched():
     assert made.close()
 
 
-def test_the_gauge_is_that_of_the_lane():
-    card = Card(total=1000, used=100)
-    (feed,) = open_feeds(source([0, 1, 2, 3, 4]), [CardLane(card)])
-    memory = feed._gauge._read()  # type: ignore[attr-defined]
-    assert (memory.total, memory.free) == (1000, 900)
-
-
 def test_the_part_of_the_device_and_the_depth_are_the_users():
     card = Card(total=10**6, used=10**6 // 2)
     (feed,) = open_feeds(source(), [CardLane(card)], usage=0.5)

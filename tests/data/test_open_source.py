@@ -283,16 +283,6 @@ def test_what_a_loader_says_is_used():
     assert started.tolist() == [1, 1]
 
 
-def test_reading_runs_further_ahead_of_more_ranks():
-    assert [opened(Pairs(), world_size=n).plan.ahead for n in (1, 2, 8)] == [4, 6, 18]
-
-
-def test_a_tensor_dataset_with_processes_is_taken_by_them():
-    assert isinstance(opened(TensorDataset(X, Y), num_workers=1), Reader)
-    assert isinstance(opened(TensorDataset(X, Y), collate_fn=mapping), Reader)
-    assert isinstance(opened(DataLoader(TensorDataset(X, Y), 5, num_workers=1)), Reader)
-
-
 @pytest.mark.parametrize("dataset", [Pairs(), DataLoader(Pairs(), 5, shuffle=True)], ids=["map", "loader"])
 def test_the_generator_of_the_process_is_left_alone(dataset):
     torch.manual_seed(4)
@@ -468,14 +458,6 @@ def test_getitems_is_asked_for_the_samples_of_a_batch():
     batches = read(opened(dataset, shuffle=False, epochs=1))
     assert_same(batches, [[X[indices], torch.tensor(indices)] for indices in dataset.asked])
     assert [i for indices in dataset.asked for i in indices] == list(range(23))
-
-
-def test_a_loader_does_not_ask_for_get_batch_as_torch_does_not():
-    class Both(Pairs):
-        def get_batch(self, indices):
-            raise AssertionError("not torch's")
-
-    assert_same(read(opened(DataLoader(Both(), 5))), list(DataLoader(Both(), 5)))
 
 
 # ---------------------------------------------------------------- refusals
@@ -698,11 +680,6 @@ def test_a_sampler_without_a_seed_is_refused_on_several_machines(open_with, samp
 )
 def test_a_sampler_that_can_be_the_same_on_all_machines(open_with, sampler):
     assert isinstance(open_with(sampler), DemandReader)
-
-
-def test_of_one_epoch_the_order_is_compared_and_need_not_repeat():
-    source = on_machines(Custom(is_random=True), epochs=1)
-    assert source.identity() != on_machines(Custom(is_random=True), epochs=1).identity()
 
 
 def test_a_plain_random_sampler_draws_by_the_seed_of_the_run():

@@ -241,17 +241,6 @@ def test_all_batches_of_all_epochs(close, source_of, lane_of, depth):
         assert lane.card.waiters <= {"flowdp-prefetch-0"}, "the worker waited for the device"
 
 
-def test_a_shorter_batch_is_a_part_of_a_slot(close):
-    rank = close(Rank(tensors(), CardLane()))
-    rank.follow(everything(1))
-    for key in everything(1):
-        batch = rank.take(key)
-        assert batch["x"].untyped_storage().nbytes() == BATCH * 6 * 4
-        assert len(batch["x"]) == (3 if key == (0, BATCHES - 1) else BATCH)
-        rank.feed.release()
-    assert rank.feed._loose.made == 0
-
-
 @pytest.mark.parametrize("what", ["ready", "free", "copied"])
 @pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
 def test_each_edge_is_needed(close, what, source_of):
@@ -350,29 +339,6 @@ def test_the_batch_being_copied_is_given_back_at_once(close):
     no_race(lane)
 
 
-def test_a_new_first_batch_makes_room_for_itself(close):
-    shelf = Shelf()
-    shelf.put(*range(9))
-    rank = close(Rank(shelf, CardLane()))
-    rank.follow([(0, 3), (0, 4)])
-    rank.train((0, 3))
-    rank.train((0, 4))
-    rank.follow([(0, 7), (0, 8)])
-    rank.lane.card.until(lambda: len(rank.feed._fetched) == 1)
-    rank.follow([(0, 1), (0, 7), (0, 8)])  # the ring is full of later ones
-    for batch in (1, 7, 8):
-        assert rank.train((0, batch)).tolist() == [batch] * BATCH
-
-
-def test_a_batch_that_was_not_announced_can_be_taken(close):
-    shelf = Shelf()
-    shelf.put(*range(4))
-    rank = close(Rank(shelf, CardLane()))
-    rank.follow([(0, 1), (0, 2)])
-    for batch in (3, 1, 2, 0):
-        assert rank.train((0, batch)).tolist() == [batch] * BATCH
-
-
 def test_it_asks_again_when_woken(close):
     shelf = Shelf()
     rank = close(Rank(shelf, CardLane()))
@@ -399,16 +365,6 @@ def test_a_wait_has_one_note(close):
     card.until(lambda: any(verb == "records" for _, verb, _ in card.log))
     assert rank.feed.close()
     assert rank.noted == 1
-
-
-def test_it_asks_again_for_a_batch_that_comes_back(close):
-    # Meanwhile another rank may have requested it, and the source would wake that rank.
-    shelf = Shelf()
-    rank = close(Rank(shelf, CardLane()))
-    for _ in range(3):
-        rank.follow([(0, 0)])
-        assert shelf.asked.get(timeout=60) == (0, 0, 0)
-        rank.follow([])
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -469,16 +425,6 @@ def one_batch(close: Any, payload: Any, lane: Lane | None = None) -> tuple[Batch
     return rank.train((0, 0)), rank
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int8, torch.bool]
-)
-def test_dtypes(close, dtype):
-    payload = torch.tensor([0, 1, 0, 3]).to(dtype)
-    batch, _ = one_batch(close, payload)
-    assert torch.equal(batch, payload)
-    assert batch.dtype == dtype
-
-
 def test_trees_keep_their_kind_and_what_is_no_tensor_stays(close):
     payload = Named(torch.rand(BATCH, 2), torch.tensor(5), "a note")
     batch, rank = one_batch(close, payload)
@@ -487,13 +433,6 @@ def test_trees_keep_their_kind_and_what_is_no_tensor_stays(close):
     assert batch.label.item() == 5
     assert batch.note == "a note"
     assert rank.feed._ring.made == 1
-
-
-def test_channels_last_stays(close):
-    payload = torch.rand(BATCH, 3, 5, 5).to(memory_format=torch.channels_last)
-    batch, _ = one_batch(close, payload)
-    assert torch.equal(batch, payload)
-    assert batch.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_packed_sequence_moves_itself(close):
@@ -600,15 +539,6 @@ def test_the_ring_is_sized_once_the_memory_is_known(close):
     no_race(lane)
 
 
-def test_on_the_cpu_two_batches_are_fetched_ahead(close):
-    rank = close(Rank(tensors(), HostLane(torch.device("cpu"))))
-    rank.follow(everything())
-    rank.feed.fit()
-    for key in everything():
-        rank.train(key)
-    assert rank.feed.depth == 2
-
-
 def test_ranks_on_one_device_share_it(close):
     lane, device = CardLane(), Device(20 * BATCH_BYTES)
     shared = device.gauge(lane, 2)
@@ -625,14 +555,6 @@ def test_ranks_on_one_device_share_it(close):
     for rank in made:
         lane.card.until(lambda: rank.feed._ring.made == 11)  # noqa: B023 - called at once
     assert [rank.feed.depth for rank in made] == [10, 10]
-
-
-def test_a_ring_without_a_batch_holds_as_many_ahead_as_without_a_gauge(close):
-    lane, device = CardLane(), Device(10**6)
-    rank = close(Rank(Shelf(), lane, gauge=device.gauge(lane)))
-    rank.feed.fit()
-    rank.feed._gauge.look(0)
-    assert rank.feed.depth == 2
 
 
 @pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
@@ -655,32 +577,6 @@ def test_another_program_takes_the_memory_and_gives_it_back(close, source_of):
         for key in keys[number - 4 : number - 1]:
             check(source, key, rank.train(key))
     no_race(lane)
-
-
-def test_a_ring_that_grows_expects_what_it_has_not_fetched(close):
-    class Told(Shelf):
-        expected: Sequence[Any] = ()
-
-        def expect(self, rank: int, upcoming: Any) -> None:
-            self.expected = [key[1] for key in upcoming]
-
-    shelf = Told()
-    rank = close(Rank(shelf, CardLane()))
-    keys = [(0, batch) for batch in range(6)]
-    rank.follow(keys)
-    assert rank.ask(keys[0]) is None
-    for depth in (4, 2, 9):
-        rank.feed.resize(depth)
-        assert shelf.expected == [0, 1, 2, 3, 4, 5], "nothing has been fetched yet"
-    shelf.put(0, 1, 2)
-    rank.feed.wake(0, 0)
-    rank.notes.get(timeout=60)
-    rank.ask(keys[0])
-    while shelf.asked.get(timeout=60)[1:] != (0, 3):
-        pass
-    rank.feed.resize(1)
-    assert shelf.expected == [2, 3, 4, 5]
-    assert shelf.returned == [(0, 2)]
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
@@ -742,29 +638,6 @@ def test_poison_is_never_seen_by_a_step(close):
     no_race(lane)
 
 
-def test_poison_shows_a_step_that_keeps_its_batch(close):
-    shelf = Shelf()
-    shelf.there[0, 0] = (
-        torch.ones(BATCH), torch.ones(BATCH, dtype=torch.int16), torch.zeros(BATCH, dtype=torch.bool),
-        torch.ones(BATCH, dtype=torch.complex64), "text",
-    )  # fmt: skip
-    rank = close(Rank(shelf, CardLane(), feed=PoisonedFeed))
-    floats, ints, flags, complexes, _ = rank.take((0, 0))
-    rank.feed.release()
-    assert floats.isnan().all()
-    assert ints.tolist() == [32767] * BATCH
-    assert flags.all()
-    assert complexes.isnan().all()
-
-
-def test_poison_needs_its_wait_as_a_copy_does(close):
-    lane = CardLane()
-    lane.card.deaf.add(lane.copy)
-    rank = close(Rank(tensors(), lane, feed=PoisonedFeed))
-    rank.train((0, 0))
-    assert any("fill_" in race for race in lane.card.races)
-
-
 # ---------------------------------------------------------------- errors
 def test_an_error_of_the_dataset_reaches_the_worker(close):
     def sample(index: int) -> Any:
@@ -801,15 +674,6 @@ def test_a_wrong_index_is_named_when_its_batch_is_wanted(close):
     with pytest.raises(DataError, match="batch 2 of epoch 0") as caught:
         rank.train((0, 2))
     assert caught.value.indices == (4, 99)
-
-
-def test_a_batch_is_released_before_the_next_is_taken(close):
-    rank = close(Rank(tensors(), CardLane()))
-    with pytest.raises(ProtocolError, match="had not taken"):
-        rank.feed.release()
-    rank.take((0, 0))
-    with pytest.raises(ProtocolError, match="without a release"):
-        rank.feed.take(0, 1)
 
 
 # ---------------------------------------------------------------- closing
@@ -861,10 +725,6 @@ def test_a_closed_feed_holds_no_memory(close):
     assert rank.feed.close()
     assert [memory for memory in kept if memory() is not None] == []
     rank.feed.release()  # the worker may be late
-
-
-def test_it_closes_before_it_starts():
-    assert PrefetchFeed(tensors(), 0, CardLane(), gauge=RingGauge(CardLane(), read=lambda: None)).close()
 
 
 def test_a_wait_for_the_device_that_never_ends_is_told():
@@ -1057,22 +917,3 @@ def test_two_ranks_share_every_batch(close, source_of, rows):
             rank.feed.follow([])
         assert not source._left
         assert not any(key in source._read for key in windows)
-
-
-def test_a_part_that_was_read_by_itself_has_slots_for_the_longest(close):
-    source, lane = close(read(world_size=2, batch_size=8, machines=2, shares_batches=True).inner), CardLane()
-    rank = close(Rank(source, lane, rows=6))
-    begin(source, [rank])
-    parts = [SampleRange(0, 2), SampleRange(2, 8), SampleRange(1, 6)]
-    rank.feed.follow([(0, batch, part) for batch, part in enumerate(parts)])
-    for batch, part in enumerate(parts):
-        with lane.on(lane.compute):
-            while (portion := rank.ask((0, batch), part)) is None:
-                rank.notes.get(timeout=60)
-            assert (
-                portion.rows(0, part.samples)["y"].tolist()
-                == list(source.indices(0, batch))[part.start : part.stop]
-            )
-            rank.feed.release()
-    assert rank.feed._loose.made == 0
-    assert lane.card.races == []

@@ -108,20 +108,6 @@ def test_what_the_user_made_there_is_waited_for():
     assert card.races == []
 
 
-def test_ranks_of_a_device_share_the_tensors():
-    card = Card()
-    lanes = [CardLane(card), CardLane(card)]
-    made = source()
-    data = ResidentData(made, lanes[0])
-    feeds = [ResidentFeed(data, lane) for lane in lanes]
-    copied = card.allocated
-    for epoch in range(2):
-        for batch in range(BATCHES):
-            check(made, feeds[batch % 2], lanes[batch % 2], epoch, batch)
-    assert copied == X.nbytes + Y.nbytes
-    assert card.races == []
-
-
 def test_what_it_needs_is_what_it_allocates():
     made = source()
     feed, lane = on_card(made)
@@ -132,11 +118,6 @@ def test_what_it_needs_is_what_it_allocates():
     orders = 2 * LENGTH * 8
     assert ResidentData.needed_bytes(made, lane.device, ranks=3) == needed + 2 * orders
     assert ResidentData.needed_bytes(made, torch.device("cpu"), ranks=1) == orders
-
-
-def test_out_of_memory_is_told():
-    with pytest.raises(torch.OutOfMemoryError):
-        ResidentData(source(), CardLane(Card(room=X.nbytes + Y.nbytes - 1)))
 
 
 @pytest.mark.parametrize("wrong", [-1, LENGTH])
@@ -154,13 +135,6 @@ def test_a_wrong_index_never_reaches_the_device(wrong):
     assert caught.value.indices == (wrong,)
 
 
-@pytest.mark.parametrize("batch", [-1, BATCHES])
-def test_there_is_no_such_batch(batch):
-    feed, lane = on_card(source())
-    with pytest.raises(IndexError):
-        take(feed, lane, 0, batch)
-
-
 def test_closed_feeds_hold_no_memory():
     made, lane = source(), HostLane(torch.device("cpu"))
     data = ResidentData(TensorSource([X.clone()], tuple, made._order), lane)
@@ -174,16 +148,6 @@ def test_closed_feeds_hold_no_memory():
     assert kept() is not None
     feeds[1].close()
     assert (kept(), order()) == (None, None)
-
-
-def test_rest_of_the_interface_has_nothing_to_do():
-    made = source()
-    feed, lane = on_card(made)
-    feed.follow([(0, 0, None)])
-    feed.wake(0, 0)
-    feed.fit()
-    feed.follow([])
-    check(made, feed, lane, 0, 0)
 
 
 def test_a_part_of_a_batch():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowdp.data.slots import Layout, first_rows, is_plain, own_memory
+from flowdp.data.slots import Layout, is_plain, own_memory
 from flowdp.data.trees import flatten
 from flowdp.device.streams import HostLane
 from tests.accelerators import OnXpu
@@ -98,24 +98,6 @@ def test_strides_are_kept_where_they_leave_no_gaps(like):
     assert memory.stride() == torch.empty_like(like).stride()
 
 
-def test_gathered_batches_are_contiguous():
-    made = Layout.of_gathered([torch.zeros(20, 3), torch.zeros(20, 2, 5, dtype=torch.int16)], 4)
-    assert made.nbytes == 4 * 3 * 4 + 4 * 10 * 2
-    x, y = made.on_device(HostLane(torch.device("cpu")))
-    assert x is not None
-    assert y is not None
-    assert (x.shape, y.shape) == ((4, 3), (4, 2, 5))
-    assert x.is_contiguous()
-    assert y.is_contiguous()
-
-
-def test_rows_of_a_slot():
-    memory = torch.arange(6).reshape(3, 2)
-    assert first_rows(2, memory).tolist() == [[0, 1], [2, 3]]
-    number = torch.tensor(7)
-    assert first_rows(0, number) is number
-
-
 def test_what_has_no_room_is_copied_on_the_copy_stream():
     lane, leaf = CardLane(), torch.rand(3)
     with lane.on(lane.copy):
@@ -140,11 +122,6 @@ def test_what_moves_itself_does_so_and_the_rest_stays():
     parameter = nn.Parameter(torch.ones(2))
     assert torch.equal(own_memory(parameter, lane), parameter)
     assert own_memory("text", lane) == "text"
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_not_plain():
-    assert not is_plain(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]))
 
 
 def test_a_tensor_of_an_accelerator_is_awaited_and_kept_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

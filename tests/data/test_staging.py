@@ -77,19 +77,6 @@ class Counting(CardLane):
         return super().pinned(shape, dtype)
 
 
-def test_buffers_grow_and_are_used_again():
-    lane = Counting()
-    staging = Staging(lane)
-    with lane.on(lane.copy):
-        for _ in range(10):
-            staging.bring([torch.zeros(100)])
-        assert lane.pins == HOST_SLOTS
-        for _ in range(10):
-            staging.bring([torch.zeros(200), torch.zeros(3)])
-    assert lane.pins == 2 * HOST_SLOTS
-    staging.clear()
-
-
 def test_what_the_loader_has_pinned_is_copied_from_there_and_kept_until_it_is():
     lane = Counting()
     staging = Staging(lane)

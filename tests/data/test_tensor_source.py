@@ -11,7 +11,6 @@ from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
-from tests.accelerators import OnXpu
 
 X, Y = torch.rand(10, 3), torch.arange(10)
 
@@ -45,11 +44,6 @@ def test_a_wrong_index_names_the_batch(into):
     assert caught.value.indices == made.indices(0, batch)
 
 
-def test_tensors_on_the_host_stay_as_they_are():
-    made = source()
-    assert made.on_host() is made
-
-
 @pytest.mark.parametrize("samples", [10, 5, 4])
 def test_a_small_part_of_the_rows_is_known_as_one(samples):
     order = EpochOrder(samples, 2, 0, shuffle=True, drop_last=False)
@@ -70,20 +64,6 @@ def test_tensors_of_a_device_are_brought_to_the_host_once():
     assert torch.equal(index, source().index(1, 2))
     assert torch.equal(made.take(0, 1, 2)[0], X[index])
     assert made.tensors[1] is Y
-
-
-def test_rows_in_order_are_copied_where_they_lie_without_an_index():
-    far = X.clone().as_subclass(OnXpu)
-    order = EpochOrder(10, 4, 1, shuffle=False, drop_last=False)
-    made = TensorSource((far,), tuple, order)
-    for batch, stop in enumerate((4, 8, 10)):
-        [rows] = made.gather(0, batch)
-        assert torch.equal(rows, X[4 * batch : stop])
-        assert rows.data_ptr() != far[4 * batch :].data_ptr(), "a loss may write to its batch"
-    with pytest.raises(
-        DataError, match="batch 1 of epoch 0 from tensors of 5 samples failed: index 7 is out"
-    ):
-        TensorSource((far[:5],), tuple, order).gather(0, 1)
 
 
 def test_tensors_of_several_devices_come_to_the_host_for_other_streams():

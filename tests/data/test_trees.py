@@ -20,12 +20,10 @@ from flowdp.data.trees import (
     batch_length,
     concatenated,
     cut,
-    described,
     field_names,
     field_of,
     flatten,
     is_cut,
-    tensors_of,
     tree_map,
     unflatten,
 )
@@ -306,19 +304,8 @@ def test_other_forms_differ(one: Any, other: Any) -> None:
     assert flatten(one)[1] != flatten(other)[1]
 
 
-def test_all_tensors_of_a_tree() -> None:
-    packed, hidden = pack_sequence([X, X]), torch.ones(1)
-    found = list(tensors_of([X, {"p": packed}, Opaque([hidden]), "text"]))
-    assert [id(tensor) for tensor in found] == [id(X), id(packed.data), id(packed.batch_sizes), id(hidden)]
-
-
 def test_leaves_one_behind_the_other() -> None:
     assert concatenated([Y[:1], Y[2:]]).tolist() == [0, 2, 3]
     assert concatenated([np.ones(1), np.zeros(2)]).tolist() == [1, 0, 0]
     assert concatenated([["a"], ["b", "c"]]) == ["a", "b", "c"]
     assert concatenated([("a",), ("b",)]) == ("a", "b")
-
-
-def test_leaves_in_a_few_words() -> None:
-    shown = [described(leaf) for leaf in (X, np.ones(3), ["a"], "text", None, 3, Opaque(X), "long" * 20)]
-    assert shown == ["tensor (4, 2)", "array (3,)", "list of 1", "'text'", "None", "3", "Opaque", "str"]

@@ -121,7 +121,7 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/prefetch.py PrefetchFeed._load: slot.ready.record(self._lane.copy)": [(STREAMED, LATE)],
     "data/prefetch.py PrefetchFeed._gather: host.copied.record(self._lane.copy)": [(GATHERED, LATE)] * OFTEN,
     "data/prefetch.py PrefetchFeed._copy: host.copied.record(self._lane.copy)": [(EXACT, LATE)] * OFTEN,
-    "data/resident.py ResidentTensors.__init__: self.copied.record(lane.copy)": late("steered"),
+    "data/resident.py ResidentData.__init__: self.copied.record(lane.copy)": late("steered"),
     "data/resident.py ResidentFeed.__init__: lane.await_caller()": late("resident by hand"),
     "data/resident.py ResidentFeed.__init__: lane.compute.wait_event(data.copied)": late("steered"),
     "data/resident.py ResidentFeed._upload: old.copied.synchronize()": late("resident by hand"),

@@ -85,7 +85,7 @@ def test_an_unseeded_sampler_is_refused_inside_an_epoch(tmp_path: Path) -> None:
         return DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(SAMPLES), generator))
 
     loaded(tmp_path / "a", loader(None), max_steps=5).fit()
-    with pytest.raises(flowdp.CheckpointError, match="draws another order each time"):
+    with pytest.raises(flowdp.CheckpointError, match="draws another order than it did"):
         loaded(tmp_path / "a", loader(None), epochs=1, resume=True).start()
     loaded(tmp_path / "b", loader(torch.Generator().manual_seed(1)), max_steps=5).fit()
     seeded = loader(torch.Generator().manual_seed(1))
