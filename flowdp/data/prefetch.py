@@ -30,13 +30,11 @@ from flowdp.data.copy_spans import CopySpans
 from flowdp.data.feed import Feed
 from flowdp.data.ring_gauge import RingGauge
 from flowdp.data.slots import (
-    HostSlots,
     Layout,
     Pool,
     Slot,
     first_rows,
     is_plain,
-    own_memory,
 )
 from flowdp.data.source import Batch, Source
 from flowdp.data.staging import Staging
@@ -113,7 +111,6 @@ class PrefetchFeed(Feed):
         self._in_use: list[Slot] = []  # the worker's
 
         # The prefetch thread's.
-        self._host = HostSlots(lane)
         self._staging = Staging(lane)
         self._copies: CopySpans | None = None
         sizes = [n for n in (source.batch_size, source.samples) if n is not None]
@@ -258,7 +255,7 @@ class PrefetchFeed(Feed):
             if self._thread.is_alive():
                 return False
         with self._changed:  # a reference to an ended run must not keep the device's memory
-            for slots in (self._fetched, self._host, self._staging, self._ring.unused, self._loose.unused):
+            for slots in (self._fetched, self._staging, self._ring.unused, self._loose.unused):
                 slots.clear()
             self._in_use = []
         self._gauge.close()
@@ -399,37 +396,13 @@ class PrefetchFeed(Feed):
 
     def _gather(self, source: TensorSource, key: _Key, rows: int, slot: Slot) -> Batch:
         """Fill a slot from the dataset's own tensors."""
-        assert self._layout is not None
-        host = self._host.next(self._layout)
-        parts = [first_rows(rows, memory) for memory in host.memory if memory is not None]
         batch = [first_rows(rows, memory) for memory in slot.memory if memory is not None]
-        source.gather(*key, out=parts)
-        for memory, part in zip(batch, parts, strict=True):
-            memory.copy_(part, non_blocking=True)
-        host.copied.record(self._lane.copy)
+        self._staging.gather(source, key, batch)
         return source.pack(batch) if key[2] is None else Portion.gathered(batch, source.pack)
 
     def _copy(self, leaves: Sequence[Any], build: Callable[[list[Any]], Batch], slot: Slot) -> Batch:
         """Fill a slot from a batch; leaves that do not fit get memory of their own."""
-        if slot.pool is self._loose:
-            return build(self._staging.bring(leaves))
-        assert self._layout is not None
-        host = self._host.next(self._layout)
-        batch = []
-        for leaf, staging, memory in zip(leaves, host.memory, slot.memory, strict=True):
-            if staging is None or memory is None:
-                batch.append(own_memory(leaf, self._lane))
-                continue
-            rows = len(leaf) if leaf.dim() else 0
-            part, target = first_rows(rows, staging), first_rows(rows, memory)
-            if leaf.is_pinned() and leaf.stride() == target.stride():
-                part = leaf
-                host.kept.append(leaf)
-            else:
-                part.copy_(leaf)
-            batch.append(target.copy_(part, non_blocking=True))
-        host.copied.record(self._lane.copy)
-        return build(batch)
+        return build(self._staging.bring(leaves, slot.memory))
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -20,8 +20,6 @@ from flowdp.device.streams import QUIET, Event, Lane, Stream
 
 __all__ = [
     "HOST_SLOTS",
-    "HostSlot",
-    "HostSlots",
     "Layout",
     "Pool",
     "Slot",
@@ -34,7 +32,7 @@ __all__ = [
 
 
 HOST_SLOTS = 3
-"""Slots of pinned memory: one is filled, one is copied, and with a third neither waits for the other."""
+"""Buffers of pinned memory: one is filled, one is copied, and with a third neither waits for the other."""
 
 
 def is_plain(leaf: object) -> TypeGuard[Tensor]:
@@ -113,8 +111,9 @@ class _Form:
             and leaf.shape[:1] <= self.shape[:1]
         )
 
-    def of_memory(self, allocate: Callable[[tuple[int], torch.dtype], Tensor]) -> Tensor:
-        return allocate((self.elements,), self.dtype).as_strided(self.shape, self.strides)
+    def on(self, device: torch.device) -> Tensor:
+        memory = torch.empty(self.elements, dtype=self.dtype, device=device)
+        return memory.as_strided(self.shape, self.strides)
 
     @property
     def elements(self) -> int:
@@ -157,66 +156,14 @@ class Layout:
             torch.OutOfMemoryError: The device has no room for it.
         """
         with QUIET:
-            memory = self._new(lambda shape, dtype: torch.empty(shape, dtype=dtype, device=lane.device))
+            memory = [None if form is None else form.on(lane.device) for form in self.forms]
         keep_for(lane.compute, memory)
         return memory
-
-    def on_host(self, lane: Lane) -> list[Tensor | None]:
-        """Memory for a full batch that the device copies from by itself."""
-        with QUIET:
-            return self._new(lane.pinned)
-
-    def _new(self, allocate: Callable[[tuple[int], torch.dtype], Tensor]) -> list[Tensor | None]:
-        return [None if form is None else form.of_memory(allocate) for form in self.forms]
 
     @property
     def nbytes(self) -> int:
         """Bytes of a full batch."""
         return sum(form.elements * form.dtype.itemsize for form in self.forms if form is not None)
-
-
-@dataclass(slots=True, eq=False)
-class HostSlot:
-    """Pinned memory of one batch.
-
-    Attributes:
-        memory: A tensor per leaf, None for a leaf that is no plain tensor.
-        copied: Recorded on `copy` behind the copy out of it.
-        kept: Source of the copy: pinned by the dataset, and needed until `copied`.
-    """
-
-    memory: list[Tensor | None]
-    copied: Event
-    kept: list[Tensor] = field(default_factory=list)
-
-
-class HostSlots:
-    """Host slots in turn, which the `copy` stream reads: the one whose copy is the oldest comes next."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._slots: deque[HostSlot] = deque()
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __iter__(self) -> Iterator[HostSlot]:
-        return iter(self._slots)
-
-    def next(self, layout: Layout) -> HostSlot:
-        """A slot that no copy reads any more: a new one, or the host waits for one."""
-        if len(self._slots) < HOST_SLOTS:
-            slot = HostSlot(layout.on_host(self._lane), self._lane.event())
-        else:
-            slot = self._slots.popleft()
-            slot.copied.synchronize()
-            slot.kept.clear()
-        self._slots.append(slot)
-        return slot
-
-    def clear(self) -> None:
-        """Let the memory go."""
-        self._slots.clear()
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.source import Source
@@ -133,14 +133,6 @@ def test_a_machine_without_a_batch(num_workers: int) -> None:
         assert batches.take(0, number, lambda: False) is None
         assert (batches.end(number), batches.own(number)) == (2, 0)
     assert source.close()
-
-
-def test_a_loader_that_splits_itself_is_refused_on_several_machines() -> None:
-    sampler = DistributedSampler(Numbers(), num_replicas=2, rank=1)
-    with pytest.raises(
-        OptionError, match=r"^evaluation: the DataLoader's DistributedSampler gives each of 2"
-    ):
-        opened(DataLoader(Numbers(), 3, sampler=sampler), machines=2)
 
 
 @pytest.mark.parametrize("dataset", [3, (), (X, X[:2]), DataLoader(Numbers(), 9, drop_last=True)])
