@@ -8,9 +8,7 @@ read need no turn.
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -29,14 +27,11 @@ from flowdp.data.trees import tree_map
 from flowdp.device.openmp import set_own_threads
 from flowdp.errors import DataError, ProtocolError
 from flowdp.policy.formats import format_error, format_indices
-from flowdp.policy.reader_load import ReaderLoad
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import Position
 from flowdp.threads.turns import Turns
 
 __all__ = ["NOTHING", "LoaderSource", "MapSource", "ReadPlan", "Reader"]
-
-log = logging.getLogger("flowdp")
 
 _Key = tuple[int, ...]  # (epoch, batch), or more of it: its order is the order of reading
 
@@ -103,8 +98,6 @@ class LoaderSource(Source):
         is_counted: The loader yields (samples, batch), because nothing else tells the number of samples.
     """
 
-    _advice = ""  # appended to the warning that reading takes much of the time
-
     def __init__(
         self,
         order: BatchOrder | None,
@@ -130,7 +123,7 @@ class LoaderSource(Source):
         self._changed = threading.Condition()
         self._read: dict[_Key, Batch] = {}  # read and not taken
         self._lent: dict[_Key, tuple[int, Batch]] = {}  # kept: rank and batch
-        self._samples: dict[_Key, int] = {}  # of those, and of the last that were taken
+        self._samples: dict[_Key, int] = {}  # of the last that were read
         self._left: dict[_Key, int] = {}  # of those that were taken in part: samples that were not
         self._waiting: dict[_Key, list[int]] = {}  # asked for and not read -> the ranks that asked
         self._last: _Key = (plan.start.done, -1)  # everything up to it has been read, or was before
@@ -316,7 +309,6 @@ class LoaderSource(Source):
     ) -> None:
         try:
             set_own_threads(1)  # the cores belong to the workers
-            load = ReaderLoad(time.monotonic(), time.thread_time())
             seen = self.plan.start.done
             while self._has_room():
                 read = next(feed, None)
@@ -328,11 +320,6 @@ class LoaderSource(Source):
                 seen = epoch
                 for rank in self._put(*read):
                     wake(rank, epoch, batch)
-                share = load.passed(time.monotonic(), time.thread_time())
-                if share is not None and self._advice:
-                    log.warning(
-                        "reading the dataset computes %.0f %% of the time %s", 100 * share, self._advice
-                    )
         except BaseException as error:  # also a SystemExit of the dataset: waiting ranks must hear of it
             self._fail(self._reading, error, wake, failed)
         finally:
@@ -380,16 +367,9 @@ class LoaderSource(Source):
         self._read[key] = payload
         if self._is_counted:
             self._samples[key] = samples
-            self._forget()
+            if len(self._samples) > KEPT_BATCHES:
+                del self._samples[next(iter(self._samples))]
         return self._waiting.pop(key, ())
-
-    def _forget(self) -> None:
-        """Keep the counts of stored batches, and of as many taken ones as can be in work."""
-        while len(self._samples) > len(self._read) + len(self._lent) + KEPT_BATCHES:
-            oldest = next(iter(self._samples))
-            samples = self._samples.pop(oldest)
-            if oldest in self._read or oldest in self._lent:
-                self._samples[oldest] = samples
 
     def _fail(
         self,
@@ -465,12 +445,6 @@ class MapSource(LoaderSource):
             dataset, batch_sampler=lists, worker_init_fn=partial(begin, worker_init_fn), **loader
         )
         super().__init__(order, made, plan, is_counted=is_counted)
-        if made.num_workers == 0:
-            self._advice = (
-                "in a thread of this process, beside the devices' launches, which need the interpreter lock, "
-                "too: num_workers=2, of the Trainer or the DataLoader, has processes read; a dataset with "
-                "__getitems__(indices) or get_batch(indices) reads a batch in one call"
-            )
 
 
 class Reader(MapSource):

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from flowdp.data.feed import DirectFeed, Feed
-from flowdp.data.prefetch import PrefetchFeed
+from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.data.resident import ResidentData, ResidentFeed
-from flowdp.data.ring_gauge import RingGauge
 from flowdp.data.source import Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.memory import empty_cache, read_memory, reset_peak

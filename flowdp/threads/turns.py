@@ -10,7 +10,7 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Lets one thread at a time do something, first come, first served; the holder may begin again inside.
+    """Lets one thread at a time do something, first come, first served.
 
     A plain lock is not fair: a thread that takes it again at once would keep all others waiting for ever.
 
@@ -22,7 +22,6 @@ class Turns:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._holder: int | None = None
-        self._depth = 0
 
     def begin(self, gives_up: Callable[[], bool]) -> bool:
         """Wait for the turn. Every true answer is followed by `end`.
@@ -33,29 +32,24 @@ class Turns:
         Returns:
             False where the caller gave up.
         """
-        me = threading.get_ident()
         with self._changed:
-            if self._holder != me:
-                ticket = object()
-                self._waiting.append(ticket)
-                self._changed.wait_for(
-                    lambda: gives_up() or (self._holder is None and self._waiting[0] is ticket)
-                )
-                self._waiting.remove(ticket)
-                if gives_up():
-                    self._changed.notify_all()
-                    return False
-                self._holder = me
-            self._depth += 1
+            ticket = object()
+            self._waiting.append(ticket)
+            self._changed.wait_for(
+                lambda: gives_up() or (self._holder is None and self._waiting[0] is ticket)
+            )
+            self._waiting.remove(ticket)
+            if gives_up():
+                self._changed.notify_all()
+                return False
+            self._holder = threading.get_ident()
             return True
 
     def end(self) -> None:
         """Give the turn to the thread that has waited longest."""
         with self._changed:
             if self._holder == threading.get_ident():  # else it was taken away
-                self._depth -= 1
-                if self._depth == 0:
-                    self._pass_on()
+                self._pass_on()
 
     def take_away(self, thread: threading.Thread) -> None:
         """Pass the turn on if this thread has it: its remaining work is of no use to any run."""
@@ -64,7 +58,7 @@ class Turns:
                 self._pass_on()
 
     def _pass_on(self) -> None:
-        self._holder, self._depth = None, 0
+        self._holder = None
         self._changed.notify_all()
 
     def look(self) -> None:

@@ -8,8 +8,7 @@ from time import perf_counter
 import torch
 
 from flowdp.data.copy_spans import IN_FLIGHT, CopySpans
-from flowdp.data.prefetch import PrefetchFeed
-from flowdp.data.ring_gauge import RingGauge
+from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.device.streams import StreamLane
 from flowdp.policy.efficiency import Activity
 from flowdp.timeline.spans import RankSpans

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import multiprocessing
 import os
 import queue
@@ -13,13 +11,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, random_split
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
@@ -845,31 +842,3 @@ def test_processes_need_no_turn(runs: Any) -> None:
     assert hanging.is_inside.wait(60)
     assert runs(Counted(), num_workers=1).take(0, 0, 0).shape == (8,)
     hanging.goes_on.set()
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_much_reading_in_this_process_is_told_once(num_workers, caplog, monkeypatch):
-    ticks = itertools.count(0.0, 10.0)
-    clocks = SimpleNamespace(monotonic=lambda: next(ticks), thread_time=lambda: next(ticks) / 2)
-    monkeypatch.setattr("flowdp.data.loader_source.time", clocks)
-    source = open_source(
-        TensorDataset(torch.arange(40)),
-        batch_size=2,
-        shuffle=None,
-        seed=0,
-        drop_last=None,
-        collate_fn=torch.utils.data.default_collate,
-        num_workers=num_workers,
-        epochs=1,
-    )
-    woken: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with caplog.at_level(logging.WARNING, "flowdp"):
-        source.start(wake=lambda *key: woken.put(key), failed=woken.put)
-        for batch in range(20):
-            if source.take(0, 0, batch) is None:
-                assert woken.get(timeout=60) == (0, 0, batch)
-                assert source.take(0, 0, batch) is not None
-        assert source.close()
-    told = [record.message for record in caplog.records if "num_workers=2" in record.message]
-    assert len(told) == (num_workers == 0)
-    assert all("computes 50 % of the time" in message for message in told)

@@ -20,8 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.loader_source import LoaderSource
 from flowdp.data.open_source import open_source
-from flowdp.data.prefetch import PrefetchFeed
-from flowdp.data.ring_gauge import RingGauge
+from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.data.slots import HOST_SLOTS
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource

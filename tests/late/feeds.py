@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from flowdp.data.copy_spans import CopySpans
 from flowdp.data.epoch_order import EpochOrder
-from flowdp.data.prefetch import PrefetchFeed
+from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.data.resident import ResidentData, ResidentFeed
-from flowdp.data.ring_gauge import RingGauge
 from flowdp.data.slots import Pool, Slot
 from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource

@@ -76,18 +76,6 @@ def test_a_thread_that_asks_again_stands_behind_those_who_wait() -> None:
     assert order == ["waiter", "again"]
 
 
-def test_the_holder_may_begin_again_inside() -> None:
-    turns = Turns()
-    assert turns.begin(bool)
-    assert turns.begin(bool)
-    waiter = Asker(turns).start()
-    turns.end()
-    assert not waiter.has_it.is_set()
-    turns.end()
-    waiter.end()
-    assert waiter.answer
-
-
 def test_who_gives_up_holds_nobody_up() -> None:
     turns = Turns()
     first = Asker(turns).start()

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from flowdp.data.open_source import open_source
-from flowdp.data.prefetch import PrefetchFeed
-from flowdp.data.ring_gauge import RingGauge
+from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.device.streams import HostLane
 from flowdp.errors import OptionError
 from flowdp.options import RuntimeOptions
