@@ -70,11 +70,19 @@ class FiniteVerdict:
 class NanGuard:
     """Keeps replicas with NaN or inf parameters out of the means, or ends the run.
 
+    Args:
+        replica: Replica of the rank.
+        machine: It tells the gate.
+        meter: It reads the losses.
+        place: The step that the rank is in.
+        on_nan: Whether such numbers end the run.
+        is_late: The device leaves the replica out of a mean by itself; the host hears of it behind the gate.
+
     Threads:
         The rank's worker.
 
     Attributes:
-        bad: (epoch, batch) of the step in which that was seen; None while it is sound.
+        bad: (epoch, batch) of the step in which that was seen, since the last report; None: in none.
         verdict: Verdict of the last mean until the host has read it; else None.
     """
 
@@ -85,6 +93,8 @@ class NanGuard:
         meter: Meter,
         place: ErrorContext,
         on_nan: OnNan,
+        *,
+        is_late: bool,
     ) -> None:
         lane = self._lane = replica.lane
         self._replica = replica
@@ -92,6 +102,7 @@ class NanGuard:
         self._meter = meter
         self._place = place
         self._on_nan = on_nan
+        self._is_late = is_late
         self._heals = not replica.steps_at_gate  # where gradients are averaged, the others' step is its own
         self.bad: tuple[int, int] | None = None
         self.verdict: FiniteVerdict | None = None
@@ -127,7 +138,7 @@ class NanGuard:
         self._told.copy_(self._odd, non_blocking=True)
         self._passed.record(self._lane.compute)
         self.verdict = FiniteVerdict(self._meter.round, last)
-        return self._odd if self._machine.is_late else None
+        return self._odd if self._is_late else None
 
     def decide(self) -> None:
         """Read the verdict on this round now, unless it may be late.
@@ -141,7 +152,7 @@ class NanGuard:
         """
         step = self._place.step
         is_of_some = step is not None and step.part is not None and not step.part.by_all
-        if is_of_some or not self._machine.is_late:
+        if is_of_some or not self._is_late:
             self.read()
 
     def read(self, *, is_reported: bool = False) -> None:
@@ -172,11 +183,10 @@ class NanGuard:
             self.mark_bad(bad, what)
         elif self._on_nan == "raise":
             self.mark_bad(bad, f"{what}; the mean of that round was taken without it")
-        elif self._heals or not is_reported:  # what was reported, a gate has to tell for healing alone
-            self._machine.was_bad, self.bad = True, verdict.bad
-        if self._heals:
-            # A second such value may hit the next replica before this one is healed.
-            self._machine.is_late = False
+        else:
+            self._machine.is_bad = self._heals  # else a report is enough
+            if not is_reported:
+                self.bad = verdict.bad
 
     def check_losses(self) -> None:
         """Look for a loss that is not finite; if it is of this round, the next mean does without the replica.
@@ -186,7 +196,7 @@ class NanGuard:
         """
         step = self._meter.bad.get(self._meter.round)
         # The device sees it, too. How soon the host does is chance, and not to decide about a mean.
-        if step is not None and not (self._machine.is_late and self._on_nan == "quarantine"):
+        if step is not None and not (self._is_late and self._on_nan == "quarantine"):
             self.mark_bad(step, _LOSS)
 
     def mark_bad(self, step: Step, what: str) -> None:
@@ -205,7 +215,6 @@ class NanGuard:
     def met(self) -> None:
         """Note that a mean was held."""
         self._meter.round += 1
-        self.bad = None
         if self._meter.bad:
             first = self._meter.round if self.verdict is None else self.verdict.round
             self._meter.bad = {at: step for at, step in self._meter.bad.items() if at >= first}

@@ -159,7 +159,7 @@ class Worker:
         # again.
         is_known = meeting.snapshots is not None or (self._goes_on and options.on_nan == "raise")
         is_late = self._lane.is_async and collective.masks and not is_known
-        self.machine = WorkerMachine(rank, global_step, is_late=is_late)
+        self.machine = WorkerMachine(rank, global_step)
         with self._lane.on(self._lane.compute):
             captured = replica.captured
             self._meter = open_meter(self._lane, None if captured is None else captured.watch)
@@ -179,7 +179,9 @@ class Worker:
         self._batcher = MicroBatcher(feed, source, replica.width)
         self._place = ErrorContext(self.current, self._lane, source)
         self._retry = OomRetry(replica, self.current, self._meter, feed, self._place)
-        self._numbers = NanGuard(replica, self.machine, self._meter, self._place, options.on_nan)
+        self._numbers = NanGuard(
+            replica, self.machine, self._meter, self._place, options.on_nan, is_late=is_late
+        )
         self._feed = feed
         self._gate, self._collective = meeting.gate, collective
         self._joint = meeting.joint
@@ -451,6 +453,7 @@ class Worker:
         self._tell_feed()
         numbers, checksum = self._numbers, None
         bad, verdict, lr = numbers.bad, numbers.verdict, self.current.lr
+        numbers.bad = None
         group_lrs = self.replica.learning_rate.groups()
         if outcome is not None:
             self._fit_feed()
@@ -481,7 +484,6 @@ class Worker:
                     None if late or self.rank in outcome.bad else mean.drift,
                     None if checksum is None else checksum(),
                     mean.norm,
-                    bad=late is not None,
                     inner_ms=sums.sync_ms - mean.sync_ms if has_inner else 0.0,
                 )
             )

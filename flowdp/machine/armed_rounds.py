@@ -28,7 +28,6 @@ class ArmedRounds:
         alone: The rank that trains all of the batches (exact); None: all ranks train.
         start_ms: Time of the beginning.
         acks: Acknowledgments so far, by rank.
-        has_bad: One of them reports a replica with NaN or inf parameters.
     """
 
     plan: int
@@ -41,12 +40,16 @@ class ArmedRounds:
     alone: int | None = None
     start_ms: float = math.nan
     acks: dict[int, SyncAck] = field(default_factory=dict)
-    has_bad: bool = False
 
     @property
     def last_round(self) -> int:
         """Number of the last of them."""
         return self.sync.round + self.sync.count - 1
+
+    @property
+    def has_bad(self) -> bool:
+        """Whether an acknowledgment reports a replica with NaN or inf parameters."""
+        return any(ack.work.bad is not None for ack in self.acks.values())
 
     @property
     def end_step(self) -> int:
@@ -155,15 +158,16 @@ class HeldRounds:
     @property
     def bad(self) -> dict[int, tuple[int, int] | None]:
         """Ranks with NaN or inf parameters -> (epoch, batch) of the first, if known."""
-        return {rank: self.works[rank].bad for rank in (*self.outcome.bad, *self._late)}
+        told = {rank for rank, ack in self.armed.acks.items() if ack.work.bad is not None}
+        return {rank: self.works[rank].bad for rank in sorted(told.union(self.outcome.bad))}
 
     @property
     def drifts(self) -> tuple[float, ...]:
         """Distances from the mean in the last round; empty where not measured."""
         # A mean of one replica is that replica: a distance of 0 would tell the guard that all is well.
         weights = self.outcome.weights
-        givers = [rank for rank in self.outcome.members if weights[rank]]
-        if len(set(givers).difference(self._late)) < 2:
+        givers = {rank for rank in self.outcome.members if weights[rank]}
+        if len(givers.difference(self.bad)) < 2:
             return ()
         return tuple(ack.drift for ack in self.armed.acks.values() if ack.drift is not None)
 
@@ -177,8 +181,3 @@ class HeldRounds:
         """Work of the rank with the most steps."""
         works = [ack.work for _, ack in sorted(self.armed.acks.items())]
         return max(works, key=lambda work: work.steps)
-
-    @property
-    def _late(self) -> list[int]:
-        """Ranks that their devices left out of the last mean, which the outcome could not tell."""
-        return [rank for rank, ack in sorted(self.armed.acks.items()) if ack.bad]

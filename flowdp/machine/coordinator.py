@@ -323,7 +323,7 @@ class Coordinator:
     def _judge_numbers(self) -> list[Command]:
         """Order replicas with NaN or inf parameters to copy a healthy one.
 
-        A replica that an acknowledgment reports is reported once more by the next outcome.
+        A replica that an acknowledgment reports is reported again by the outcome before it is healed.
         """
         new = {rank: at for rank, at in self.rounds.pop_bad().items() if rank not in self._bad}
         bad = self._bad | new

@@ -68,8 +68,7 @@ def decide(
         compare=any(arrival.compare for arrival in arrivals.values())
         or ((first.together or first.alone) and directives.stop),
         halt=directives.halt,
-        bad=tuple(rank for rank in members if arrivals[rank].bad or arrivals[rank].was_bad),
-        late=all(arrival.late for arrival in arrivals.values()),
+        bad=tuple(rank for rank in members if arrivals[rank].bad),
         inner=first.inner,
         earlier=earlier,
         together=first.together,
@@ -171,12 +170,8 @@ class PartState(GateState):
         if self.error is not None or len(self.arrivals) < len(self.members):
             return ()
         came = [self.arrivals[rank] for rank in sorted(self.arrivals)]
-        # Without a healthy replica nothing holds the samples of earlier rounds. One that was bad may be
-        # healthy by an inner mean, or not: without a step since, at which its host would look, nobody knows.
-        has_given = any(arrival.samples and not arrival.bad for arrival in came)
-        is_lost = self._is_lost or (
-            not has_given and all(arrival.bad or arrival.rank in self._bad for arrival in came)
-        )
+        # Without a replica that was always healthy perhaps nothing holds the samples of earlier rounds.
+        is_lost = all(arrival.bad for arrival in came)
         return tuple(
             replace(
                 arrival,
@@ -202,15 +197,11 @@ class PartState(GateState):
         self.arrivals = {}
         self._steps = dict.fromkeys(self.members, 0)  # in the inner rounds since the last mean of all
         self._samples = dict.fromkeys(self.members, 0)  # which their means hold
-        self._last: dict[int, int] = {}  # those of the last inner round
-        self._bad: set[int] = set()  # ranks that have said so since
-        self._is_lost = False  # no replica here is finite
 
     def _complete(self) -> Outcome | None:
         if self.error is not None or not self.arrivals or len(self.arrivals) < len(self.members):
             return None
         came = self.arrivals
-        self._take_back(came.values())
         if not any(arrival.inner for arrival in came.values()):
             return None
         before = sum(self._steps.values())
@@ -219,19 +210,5 @@ class PartState(GateState):
         self.arrivals = {}
         for rank, arrival in came.items():
             self._steps[rank] += arrival.steps
-            self._last[rank] = outcome.samples[rank]
             self._samples[rank] += outcome.samples[rank]
-        self._bad.update(outcome.bad)
-        self._is_lost |= all(arrival.bad for arrival in came.values())
         return outcome
-
-    def _take_back(self, came: Collection[Arrival]) -> None:
-        """Take back the samples of the last inner round which a device has left out, as its host says now."""
-        late = [arrival.rank for arrival in came if arrival.was_bad and arrival.rank not in self._bad]
-        self._bad.update(late)
-        for rank in late:
-            self._samples[rank] -= self._last.get(rank, 0)
-            self._last[rank] = 0
-        # Left out all of them, there was no mean to take: the replicas are as they were.
-        is_left_out = bool(late) and any(self._steps.values()) and not any(self._last.values())
-        self._is_lost |= is_left_out and self._bad.issuperset(self.members)

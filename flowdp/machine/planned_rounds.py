@@ -158,7 +158,6 @@ class PlannedRounds(Rounds):
         if armed is None or fact.rank in armed.acks or fact.rank not in self._present:
             raise ProtocolError(f"unexpected {fact}; out are {[armed.sync for armed in self._armed]}")
         armed.acks[fact.rank] = fact
-        armed.has_bad |= fact.bad
         return self._settle_all(now_ms)
 
     def end(self, end: DataEnded) -> list[Command]:

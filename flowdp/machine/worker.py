@@ -155,29 +155,24 @@ class WorkerMachine:
     Args:
         rank: Rank index.
         global_step: Steps of all ranks before the run began: of the one that it continues.
-        is_late: Devices leave bad replicas out of the means, and their hosts hear of it behind the gate.
 
     Attributes:
         steps: Steps since the last mean.
         samples: Samples of those steps.
         total_steps: Steps of the run.
         unreported_samples: Samples already averaged into the model, not yet acknowledged.
-        is_bad: The replica has NaN or inf parameters since the last meeting: it weighs nothing in the next.
-        was_bad: The rank was left out of the last mean by its device, as its host has heard since. It says so
-            at the next, where it counts, for the mean has come to it; its optimizer is healed behind that.
-        is_late: As given, until a replica of any rank has NaN or inf parameters.
+        is_bad: The replica has NaN or inf parameters, or its device left it out of the last mean for them, as
+            the host has heard since: it weighs nothing at the gate until one of all ranks has told of it.
         plans: Counts up whenever `upcoming` is another list than before, but for batches trained since.
     """
 
-    def __init__(self, rank: int, global_step: int = 0, *, is_late: bool = False) -> None:
+    def __init__(self, rank: int, global_step: int = 0) -> None:
         self.rank = rank
         self.steps = 0
         self.samples = 0
         self.total_steps = 0
         self.unreported_samples = 0
         self.is_bad = False
-        self.was_bad = False
-        self.is_late = is_late
         self.plans = 0
         self._tasks: deque[BarrierTask] = deque()
         self._orders: deque[StartEpoch] = deque()
@@ -265,7 +260,7 @@ class WorkerMachine:
             if self._tasks:
                 task = self._tasks.popleft()
                 if isinstance(task, CopyReplica):
-                    self.was_bad = False
+                    self.is_bad = False
                 return Serve(task)
             if not self._orders:
                 return _IDLE
@@ -294,16 +289,13 @@ class WorkerMachine:
             together=order.parts is not None and not order.alone,
             alone=order.alone,
             compare=sync.compare and self._held == sync.count - 1,
-            late=self.is_late,
             inner=is_inner,
         )
         return Enter(self.judged(arrival))
 
     def judged(self, arrival: Arrival, touched: bytes = b"") -> Arrival:
         """An arrival with all that is known by now of the replica's numbers, and of its gradients."""
-        if not (self.is_bad or self.was_bad or touched) and arrival.late == self.is_late:
-            return arrival
-        return replace(arrival, bad=self.is_bad, was_bad=self.was_bad, late=self.is_late, touched=touched)
+        return replace(arrival, bad=self.is_bad, touched=touched) if self.is_bad or touched else arrival
 
     def trained(self, samples: int) -> None:
         """The step that `next` named is done."""
@@ -321,11 +313,7 @@ class WorkerMachine:
             raise ProtocolError(f"rank {self.rank} got {outcome} without an order")
         self.unreported_samples += self.samples
         self.steps = self.samples = 0
-        # An inner mean voids nothing, so the rank says at the next of all machines that it is to be healed;
-        # where all replicas of the machine were left out, there was no mean to take.
-        self.was_bad = outcome.inner and (self.was_bad or self.is_bad)
-        self.is_bad = outcome.inner and self.is_bad and not any(outcome.samples)
-        self.is_late &= outcome.late
+        self.is_bad &= outcome.inner  # which voids nothing, so nobody is healed behind it
         self._snapshot = None
         self._base = outcome.global_step
         self._next_round = outcome.round + 1

@@ -27,9 +27,8 @@ class Arrival:
         together: Whether the steps of all ranks are one step of the run (exact).
         alone: Whether one rank has taken all steps, and the others take over its replica (exact).
         compare: Whether its order wants the replicas compared after the step (exact).
-        bad: Its replica has NaN or inf parameters: it weighs nothing.
-        was_bad: It weighed nothing in the round before, as its host knows by now; in this one it may.
-        late: Its host will hear of bad values in this round behind the gate, too.
+        bad: Its replica has NaN or inf parameters, or its device left it out of the mean before for them: it
+            weighs nothing.
         inner: The round is one of this machine's ranks alone, before one of all machines.
         earlier_steps: Steps in the inner rounds since the last mean of all machines; its machine's gate says.
         earlier_samples: Samples that the means of those rounds hold.
@@ -47,8 +46,6 @@ class Arrival:
     alone: bool = False
     compare: bool = False
     bad: bool = False
-    was_bad: bool = False
-    late: bool = False
     inner: bool = False
     earlier_steps: int = 0
     earlier_samples: int = 0
@@ -86,7 +83,7 @@ class Outcome:
         samples: Samples per rank since the last mean: its weights. Of several machines, those in each one's
             mean of its own replicas (`local_weights`); `weights` has those of the machines. Shape
             (world_size,). On devices a replica that has had NaN or inf parameters in this round may weigh
-            nothing all the same: the next outcome tells, or the rank's acknowledgment.
+            nothing all the same: the next outcome tells, or the work that the rank acknowledges.
         stop: The run ends here.
         pause: All ranks stop after it.
         lr: New learning rate, or None.
@@ -95,9 +92,8 @@ class Outcome:
         drift: The distance from the mean is measured.
         compare: After the step of this round every rank sums the bits of its parameters (exact).
         halt: All ranks stop at a barrier after it, and wait for the coordinator's tasks.
-        bad: Members whose replica has NaN or inf parameters: they weighed nothing, in this round or, where a
-            host hears of it from its device, in the one before.
-        late: The hosts of all members hear of this round's behind the gate.
+        bad: Members that weighed nothing, as they had NaN or inf parameters in this round, or in the one
+            before, as their devices told their hosts since.
         inner: The members are the ranks of one machine, which has decided it by itself. It voids nothing:
             what all machines have armed, they void together.
         earlier: Samples per rank in the inner rounds before it. Shape (world_size,); empty: there were none.
@@ -119,7 +115,6 @@ class Outcome:
     compare: bool = False
     halt: bool = False
     bad: tuple[int, ...] = ()
-    late: bool = False
     inner: bool = False
     earlier: tuple[int, ...] = ()
     together: bool = False

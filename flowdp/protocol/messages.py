@@ -321,14 +321,14 @@ class SyncAck:
     Attributes:
         rank: Rank index.
         outcome: Outcome of the last round held.
-        work: The work done, all rounds of the order together.
+        work: The work done, all rounds of the order together; `bad` is there, too, where the device has left
+            the rank out of the last mean, which no outcome could tell.
         sync_ms: Averaging time of one round, without waiting; after inner rounds, that of the one of all
             machines.
         wait_ms: Time in the gate waiting for others, all rounds together.
         drift: ||replica - mean|| / ||mean|| in the last round; None where not measured.
         checksum: Of the replica after the step of the last round, where its outcome compares; else None.
         norm: 2-norm of the averaged parameters in the last round; None where the drift is not measured.
-        bad: The device has left the rank out of the last round's mean, which its outcome could not tell.
         inner_ms: Averaging time of the inner rounds before it, all together, without waiting.
     """
 
@@ -340,7 +340,6 @@ class SyncAck:
     drift: float | None = None
     checksum: Checksum | None = None
     norm: float | None = None
-    bad: bool = False
     inner_ms: float = 0.0
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -115,7 +115,7 @@ def test_a_loss_that_is_seen_late_is_told_of_its_own_step(on_nan: Any) -> None:
     source: Any = None
     current = CurrentWorker(1, CPU, module, sink=lambda *_: None)
     machine, meter, place = WorkerMachine(1), HostMeter(), ErrorContext(current, lane, source)
-    numbers = NanGuard(replica, machine, meter, place, on_nan)
+    numbers = NanGuard(replica, machine, meter, place, on_nan, is_late=False)
     early, late = Step(2, (7, 8), 0), Step(2, (9, 10), 1)
     meter.end(torch.tensor(math.nan), 4, early)
     place.step, machine.steps = late, 2
@@ -181,12 +181,12 @@ def start(loss: Any, **options: Any) -> flowdp.Run:
     return flowdp.Trainer(loss=loss, **given).start()
 
 
-def by_hand() -> dict[str, Tensor]:
-    """Two epochs of three rounds of two batches; in the second round rank 1's batch is left out."""
+def by_hand(left_out: Sequence[int] = (1,)) -> dict[str, Tensor]:
+    """Two epochs of three rounds of two batches; rank 1's batch is left out in these rounds."""
     module = mlp()
     for turn in range(6):
         rows = [slice(8 * (turn % 3) + 4 * rank, 8 * (turn % 3) + 4 * rank + 4) for rank in range(2)]
-        rows = rows[: 1 if turn == 1 else 2]
+        rows = rows[: 1 if turn in left_out else 2]
         stepped = []
         for part in rows:
             replica = copy.deepcopy(module)
@@ -223,7 +223,9 @@ def test_the_mean_does_without_a_replica_gone_bad(
 ) -> None:
     run = start(Trouble(13, behind=behind), **options)
     found = run.join().state_dict
-    for name, tensor in by_hand().items():
+    # A host that hears of it from its device tells the next gate, and is healed behind that.
+    is_told_late = lanes != "cpu" and not options
+    for name, tensor in by_hand((1, 2) if is_told_late else (1,)).items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-13)
     assert all(math.isfinite(epoch.loss) for epoch in run.history)
     [text] = told(caplog)
@@ -295,18 +297,18 @@ def test_under_exact_each_is_told_once_and_the_hosts_stay_ahead(
 ) -> None:
     """There is no replica to heal: the gradients of the others make all the same step."""
     run = start(Trouble(1, 13, 17, behind=True), optimizer=adam, epochs=2, **EXACT)
-    machines = [worker.machine for worker in run._engine.workers]
+    guards = [worker._numbers for worker in run._engine.workers]
     run.join(60)
     assert sorted(text.split(". ")[0][:6] for text in told(caplog)) == ["rank 0", "rank 0", "rank 1"]
-    assert all(machine.is_late for machine in machines)
+    assert all(guard._is_late for guard in guards)
 
 
 @on_streams
-def test_what_recurs_is_known_at_the_gate(lanes: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 1 in the first round; after its healing, rank 0 in the third and rank 1 in the fourth."""
-    data = {"dataset": (torch.cat([X, X])[:40], torch.cat([Y, Y])[:40])}
-    data["dataset"][0][:, 0] = torch.arange(40.0)
-    state = start(Trouble(5, 25, 37, behind=True), optimizer=adam, epochs=2, **data).join(60)
+def test_what_recurs_is_healed_again(lanes: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 1 in the first round; after its healing, rank 0 in the third and rank 1 in the sixth."""
+    data = {"dataset": (torch.cat([X, X, X])[:56], torch.cat([Y, Y, Y])[:56])}
+    data["dataset"][0][:, 0] = torch.arange(56.0)
+    state = start(Trouble(5, 25, 53, behind=True), optimizer=adam, epochs=2, **data).join(60)
     assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
     assert len(told(caplog)) == 3
 

@@ -124,7 +124,8 @@ def meet(
     commands: list[Command] = []
     for rank, order in block.items():
         work = Work(order.epoch, done[rank], 8 * done[rank], busy_ms=done[rank] * 10.0, pace_ms=10.0)
-        commands += machine.handle(SyncAck(rank, outcome, work, 1.0, bad=rank in late), 100.0)
+        work = replace(work, bad=(0, 7) if rank in late else None)
+        commands += machine.handle(SyncAck(rank, outcome, work, 1.0), 100.0)
         machine.check()
     return commands
 
@@ -668,19 +669,19 @@ def under_way(**given: Any) -> tuple[Coordinator, list[dict[int, StartEpoch]]]:
 def test_of_one_replica_acknowledgment_and_outcome_tell_as_of_one() -> None:
     machine, blocks = under_way()
     commands = meet(machine, blocks[0], late=(0,))
-    assert Quarantined(0, None) in commands
+    assert Quarantined(0, (0, 7)) in commands
     assert Send(0, CopyReplica(1)) not in commands  # a round is under way
     commands = meet(machine, blocks[1], bad=(0,), halt=True)
     assert Quarantined(0, None) not in commands
     assert Send(0, CopyReplica(1)) in commands
     again = machine.handle(ReplicaCopied(0), 200.0)
-    assert Quarantined(0, None) in meet(machine, orders(again), late=(0,))
+    assert Quarantined(0, (0, 7)) in meet(machine, orders(again), late=(0,))
 
 
 def test_what_the_last_acknowledgment_tells_is_healed_before_all_else() -> None:
     machine, out = started(batches=2, tasks=BarrierPlan(eval_every=1))
     commands = meet(machine, orders(out), late=(1,))
-    assert Quarantined(1, None) in commands
+    assert Quarantined(1, (0, 7)) in commands
     assert [c.order for c in commands if isinstance(c, Send)] == [CopyReplica(0)]
 
 

@@ -203,19 +203,6 @@ def test_a_bad_replica_weighs_nothing_and_voids_what_is_armed() -> None:
     assert outcome.voids
 
 
-def test_one_that_was_left_out_before_counts_and_voids_what_is_armed() -> None:
-    came = {0: arrival(0, 3), 1: replace(arrival(1, 2), was_bad=True)}
-    outcome = decide(came, Directives(), 2)
-    assert (outcome.samples, outcome.bad) == ((24, 16), (1,))
-    assert outcome.voids
-
-
-@pytest.mark.parametrize(("late", "all_are"), [((True, True), True), ((True, False), False)])
-def test_a_round_is_late_where_all_its_members_are(late: tuple[bool, ...], all_are: bool) -> None:
-    came = {rank: replace(arrival(rank, 1), late=is_late) for rank, is_late in enumerate(late)}
-    assert decide(came, Directives(), 2).late == all_are
-
-
 @pytest.mark.parametrize(
     ("steps", "bad", "wants", "measured"),
     [
@@ -283,8 +270,8 @@ def come(rank: int, steps: int = 1, round: int = 0) -> Arrival:
     return arrival(rank, steps, round=round)
 
 
-def inner(rank: int, steps: int = 1, round: int = 0, *, bad: bool = False, late: bool = False) -> Arrival:
-    return replace(come(rank, steps, round), inner=True, bad=bad, late=late)
+def inner(rank: int, steps: int = 1, round: int = 0, *, bad: bool = False) -> Arrival:
+    return replace(come(rank, steps, round), inner=True, bad=bad)
 
 
 def last(part: PartState, *came: Arrival, others: Sequence[Arrival] = (), ranks: int = 4) -> Outcome:
@@ -353,9 +340,9 @@ def test_a_bad_replica_is_left_out_of_its_inner_mean_and_of_that_of_all() -> Non
     part = PartState([0, 1], 3)
     outcome = met(part, inner(0, 2), inner(1, 3, bad=True))
     assert (outcome.samples, outcome.bad, outcome.voids) == ((16, 0, 0), (1,), False)
-    # Behind that mean it counts again, and says that it is to be healed.
-    all_ = last(part, come(0, 1, 1), replace(come(1, 1, 1), was_bad=True), others=(come(2, 1, 1),), ranks=3)
-    assert (all_.weights, all_.bad, all_.voids) == ((24, 8, 8), (1,), True)
+    # It says so until all have heard that it is to be healed.
+    all_ = last(part, come(0, 1, 1), replace(come(1, 1, 1), bad=True), others=(come(2, 1, 1),), ranks=3)
+    assert (all_.weights, all_.bad, all_.voids) == ((24, 0, 8), (1,), True)
 
 
 def test_a_machine_without_a_healthy_replica_weighs_nothing() -> None:
@@ -367,45 +354,6 @@ def test_a_machine_without_a_healthy_replica_weighs_nothing() -> None:
     assert (outcome.weights, outcome.bad) == ((0, 0, 8), (0, 1))
     assert outcome.local_weights([0, 1]) == (0, 0)
     assert outcome.global_step == 5 + 2 + 3
-
-
-def test_samples_that_a_device_left_out_are_taken_back() -> None:
-    part = PartState([0, 1], 3)
-    met(part, inner(0, 2, late=True), inner(1, 3, late=True))
-    met(part, inner(0, 2, 1, late=True), inner(1, 3, 1, late=True))
-    came = come(0, 1, 2), replace(come(1, 1, 2), was_bad=True)
-    outcome = last(part, *came, others=(come(2, 1, 2),), ranks=3)
-    assert outcome.weights == (16 + 16 + 8, 24 + 8, 8)
-    # What the mean of all left out is not in the next.
-    came = replace(come(0, 1, 3), was_bad=True), come(1, 1, 3)
-    assert last(part, *came, others=(come(2, 1, 3),), ranks=3).weights == (8, 8, 8)
-
-
-def test_a_machine_whose_devices_left_out_all_weighs_nothing() -> None:
-    part = PartState([0, 1], 3)
-    met(part, inner(0, 2, late=True), inner(1, 3, late=True))
-    met(part, inner(0, 1, 1, late=True), inner(1, 3, 1, late=True))
-    came = [replace(come(rank, 0, 2), was_bad=True) for rank in (0, 1)]
-    outcome = last(part, *came, others=(come(2, 1, 2),), ranks=3)
-    assert outcome.weights == (0, 0, 8)
-
-
-def test_a_replica_that_has_not_trained_holds_the_means_before() -> None:
-    part = PartState([0, 1], 3)
-    met(part, inner(0, 2, late=True), inner(1, 3, late=True))
-    met(part, inner(0, 0, 1, late=True), inner(1, 3, 1, late=True))
-    came = come(0, 0, 2), replace(come(1, 0, 2), was_bad=True)
-    outcome = last(part, *came, others=(come(2, 1, 2),), ranks=3)
-    assert (outcome.weights, outcome.local_weights([0, 1])) == ((16, 24, 8), (1, 0))
-
-
-def test_a_machine_of_which_nobody_knows_a_healthy_replica_weighs_nothing() -> None:
-    part = PartState([0, 1], 3)
-    met(part, inner(0, 2), inner(1, 3))
-    met(part, inner(0, 1, 1, bad=True), inner(1, 3, 1))
-    came = replace(come(0, 0, 2), was_bad=True), replace(come(1, 2, 2), bad=True)
-    outcome = last(part, *came, others=(come(2, 1, 2),), ranks=3)
-    assert (outcome.weights, outcome.bad) == ((0, 0, 8), (0, 1))
 
 
 def test_a_round_is_inner_for_all_or_for_none() -> None:

@@ -271,7 +271,7 @@ def test_what_devices_alone_knew_comes_with_the_acknowledgment() -> None:
     machine = rounds()
     [probe] = orders(decide(machine))
     answers = [
-        replace(ack, drift=0.5, bad=ack.rank == 1, work=replace(ack.work, bad=(0, 3) if ack.rank else None))
+        replace(ack, drift=0.5, work=replace(ack.work, bad=(0, 3) if ack.rank else None))
         for ack in acks(probe)
     ]
     record = settle(machine, answers)
@@ -284,7 +284,7 @@ def test_a_drift_of_several_that_count_is_one() -> None:
     machine = rounds(world_size=3)
     [probe] = orders(decide(machine))
     answers = [
-        replace(ack, drift=None if ack.rank == 1 else 0.5, bad=ack.rank == 1)
+        replace(ack, drift=0.5) if ack.rank != 1 else replace(ack, work=replace(ack.work, bad=(0, 3)))
         for ack in acks(probe, pace_ms=(5.0, 5.0, 5.0))
     ]
     assert settle(machine, answers).drift == 0.5
@@ -296,10 +296,10 @@ def test_no_round_is_armed_behind_a_bad_replica_that_overtakes_the_others() -> N
     first, second = orders(decide(machine))
     (a1, b1), (a2, b2) = acks(first), acks(second)
     # Rank 0 had NaN in the second round, and rank 1 has not yet reported the first.
-    assert machine.take(a1, 1.0) == machine.take(replace(a2, bad=True), 2.0) == []
+    assert machine.take(a1, 1.0) == machine.take(replace(a2, work=replace(a2.work, bad=(0, 3))), 2.0) == []
     settle(machine, [b1], 3.0)
     assert machine.pop_bad() == {}
     assert decide(machine, 3.0) == []
     settle(machine, [b2], 4.0)
-    assert machine.pop_bad() == {0: None}
+    assert machine.pop_bad() == {0: (0, 3)}
     assert orders(decide(machine, 4.0))

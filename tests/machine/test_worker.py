@@ -589,42 +589,15 @@ def test_the_schedule_goes_on_where_the_run_before_stood() -> None:
     assert [step(machine).position for _ in range(2)] == [40, 42]
 
 
-def test_a_rank_that_was_left_out_says_so_and_counts() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(planned((0,)))
-    step(machine)
-    machine.was_bad = True
-    action = machine.next()
-    assert isinstance(action, Enter)
-    assert (action.arrival.bad, action.arrival.was_bad, action.arrival.samples) == (False, True, 8)
-    machine.met(outcome(bad=(0,)))
-    assert not machine.was_bad
-    plain = action.arrival
-    assert machine.judged(plain) is plain
-
-
-def test_ranks_are_late_until_one_of_them_is_not() -> None:
-    machine = WorkerMachine(0, is_late=True)
-    for number, late in enumerate((True, False)):
-        machine.handle(planned((number,), round=number))
-        step(machine)
-        action = machine.next()
-        assert isinstance(action, Enter)
-        assert action.arrival.late
-        machine.met(outcome(round=number, late=late))
-        assert machine.is_late == late
-    assert not machine.judged(action.arrival).late
-
-
 def test_a_replica_that_was_healed_has_nothing_to_say_any_more() -> None:
     machine = WorkerMachine(0)
-    machine.was_bad = True
+    machine.is_bad = True
     machine.handle(SaveState(0, 1))
     machine.handle(CopyReplica(1))
     assert machine.next() == Serve(SaveState(0, 1))
-    assert machine.was_bad
+    assert machine.is_bad
     assert machine.next() == Serve(CopyReplica(1))
-    assert not machine.was_bad
+    assert not machine.is_bad
 
 
 # ---------------------------------------------------------------- inner rounds of one machine
@@ -679,22 +652,9 @@ def test_a_rank_that_an_inner_mean_left_out_says_so_at_the_round_of_all() -> Non
     assert entered(machine).bad
     machine.met(replace(outcome(0, inner=True, bad=(0,)), samples=(0, 8)))
     trains(machine, 1)
-    assert (entered(machine).bad, entered(machine).was_bad) == (False, True)
-    machine.met(replace(outcome(1, inner=True, bad=(0,)), samples=(8, 8)))
-    trains(machine, 1)
-    assert entered(machine).was_bad
-    machine.met(outcome(2, bad=(0,)))
-    assert not machine.was_bad
-
-
-def test_without_a_healthy_replica_in_an_inner_mean_a_rank_stays_bad() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(with_inner((0, 1), 2))
-    trains(machine, 1)
-    machine.is_bad = True
-    entered(machine)
-    machine.met(outcome(0, inner=True, bad=(0, 1)))
+    assert entered(machine).bad
+    machine.met(replace(outcome(1, inner=True, bad=(0,)), samples=(0, 8)))
     trains(machine, 1)
     assert entered(machine).bad
-    machine.met(outcome(1, bad=(0, 1)))
+    machine.met(outcome(2, bad=(0,)))
     assert not machine.is_bad

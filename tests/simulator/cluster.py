@@ -121,7 +121,9 @@ class JudgedWorld(MachinesWorld):
         )
         averages = ROUNDS[config.policy].averages
         for rank in self.ranks:
-            rank.machine.is_late = scenario.late_verdicts and averages != "snapshots"
+            # Of parameters on several machines the host knows at the gate.
+            is_known = averages == "snapshots" or (averages == "parameters" and bool(self.parts))
+            rank.is_late = scenario.late_verdicts and not is_known
             rank.heals = averages != "gradients"
         self.scenario = scenario
         self.rules = Rules(scenario, memory)
@@ -462,8 +464,7 @@ class JudgedWorld(MachinesWorld):
         rank = self.ranks[number]
         self.rules.enters(number)
         self._happens("gate", number)
-        if rank.read():
-            self.rules.standing.seen(number)
+        rank.read()
         self.say("rank {} enters the gate: {}", number, rank.machine.judged(action.arrival))
         try:
             super().enter(number, action)
@@ -525,13 +526,11 @@ class JudgedWorld(MachinesWorld):
         """Acknowledge the last round of an order."""
         rank, differs = self.ranks[number], self.scenario.differs
         self.rules.reports(number, done, rank.steps)
-        is_bad = rank.unread is not None
-        if rank.read(is_reported=True):
-            self.rules.standing.seen(number)
+        rank.read()
         ack = super().acknowledgment(number, outcome, done, sync_ms)
         if outcome.compare and differs is not None and differs[0] == number and done.epoch >= differs[1]:
             ack = replace(ack, checksum=Checksum("simulated", 1))
-        return replace(ack, bad=True) if is_bad else ack
+        return ack
 
     def _abort(self, reason: str) -> None:
         """Release all ranks from the gate, for good."""

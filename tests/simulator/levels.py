@@ -39,15 +39,12 @@ class Levels:
         if not (is_apart and outcome.inner and theirs.inner and outcome.round == theirs.round):
             raise Violation("S2", f"rank {rank} got {outcome}, another rank {theirs}")
 
-    def held(
-        self, outcome: Outcome, trained: Sequence[int], silent: Collection[int], dead: Collection[int]
-    ) -> None:
+    def held(self, outcome: Outcome, trained: Sequence[int], dead: Collection[int]) -> None:
         """A round was held.
 
         Args:
             outcome: Its outcome.
-            trained: Samples of each rank that the mean holds. Shape (world_size,).
-            silent: Ranks of which only their devices know that they have none.
+            trained: Samples of each rank that the mean holds, as far as hosts know. Shape (world_size,).
             dead: Machines without a finite replica before it.
         """
         if outcome.inner:
@@ -57,7 +54,7 @@ class Levels:
             return
         self._inner = [0] * len(self._inner)
         for machine in self._machines:
-            self._judge_machine(machine, outcome, trained, silent, machine in dead)
+            self._judge_machine(machine, outcome, trained, machine in dead)
         self._since = [0] * len(self._since)
 
     def _judge_inner(self, outcome: Outcome) -> None:
@@ -75,20 +72,14 @@ class Levels:
         machine: int,
         outcome: Outcome,
         trained: Sequence[int],
-        silent: Collection[int],
         is_dead: bool,
     ) -> None:
         ranks = self.ranks_of(machine)
         weights = [outcome.weights[rank] for rank in ranks]
         true = [0 if is_dead else self._since[rank] + trained[rank] for rank in ranks]
-        # What a device has left out, the outcome cannot know.
-        told = [
-            self._since[rank] + outcome.samples[rank] if rank in silent else weight
-            for rank, weight in zip(ranks, true, strict=True)
-        ]
         is_doubtful = all(rank in outcome.bad for rank in ranks)
         own = [outcome.samples[rank] for rank in ranks]
-        if weights != told and not (is_doubtful and weights == own):
+        if weights != true and not (is_doubtful and weights == own):
             raise Violation("S26", f"machine {machine} weighs {weights}, and has trained {true}: {outcome}")
         if any(weights) != any(outcome.local_weights(ranks)):
             raise Violation("S26", f"machine {machine} weighs {weights} with a mean of no replica: {outcome}")

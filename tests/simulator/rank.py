@@ -25,12 +25,14 @@ class FaultyRank(VirtualRank):
         unread: (epoch, batch) of the step with NaN or inf values before the last mean, while only the device
             knows.
         heals: Whether a bad replica copies a healthy one; not where gradients are averaged.
+        is_late: The device leaves a bad replica out of a mean by itself; its host hears of it behind that.
     """
 
     asked_ms: float | None = None
     acts: Counter[str] = field(default_factory=Counter)
     unread: tuple[int, int] | None = None
     heals: bool = True
+    is_late: bool = False
     _expected: deque[int] = field(default_factory=deque)  # plans of the orders to train that are on their way
     _bad: tuple[int, int] | None = None  # the step with NaN or inf values
     _fresh: tuple[int, int] | None = None  # the same, of the round under way, where only the device knows
@@ -69,7 +71,7 @@ class FaultyRank(VirtualRank):
 
     def hears_late(self, step: Step) -> bool:
         """Whether its host hears of NaN or inf values in this step behind the mean."""
-        return self.machine.is_late and (step.part is None or step.part.by_all)
+        return self.is_late and (step.part is None or step.part.by_all)
 
     def goes_bad(self, step: Step) -> None:
         """The replica gets NaN or inf values in this step."""
@@ -80,23 +82,11 @@ class FaultyRank(VirtualRank):
         self.machine.is_bad = True
         self._bad = self._bad or at
 
-    def read(self, *, is_reported: bool = False) -> bool:
-        """Hear of the verdict on the round before; whether the host has seen for itself since, too.
-
-        Args:
-            is_reported: An acknowledgment tells it.
-        """
-        if self.unread is None:
-            return False
-        self._bad, self.unread = self._bad or self.unread, None
-        if not self.heals:
-            self.machine.was_bad = not is_reported
-            return self.machine.is_bad
-        self.machine.was_bad, self.machine.is_late = True, False
-        # What came after another rank had told of one is no secret of the device's.
-        self.machine.is_bad |= self._fresh is not None
-        self._fresh = None
-        return self.machine.is_bad
+    def read(self) -> None:
+        """Hear of the verdict on the round before."""
+        if self.unread is not None:
+            self._bad, self.unread = self._bad or self.unread, None
+            self.machine.is_bad |= self.heals
 
     def met(self) -> None:
         """A round was held."""

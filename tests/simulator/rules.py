@@ -155,7 +155,7 @@ class Rules:
             self.knows_end(fact)
         if isinstance(fact, Evaluated | StateSaved | ReplicaCopied | Settled):
             self.standing.answered(fact)
-        if isinstance(fact, SyncAck) and fact.bad:
+        if isinstance(fact, SyncAck) and fact.work.bad is not None and fact.rank not in fact.outcome.bad:
             self.standing.acknowledged(fact.rank)
         if isinstance(fact, Exiting):
             self._may_go_on = self._can_do_without(fact, coordinator)
@@ -336,9 +336,9 @@ class Rules:
                 self._levels.judge_same(rank, outcome, other, theirs[len(mine) - 1])
         if rank == outcome.members[0]:
             self.standing.met(outcome)
-            nothing = self.standing.weightless | self.standing.silent
+            nothing = self.standing.weightless
             held = [0 if r in nothing else samples for r, samples in enumerate(self.effect.samples)]
-            self._levels.held(outcome, held, self.standing.silent, self.standing.dead)
+            self._levels.held(outcome, held, self.standing.dead)
         weight = 0 if rank in self.standing.weightless else self.effect.samples[rank]
         true = (self._uncredited(rank), weight)
         if (outcome.steps[rank], outcome.samples[rank]) != true:

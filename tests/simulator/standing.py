@@ -44,7 +44,6 @@ class Standing:
         is_enough: The run is to end by its monitor.
         is_stopped: The user wants it to end.
         weightless: Ranks whose samples did not count in the last outcome.
-        silent: Ranks that their devices left out of the last mean, and whose samples counted in its outcome.
         dead: Machines without a finite replica when the last round was held.
         travels: A mean of all machines may be on its way.
     """
@@ -67,14 +66,13 @@ class Standing:
         self._bad: set[int] = set()  # ranks with NaN or inf parameters, whoever knows
         self._told_bad: set[int] = set()  # those of which an outcome has told
         self.weightless: set[int] = set()
+        self._left_out: set[int] = set()  # those whose gradients devices have left out: their reports tell
         self._unseen: set[int] = set()  # those that went bad since the last outcome, as devices alone know
-        self._due: set[int] = set()  # those that they left out of the last mean: the next outcome tells
         self._heard: set[int] = set()  # those of which an acknowledgment has told
         self._gone: set[int] = set()
         self._bad_snapshots: dict[int, int] = {}  # rank -> round of a snapshot that it took then
         self._machine_of = scenario.config.machine_of
         self._nan: set[int] = set()  # ranks whose replica is not finite now
-        self.silent: set[int] = set()
         self.dead: set[int] = set()
         self.travels = False
         self._is_settling = False
@@ -204,7 +202,7 @@ class Standing:
         """A rank has left."""
         self._gone.add(rank)
         self._serving.pop(rank, None)
-        for ranks in (self._told_bad, self._unseen, self._due, self._heard, self._bad):
+        for ranks in (self._told_bad, self._unseen, self._heard, self._bad):
             ranks.discard(rank)
 
     # ------------------------------------------------------------------ numbers gone bad
@@ -220,43 +218,36 @@ class Standing:
         if is_late:
             self._unseen.add(rank)
 
-    def seen(self, rank: int) -> None:
-        """The host of a rank has seen that its replica is not finite, before a mean is taken."""
-        self._unseen.discard(rank)
-
     def met(self, outcome: Outcome) -> None:
         """A round is held."""
         members = set(outcome.members)
         self._round = outcome.round + (not outcome.inner)
         self.travels |= self._scenario.config.overlaps and not outcome.inner
         bad = self._bad.intersection(members) - self._unseen
-        self.weightless = bad.intersection(self._nan)
-        self.silent = self._unseen.intersection(members)
-        finite = {self._machine_of[rank] for rank in members - self._nan}
+        self.weightless, silent = bad, self._unseen.intersection(members)
+        finite = {self._machine_of[rank] for rank in members - (self._nan - silent)}
         self.dead = {self._machine_of[rank] for rank in members} - finite
         if any(outcome.samples[rank] for rank in members - self._nan):
             self._nan -= members
-        self._nan -= self.silent
+        self._nan -= silent
         if bad != set(outcome.bad) or any(outcome.samples[rank] for rank in self.weightless):
             raise Violation("S21", f"bad are {bad}, and the outcome is {outcome}")
         if self._scenario.config.policy == "exact":
-            self._bad -= bad  # a gradient was, and is left out
+            self._bad -= bad | silent  # a gradient was, and is left out; of some an acknowledgment tells
+            self._left_out |= silent
             self._nan -= bad
         elif not outcome.inner:
             self._told_bad |= bad
-        self._due = (self._due - members) | self.silent
         self._unseen -= members
 
     def acknowledged(self, rank: int) -> None:
         """The coordinator hears that a rank was left out of the last mean before it."""
         if rank in self._gone:
             return  # this acknowledgment was on its way when the rank left
-        if rank not in self._bad:
+        if rank not in self._bad | self._left_out:
             raise Violation("S21", f"rank {rank} says that it is bad, and it is not")
-        if self._scenario.config.policy == "exact":
-            self._bad.discard(rank)  # its gradient was, and is left out
-            return
-        self._heard.add(rank)
+        self._heard |= self._bad & {rank}
+        self._left_out.discard(rank)
 
     def snapped(self, rank: int, round: int, samples: int) -> None:
         """A rank puts a snapshot down."""
@@ -277,7 +268,7 @@ class Standing:
 
     def healed(self, rank: int) -> None:
         """A rank has become what another one is."""
-        for ranks in (self._bad, self._nan, self._told_bad, self._due, self._heard):
+        for ranks in (self._bad, self._nan, self._told_bad, self._heard):
             ranks.discard(rank)
 
     # ------------------------------------------------------------------ what is due
@@ -466,6 +457,8 @@ class Standing:
         self.stands(finish)
         if self._bad and self._scenario.config.policy != "exact":
             raise Violation("S21", f"the run ends, and bad are {self._bad}")
+        if self._left_out - self._gone:
+            raise Violation("S21", f"the run ends, and nobody has told of {self._left_out}")
         if finish.position is not None:
             self._effect.judge_position(finish.position)
             self._judge_owed(finish.position)

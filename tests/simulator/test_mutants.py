@@ -70,6 +70,7 @@ from tests.simulator.effect import Effect
 from tests.simulator.faults import Disturbance, Scenario, draw
 from tests.simulator.lives import play
 from tests.simulator.machines import Links
+from tests.simulator.rank import FaultyRank
 from tests.simulator.rules import Violation
 from tests.simulator.scenario import Loss, Wish
 
@@ -955,25 +956,29 @@ def a_bad_replica_weighs_what_it_trained(patch: Patch) -> Machines:
 
 @mutant("S21", Lives(500))
 def no_gate_hears_of_a_late_verdict(patch: Patch) -> None:
-    judged = WorkerMachine.judged
-    patch.setattr(
-        WorkerMachine, "judged", lambda self, arrival: replace(judged(self, arrival), was_bad=False)
-    )
+    read = FaultyRank.read
+
+    def silent(self: FaultyRank) -> None:
+        is_bad = self.machine.is_bad
+        read(self)
+        self.machine.is_bad = is_bad
+
+    patch.setattr(FaultyRank, "read", silent)
 
 
 @mutant("S21", Lives(500))
 def no_acknowledgment_tells_a_late_verdict(patch: Patch) -> None:
-    patch.setattr(HeldRounds, "_late", ())
+    patch.setattr(HeldRounds, "bad", property(lambda self: dict.fromkeys(self.outcome.bad)))
 
 
 @mutant("S21", Lives(500))
 def a_healed_replica_says_that_it_was_bad(patch: Patch) -> Machines:
     class Remembering(WorkerMachine):
         def next(self, *, in_step: bool = False) -> Action:
-            was_bad = self.was_bad
+            is_bad = self.is_bad
             action = super().next(in_step=in_step)
             if isinstance(action, Serve):
-                self.was_bad = was_bad
+                self.is_bad = is_bad
             return action
 
     return Machines(worker=Remembering)
@@ -1277,11 +1282,6 @@ def a_machine_without_a_healthy_replica_keeps_its_weight(_patch: Patch) -> Machi
     return a_wrong_part(lambda part, arrival: replace(arrival, earlier_samples=part._samples[arrival.rank]))
 
 
-@mutant("S26", on_machines(1, 2, inner_rounds=10, bad_steps=((1, 25),), late_verdicts=True))
-def samples_that_a_device_left_out_are_not_taken_back(patch: Patch) -> None:
-    patch.setattr(PartState, "_take_back", lambda self, came: None)
-
-
 @mutant("S27", on_machines(2, 2, wishes=(Wish(60.0, Requested("set_lr", 0.1)),)))
 def an_inner_outcome_takes_the_directives(_patch: Patch) -> Machines:
     """Those of all machines, told to one by itself."""
@@ -1350,7 +1350,7 @@ def a_bad_replica_that_took_an_inner_mean_is_never_healed(patch: Patch) -> Machi
     class Cured(WorkerMachine):
         def met(self, outcome: Outcome) -> Any:
             done = super().met(outcome)
-            self.was_bad = False
+            self.is_bad = False
             return done
 
     return Machines(worker=Cured)
