@@ -6,9 +6,8 @@ from typing import Any
 
 from flowdp.machine.cadence_rounds import CadenceRounds
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.planned_rounds import PlannedRounds
+from flowdp.machine.planned_rounds import PlannedRounds, SingleRounds, SyncRounds
 from flowdp.machine.rounds import Constraints
-from flowdp.machine.sync_rounds import SingleRounds, SyncRounds
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.protocol.commands import Command, RoundEnded, Send

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flowdp.errors import ProtocolError
+from flowdp.machine.rounds import outcome_of
 from flowdp.policy.ledger import Deal
 from flowdp.protocol.messages import DataEnded, Outcome, SyncAck, SyncPoints, Work
 
@@ -79,12 +79,7 @@ class ArmedRounds:
         Raises:
             ProtocolError: Two ranks left the last round with different outcomes.
         """
-        outcome = self.acks[present[0]].outcome
-        for rank in present:
-            if self.acks[rank].outcome != outcome:
-                raise ProtocolError(
-                    f"rank {rank} left round {outcome.round} with another outcome: {self.acks[rank].outcome}"
-                )
+        outcome = outcome_of({rank: self.acks[rank] for rank in present})
         works = [self._work(rank, outcome, unreported.get(rank, 0)) for rank in range(len(self.deal))]
         return HeldRounds(self, outcome, works)
 

@@ -9,16 +9,16 @@ of all ranks at once (a pause, a stop, a new learning rate, the end) is a blocki
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import ClassVar
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import ClassVar, Self
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.async_rank import AHEAD, AsyncRank, RankIndex
-from flowdp.machine.async_round import AsyncRound, Meeting
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
-from flowdp.machine.round_record import ShareChanges, reason_of, round_ended
-from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares
+from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares, outcome_of, reason_of, summary
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import largest_drift
 from flowdp.policy.lead import Overshoot, lead_limits
@@ -43,7 +43,10 @@ from flowdp.protocol.messages import (
 )
 from flowdp.protocol.position import Position
 
-__all__ = ["AsyncRounds"]
+__all__ = ["AHEAD", "AsyncRank", "AsyncRounds"]
+
+AHEAD = 2
+"""Orders per rank that are out."""
 
 ORDERS_PER_ROUND = 4
 """A rank's count goes out in about this many orders."""
@@ -56,7 +59,128 @@ SNAPSHOT_TIMEOUT_MS = 5000.0
 """How long a round waits for its snapshots; doubled when that was too short, halved when it was not."""
 
 
-class OrderPlan:
+@dataclass(slots=True)
+class AsyncRank:
+    """One rank; all counts are steps since the run began.
+
+    Attributes:
+        orders: Orders that are out, oldest first.
+        dealt: Steps of all its orders.
+        trained: Steps it has reported.
+        mean: Steps in the last mean that was applied.
+        snapshot: Steps in the last snapshot, applied or under way.
+        works: Its reports since the last round.
+        limit: Steps at which it has to stop, by its last `Throttle`; None: it has had none.
+        bad: (epoch, batch) of the first step since the last meeting with NaN or inf values.
+    """
+
+    orders: deque[StartEpoch] = field(default_factory=deque)
+    dealt: int = 0
+    trained: int = 0
+    mean: int = 0
+    snapshot: int = 0
+    works: list[Work] = field(default_factory=list)
+    limit: int | None = None
+    bad: tuple[int, int] | None = None
+
+    @property
+    def done(self) -> int:
+        """Steps that it has reported since its last snapshot; negative while a report is under way."""
+        return self.trained - self.snapshot
+
+    @property
+    def reach(self) -> int:
+        """Steps that it can take with its orders and its last `Throttle`."""
+        return self.dealt if self.limit is None else min(self.limit, self.dealt)
+
+    @property
+    def pace_ms(self) -> float:
+        """Time of one step: the median over its reports since the last round; 0 where none measured it."""
+        measured = [work.pace_ms for work in self.works if work.pace_ms > 0.0]
+        return median(measured) if measured else 0.0
+
+    def give(self, order: StartEpoch) -> None:
+        """Send it an order."""
+        self.orders.append(order)
+        self.dealt += order.steps
+
+    def reported(self, done: StepsDone) -> StartEpoch:
+        """Take a report; returns the part of the oldest order that it is about.
+
+        Raises:
+            ProtocolError: It is about another order.
+        """
+        order = self.orders[0] if self.orders else None
+        if order is None or (order.plan, order.epoch) != (done.plan, done.work.epoch):
+            raise ProtocolError(f"unexpected {done}: the oldest order is {order}")
+        if done.is_last:
+            return self.orders.popleft()
+        batches = done.work.steps * order.group
+        self.orders[0] = replace(order, batches=order.batches[batches:])
+        return replace(order, batches=order.batches[:batches])
+
+    def credit(self, order: StartEpoch, work: Work) -> None:
+        """Count the trained steps of an order; the rest is dealt anew."""
+        self.trained += work.steps
+        self.dealt -= order.steps - work.steps
+        self.works.append(work)
+        self.bad = self.bad or work.bad
+
+    def shorten(self, end: DataEnded) -> bool:
+        """Drop the batches that the epoch does not have; returns whether there were any."""
+        before, self.orders = self.orders, deque(order.until(end) for order in self.orders)
+        self.dealt -= sum(order.steps for order in before) - sum(order.steps for order in self.orders)
+        return before != self.orders
+
+    def check(self) -> None:
+        """Check that the counts agree.
+
+        Raises:
+            ProtocolError: They do not.
+        """
+        if not self.mean <= self.snapshot <= self.dealt or self.trained > self.dealt:
+            raise ProtocolError(f"counts out of order: {self}")
+        if len(self.orders) > AHEAD:
+            raise ProtocolError(f"{len(self.orders)} orders are out, {AHEAD} may be")
+
+
+@dataclass(slots=True)
+class _Round:
+    """A round: snapshots are collected, averaged, applied.
+
+    Attributes:
+        number: Number of the round.
+        deadline_ms: When it is given up, if a snapshot is missing then.
+        snapshots: Those that have come.
+        is_averaging: All have come, and are on their way into the mean.
+        averaged: The mean.
+        updated: Ranks that have applied it.
+    """
+
+    number: int
+    deadline_ms: float
+    snapshots: dict[int, SnapshotReady] = field(default_factory=dict)
+    is_averaging: bool = False
+    averaged: Averaged | None = None
+    updated: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """A meeting of all ranks at the gate.
+
+    Attributes:
+        number: Its number among the rounds.
+        is_hurried: Ranks are to come with the steps they have.
+        acks: Acknowledgments so far, by rank.
+    """
+
+    number: int
+    is_hurried: bool
+    acks: dict[int, SyncAck] = field(default_factory=dict)
+
+
+class _OrderPlan:
     """The orders of each rank as the counts of steps want them; until the next measurement.
 
     Args:
@@ -65,7 +189,7 @@ class OrderPlan:
 
     Attributes:
         counts: Steps of each rank in a round. Shape (world_size,).
-        turns: Place of each rank where several get orders. Shape (world_size,).
+        turns: The ranks: those that would finish first are served first, so the end of the data goes to them.
         steps: Steps of an order of each rank. Shape (world_size,).
         batches: Batches of an order of every rank.
         paces: Part of each rank in the steps of a round. Shape (world_size,).
@@ -74,8 +198,7 @@ class OrderPlan:
 
     def __init__(self, cadence: Cadence, groups: Sequence[int]) -> None:
         self.counts = cadence.quotas
-        # Those that would finish first are served first, so the end of the data goes to the fast ones.
-        self.turns = [(ms, rank) for rank, ms in enumerate(cadence.ms_per_step)]
+        self.turns = sorted(range(len(groups)), key=cadence.ms_per_step.__getitem__)
         self.steps = [math.ceil(count / ORDERS_PER_ROUND) for count in self.counts]
         self.batches = sum(steps * group for steps, group in zip(self.steps, groups, strict=True))
         whole = sum(self.counts)
@@ -97,26 +220,24 @@ class AsyncRounds(Rounds):
     cadence: Cadence
 
     def __init__(self, epochs: Epochs, cadence: Cadence, world_size: int) -> None:
-        self.epochs = epochs
+        super().__init__(epochs, world_size)
         self.cadence = cadence
-        self.world_size = world_size
-        self.global_step = 0
-        self._bad: dict[int, tuple[int, int] | None] = {}
         self._is_bad = False  # some rank has said so since the last meeting
         self._ranks = [AsyncRank() for _ in range(world_size)]
-        self._index = RankIndex(self._ranks)
         self._groups = epochs.groups or (1,) * world_size
-        self._orders = OrderPlan(cadence, self._groups)
+        self._orders = _OrderPlan(cadence, self._groups)
         self._overshoot = Overshoot(ENDLESS if epochs.batches is None else epochs.batches)
-        self._round: AsyncRound | None = None
-        self._meeting: Meeting | None = None
-        self._next_round = 0
-        self._plan = 0
+        self._round: _Round | None = None
+        self._meeting: _Meeting | None = None
         self._timeout_ms = SNAPSHOT_TIMEOUT_MS
         self._trained = 0  # steps of all ranks
         self._met_trained = 0  # until the last blocking round: nothing since, nothing to meet for
         self._round_start_ms = math.nan
-        self._share_changes = ShareChanges(world_size)
+
+    @classmethod
+    def make(cls, config: CoordinatorConfig, epochs: Epochs) -> Self:
+        """Make the rounds of a run."""
+        return cls(epochs, Cadence(config.world_size, config.cadence, config.ratios), config.world_size)
 
     @property
     def is_idle(self) -> bool:
@@ -124,19 +245,9 @@ class AsyncRounds(Rounds):
         return self._round is None and self._meeting is None and not self._is_dirty
 
     @property
-    def anchor(self) -> int:
-        """Steps of the slowest rank in a round."""
-        return self.cadence.anchor
-
-    @property
     def wants_meeting(self) -> bool:
         """Whether the ranks must meet before anything else: one of them has NaN or inf parameters."""
         return self._is_bad and self._is_dirty
-
-    @property
-    def next_round(self) -> int:
-        """Number of the next round, where none is under way."""
-        return self._next_round
 
     @property
     def pace_ms(self) -> tuple[float, ...]:
@@ -145,22 +256,13 @@ class AsyncRounds(Rounds):
 
     def resume(self, position: Position) -> None:
         """Begin where another run stood; its measurements count where the number of ranks is the same."""
-        self.global_step, self._next_round = position.global_step, position.round
-        if position.anchor is not None and len(position.pace_ms) == self.world_size == position.world_size:
-            self.cadence.restore(position.anchor, position.pace_ms, position.drifts)
-            self._orders = OrderPlan(self.cadence, self._groups)
+        super().resume(position)
+        self._orders = _OrderPlan(self.cadence, self._groups)
 
     @property
     def _is_dirty(self) -> bool:
         # An order that has become empty is still answered.
-        return bool(self._index.out) or self._trained > self._met_trained
-
-    def _change(self, rank: int) -> None:
-        self._index.change(rank, self._orders.counts[rank])
-
-    def _change_all(self) -> None:
-        for rank in range(self.world_size):
-            self._change(rank)
+        return self._trained > self._met_trained or any(state.orders for state in self._ranks)
 
     # ------------------------------------------------------------------ facts
     def take(self, fact: Fact, now_ms: float) -> list[Command]:
@@ -168,15 +270,13 @@ class AsyncRounds(Rounds):
         match fact:
             case StepsDone():
                 self._credit(fact.rank, self._ranks[fact.rank].reported(fact), fact.work)
-                self._change(fact.rank)
             case SnapshotReady():
                 # An answer to an abandoned round comes late and belongs nowhere; its rank may be sound again.
                 if self._round is not None and self._round.number == fact.round:
                     self._is_bad |= fact.bad
                     self._round.snapshots[fact.rank] = fact
-                    rank = self._ranks[fact.rank]
-                    rank.snapshot = rank.mean + fact.steps
-                    self._change(fact.rank)
+                    state = self._ranks[fact.rank]
+                    state.snapshot = state.mean + fact.steps
             case Averaged():
                 if self._round is not None and self._round.number == fact.round:
                     self._round.averaged = fact
@@ -202,17 +302,9 @@ class AsyncRounds(Rounds):
 
     def end(self, end: DataEnded) -> list[Command]:
         """Shorten the orders of an epoch whose end was read; one that becomes empty is answered, too."""
-        cut = [rank for rank, state in enumerate(self._ranks) if state.shorten(end)]
-        for rank in cut:
-            self._change(rank)
-        return [Send(rank, end) for rank in cut]
+        return [Send(rank, end) for rank, state in enumerate(self._ranks) if state.shorten(end)]
 
     # ------------------------------------------------------------------ decisions
-    def pop_bad(self) -> dict[int, tuple[int, int] | None]:
-        """Ranks found with NaN or inf parameters since the last call -> their first bad (epoch, batch)."""
-        bad, self._bad = self._bad, {}
-        return bad
-
     def decide(self, now_ms: float, constraints: Constraints) -> list[Command]:
         """Deal orders, open a round, or call a meeting. Orders are small, so a limit asks for no more."""
         hold = constraints.hold
@@ -221,26 +313,27 @@ class AsyncRounds(Rounds):
             if not hold or self._meeting.is_hurried:
                 return []
             self._meeting.is_hurried = True
-            return self._sync_now(self._meeting.number)
+            return self._send_all(SyncNow(self._meeting.number))
         commands: list[Command] = []
         # Before the first step since the last meeting there is nothing to meet for.
         meet = (hold or constraints.meet) and self._is_dirty
         if not hold and not meet:
             commands += self._deal(now_ms)
         round_ = self._round
-        if round_ is not None and not round_.is_averaging:
+        if round_ is not None and round_.is_averaging:
+            return commands
+        if round_ is not None:
             if len(round_.snapshots) == self.world_size and not self._is_bad:
                 round_.is_averaging = True
                 self._timeout_ms = max(SNAPSHOT_TIMEOUT_MS, self._timeout_ms / 2)
-                return [*commands, Average(round_.number, round_.samples(self.world_size))]
+                return [*commands, Average(round_.number, self._samples(round_))]
             is_late = now_ms >= round_.deadline_ms
             if not (is_late or meet):
                 return commands
             self._timeout_ms *= 2 if is_late else 1
             commands.append(self._abandon(round_))
-        elif round_ is not None:
-            return commands
-        if self._is_dirty and (meet or (self.epochs.is_exhausted and not self._index.held)):
+        is_held = any(state.orders and state.reach < state.dealt for state in self._ranks)
+        if self._is_dirty and (meet or (self.epochs.is_exhausted and not is_held)):
             return commands + self._meet(is_hurried=meet)
         if not hold and self._is_due():
             commands += self._open_round(now_ms)
@@ -252,34 +345,23 @@ class AsyncRounds(Rounds):
 
     def _deal(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
-        plan, index = self._orders, self._index
-        if index.starved and self.epochs.dealing(now_ms) is not None:
-            index.changed |= index.starved
-        lead = self.cadence.options.max_batch_diff
-        if lead is not None:  # each rank's limit follows from the steps of others
-            index.changed.update(range(self.world_size))
-        limits = None if lead is None else self._lead_limits(lead)
-        was_exhausted = self.epochs.is_exhausted
-        for rank in sorted(index.changed, key=plan.turns.__getitem__):
+        plan = self._orders
+        limits, was_exhausted = self._limits(), self.epochs.is_exhausted
+        for rank in plan.turns:
             state, orders = self._ranks[rank], list[StartEpoch]()
-            limit = self._limit(rank, None if limits is None else limits[rank])
-            index.starved.discard(rank)
-            while len(state.orders) < AHEAD and state.dealt < limit:
+            while len(state.orders) < AHEAD and state.dealt < limits[rank]:
                 ledger = self.epochs.dealing(now_ms)
                 if ledger is None:
-                    index.starved.add(rank)
                     break
                 steps = plan.steps[rank] if ledger.remaining > plan.batches else 1
                 orders.append(self._order(ledger, rank, ledger.deal_to(rank, steps)))
                 state.give(orders[-1])
-            commands += self._throttle(rank, limit)
+            commands += self._throttle(rank, limits[rank])
             commands += [Send(rank, order) for order in orders]
-            index.sort(rank, plan.counts[rank])
-            if lead is not None and orders and self.epochs.is_exhausted != was_exhausted:
+            if orders and self.epochs.is_exhausted != was_exhausted:
                 # Ranks that have none now get none any more, and hold no other back.
                 was_exhausted = not was_exhausted
-                limits = self._lead_limits(lead)
-        index.changed.clear()
+                limits = self._limits()
         return commands
 
     def _order(self, ledger: EpochLedger, rank: int, batches: tuple[int, ...]) -> StartEpoch:
@@ -306,67 +388,72 @@ class AsyncRounds(Rounds):
         state.limit = limit
         return [Send(rank, Throttle(limit, reason))]
 
-    def _limit(self, rank: int, lead_limit: int | None) -> int:
-        """Steps that a rank may take since the run began, by its last snapshot and those of the others."""
-        count = self._orders.counts[rank] + self._overshoot.value
-        return self._ranks[rank].snapshot + (count if lead_limit is None else lead_limit)
-
-    def _lead_limits(self, lead: int) -> list[int | None]:
-        # A rank with orders, or that could get some, is not held back by the data.
-        has_more = not self.epochs.is_exhausted
-        may_move = [has_more or bool(state.orders) for state in self._ranks]
-        return lead_limits([state.done for state in self._ranks], may_move, lead)
+    def _limits(self) -> list[int]:
+        """Steps that each rank may take since the run began, by its last snapshot and those of the others."""
+        lead = self.cadence.options.max_batch_diff
+        own = [count + self._overshoot.value for count in self._orders.counts]
+        if lead is not None:
+            # A rank with orders, or that could get some, is not held back by the data.
+            has_more = not self.epochs.is_exhausted
+            may_move = [has_more or bool(state.orders) for state in self._ranks]
+            by_lead = lead_limits([state.done for state in self._ranks], may_move, lead)
+            own = [count if limit is None else limit for count, limit in zip(own, by_lead, strict=True)]
+        return [state.snapshot + count for state, count in zip(self._ranks, own, strict=True)]
 
     def _is_due(self) -> bool:
-        return not self._index.short and sum(state.done for state in self._ranks) > 0
+        counts = zip(self._ranks, self._orders.counts, strict=True)
+        is_short = any(state.orders and state.done < count for state, count in counts)
+        return not is_short and sum(state.done for state in self._ranks) > 0
 
     def _open_round(self, now_ms: float) -> list[Command]:
-        self._round = AsyncRound(self._next_round, now_ms + self._timeout_ms)
-        self._next_round += 1
-        return [Send(rank, RequestParams(self._round.number)) for rank in range(self.world_size)]
+        self._round = _Round(self.next_round, now_ms + self._timeout_ms)
+        self.next_round += 1
+        return self._send_all(RequestParams(self._round.number))
 
-    def _abandon(self, round_: AsyncRound) -> Command:
+    def _abandon(self, round_: _Round) -> Command:
         """Give the round up; its steps stay with their ranks, and count in the next one."""
         for state in self._ranks:
             state.snapshot = state.mean
-        self._change_all()
         self._round = None
-        return RoundAbandoned(round_.number, round_.missing(self.world_size))
+        missing = tuple(rank for rank in range(self.world_size) if rank not in round_.snapshots)
+        return RoundAbandoned(round_.number, missing)
 
     def _meet(self, is_hurried: bool) -> list[Command]:
-        number = self._next_round
-        self._meeting, self._next_round = Meeting(number, is_hurried), number + 1
+        number = self.next_round
+        self._meeting, self.next_round = _Meeting(number, is_hurried), number + 1
         # The meeting belongs to the epoch whose batches are behind it, if any are.
         epoch = max((rank.orders[-1].epoch for rank in self._ranks if rank.orders), default=self.epochs.done)
-        sync = SyncPoints(number, 0, 1, self.global_step, 0)
-        orders: list[Command] = [
-            Send(rank, StartEpoch(self._plan, epoch, (), sync)) for rank in range(self.world_size)
-        ]
-        return [*orders, *self._sync_now(number)] if is_hurried else orders
+        orders = self._send_all(
+            StartEpoch(self._plan, epoch, (), SyncPoints(number, 0, 1, self.global_step, 0))
+        )
+        return [*orders, *self._send_all(SyncNow(number))] if is_hurried else orders
 
-    def _sync_now(self, number: int) -> list[Command]:
-        return [Send(rank, SyncNow(number)) for rank in range(self.world_size)]
+    def _send_all(self, order: StartEpoch | SyncNow | RequestParams | Update) -> list[Command]:
+        return [Send(rank, order) for rank in range(self.world_size)]
 
     # ------------------------------------------------------------------ rounds
-    def _apply(self, round_: AsyncRound) -> list[Command]:
-        self.global_step += sum(snapshot.steps for snapshot in round_.snapshots.values())
-        return [Send(rank, Update(round_.number, self.global_step)) for rank in range(self.world_size)]
+    def _samples(self, round_: _Round) -> tuple[int, ...]:
+        """The weights of all snapshots. Shape (world_size,)."""
+        return tuple(round_.snapshots[rank].samples for rank in range(self.world_size))
 
-    def _end_round(self, round_: AsyncRound, now_ms: float) -> list[Command]:
+    def _apply(self, round_: _Round) -> list[Command]:
+        self.global_step += sum(snapshot.steps for snapshot in round_.snapshots.values())
+        return self._send_all(Update(round_.number, self.global_step))
+
+    def _end_round(self, round_: _Round, now_ms: float) -> list[Command]:
         averaged = round_.averaged
         if averaged is None:
             raise ProtocolError(f"round {round_.number} was applied before it was averaged")
-        steps = [round_.snapshots[rank].steps for rank in range(self.world_size)]
+        steps = tuple(round_.snapshots[rank].steps for rank in range(self.world_size))
         for state, taken in zip(self._ranks, steps, strict=True):
             state.mean += taken
         paces = [state.pace_ms for state in self._ranks]
         reason = self.cadence.measured(paces, steps, averaged.sync_ms, averaged.drifts or None)
         self._overshoot.averaged(self.cadence.action)
-        self._orders = OrderPlan(self.cadence, self._groups)
-        self._change_all()
+        self._orders = _OrderPlan(self.cadence, self._groups)
         drift = largest_drift(averaged.drifts) if averaged.drifts else None
         self._round = None
-        samples = round_.samples(self.world_size)
+        samples = self._samples(round_)
         record = self._record(round_.number, steps, samples, averaged.sync_ms, drift, reason, now_ms)
         share = self._share_changes.report(self.cadence.quotas)
         return [replace(record, param_norm=averaged.norm, share=share)]
@@ -378,7 +465,7 @@ class AsyncRounds(Rounds):
         meeting.acks[ack.rank] = ack
         if len(meeting.acks) < self.world_size:
             return []
-        outcome = meeting.outcome()
+        outcome = outcome_of(meeting.acks)
         for rank, state in enumerate(self._ranks):
             theirs = meeting.acks[rank]
             if state.orders:
@@ -398,7 +485,6 @@ class AsyncRounds(Rounds):
         if outcome.voids:
             self._plan += 1
         self._met_trained = self._trained
-        self._change_all()
         sync_ms = max(theirs.sync_ms for theirs in meeting.acks.values())
         reason = reason_of(outcome) or "meeting"
         return [self._record(outcome.round, outcome.steps, outcome.samples, sync_ms, None, reason, now_ms)]
@@ -406,8 +492,8 @@ class AsyncRounds(Rounds):
     def _record(
         self,
         number: int,
-        steps: Sequence[int],
-        samples: Sequence[int],
+        steps: tuple[int, ...],
+        samples: tuple[int, ...],
         sync_ms: float,
         drift: float | None,
         reason: str,
@@ -416,27 +502,24 @@ class AsyncRounds(Rounds):
         works = [state.works for state in self._ranks]
         flat = [work for theirs in works for work in theirs]
         epoch = max((work.epoch for work in flat), default=self.epochs.done)
-        epoch = self.epochs.close_round(epoch, sync_ms, drift, 1)
         start_ms, self._round_start_ms = self._round_start_ms, now_ms
-        record = round_ended(
-            works,
+        for state in self._ranks:
+            state.works = []
+        return RoundEnded(
             round=number,
             rounds=1,
-            epoch=epoch,
+            epoch=self.epochs.close_round(epoch, sync_ms, drift, 1),
             global_step=self.global_step,
             steps=steps,
             samples=samples,
-            last=flat[-1] if flat else None,
             wall_ms=0.0 if math.isnan(start_ms) else now_ms - start_ms,
             wait_ms=(0.0,) * self.world_size,
             sync_ms=sync_ms,
             anchor=self.anchor,
             drift=drift,
             reason=reason,
+            **summary(works, flat[-1] if flat else None),
         )
-        for state in self._ranks:
-            state.works = []
-        return record
 
     def check(self) -> None:
         """Check that the orders that are out agree with the ledgers.
@@ -444,11 +527,9 @@ class AsyncRounds(Rounds):
         Raises:
             ProtocolError: They do not.
         """
-        out: dict[int, int] = {}
+        super().check()
         for state in self._ranks:
-            for order in state.orders:
-                out[order.epoch] = out.get(order.epoch, 0) + len(order.batches)
             state.check()
-        for epoch, batches in out.items():
-            if batches and self.epochs.of(epoch).dealt != batches:
-                raise ProtocolError(f"epoch {epoch}: {batches} batches are out, the ledger says otherwise")
+
+    def _out(self) -> Iterable[tuple[int, int]]:
+        return ((order.epoch, len(order.batches)) for state in self._ranks for order in state.orders)

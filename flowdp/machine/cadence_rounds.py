@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from flowdp.machine.armed_rounds import HeldRounds
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Shares
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.ledger import Deal
 from flowdp.protocol.commands import Command
-from flowdp.protocol.position import Position
 
 __all__ = ["CadenceRounds"]
 
@@ -42,22 +42,17 @@ class CadenceRounds(PlannedRounds):
         self.cadence = cadence
         self._inner_rounds = inner_rounds
 
-    @property
-    def anchor(self) -> int:
-        """Steps of the slowest rank in a round."""
-        return self.cadence.anchor
+    @classmethod
+    def make(cls, config: CoordinatorConfig, epochs: Epochs) -> Self:
+        """Make the rounds of a run."""
+        cadence = Cadence(config.world_size, config.cadence, config.ratios)
+        inner_rounds = config.inner_rounds if len(config.machines) > 1 else 1
+        return cls(epochs, cadence, config.world_size, inner_rounds)
 
     @property
     def pace_ms(self) -> tuple[float, ...]:
         """Time of one step per rank; 0 where not measured. Shape (world_size,)."""
         return self.cadence.el_che.ms_per_batch if self.cadence.el_che.is_calibrated else super().pace_ms
-
-    def resume(self, position: Position) -> None:
-        """Begin where another run stood; its measurements count where the number of ranks is the same."""
-        super().resume(position)
-        is_same = position.world_size == self.world_size == len(position.pace_ms)
-        if is_same and position.anchor is not None:
-            self.cadence.restore(position.anchor, position.pace_ms, position.drifts)
 
     def leave(self, rank: int, unreported_samples: int, now_ms: float) -> list[Command]:
         """Go on without a rank that has failed; see `PlannedRounds.leave`."""
@@ -104,7 +99,7 @@ class CadenceRounds(PlannedRounds):
     @property
     def _wants_drift(self) -> bool:
         is_cheap = self.times.sync_ms <= DRIFT_SHARE * self.cadence.round_ms * self._inner_rounds
-        return is_cheap or self._round // self._inner_rounds % DRIFT_EVERY == 0
+        return is_cheap or self.next_round // self._inner_rounds % DRIFT_EVERY == 0
 
     @property
     def _weights(self) -> Sequence[float]:

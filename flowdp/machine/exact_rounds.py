@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import ClassVar, Self
 
+from flowdp.errors import ProtocolError
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
-from flowdp.machine.config import GlobalBatch
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Averages, Shares
@@ -97,6 +98,14 @@ class ExactRounds(PlannedRounds):
         # Of the order that is dealt.
         self._next_alone: int | None = None
         self._next_parts: Sequence[tuple[SampleRange, ...]] = ()
+
+    @classmethod
+    def make(cls, config: CoordinatorConfig, epochs: Epochs) -> Self:
+        """Make the rounds of a run."""
+        if config.global_batch is None:
+            raise ProtocolError(f"exact needs a global batch: {config}")
+        hint = config.cadence.speed_hint
+        return cls(epochs, config.world_size, config.global_batch, config.ratios, hint)
 
     @property
     def ratios(self) -> tuple[float, ...]:

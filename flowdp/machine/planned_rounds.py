@@ -10,23 +10,21 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
 from flowdp.machine.epochs import EpochLedger, Epochs
-from flowdp.machine.round_record import ShareChanges, reason_of, round_ended
-from flowdp.machine.rounds import Averages, Constraints, Rounds
-from flowdp.policy.cadence import Cadence
+from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares, reason_of, summary
 from flowdp.policy.drift import largest_drift
 from flowdp.policy.ledger import Deal
-from flowdp.protocol.commands import Command, Send
+from flowdp.protocol.commands import Command, RoundEnded, Send
 from flowdp.protocol.messages import DataEnded, Exiting, Fact, StartEpoch, SyncAck, SyncNow, SyncPoints
 from flowdp.protocol.position import Position
 
-__all__ = ["PlannedRounds", "StepTimes"]
+__all__ = ["PlannedRounds", "SingleRounds", "StepTimes", "SyncRounds"]
 
 AHEAD = 2
 """Orders per rank that are out: the one in progress and the next."""
@@ -86,37 +84,20 @@ class PlannedRounds(Rounds):
 
     averages: ClassVar[Averages] = "parameters"
     may_hurry: ClassVar[bool] = False
-    cadence: Cadence | None = None
 
     def __init__(self, epochs: Epochs, world_size: int) -> None:
-        self.epochs = epochs
-        self.world_size = world_size
-        self.global_step = 0
+        super().__init__(epochs, world_size)
         self.times = StepTimes(world_size)
         self._present = list(range(world_size))
         self._unreported: dict[int, int] = {}  # samples of ranks that are gone
-        self._bad: dict[int, tuple[int, int] | None] = {}
         self._armed: deque[ArmedRounds] = deque()
-        self._plan = 0
-        self._round = 0  # the next to be armed
         self._hurried = -1
         self._limit: int | None = None
-        self._share_changes = ShareChanges(world_size)
 
     @property
     def is_idle(self) -> bool:
         """Whether no order is out."""
         return not self._armed
-
-    @property
-    def anchor(self) -> int:
-        """Steps of the slowest rank in a round."""
-        return 1
-
-    @property
-    def next_round(self) -> int:
-        """Number of the next round, where no order is out."""
-        return self._round
 
     @property
     def pace_ms(self) -> tuple[float, ...]:
@@ -125,7 +106,7 @@ class PlannedRounds(Rounds):
 
     def resume(self, position: Position) -> None:
         """Begin where another run stood; its measurements count where the number of ranks is the same."""
-        self.global_step, self._round = position.global_step, position.round
+        super().resume(position)
         if position.world_size == self.world_size and len(position.pace_ms) == self.world_size:
             self.times.pace_ms = list(position.pace_ms)
 
@@ -169,11 +150,6 @@ class PlannedRounds(Rounds):
         cut = {rank for armed in self._armed for rank in armed.shorten(end)}
         return [Send(rank, end) for rank in self._present if rank in cut]
 
-    def pop_bad(self) -> dict[int, tuple[int, int] | None]:
-        """Ranks found with NaN or inf parameters since the last call -> their first bad (epoch, batch)."""
-        bad, self._bad = self._bad, {}
-        return bad
-
     def decide(self, now_ms: float, constraints: Constraints) -> list[Command]:
         """Arm the rounds that are due.
 
@@ -208,14 +184,12 @@ class PlannedRounds(Rounds):
         Raises:
             ProtocolError: They do not.
         """
-        out: dict[int, int] = {}
-        for armed in self._armed:
-            out[armed.epoch] = out.get(armed.epoch, 0) + sum(map(len, armed.deal))
-        for epoch, batches in out.items():
-            if batches and self.epochs.of(epoch).dealt != batches:
-                raise ProtocolError(f"epoch {epoch}: {batches} batches are out, the ledger says otherwise")
+        super().check()
         if len(self._armed) > AHEAD:
             raise ProtocolError(f"{len(self._armed)} orders are out, {AHEAD} may be")
+
+    def _out(self) -> Iterable[tuple[int, int]]:
+        return ((armed.epoch, sum(map(len, armed.deal))) for armed in self._armed)
 
     # ------------------------------------------------------------------ differences between the policies
     @abstractmethod
@@ -301,7 +275,7 @@ class PlannedRounds(Rounds):
         taken = [ledger.steps(rank, hand) for rank, hand in enumerate(deal)]
         every = tuple(-(-steps // count) for steps in taken)
         sync = SyncPoints(
-            self._round,
+            self.next_round,
             every[0],
             count,
             before,
@@ -319,7 +293,7 @@ class PlannedRounds(Rounds):
         if not self._armed:
             armed.start_ms = now_ms
         self._armed.append(armed)
-        self._round += count
+        self.next_round += count
         return [Send(rank, self._order(armed, rank)) for rank in self._present]
 
     def _order(self, armed: ArmedRounds, rank: int) -> StartEpoch:
@@ -370,23 +344,22 @@ class PlannedRounds(Rounds):
             self._void()
         if self._armed:
             self._armed[0].start_ms = now_ms
-        record = round_ended(
-            [[work] for work in works],
+        record = RoundEnded(
             round=outcome.round,
             rounds=held.rounds,
             epoch=epoch,
             global_step=self.global_step,
-            steps=[work.steps for work in works],
-            samples=[work.samples for work in works],
-            last=held.longest,
+            steps=tuple(work.steps for work in works),
+            samples=tuple(work.samples for work in works),
             wall_ms=now_ms - held.armed.start_ms,
-            wait_ms=wait_ms,
+            wait_ms=tuple(wait_ms),
             sync_ms=held.sync_ms,
             anchor=self.anchor,
             drift=drift,
             reason=reason,
             param_norm=held.norm,
             share=share,
+            **summary([[work] for work in works], held.longest),
         )
         return [record]
 
@@ -400,3 +373,29 @@ class PlannedRounds(Rounds):
         self.epochs.rewind()
         self._armed.clear()
         self._plan += 1
+
+
+class SyncRounds(PlannedRounds):
+    """One step of each rank per round. Rounds that are short are armed together, and all are finished."""
+
+    shares: ClassVar[Shares] = "equal"
+
+    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
+        ranks = self._present
+        whole = ledger.whole_rounds(ranks)
+        if whole:
+            count = min(self.times.steps_at_once, whole, -(-self._room // len(ranks)))
+            return count, ledger.deal_rounds(count, ranks)
+        getting = frozenset(ranks)
+        quotas = tuple(int(rank in getting) for rank in range(self.world_size))
+        return 1, ledger.deal(quotas, [1.0] * self.world_size)
+
+
+class SingleRounds(PlannedRounds):
+    """Rounds of a single device: some steps each, and no mean, so that a round may end at any step."""
+
+    shares: ClassVar[Shares] = "equal"
+    may_hurry: ClassVar[bool] = True
+
+    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
+        return 1, ledger.deal((min(self.times.steps_at_once, self._room),), [1.0])

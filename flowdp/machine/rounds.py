@@ -1,16 +1,33 @@
-"""The `Rounds` protocol: the differences between the policies, as the coordinator sees them."""
+"""Rounds of a run under one policy, as the coordinator sees them, and what the policies have in common."""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Self
 
+from flowdp.errors import ProtocolError
+from flowdp.machine.config import CoordinatorConfig
+from flowdp.machine.epochs import Epochs
 from flowdp.policy.cadence import Cadence
+from flowdp.policy.tally import joined_norms, mean_and_largest
 from flowdp.protocol.commands import Command
-from flowdp.protocol.messages import DataEnded, Fact
+from flowdp.protocol.messages import DataEnded, Fact, Outcome, SyncAck, Work
 from flowdp.protocol.position import Position
 
-__all__ = ["Averages", "Constraints", "Rounds", "Shares"]
+__all__ = [
+    "Averages",
+    "Constraints",
+    "Rounds",
+    "ShareChanges",
+    "Shares",
+    "outcome_of",
+    "reason_of",
+    "summary",
+]
 
 Shares = Literal["equal", "steps", "samples"]
 """Follows from the speed of a rank: nothing, its steps in a round, or its samples of a global batch."""
@@ -18,6 +35,9 @@ Shares = Literal["equal", "steps", "samples"]
 Averages = Literal["parameters", "snapshots", "gradients"]
 """The mean is taken of parameters and buffers at the gate, of copies of them while the ranks train on, or of
 gradients, before one step of all ranks."""
+
+MOVED = 0.02
+"""Change of a share that is reported: quotas are whole steps, and vary by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +56,48 @@ class Constraints:
     limit: int | None = None
 
 
-class Rounds(Protocol):
+class Rounds(ABC):
     """The rounds of a run under one policy. A class for each; `machine.policies` chooses.
+
+    Args:
+        epochs: Ledgers and tallies.
+        world_size: Ranks.
 
     Attributes:
         shares: Unit of the work that is dealt by speed.
         averages: Values that the mean is taken of.
         cadence: Quotas of rounds of several steps; None where every round is one step.
         global_step: Steps of all ranks in the means so far.
+        next_round: Number of the next round, where none is out.
     """
 
     shares: ClassVar[Shares]
     averages: ClassVar[Averages]
-    cadence: Cadence | None
-    global_step: int
+    cadence: Cadence | None = None
+
+    def __init__(self, epochs: Epochs, world_size: int) -> None:
+        self.epochs = epochs
+        self.world_size = world_size
+        self.global_step = 0
+        self.next_round = 0
+        self._plan = 0
+        self._bad: dict[int, tuple[int, int] | None] = {}
+        self._share_changes = ShareChanges(world_size)
+
+    @classmethod
+    def make(cls, config: CoordinatorConfig, epochs: Epochs) -> Self:
+        """Make the rounds of a run."""
+        return cls(epochs, config.world_size)
 
     @property
+    @abstractmethod
     def is_idle(self) -> bool:
         """Whether no order and no round is out."""
-        ...
 
     @property
     def anchor(self) -> int:
         """Steps of the slowest rank in a round."""
-        ...
+        return 1 if self.cadence is None else self.cadence.anchor
 
     @property
     def wants_meeting(self) -> bool:
@@ -67,42 +105,41 @@ class Rounds(Protocol):
         return False
 
     @property
-    def next_round(self) -> int:
-        """Number of the next round, where none is out."""
-        ...
-
-    @property
+    @abstractmethod
     def pace_ms(self) -> tuple[float, ...]:
         """Time of one step per rank; 0 where not measured. Shape (world_size,)."""
-        ...
 
     def resume(self, position: Position) -> None:
         """Begin where another run stood; its measurements count where the number of ranks is the same."""
-        ...
+        self.global_step, self.next_round = position.global_step, position.round
+        is_same = position.world_size == self.world_size == len(position.pace_ms)
+        if is_same and self.cadence is not None and position.anchor is not None:
+            self.cadence.restore(position.anchor, position.pace_ms, position.drifts)
 
+    @abstractmethod
     def take(self, fact: Fact, now_ms: float) -> list[Command]:
         """Take a fact that concerns rounds, the failure of a rank among them where the others go on.
 
         Raises:
             ProtocolError: The fact does not belong to a round that is out.
         """
-        ...
 
+    @abstractmethod
     def end(self, end: DataEnded) -> list[Command]:
         """Shorten the orders that are out in an epoch whose end was read."""
-        ...
 
     def pop_bad(self) -> dict[int, tuple[int, int] | None]:
         """Ranks found with NaN or inf parameters since the last call -> their first bad (epoch, batch)."""
-        ...
+        bad, self._bad = self._bad, {}
+        return bad
 
+    @abstractmethod
     def decide(self, now_ms: float, constraints: Constraints) -> list[Command]:
         """Give the orders that are due."""
-        ...
 
+    @abstractmethod
     def deadline_ms(self) -> float | None:
         """Time at which `decide` is due again without a fact; None: never."""
-        ...
 
     def check(self) -> None:
         """Check that the orders that are out agree with the ledgers.
@@ -110,4 +147,78 @@ class Rounds(Protocol):
         Raises:
             ProtocolError: They do not.
         """
-        ...
+        out: Counter[int] = Counter()
+        for epoch, batches in self._out():
+            out[epoch] += batches
+        for epoch, batches in out.items():
+            if batches and self.epochs.of(epoch).dealt != batches:
+                raise ProtocolError(f"epoch {epoch}: {batches} batches are out, the ledger says otherwise")
+
+    @abstractmethod
+    def _out(self) -> Iterable[tuple[int, int]]:
+        """Epoch and number of batches of each order that is out."""
+
+
+class ShareChanges:
+    """The shares that a record has reported last.
+
+    Args:
+        world_size: Ranks; they begin with equal shares.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._reported: tuple[float, ...] = (1.0 / world_size,) * world_size
+
+    def report(self, weights: Sequence[float]) -> tuple[float, ...]:
+        """Shares in proportion to these weights, where they differ from those reported last; else empty."""
+        whole = math.fsum(weights)
+        shares = tuple(weight / whole for weight in weights) if whole else ()
+        moved = [abs(one - two) for one, two in zip(self._reported, shares, strict=False)]
+        if max(moved, default=0.0) < MOVED:
+            return ()
+        self._reported = shares
+        return shares
+
+
+def outcome_of(acks: Mapping[int, SyncAck]) -> Outcome:
+    """The outcome that all ranks have left a round with.
+
+    Raises:
+        ProtocolError: Two ranks left it with different outcomes.
+    """
+    outcome = next(iter(acks.values())).outcome
+    for rank, ack in acks.items():
+        if ack.outcome != outcome:
+            raise ProtocolError(f"rank {rank} left round {outcome.round} with another outcome: {ack.outcome}")
+    return outcome
+
+
+def summary(works: Sequence[Sequence[Work]], last: Work | None) -> dict[str, Any]:
+    """Fields of `RoundEnded` that follow from the ranks' reports.
+
+    Args:
+        works: Reports of each rank since the record before. Shape (world_size, reports).
+        last: The one whose learning rates are the record's.
+    """
+    every = [work for theirs in works for work in theirs]
+    samples = sum(work.losses[1] for work in every)
+    grad_norm, grad_norm_max = mean_and_largest(joined_norms(work.norms for work in every))
+    return {
+        "loss": math.fsum(work.losses[0] for work in every) / samples if samples else None,
+        "lr": 0.0 if last is None else last.lr,
+        "group_lrs": {} if last is None else last.group_lrs,
+        "busy_ms": tuple(math.fsum(work.busy_ms for work in theirs) for theirs in works),
+        "data_ms": tuple(math.fsum(work.data_ms for work in theirs) for theirs in works),
+        "grad_norm": grad_norm,
+        "grad_norm_max": grad_norm_max,
+    }
+
+
+def reason_of(outcome: Outcome) -> str:
+    """The reason why a round was no ordinary one; "" for an ordinary one."""
+    if outcome.left:
+        return f"rank {', '.join(map(str, outcome.left))} left"
+    if outcome.bad:
+        return f"rank {', '.join(map(str, outcome.bad))} had NaN or inf parameters"
+    wishes = {"stop": outcome.stop, "pause": outcome.pause, "halt": outcome.halt, "hurried": outcome.hurried}
+    return next((wish for wish, is_there in wishes.items() if is_there), "")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.async_rounds import SNAPSHOT_TIMEOUT_MS, AsyncRounds
+from flowdp.machine.async_rounds import AHEAD, SNAPSHOT_TIMEOUT_MS, AsyncRank, AsyncRounds
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.rounds import Constraints
 from flowdp.options import CadenceOptions
@@ -466,3 +466,66 @@ def test_what_was_measured_goes_on() -> None:
     other.machine.resume(Position(3, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0, 10.0)))
     assert other.machine.global_step == 40
     assert other.machine.pace_ms == (0.0, 0.0)
+
+
+# ---------------------------------------------------------------- the record of a rank
+def test_what_was_not_trained_is_not_dealt_any_more() -> None:
+    state = AsyncRank(limit=2)
+    order = StartEpoch(0, 0, (0, 1, 2))
+    state.give(order)
+    assert (state.dealt, state.reach) == (3, 2)
+    state.credit(state.orders.popleft(), Work(0, 2, 16, pace_ms=5.0))
+    assert (state.dealt, state.trained, state.pace_ms) == (2, 2, 5.0)
+    state.credit(order, Work(0, 3, 24))
+    assert state.pace_ms == 5.0  # nothing measured: the pace stays
+    assert [work.steps for work in state.works] == [2, 3]
+
+
+def test_the_end_of_an_epoch_shortens_its_orders_alone() -> None:
+    state = AsyncRank()
+    state.give(StartEpoch(0, 3, (7, 9)))
+    state.give(StartEpoch(0, 4, (8,)))
+    assert not state.shorten(DataEnded(2, 1))
+    assert not state.shorten(DataEnded(3, 10))
+    assert state.shorten(DataEnded(3, 9))
+    assert [order.batches for order in state.orders] == [(7,), (8,)]
+    # An empty order stays, to be answered.
+    assert state.shorten(DataEnded(4, 8))
+    assert [order.batches for order in state.orders] == [(7,), ()]
+    assert state.dealt == 1
+    state.check()
+
+
+def test_steps_of_several_batches_are_counted_as_steps() -> None:
+    state = AsyncRank()
+    state.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
+    assert state.dealt == 3
+    # The last step has one batch less than possible, and is then cut to nothing.
+    assert state.shorten(DataEnded(0, 4))
+    assert state.shorten(DataEnded(0, 3))
+    assert state.dealt == 2
+    state.credit(state.orders.popleft(), Work(0, 1, 16))
+    assert (state.dealt, state.trained) == (1, 1)
+
+
+def test_counts_that_cannot_be() -> None:
+    state = AsyncRank(trained=1)
+    with pytest.raises(ProtocolError, match="counts out of order"):
+        state.check()
+    state = AsyncRank()
+    for number in range(AHEAD + 1):
+        state.give(StartEpoch(0, 0, (number,)))
+    with pytest.raises(ProtocolError, match="3 orders are out, 2 may be"):
+        state.check()
+
+
+def test_a_report_is_about_the_oldest_batches() -> None:
+    state = AsyncRank()
+    state.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
+    part = state.reported(StepsDone(0, 0, Work(0, 1, 16), is_last=False))
+    assert (part.batches, state.orders[0].batches) == ((0, 1), (2, 3, 4))
+    # The last report may have fewer steps than are left, if the order was cut short.
+    assert state.reported(StepsDone(0, 0, Work(0, 1, 16))).batches == (2, 3, 4)
+    assert not state.orders
+    with pytest.raises(ProtocolError, match="the oldest order is None"):
+        state.reported(StepsDone(0, 0, Work(0, 1, 16)))

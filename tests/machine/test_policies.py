@@ -12,9 +12,9 @@ from flowdp.machine.cadence_rounds import CadenceRounds
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
+from flowdp.machine.planned_rounds import SingleRounds, SyncRounds
 from flowdp.machine.policies import ROUNDS, make_rounds
 from flowdp.machine.rounds import Rounds
-from flowdp.machine.sync_rounds import SingleRounds, SyncRounds
 from flowdp.options import CadenceOptions, Policy
 
 EXACT = {"policy": "exact", "global_batch": GlobalBatch(8, 30)}

@@ -6,13 +6,14 @@ from typing import get_args
 
 import pytest
 
+from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.policies import ROUNDS, make_rounds
-from flowdp.machine.rounds import Averages, Constraints, Shares
+from flowdp.machine.rounds import Averages, Constraints, ShareChanges, Shares, outcome_of, reason_of, summary
 from flowdp.options import Policy
 from flowdp.protocol.commands import Send
-from flowdp.protocol.messages import StartEpoch
+from flowdp.protocol.messages import Outcome, StartEpoch, SyncAck, Work
 
 
 @pytest.mark.parametrize("policy", get_args(Policy))
@@ -44,3 +45,50 @@ def test_only_exact_averages_gradients_and_only_async_snapshots() -> None:
         "async": "snapshots",
         "exact": "gradients",
     }
+
+
+def test_reports_of_a_rank_are_added_up() -> None:
+    works = [
+        [Work(0, 1, 8, 5.0, 1.0, losses=(8.0, 8)), Work(0, 2, 16, 7.0, 0.5, losses=(48.0, 16))],
+        [],
+    ]
+    fields = summary(works, Work(0, 2, 16, lr=0.1, group_lrs={"a": 0.1, "b": 0.2}))
+    assert (fields["busy_ms"], fields["data_ms"], fields["loss"]) == ((12.0, 0.0), (1.5, 0.0), 56.0 / 24)
+    assert (fields["lr"], fields["group_lrs"]) == (0.1, {"a": 0.1, "b": 0.2})
+    assert (summary([[], []], None)["loss"], summary([[], []], None)["lr"]) == (None, 0.0)
+
+
+def test_all_are_told_the_same() -> None:
+    told = Outcome(5, 10, (0, 1), (1, 1), (8, 8))
+    acks = {rank: SyncAck(rank, told, Work(0, 1, 8)) for rank in (0, 1)}
+    assert outcome_of(acks) is told
+    acks[1] = SyncAck(1, Outcome(5, 11, (0, 1), (2, 1), (16, 8)), Work(0, 1, 8))
+    with pytest.raises(ProtocolError, match="rank 1 left round 5 with another outcome"):
+        outcome_of(acks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, ""),
+        ({"left": (1, 2), "bad": (0,), "hurried": True}, "rank 1, 2 left"),
+        ({"bad": (0,), "stop": True}, "rank 0 had NaN or inf parameters"),
+        ({"stop": True, "pause": True, "hurried": True}, "stop"),
+        ({"pause": True, "halt": True}, "pause"),
+        ({"halt": True, "hurried": True}, "halt"),
+        ({"hurried": True}, "hurried"),
+        ({"lr": 0.1}, ""),
+    ],
+)
+def test_the_reason_of_an_outcome(fields: dict[str, object], said: str) -> None:
+    assert reason_of(Outcome(0, 2, (0, 1), (1, 1), (8, 8), **fields)) == said  # type: ignore[arg-type]
+
+
+def test_shares_are_reported_when_they_have_changed() -> None:
+    changes = ShareChanges(2)
+    assert changes.report((10, 10)) == ()
+    assert changes.report((51, 50)) == ()
+    assert changes.report(()) == ()
+    assert changes.report((30, 10)) == (0.75, 0.25)
+    assert changes.report((30, 10)) == ()
+    assert changes.report((30, 0)) == (1.0, 0.0)

@@ -288,7 +288,7 @@ def _end_of_a_round(vector: Vector) -> Answers:
         "steps": [rank.trained - rank.mean for rank in ranks],
         "wall": [int(sum(work.busy_ms for work in rank.works)) for rank in ranks],
         "throttled": [rank.orders == deque() or rank.reach < rank.dealt for rank in ranks],
-        "version": run.machine._next_round,
+        "version": run.machine.next_round,
         "avg_count": sum(isinstance(command, RoundEnded) for command in said),
         "loss_accum": [int(sum(work.losses[0] for work in rank.works)) for rank in ranks],
         "loss_count": [sum(work.losses[1] for work in rank.works) for rank in ranks],
