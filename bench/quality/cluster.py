@@ -309,7 +309,7 @@ class _TrainingWorld(World):
         """Acknowledge the last round of an order, with the distance that was measured."""
         rank = self.ranks[number]
         work, drift = rank.work(done), self._drifts[number] if outcome.drift else None
-        checksum = Checksum("simulated", 0) if outcome.compare else None
+        checksum = Checksum("simulated", 0) if outcome.compares else None
         return SyncAck(number, outcome, work, sync_ms, rank.wait_ms, drift=drift, checksum=checksum)
 
     # ---------------------------------------------------------------- means while the ranks train (async)

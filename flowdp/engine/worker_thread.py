@@ -393,8 +393,8 @@ class Worker:
 
     def _enter(self, action: Enter) -> None:
         self._meter.meet()
-        arrival, joint = action.arrival, self._joint
-        if arrival.together:
+        arrival, joint, window = action.arrival, self._joint, action.arrival.window
+        if window is not None and not window.alone:
             self._advance_rates(arrival)  # the last arrival may take the step
         try:
             self._numbers.read()  # the verdict on the round before
@@ -404,7 +404,7 @@ class Worker:
             self._numbers.decide()
             self._is_bound = True
             outcome = self._gate.enter(self.machine.judged(arrival, self.replica.touched))
-            if arrival.alone and joint is not None:
+            if window is not None and window.alone and joint is not None:
                 self._is_alone = False
                 set_own_threads(self._threads)
                 reading = joint.copy_step(self._index, outcome)
@@ -419,7 +419,7 @@ class Worker:
         self._meter.met(reading)
         self.current.round = outcome.round
         order = self.machine.order
-        if arrival.together:
+        if window is not None and not window.alone:
             try:
                 self._step_together(arrival, outcome)
             except CollectiveAborted:
@@ -457,7 +457,7 @@ class Worker:
         group_lrs = self.replica.learning_rate.groups()
         if outcome is not None:
             self._fit_feed()
-            checksum = self.replica.checksum() if outcome.compare else None
+            checksum = self.replica.checksum() if outcome.compares else None
 
         def post(sums: meter.OrderSums) -> None:
             # The last mean's, where no gate comes before this.

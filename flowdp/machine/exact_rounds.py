@@ -213,7 +213,7 @@ class ExactRounds(PlannedRounds):
 
     def _settle(self, held: HeldRounds, now_ms: float) -> list[Command]:
         records = super()._settle(held, now_ms)
-        different = _different(held.armed.acks) if held.outcome.compare else []
+        different = _different(held.armed.acks) if held.outcome.compares else []
         if different:
             at = f"after epoch {held.armed.epoch}, global step {self.global_step}"
             names = ", ".join(map(str, different))

@@ -7,11 +7,11 @@ deadlocks or is obeyed in different rounds by different ranks; taken by the last
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from flowdp.errors import CollectiveAborted, ProtocolError
-from flowdp.protocol.messages import Arrival, Directives, Outcome
+from flowdp.protocol.messages import Arrival, Directives, Outcome, Window
 
 __all__ = ["GateState", "PartState", "decide"]
 
@@ -35,21 +35,19 @@ def decide(
     for arrival in arrivals.values():
         if (arrival.round, arrival.global_step) != (first.round, first.global_step):
             raise ProtocolError(f"ranks meet in different rounds: {first} and {arrival}")
-        kinds = {(one.together, one.alone, one.inner) for one in (first, arrival)}
+        kinds = {(one.window and one.window.alone, one.inner) for one in (first, arrival)}
         if len(kinds) > 1:
             raise ProtocolError(f"ranks meet for rounds of different kinds: {first} and {arrival}")
     steps, samples = [0] * world_size, [0] * world_size
     for rank in members:
         arrival = arrivals[rank]
         steps[rank], samples[rank] = arrival.steps, 0 if arrival.bad else arrival.samples
-    taken = min(1, sum(steps)) if first.together else sum(steps)
-    taken += sum(arrival.earlier_steps for arrival in arrivals.values())
+    is_one_step = first.window is not None and not first.window.alone
+    taken = min(1, sum(steps)) if is_one_step else sum(steps)
+    taken += sum(arrival.earlier[0] for arrival in arrivals.values())
     earlier: tuple[int, ...] = ()
-    if any(arrival.earlier_samples for arrival in arrivals.values()):
-        earlier = tuple(
-            arrivals[rank].earlier_samples if rank in arrivals else 0 for rank in range(world_size)
-        )
-    touched = {arrivals[rank].touched for rank in members if samples[rank]} if first.together else set()
+    if any(arrival.earlier[1] for arrival in arrivals.values()):
+        earlier = tuple(arrivals[rank].earlier[1] if rank in arrivals else 0 for rank in range(world_size))
     givers = sum(1 for rank in members if samples[rank] or (earlier and earlier[rank]))
     return Outcome(
         round=first.round,
@@ -64,14 +62,24 @@ def decide(
         left=left,
         # A mean of one replica is that replica; a distance of 0 would tell the guard that all is well.
         drift=givers > 1 and any(arrival.drift for arrival in arrivals.values()),
-        # A stop makes this the last round, which was unknown when it was armed.
-        compare=any(arrival.compare for arrival in arrivals.values())
-        or ((first.together or first.alone) and directives.stop),
         halt=directives.halt,
         bad=tuple(rank for rank in members if arrivals[rank].bad),
         inner=first.inner,
         earlier=earlier,
-        together=first.together,
+        window=_window(arrivals, samples, directives),
+    )
+
+
+def _window(arrivals: Mapping[int, Arrival], samples: Sequence[int], directives: Directives) -> Window | None:
+    """The window of all members (exact)."""
+    windows = {rank: arrival.window for rank, arrival in arrivals.items() if arrival.window is not None}
+    if not windows:
+        return None
+    touched = {window.touched for rank, window in windows.items() if samples[rank]}
+    return Window(
+        alone=any(window.alone for window in windows.values()),
+        # A stop makes this the last round, which was unknown when it was armed.
+        compare=directives.stop or any(window.compare for window in windows.values()),
         touched=touched.pop() if len(touched) == 1 else None,
     )
 
@@ -175,8 +183,7 @@ class PartState(GateState):
         return tuple(
             replace(
                 arrival,
-                earlier_steps=self._steps[arrival.rank],
-                earlier_samples=0 if is_lost else self._samples[arrival.rank],
+                earlier=(self._steps[arrival.rank], 0 if is_lost else self._samples[arrival.rank]),
             )
             for arrival in came
         )

@@ -30,6 +30,7 @@ from flowdp.protocol.messages import (
     SyncPoints,
     Throttle,
     Update,
+    Window,
 )
 
 __all__ = [
@@ -286,16 +287,16 @@ class WorkerMachine:
             self.samples,
             left=self._left(sync, planned, is_inner=is_inner) + self._cut_steps,
             drift=sync.drift and not is_inner,
-            together=order.parts is not None and not order.alone,
-            alone=order.alone,
-            compare=sync.compare and self._held == sync.count - 1,
             inner=is_inner,
+            window=self._window(order, sync),
         )
         return Enter(self.judged(arrival))
 
     def judged(self, arrival: Arrival, touched: bytes = b"") -> Arrival:
         """An arrival with all that is known by now of the replica's numbers, and of its gradients."""
-        return replace(arrival, bad=self.is_bad, touched=touched) if self.is_bad or touched else arrival
+        if touched and arrival.window is not None:
+            arrival = replace(arrival, window=replace(arrival.window, touched=touched))
+        return replace(arrival, bad=True) if self.is_bad else arrival
 
     def trained(self, samples: int) -> None:
         """The step that `next` named is done."""
@@ -351,6 +352,11 @@ class WorkerMachine:
         self.samples -= self._snapshot.samples
         self._base = global_step
         self._snapshot = None
+
+    def _window(self, order: StartEpoch, sync: SyncPoints) -> Window | None:
+        if order.parts is None:
+            return None
+        return Window(order.alone, compare=sync.compare and self._held == sync.count - 1)
 
     def _left(self, sync: SyncPoints, planned: int, *, is_inner: bool) -> int:
         """Steps that the rank was to take and did not: before one of all machines, in all of the order."""

@@ -9,7 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
 
-__all__ = ["Arrival", "Directives", "Outcome"]
+__all__ = ["Arrival", "Directives", "Outcome", "Window"]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The window of a round in which one optimizer steps for all ranks (exact).
+
+    Attributes:
+        alone: One rank has taken the steps of all windows, and the others take over its replica; else the
+            steps of all ranks are one step of the run, which is taken behind the gate.
+        compare: The replicas are compared after the step: every rank sums the bits of its parameters.
+        touched: Parameters that have gradients, see `SharedGradients.touched`; in an outcome those that the
+            gradients of each member with samples touched, and None where they are not the same ones.
+    """
+
+    alone: bool = False
+    compare: bool = False
+    touched: bytes | None = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +41,12 @@ class Arrival:
         samples: Samples of those steps: its weight.
         left: Steps of its order that it did not take, because it was hurried.
         drift: Whether its order wants the distance from the mean measured.
-        together: Whether the steps of all ranks are one step of the run (exact).
-        alone: Whether one rank has taken all steps, and the others take over its replica (exact).
-        compare: Whether its order wants the replicas compared after the step (exact).
         bad: Its replica has NaN or inf parameters, or its device left it out of the mean before for them: it
             weighs nothing.
         inner: The round is one of this machine's ranks alone, before one of all machines.
-        earlier_steps: Steps in the inner rounds since the last mean of all machines; its machine's gate says.
-        earlier_samples: Samples that the means of those rounds hold.
-        touched: Parameters that have gradients, see `SharedGradients.touched` (exact).
+        earlier: Steps in the inner rounds since the last mean of all machines, and samples that their means
+            hold; its machine's gate says.
+        window: The window (exact); elsewhere None.
     """
 
     rank: int
@@ -42,14 +56,10 @@ class Arrival:
     samples: int
     left: int = 0
     drift: bool = False
-    together: bool = False
-    alone: bool = False
-    compare: bool = False
     bad: bool = False
     inner: bool = False
-    earlier_steps: int = 0
-    earlier_samples: int = 0
-    touched: bytes = b""
+    earlier: tuple[int, int] = (0, 0)
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +100,13 @@ class Outcome:
         hurried: Some member came with fewer steps than planned.
         left: Ranks that left the gate since the last outcome.
         drift: The distance from the mean is measured.
-        compare: After the step of this round every rank sums the bits of its parameters (exact).
         halt: All ranks stop at a barrier after it, and wait for the coordinator's tasks.
         bad: Members that weighed nothing, as they had NaN or inf parameters in this round, or in the one
             before, as their devices told their hosts since.
         inner: The members are the ranks of one machine, which has decided it by itself. It voids nothing:
             what all machines have armed, they void together.
         earlier: Samples per rank in the inner rounds before it. Shape (world_size,); empty: there were none.
-        together: The steps of all members are one step of the run, which is taken now (exact).
-        touched: Parameters that the gradients of each member with samples touched; None: not the same ones.
+        window: The window of all members (exact); elsewhere None.
     """
 
     round: int
@@ -112,13 +120,11 @@ class Outcome:
     hurried: bool = False
     left: tuple[int, ...] = ()
     drift: bool = False
-    compare: bool = False
     halt: bool = False
     bad: tuple[int, ...] = ()
     inner: bool = False
     earlier: tuple[int, ...] = ()
-    together: bool = False
-    touched: bytes | None = None
+    window: Window | None = None
 
     @property
     def voids(self) -> bool:
@@ -126,6 +132,11 @@ class Outcome:
         if self.inner:
             return False
         return self.stop or self.pause or self.halt or self.hurried or bool(self.left) or bool(self.bad)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the replicas are compared after the step of this round (exact)."""
+        return self.window is not None and self.window.compare
 
     @property
     def weights(self) -> tuple[int, ...]:

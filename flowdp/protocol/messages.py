@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flowdp.policy.tally import Work
-from flowdp.protocol.gate import Arrival, Directives, Outcome
+from flowdp.protocol.gate import Arrival, Directives, Outcome, Window
 from flowdp.protocol.tasks import (
     BarrierTask,
     CheckpointWritten,
@@ -69,6 +69,7 @@ __all__ = [
     "Tick",
     "Update",
     "Updated",
+    "Window",
     "Work",
     "WorkerReady",
 ]

@@ -135,7 +135,8 @@ class ExactReplica(WindowReplica):
             As `Replica.step`.
         """
         self.watched = self.gradients if self._scaler is None else None
-        self._step(self.gradients.settle(outcome.touched))
+        assert outcome.window is not None
+        self._step(self.gradients.settle(outcome.window.touched))
 
     def _step(self, touched: Sequence[bool]) -> None:
         if self.owner in (None, self):

@@ -76,7 +76,8 @@ class JointStep:
         """
         self._collective.launch(outcome)
         self._taken = None
-        if not (self._at_once and outcome.together and any(outcome.samples)):
+        is_alone = outcome.window is None or outcome.window.alone
+        if is_alone or not (self._at_once and any(outcome.samples)):
             return
         start_s = perf_counter()
         assert self._owner is not None

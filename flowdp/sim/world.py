@@ -366,7 +366,7 @@ class World:
     def acknowledgment(self, number: int, outcome: Outcome, done: Done, sync_ms: float) -> SyncAck:
         """Acknowledge the last round of an order."""
         rank = self.ranks[number]
-        checksum = Checksum("simulated", 0) if outcome.compare else None
+        checksum = Checksum("simulated", 0) if outcome.compares else None
         work = rank.work(done)
         return SyncAck(
             number,

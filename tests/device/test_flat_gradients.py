@@ -15,7 +15,7 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import open_lanes
 from flowdp.errors import OptionError
 from flowdp.machine.gate import decide
-from flowdp.protocol.gate import Arrival, Directives
+from flowdp.protocol.gate import Arrival, Directives, Window
 
 
 class Zoo(nn.Module):
@@ -62,7 +62,7 @@ def meet(all_of: Sequence[SharedGradients], samples: Sequence[int]) -> None:
         mean.prepare(rank)
     outcome = decide(
         {
-            rank: Arrival(rank, 0, 0, 1, samples[rank], together=True, touched=all_of[rank].touched)
+            rank: Arrival(rank, 0, 0, 1, samples[rank], window=Window(touched=all_of[rank].touched))
             for rank in members
         },
         Directives(),
@@ -71,8 +71,9 @@ def meet(all_of: Sequence[SharedGradients], samples: Sequence[int]) -> None:
     mean.launch(outcome)
     for rank in members:
         mean.average(rank, outcome)
+    assert outcome.window is not None
     for gradients in all_of:
-        gradients.show(gradients.settle(outcome.touched))
+        gradients.show(gradients.settle(outcome.window.touched))
 
 
 def test_backward_adds_up_in_the_flat_memory() -> None:

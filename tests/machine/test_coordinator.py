@@ -33,6 +33,7 @@ from flowdp.protocol.commands import (
     Save,
     Send,
 )
+from flowdp.protocol.gate import Window
 from flowdp.protocol.messages import (
     Abort,
     Checksum,
@@ -278,7 +279,7 @@ def test_a_failure_at_the_start() -> None:
 
 def test_replicas_that_differ_end_the_run() -> None:
     machine, commands = started("exact", batches=1, global_batch=GlobalBatch(8, 8))
-    outcome = Outcome(0, 1, (0, 1), (1, 1), (4, 4), compare=True)
+    outcome = Outcome(0, 1, (0, 1), (1, 1), (4, 4), window=Window(compare=True))
     work = Work(0, 1, 4, busy_ms=1.0, pace_ms=1.0)
     assert sorted(orders(commands)) == [0, 1]
     assert machine.handle(SyncAck(0, outcome, work, checksum=Checksum("a card", 1)), 1.0) == []

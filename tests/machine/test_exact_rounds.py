@@ -14,6 +14,7 @@ from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds, split
 from flowdp.machine.rounds import Constraints
 from flowdp.protocol.commands import Command, Fail, RoundEnded, Send
+from flowdp.protocol.gate import Window
 from flowdp.protocol.messages import (
     Checksum,
     Outcome,
@@ -95,7 +96,7 @@ def acks(
         tuple(range(len(block))),
         tuple(int(size > 0) for size in last),
         tuple(last),
-        compare=checksums is not None,
+        window=Window(compare=checksums is not None),
         **wishes,
     )
     answers = []
@@ -410,7 +411,7 @@ def timed(block: Block, ms: Any) -> list[SyncAck]:
         work = Work(
             0, len(busy), sum(part.samples for part in order.parts), sum(busy), pace_ms=max(busy, default=0.0)
         )
-        found.append(SyncAck(rank, outcome, work, 0.1, checksum=OF_A_CARD if outcome.compare else None))
+        found.append(SyncAck(rank, outcome, work, 0.1, checksum=None))
     return found
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from flowdp.errors import CollectiveAborted, ProtocolError
 from flowdp.machine.gate import GateState, PartState, decide
+from flowdp.protocol.gate import Window
 from flowdp.protocol.messages import Arrival, Directives, Outcome
 
 
@@ -57,7 +58,7 @@ def test_one_member_with_batches_left_makes_the_round_a_hurried_one() -> None:
 
 
 def together(rank: int, steps: int, *, compare: bool = False) -> Arrival:
-    return Arrival(rank, 3, 10, steps, 8 * steps, together=True, compare=compare)
+    return Arrival(rank, 3, 10, steps, 8 * steps, window=Window(compare=compare))
 
 
 def test_steps_taken_together_are_one_step() -> None:
@@ -72,25 +73,26 @@ ALL, SOME = b"\0\1\1", b"\0\1\0"
 @pytest.mark.parametrize(
     ("second", "alike"),
     [
-        ({"touched": ALL}, ALL),
-        ({"touched": SOME}, None),
-        ({"touched": SOME, "steps": 0, "samples": 0}, ALL),
-        ({"touched": SOME, "bad": True}, ALL),
+        ({"window": Window(touched=ALL)}, ALL),
+        ({"window": Window(touched=SOME)}, None),
+        ({"window": Window(touched=SOME), "steps": 0, "samples": 0}, ALL),
+        ({"window": Window(touched=SOME), "bad": True}, ALL),
     ],
 )
 def test_whether_all_that_count_have_touched_the_same_parameters(
     second: dict[str, Any], alike: bytes | None
 ) -> None:
-    came = {0: replace(together(0, 1), touched=ALL), 1: replace(together(1, 1), **second)}
-    assert decide(came, Directives(), 2).touched == alike
+    came = {0: replace(together(0, 1), window=Window(touched=ALL)), 1: replace(together(1, 1), **second)}
+    assert decide(came, Directives(), 2).window == Window(touched=alike)
 
 
 def test_replicas_are_compared_where_an_order_says_so_and_at_a_stop() -> None:
-    assert not decide({0: together(0, 1), 1: together(1, 1)}, Directives(), 2).compare
-    assert decide({0: together(0, 1), 1: together(1, 1, compare=True)}, Directives(), 2).compare
-    assert decide({0: together(0, 1)}, Directives(stop=True), 1).compare
+    assert decide({0: together(0, 1), 1: together(1, 1)}, Directives(), 2).window == Window()
+    compared = Window(compare=True)
+    assert decide({0: together(0, 1), 1: together(1, 1, compare=True)}, Directives(), 2).window == compared
+    assert decide({0: together(0, 1)}, Directives(stop=True), 1).window == compared
     # Replicas that step on their own differ before the mean.
-    assert not decide({0: arrival(0)}, Directives(stop=True), 1).compare
+    assert decide({0: arrival(0)}, Directives(stop=True), 1).window is None
 
 
 def test_some_together_and_some_alone() -> None:

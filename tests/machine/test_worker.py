@@ -21,6 +21,7 @@ from flowdp.machine.worker import (
     Step,
     WorkerMachine,
 )
+from flowdp.protocol.gate import Window
 from flowdp.protocol.messages import (
     Abort,
     Arrival,
@@ -390,10 +391,10 @@ def test_a_window_is_one_step_and_one_meeting() -> None:
     machine = WorkerMachine(0)
     machine.handle(windows(4, 3))
     assert step(machine, samples=4) == Step(1, (3,), 20, part=SampleRange(8, 12))
-    assert enter(machine) == Arrival(0, 5, 20, 1, 4, together=True)
+    assert enter(machine) == Arrival(0, 5, 20, 1, 4, window=Window())
     assert machine.met(outcome(5, 21)) is None
     assert step(machine, samples=3) == Step(1, (4,), 21, part=SampleRange(8, 11))
-    assert enter(machine) == Arrival(0, 6, 21, 1, 3, together=True)
+    assert enter(machine) == Arrival(0, 6, 21, 1, 3, window=Window())
     assert machine.met(outcome(6, 22)) == Done(0, 1, 2)
 
 
@@ -402,12 +403,12 @@ def test_without_a_sample_there_is_the_meeting_alone() -> None:
     machine.handle(windows(0, 3, 0))
     assert machine.upcoming() == [(1, 4, SampleRange(8, 11))]
     # It omits nothing, so nothing is void.
-    assert enter(machine) == Arrival(0, 5, 20, 0, 0, together=True)
+    assert enter(machine) == Arrival(0, 5, 20, 0, 0, window=Window())
     machine.met(outcome(5, 21))
     assert step(machine).batches == (4,)
     assert machine.upcoming() == []
     machine.met(outcome(6, 22))
-    assert enter(machine) == Arrival(0, 7, 22, 0, 0, together=True)
+    assert enter(machine) == Arrival(0, 7, 22, 0, 0, window=Window())
     assert machine.met(outcome(7, 23)) == Done(0, 1, 1)
 
 
@@ -415,10 +416,10 @@ def test_replicas_are_compared_after_the_last_round_of_a_block() -> None:
     machine = WorkerMachine(0)
     machine.handle(windows(4, 4, compare=True))
     step(machine)
-    assert not enter(machine).compare
+    assert enter(machine).window == Window()
     machine.met(outcome(5, 21))
     step(machine)
-    assert enter(machine).compare
+    assert enter(machine).window == Window(compare=True)
 
 
 # ---------------------------------------------------------------- upcoming batches

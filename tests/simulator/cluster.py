@@ -528,7 +528,7 @@ class JudgedWorld(MachinesWorld):
         self.rules.reports(number, done, rank.steps)
         rank.read()
         ack = super().acknowledgment(number, outcome, done, sync_ms)
-        if outcome.compare and differs is not None and differs[0] == number and done.epoch >= differs[1]:
+        if outcome.compares and differs is not None and differs[0] == number and done.epoch >= differs[1]:
             ack = replace(ack, checksum=Checksum("simulated", 1))
         return ack
 

@@ -587,7 +587,7 @@ def a_rank_may_get_one_sample_whatever_the_model_needs(patch: Patch) -> None:
 def every_part_counts_as_a_step_of_the_run(patch: Patch) -> Machines:
     class Alone(GateState):
         def enter(self, arrival: Arrival) -> Outcome | None:
-            return super().enter(replace(arrival, together=False))
+            return super().enter(replace(arrival, window=None))
 
     return Machines(gate=Alone)
 
@@ -605,7 +605,8 @@ def a_rank_stands_a_step_ahead_in_the_schedule(patch: Patch) -> Machines:
 def nobody_compares(patch: Patch) -> Machines:
     class Trusting(GateState):
         def enter(self, arrival: Arrival) -> Outcome | None:
-            return super().enter(replace(arrival, compare=False))
+            window = arrival.window and replace(arrival.window, compare=False)
+            return super().enter(replace(arrival, window=window))
 
     return Machines(gate=Trusting)
 
@@ -1255,12 +1256,12 @@ def a_wrong_part(plant: Callable[[PartState, Arrival], Arrival]) -> Machines:
 
 @mutant("S26", on_machines(2, 1))
 def the_weights_of_all_are_those_since_the_inner_mean(_patch: Patch) -> Machines:
-    return a_wrong_part(lambda _, arrival: replace(arrival, earlier_samples=0))
+    return a_wrong_part(lambda _, arrival: replace(arrival, earlier=(arrival.earlier[0], 0)))
 
 
 @mutant("S4", on_machines(2, 1))
 def the_steps_of_inner_rounds_are_not_counted(_patch: Patch) -> Machines:
-    return a_wrong_part(lambda _, arrival: replace(arrival, earlier_steps=0))
+    return a_wrong_part(lambda _, arrival: replace(arrival, earlier=(0, arrival.earlier[1])))
 
 
 @mutant("S26", on_machines(2, 1))
@@ -1279,7 +1280,9 @@ BAD_MACHINE = on_machines(1, 2, inner_rounds=10, bad_steps=((1, 25), (2, 18)))
 
 @mutant("S26", BAD_MACHINE)
 def a_machine_without_a_healthy_replica_keeps_its_weight(_patch: Patch) -> Machines:
-    return a_wrong_part(lambda part, arrival: replace(arrival, earlier_samples=part._samples[arrival.rank]))
+    return a_wrong_part(
+        lambda part, arrival: replace(arrival, earlier=(arrival.earlier[0], part._samples[arrival.rank]))
+    )
 
 
 @mutant("S27", on_machines(2, 2, wishes=(Wish(60.0, Requested("set_lr", 0.1)),)))

@@ -10,6 +10,7 @@ import pytest
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.worker import Step
 from flowdp.protocol.commands import Finish
+from flowdp.protocol.gate import Window
 from flowdp.protocol.messages import Outcome, SampleRange
 from tests.simulator.faults import Crash, Scenario
 from tests.simulator.violation import Violation
@@ -107,7 +108,7 @@ def test_a_round_that_counts_as_two_steps() -> None:
 def test_an_epoch_that_ends_without_a_comparison() -> None:
     judge = Windows(SCENARIO)
     train(judge, [(0, 8)])
-    judge.held(outcome(1, compare=True))
+    judge.held(outcome(1, window=Window(compare=True)))
     train(judge, [(0, 5)], window=1, position=1)
     judge.held(outcome(2))
     with pytest.raises(Violation, match=r"^S17: epoch 0"):
@@ -128,7 +129,7 @@ def finish(error: str | None) -> Finish:
 def compared(scenario: Scenario) -> Windows:
     judge = Windows(scenario)
     train(judge, [(0, 5)], window=1)
-    judge.held(outcome(1, compare=True))
+    judge.held(outcome(1, window=Window(compare=True)))
     judge.ended(0)
     return judge
 

@@ -57,7 +57,7 @@ class Windows:
                 raise Violation("S15", f"of the parts {parts} of window {window} one is too small")
         if stop != self._scenario.samples_in(epoch, window):
             raise Violation("S15", f"the parts {parts} of window {window} leave samples out")
-        if outcome.compare:
+        if outcome.compares:
             self.compared.add((epoch, window))
         elif outcome.stop:
             raise Violation("S17", f"{outcome} ends the run, and its replicas are not compared")
