@@ -12,9 +12,8 @@ gradients that came in, and whose own backward is one more.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,30 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import Gradients, has_hooks
-from flowdp.data.trees import flatten, tensors_of, unflatten
+from flowdp.data.trees import flatten, unflatten
 from flowdp.data_parallel.cut import Part
 from flowdp.data_parallel.device_copies import Copying, Packed
-from flowdp.data_parallel.replicas import Modes, Replicas, StandIns
+from flowdp.data_parallel.replicas import Modes, Replicas
 from flowdp.device.copies import move
-from flowdp.errors import FlowdpError
-from flowdp.modules.shallow import SHARED
 
-__all__ = ["Around", "Graphs", "Run", "call_parts"]
+__all__ = ["Graphs", "Run", "call_parts"]
 
 Run = Callable[[nn.Module, Part], Any]
 """Calls a module with its part of the arguments."""
-
-Around = Callable[[], AbstractContextManager[object]]
 
 
 def call_parts(
     replicas: Replicas,
     parts: Sequence[Part],
     run: Run,
-    *,
-    isolated: StandIns | None = None,
-    guards: bool = False,
-    around: Around | None = None,
 ) -> list[Any]:
     """Call the modules with their parts, all ranks at once.
 
@@ -53,10 +44,6 @@ def call_parts(
         replicas: The modules.
         parts: In the order of the outputs. A rank does its own one after another.
         run: Calls a module.
-        isolated: Of a run that leaves no trace; see `Replicas.follow`.
-        guards: Whether a backward through a tensor that the first device's forward leaves in an attribute is
-            an error.
-        around: Makes a context for the work of each rank, in forward and backward.
 
     Returns:
         The return value for each part, its tensors on the first device and in the caller's graph.
@@ -65,23 +52,21 @@ def call_parts(
         As `Replicas.each`, in forward and in backward.
     """
     has_graph = torch.is_grad_enabled()
-    wanted = replicas.wanted(isolated) if has_graph else []
+    wanted = replicas.wanted() if has_graph else []
     with ExitStack() as stack:
         if has_hooks(wanted) or not all(tensor.is_leaf for tensor in wanted):
             # The devices' graphs end at leaves without hooks.
             leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in wanted}
             stack.enter_context(replicas.standing_in(leaves))
-        replicas.follow(isolated)
+        replicas.follow()
         given = [
             part.replaced([_begin(one, replicas.devices[part.rank]) for one in part.tensors])
             for part in parts
         ]
-        graphs = _graphs(replicas, given, around)
+        graphs = _graphs(replicas, given)
         inputs = [*wanted, *(t for part in parts for t in part.tensors if t.requires_grad and has_graph)]
         outputs: list[tuple[list[Any], Any]] = [([], None)] * len(parts)
         made = graphs.run(partial(_forward, replicas, given, run, outputs), inputs)
-    if guards and has_graph:
-        _guard(replicas.module)
     rest = [iter(own) for own in made]
     return [
         unflatten([next(rest[part.rank]) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
@@ -89,7 +74,7 @@ def call_parts(
     ]
 
 
-def _graphs(replicas: Replicas, parts: Sequence[Part], around: Around | None) -> Graphs:
+def _graphs(replicas: Replicas, parts: Sequence[Part]) -> Graphs:
     """The graphs of a call, before it is made: from the module's tensors and the parts' own."""
     ranks = range(len(replicas.modules))
     busy = [any(part.rank == rank for part in parts) for rank in ranks]
@@ -98,7 +83,7 @@ def _graphs(replicas: Replicas, parts: Sequence[Part], around: Around | None) ->
     asking = [(part.rank, tensor) for part in parts for tensor in part.tensors if tensor.requires_grad]
     for place, (rank, tensor) in enumerate(asking, shared):
         ends[rank].append((place, tensor))
-    return Graphs(replicas, ends, busy, shared, around)
+    return Graphs(replicas, ends, busy, shared)
 
 
 def _forward(
@@ -122,28 +107,6 @@ def _begin(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.requires_grad:
         return move(tensor, device)
     return move(tensor.detach(), device).requires_grad_(torch.is_grad_enabled())
-
-
-_walk = threading.local()
-"""Has `is_inside` in a thread that walks the graph of a device."""
-
-
-def _guard(module: nn.Module) -> None:
-    """Refuse walks from outside to tensors that the first device's forward has left in attributes."""
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            for tensor in () if key in SHARED else tensors_of(value):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(partial(_refuse, f"{name}.{key}".removeprefix(".")))
-
-
-def _refuse(name: str, _gradient: Tensor) -> None:
-    if not getattr(_walk, "is_inside", False):
-        raise FlowdpError(
-            f"the attribute {name!r} has been set by a forward that several devices did, and is that of the "
-            "first device's part of the batch, so its gradient is not that of the whole batch: return it "
-            "from forward, or detach it"
-        )
 
 
 class _Node(torch.autograd.Function):
@@ -194,7 +157,6 @@ class Graphs:
         ends: Of each rank; those of a rank without work are empty.
         busy: Flag per rank: it has work.
         shared: Number of inputs that all ranks have, the first ones; their gradients are summed.
-        around: Makes a context for the work of each rank.
         walks: Whether making the outputs walks other graphs.
 
     Attributes:
@@ -207,7 +169,6 @@ class Graphs:
         ends: Sequence[Ends],
         busy: Sequence[bool],
         shared: int,
-        around: Around | None,
         *,
         walks: bool = False,
     ) -> None:
@@ -215,7 +176,6 @@ class Graphs:
         self._ends = ends
         self._busy = busy
         self._shared = shared
-        self._around = around
         self._walks = walks
         self._modes = replicas.modes()  # inside a node, autograd has switched gradients off
         self.home = replicas.devices[0]
@@ -223,11 +183,6 @@ class Graphs:
         self._counts: list[int] = []
         self._outputs: list[list[Tensor]] | None = None
         self._is_kept = walks  # for graphs of its gradients, which lead through it
-
-    @property
-    def last(self) -> list[Any]:
-        """The last nodes of the graphs."""
-        return [one.grad_fn for own in self._outputs or () for one in own if one.grad_fn is not None]
 
     def run(self, forward: Job, inputs: Sequence[Tensor]) -> list[list[Tensor]]:
         """The outputs of each rank, as `forward` makes them, in the caller's graph."""
@@ -250,7 +205,7 @@ class Graphs:
     def backward(self, gradients: Sequence[Tensor | None], asked: Sequence[bool], keep: bool) -> Gradients:
         """The gradients of the inputs; None for those that are not asked for."""
         replicas = self._replicas
-        with self._turn():
+        with self._replicas.turn:
             seeds = self._seeds(gradients)
             is_whole = all(self._busy) and any(asked[: self._shared])
             shared = [leaf for _, leaf in self._ends[0][: self._shared]]
@@ -268,7 +223,7 @@ class Graphs:
         self, gradients: Sequence[Tensor | None], asked: Sequence[bool], inputs: Sequence[Tensor]
     ) -> Gradients:
         """The gradients of the inputs, by one more node."""
-        with self._turn():
+        with self._replicas.turn:
             self._is_kept = True
             seeds = self._seeds(gradients)
             more = {id(one): one for own in seeds for one in own if one is not None and one.requires_grad}
@@ -281,7 +236,7 @@ class Graphs:
                 ends[rank] += [
                     (place, leaf) for place, leaf in known if place is not None and leaf is not None
                 ]
-            graphs = Graphs(self._replicas, ends, self._busy, self._shared, self._around, walks=True)
+            graphs = Graphs(self._replicas, ends, self._busy, self._shared, walks=True)
             places: dict[int, list[int]] = {}
 
             def forward(rank: int) -> list[Tensor]:
@@ -301,10 +256,6 @@ class Graphs:
                 own, known = move(gradient, self._homes[place]), total[place]
                 total[place] = own if known is None else known + own
         return total
-
-    def _turn(self) -> AbstractContextManager[object]:
-        """The turn of a backward; its caller has it in a comparison, and torch may walk in another thread."""
-        return nullcontext() if self._around is not None else self._replicas.turn
 
     def _seeds(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
         """The gradients of each rank's outputs."""
@@ -327,18 +278,14 @@ class Graphs:
         ends = [(place, leaf) for place, leaf in self._ends[rank] if asked[place] and leaf.requires_grad]
         if not roots or not ends:
             return {}
-        _walk.is_inside = True
-        try:
-            found = torch.autograd.grad(
-                [one for one, _ in roots],
-                [leaf for _, leaf in ends],
-                [move(seed, one.device) for one, seed in roots],
-                retain_graph=keep,
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
-            )
-        finally:
-            _walk.is_inside = False
+        found = torch.autograd.grad(
+            [one for one, _ in roots],
+            [leaf for _, leaf in ends],
+            [move(seed, one.device) for one, seed in roots],
+            retain_graph=keep,
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
         return dict(zip([place for place, _ in ends], found, strict=True))
 
     def _walked(
@@ -357,4 +304,4 @@ class Graphs:
     def _each(self, do: Callable[[int], Any], modes: Modes | None, *, walks: bool) -> list[Any]:
         """The results of the ranks that have work."""
         jobs = [partial(do, rank) if is_busy else None for rank, is_busy in enumerate(self._busy)]
-        return self._replicas.each(jobs, modes, walks=walks, around=self._around)
+        return self._replicas.each(jobs, modes, walks=walks)

@@ -94,11 +94,6 @@ class Arguments:
         ]
 
     @property
-    def named(self) -> list[tuple[str | int, Any]]:
-        """The arguments, each with the name of its parameter, or its position where it has none."""
-        return list(zip(self._names.values(), self._values.values(), strict=True))
-
-    @property
     def pattern(self) -> Hashable:
         """The names of the arguments, and which leaves are cut: with another one a call has another form."""
         cuts = zip(self._paths, self._cuts, strict=True)

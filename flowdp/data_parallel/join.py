@@ -8,7 +8,7 @@ part gets its share of the gradient.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,23 +19,13 @@ from flowdp.data.trees import column, concatenated, flatten, is_cut, is_same, un
 from flowdp.data_parallel.layout import Layout, Reduction, WeightFunction
 from flowdp.errors import FlowdpError
 
-__all__ = ["join", "output_form"]
+__all__ = ["join"]
 
 Weights = Sequence[Mapping[WeightFunction, Tensor]]
 
 
 class _Unjoinable(ValueError):
     """Leaves that cannot be put together."""
-
-
-def output_form(tree: Any) -> Hashable:
-    """The form of outputs: equal for those of one kind.
-
-    Returns:
-        The tree, and a flag per tensor: it is one number.
-    """
-    leaves, form = flatten(tree)
-    return form, tuple(leaf.dim() == 0 for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def join(

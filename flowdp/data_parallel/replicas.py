@@ -93,7 +93,6 @@ class Replicas:
         self._shallow = ShallowReplicas(module, len(lanes))
         self._shallow.look()
         self._tensors: list[list[Tensor]] = []
-        self._is_isolated = False
         self._copies: DeviceCopies | None = None
         if any(lane.is_async for lane in lanes):
             self._copies = DeviceCopies(self.parameters(), lanes, link)
@@ -125,30 +124,21 @@ class Replicas:
         """The tensors of the module that require grad, as they are on a rank since `follow`."""
         return self._tensors[rank]
 
-    def wanted(self, isolated: StandIns | None = None) -> list[Tensor]:
-        """The tensors of the module that require grad, or those that stand for them in an isolated run."""
-        known = isolated or {}
-        now = (known.get(id(tensor), tensor) for tensor in (*self.parameters(), *self.buffers()))
-        return [tensor for tensor in now if tensor.requires_grad]
+    def wanted(self) -> list[Tensor]:
+        """The tensors of the module that require grad."""
+        return [tensor for tensor in (*self.parameters(), *self.buffers()) if tensor.requires_grad]
 
-    def follow(self, isolated: StandIns | None = None) -> None:
+    def follow(self) -> None:
         """Renew the replicas: they are like the user's module as it is now.
-
-        Args:
-            isolated: Of a run that leaves no trace in attributes, containers and tensors of the module, and
-                in which nothing is random: the first rank has a replica then, too.
 
         Streams:
             Tensors are sent on the caller's current ones of all devices.
         """
-        self._is_isolated = isolated is not None
-        known = isolated or {}
-        own = self.parameters()
-        count = len(own)
-        own += self.buffers()
-        now = [known.get(id(tensor), tensor) for tensor in own]
+        now = self.parameters()
+        count = len(now)
+        now += self.buffers()
         kept = [number for number, tensor in enumerate(now) if number < count or tensor.requires_grad]
-        written = [number for number in range(count, len(own)) if not now[number].requires_grad]
+        written = [number for number in range(count, len(now)) if not now[number].requires_grad]
         columns = None if self._copies is None else self._copies.send([now[number] for number in kept])
         modules, self._tensors = [self.module], []
         for rank in range(len(self._lanes)):
@@ -157,17 +147,31 @@ class Replicas:
                 for number, tensor in zip(kept, columns[rank - 1], strict=True):
                     column[number] = tensor
             self._tensors.append([column[k] for k, tensor in enumerate(now) if tensor.requires_grad])
-            if rank == 0 and isolated is None:
+            if rank == 0:
                 continue
             fresh = _fresh([now[number] for number in written], self.devices[rank])
             for number, tensor in zip(written, fresh, strict=True):
                 column[number] = tensor
-            instead = dict(zip(map(id, own), column, strict=True))
-            module = self._shallow.renew(rank, instead, partial(self._copy, self.devices[rank]))
-            if isolated is not None:
-                still(module)
-            modules[rank:] = [module]
+            instead = dict(zip(map(id, now), column, strict=True))
+            modules.append(self._shallow.renew(rank, instead, partial(self._copy, self.devices[rank])))
         self.modules = tuple(modules)
+
+    def isolated(self, rank: int, standing: StandIns) -> nn.Module:
+        """A replica on the first device that leaves no trace in the module, and draws nothing of batch norms.
+
+        Its attributes, containers and buffers are its own; the other replicas are to be renewed behind it.
+
+        Args:
+            rank: Rank whose replica it is.
+            standing: Tensors of that device in the place of all parameters and buffers.
+        """
+        home = self.devices[0]
+        buffers = [tensor for tensor in self.buffers() if not tensor.requires_grad]
+        fresh = _fresh([standing[id(tensor)] for tensor in buffers], home)
+        instead = {**standing, **dict(zip(map(id, buffers), fresh, strict=True))}
+        module = self._shallow.renew(rank, instead, partial(self._copy, home))
+        still(module)
+        return module
 
     def _copy(self, device: torch.device, tensor: Tensor) -> Tensor:
         """A copy of a plain tensor of the module for a rank's device; where it lies if not on the first."""
@@ -258,7 +262,6 @@ class Replicas:
         modes: Modes | None = None,
         *,
         walks: bool = False,
-        around: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> list[T | None]:
         """Run a job on every rank at once, each in a copy of the caller's context (`contextvars`).
 
@@ -268,7 +271,6 @@ class Replicas:
             jobs: One per rank; None: nothing to do there.
             modes: Torch modes of the jobs; None: the caller's.
             walks: Whether the jobs walk graphs, and are no forwards, which may draw random numbers.
-            around: Makes a context for each rank's job, in the place of its draws.
 
         Raises:
             BaseException: Raised by the first of them, with a note that names rank and device.
@@ -287,11 +289,11 @@ class Replicas:
             home.aside(rank).wait_event(self._asked[0])
         entered = modes or self.modes()
         groups = self._groups([rank for rank, job in enumerate(jobs) if job is not None])
-        seed = draw_seed() if self._repeats and not walks and around is None else None
+        seed = draw_seed() if self._repeats and not walks else None
         handed: list[Callable[[], T] | None] = [None] * len(jobs)
         for rank, job in enumerate(jobs):
             if job is not None:
-                context = around() if around else self._drawing(rank, seed, walks=walks)
+                context = self._drawing(rank, seed, walks=walks)
                 do = partial(self._do, rank, job, entered, groups.get(rank), context)
                 handed[rank] = partial(copy_context().run, do)
         try:
@@ -309,14 +311,23 @@ class Replicas:
                 here[0].wait_event(computed)
                 here[0].wait_event(carried)
 
+    def elsewhere(self, job: Callable[[], None]) -> None:
+        """Do a job in the first rank's thread, under the caller's context and modes."""
+        modes = self.modes()
+
+        def do() -> None:
+            with unhooked(), modes():
+                job()
+
+        self._crew.run([partial(copy_context().run, do), *[None] * (len(self.modules) - 1)])
+
     def call(self, rank: int, samples: int, run: Callable[[nn.Module, U], T], given: U) -> T:
         """Run a replica with so many samples, part of its job; other ranks reuse its compilation."""
         lane = self._lanes[rank]
         if rank and lane.is_async and lane.device == self.devices[0]:
             # The rank's thread may be the last to let them go, while the device has yet to read them.
             keep_for(lane.compute, list(tensors_of(given)))
-        takes_turns = not self._norms[0] and not self._is_isolated  # in a comparison nothing is compiled
-        with self._calls[rank].turn(samples) if takes_turns else nullcontext():
+        with nullcontext() if self._norms[0] else self._calls[rank].turn(samples):
             return run(self.modules[rank], given)
 
     def look(self) -> None:

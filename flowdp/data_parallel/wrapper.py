@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from flowdp.checks import check_loop_backend, fixed_ratios
 from flowdp.collective.select import open_loop
 from flowdp.data.trees import batch_length, tree_map
-from flowdp.data_parallel.advice import advice
 from flowdp.data_parallel.arguments import (
     OptimizerOption,
     check_cadence,
@@ -30,11 +29,9 @@ from flowdp.data_parallel.arguments import (
 )
 from flowdp.data_parallel.balancer import Balancer
 from flowdp.data_parallel.call import Run, call_parts
-from flowdp.data_parallel.check_schedule import Schedule, Schedules
-from flowdp.data_parallel.comparison import Call, check_call
+from flowdp.data_parallel.comparison import Call, Schedule, check_call
 from flowdp.data_parallel.cut import Arguments, Part
-from flowdp.data_parallel.join import output_form
-from flowdp.data_parallel.layout import DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
+from flowdp.data_parallel.layout import Callee, DimOption, JoinFunction, Layout, ReduceOption, SplitFunction
 from flowdp.data_parallel.loader import Epoch
 from flowdp.data_parallel.loss_context import (
     BatchPlan,
@@ -261,7 +258,7 @@ class DataParallel(StandInModule):
         self.max_grad_norm = max_grad_norm
         self._plan = plan
         self._layout = layout
-        self._schedules = Schedules(module)
+        self._schedules: dict[Any, Schedule] = {}
         self._checks = check
         self._averages = buffers == "average"
         self._windows = Recheck()
@@ -304,7 +301,7 @@ class DataParallel(StandInModule):
         where = ", ".join(map(str, self.devices))
         if self._pace is not None and self._pace.is_settled:
             where = f"{self.devices[0]} alone, of {where}"
-        captured = "; calls are captured" if self._captured is not None and self._captured.is_running else ""
+        captured = "; calls are captured" if self._captured is not None and self._captured.has_graphs else ""
         return f"<DataParallel of {type(self.module).__name__} on {where}{pace}{captured}>"
 
     # ------------------------------------------------------------------ properties
@@ -408,7 +405,7 @@ class DataParallel(StandInModule):
         layout = self._layout
         batches = batches_of(data, batch_size, layout.dim if isinstance(layout.dim, int) else 0)
         with evaluating(self.module):
-            return predict(self, batches, self._plan.inputs, layout, self._schedules.of("forward").callee)
+            return predict(self, batches, self._plan.inputs, layout, self._schedule("forward").callee)
 
     def _call(self, function: str | Callable[..., Any], args: Any, kwargs: Any) -> Any:
         replicas = self._replicas
@@ -419,28 +416,24 @@ class DataParallel(StandInModule):
             return self._call_alone(function, args, kwargs)
         with replicas.turn:
             replicas.look()
-            schedule = self._schedules.of(function)
+            schedule = self._schedule(function)
             arguments = Arguments(self._layout, schedule.callee, args, kwargs)
             sizes = self._balancer.cut(arguments.samples) if arguments.samples else ()
             if arguments.samples is None:
                 self._tell_alone("nothing in a call can be cut", f" ({arguments.described()})")
             is_cut = sum(size > 0 for size in sizes) > 1 and (self._pace is None or self._pace.is_cut)
-            if not is_cut or schedule.is_alone or self._is_hooked():
+            if not is_cut or self._is_hooked():
                 return self._call_alone(function, args, kwargs, arguments)
 
             def run(module: nn.Module, part: Part) -> Any:
                 return _bound(function, module)(*part.args, **part.kwargs)
 
             form = replicas.flags, torch.is_grad_enabled(), arguments.pattern
-            call = Call(self._layout, schedule.callee, run, args, kwargs, tuple(sizes), schedule.told, advice)
-            is_due = self._checks and schedule.is_due(form)
-            if is_due and self._is_for_one(schedule, call):
-                return self._call_alone(function, args, kwargs, arguments)
-            outputs = self._run_cut(run, arguments, sizes, guards=is_due)
-            if self._checks:
-                if schedule.is_due_after(form, output_form(outputs)):
-                    self._is_for_one(schedule, call)
-                schedule.passed(form)
+            if self._checks and schedule.is_due(form):
+                call = Call(self._layout, schedule.callee, run, args, kwargs, tuple(sizes), schedule.told)
+                check_call(replicas, call)
+            outputs = self._run_cut(run, arguments, sizes)
+            schedule.passed(form)
             self._did(sizes)
             if self._sums is not None and torch.is_grad_enabled():
                 self._sums.attend(arguments.samples)
@@ -460,18 +453,18 @@ class DataParallel(StandInModule):
         call = _bound(function, self.module)
         if self._sums is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        samples = Arguments(self._layout, self._schedules.of(function).callee, args, kwargs).samples
+        samples = Arguments(self._layout, self._schedule(function).callee, args, kwargs).samples
         outputs = call(*args, **kwargs)
         self._sums.attend(samples)
         return outputs
 
-    def _run_cut(self, run: Run, arguments: Arguments, sizes: Sequence[int], *, guards: bool) -> Any:
+    def _run_cut(self, run: Run, arguments: Arguments, sizes: Sequence[int]) -> Any:
         """The outputs of a call, by all devices that have samples."""
         replicas = self._replicas
         assert replicas is not None
         parts = arguments.parts(sizes)
         try:
-            made = call_parts(replicas, parts, run, guards=guards)
+            made = call_parts(replicas, parts, run)
         except Exception as error:
             error.add_note(f"flowdp: called with {arguments.in_words(sizes)} of {arguments.described()}")
             raise
@@ -480,13 +473,19 @@ class DataParallel(StandInModule):
             replicas.average_buffers(sizes)
         return outputs
 
-    def _is_for_one(self, schedule: Schedule, call: Call) -> bool:
-        """Compare a call; whether the calling thread alone gives the right result."""
-        assert self._replicas is not None
-        if why := check_call(self._replicas, call):
-            schedule.is_alone = True
-            self._tell_alone(why)
-        return schedule.is_alone
+    def _schedule(self, function: str | Callable[..., Any]) -> Schedule:
+        """The schedule of a method's name, or of a function of the module."""
+        # A lambda is another object in every call, and its code is not.
+        inner = function.func if isinstance(function, partial) else function
+        key = inner if isinstance(inner, str) else getattr(inner, "__code__", type(inner))
+        if key not in self._schedules:
+            if isinstance(function, str):
+                callee = Callee(getattr(self.module, function, self.module.forward))
+                callee.name = f"{type(self.module).__name__}.{function}"
+            else:
+                callee = Callee(function, skip=1)
+            self._schedules[key] = Schedule(callee)
+        return self._schedules[key]
 
     def _is_hooked(self) -> bool:
         """Whether a hook of the module sees what it returns: it would see the parts, in any order."""

@@ -103,7 +103,6 @@ class Capturable(Protocol):
         has_begun: Whether the step under way has gradients of an earlier micro-batch.
         casts: The autocast under which the forward runs, to be compared; None: none.
         gradients: Flat memory of the gradients; None: each parameter has its own, or none.
-        is_compiled: Whether functions of torch.compile have a part in it.
         obstacle: Why no step is captured; None: nothing stands in the way.
     """
 
@@ -123,8 +122,6 @@ class Capturable(Protocol):
     def casts(self) -> object: ...  # noqa: D102
     @property
     def gradients(self) -> FlatGradients | None: ...  # noqa: D102
-    @property
-    def is_compiled(self) -> bool: ...  # noqa: D102
     @property
     def obstacle(self) -> str | None: ...  # noqa: D102
 

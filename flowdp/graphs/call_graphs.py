@@ -16,8 +16,8 @@ Nothing of this module has run on a GPU yet.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,28 +28,23 @@ from flowdp.device.accelerator import device_generator
 from flowdp.device.compiled import uses_compile
 from flowdp.device.cuda_graphs import Graph, GraphPool
 from flowdp.device.streams import StreamLane
-from flowdp.device.writes import WritesNoted, storage_of
 from flowdp.errors import FlowdpError
 from flowdp.graphs.base import NotCaptured
 from flowdp.graphs.trials import is_plain, reason_of, without_trace
 
-__all__ = ["CallGraphs", "Pattern", "unique_tensors"]
-
-Pattern = frozenset[int]
-"""The outputs of a call that have gradients in a backward."""
+__all__ = ["CallGraphs", "unique_tensors"]
 
 AGAIN = (
-    "Trying to backward through the graph a second time, and its saved values have been freed: they lie in "
-    "memory of a CUDA graph, where the next call writes over them. Specify retain_graph=True in the first "
-    "backward, or capture=False in flowdp.setup()"
+    "backward a second time through a captured call, behind a later one: what its backward needs lies in "
+    "memory of a CUDA graph, where the later call has written over it; give flowdp.setup(..., capture=False)"
 )
 TWICE = (
     "create_graph=True differentiates a backward, and that of a captured call is a recorded one, which has "
     "no graph; give flowdp.setup(..., capture=False)"
 )
-RETAINED = (
-    "retain_graph=True keeps what a backward has used, and that of a captured call with compiled functions "
-    "writes over it; give flowdp.setup(..., capture=False)"
+SPENT = (
+    "backward a second time through a captured call with compiled functions, whose first one writes over "
+    "what it has used; give flowdp.setup(..., capture=False)"
 )
 
 
@@ -68,10 +63,8 @@ class CallGraphs:
         state: Tensors that a call may write to.
 
     Attributes:
-        patterns: Patterns whose backward has a graph of its own. That of all outputs does for others, with
-            zeros.
-        others: Other patterns that backwards had.
         parameters: The parameters that the outputs depend on.
+        is_compiled: Whether functions of torch.compile are part of it.
 
     Threads: the caller's, and autograd's of the device.
 
@@ -86,9 +79,9 @@ class CallGraphs:
         tree: Form,
         state: Sequence[Tensor] = (),
     ) -> None:
-        self._state = state or [*module.buffers(), *module.parameters()]
-        self.others: set[Pattern] = set()
         self.parameters: list[nn.Parameter] = []
+        self.is_compiled = uses_compile(module)
+        self._state = state or [*module.buffers(), *module.parameters()]
         self._module = module
         self._lane = lane
         self._trained = [one for one in module.parameters() if one.requires_grad]
@@ -96,17 +89,15 @@ class CallGraphs:
         own = iter(self._inputs)
         given = [next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._args, self._kwargs = unflatten(given, tree)
-        self._is_compiled = uses_compile(module)
         self._pool = GraphPool(lane)  # its own: what lies there until a backward is written over by no other
         self._forward: Graph | None = None
-        self._backwards: dict[Pattern, tuple[Graph, list[Tensor | None]]] = {}
+        self._backward: Graph | None = None
         self._outputs: list[Tensor] = []  # each once
         self._gradients: list[Tensor | None] = []  # of the outputs; None: it has none
+        self._found: list[Tensor | None] = []  # gradients of the parameters
         self._places: list[Any] = []  # of each leaf of the output: the place of its tensor, or its value
         self._tree = Form()
         self._needs: list[set[int]] = []  # of each output: the parameters that it depends on
-        self._saved: list[Tensor] = []  # parameters and buffers that a backward reads
-        self._counted: list[Tensor] = []  # tensors of which torch counts a write in each forward
         # Its memory stays where a graph reads it, also where the module gets other tensors meanwhile.
         self._memory = [one.detach() for one in (*module.buffers(), *module.parameters())]
         self._standing: Sequence[Tensor] = []  # in the places of `parameters`
@@ -118,11 +109,6 @@ class CallGraphs:
         return self._use is not None and self._use() is not None
 
     @property
-    def patterns(self) -> Collection[Pattern]:
-        """See the class."""
-        return self._backwards.keys()
-
-    @property
     def names(self) -> list[str]:
         """The outputs, in words."""
         found: dict[int, str] = {}
@@ -131,88 +117,35 @@ class CallGraphs:
                 found.setdefault(place, f"output {path}".strip())
         return [found[place] for place in range(len(self._outputs))]
 
-    @property
-    def may_have_more(self) -> bool:
-        """Whether several patterns can be recorded."""
-        return not self._is_compiled
-
     # ------------------------------------------------------------ recording
-    def record(self, patterns: Collection[Pattern]) -> None:
+    def record(self) -> None:
         """Capture them; module and generator are left as they were.
-
-        Args:
-            patterns: Those that backwards of such calls had.
 
         Raises:
             NotCaptured: It cannot be captured; nothing is left of the attempt.
         """
-        module, refusal = self._module, None
-        for leaf in self._inputs:
-            if leaf.device != self._lane.device:
-                raise NotCaptured(f"a tensor among the arguments lies on {leaf.device}")
-        if any(type(one) is not nn.Parameter for one in self._trained):
-            raise NotCaptured("a parameter is of a class of its own")
-        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-            raise NotCaptured("a part of it is a scripted module")
+        refusal = None
         with without_trace(self._state, device_generator(self._lane.device)):
             try:
-                self._rehearse(patterns)
-                self._capture(patterns)
-            except NotCaptured as error:
-                refusal = str(error)
+                self._rehearse()
+                self._capture()
             except Exception as error:
-                refusal = reason_of(error)
+                refusal = str(error) if isinstance(error, NotCaptured) else reason_of(error)
         if refusal is not None:
-            self._backwards.clear()
             self._pool.clear()
             raise NotCaptured(refusal)
 
-    def _rehearse(self, patterns: Collection[Pattern]) -> None:
-        """Run them eagerly, so that every kernel is loaded and tuned, and note what they touch."""
-        module = self._module
-        known = [*module.buffers(), *module.parameters()]
-        versions = [(one, one._version) for one in known]
-        own = [one._version for one in self._inputs]
-        saved: set[int] = set()
-
-        def note(tensor: Tensor) -> Tensor:
-            saved.add(storage_of(tensor))
-            return tensor
-
-        with self._standing_in() as leaves, ExitStack() as stack:
-            writes = WritesNoted([*self._state, *self._inputs])
-            if not self._is_compiled:
-                # Else dynamo would run the functions as they are written, and leave them so for good.
-                stack.enter_context(writes)
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor))
+    def _rehearse(self) -> None:
+        """Run them eagerly, so that every kernel is loaded and tuned, and note what they depend on."""
+        with self._standing_in() as leaves:
             self._call()
-            stack.close()
-            writes.undo()
-            if writes.found:
-                raise NotCaptured(
-                    f"it writes to a tensor of {writes.found[0].numel()} numbers that no module holds, which "
-                    "a recorded call would do twice: register it as a buffer"
-                )
-            self._check_memory()
             self._trace_back(leaves)
-            gradients = [torch.zeros_like(one) if one.requires_grad else None for one in self._outputs]
-            for pattern in self._wanted(patterns):
-                for one in self._differentiate(pattern, gradients):
-                    if one is not None and one.layout is not torch.strided:
-                        raise NotCaptured("it has sparse gradients, which have no fixed memory")
-            if any(one.data_ptr() != own.data_ptr() for one, own in zip(leaves, self._trained, strict=True)):
-                raise NotCaptured("it moves its parameters to other memory")
-        if [one._version for one in self._inputs] != own:
-            raise NotCaptured("it writes to an argument: let it write to argument.clone()")
-        self._counted = [one for one, version in versions if one._version != version]
-        if self._is_compiled:  # all but those that a further call may write to before the backward
-            counted = {id(one) for one in self._counted}
-            self._saved = [one for one in known if id(one) not in counted]
-        else:
-            self._saved = [one for one in known if storage_of(one) in saved]
+            for one in self._differentiate([torch.zeros_like(output) for output in self._outputs]):
+                if one is not None and one.layout is not torch.strided:
+                    raise NotCaptured("it has sparse gradients, which have no fixed memory")
         self._outputs = []  # with their graph
 
-    def _capture(self, patterns: Collection[Pattern]) -> None:
+    def _capture(self) -> None:
         with self._standing_in():
             self._forward = self._pool.capture(self._call)
             outputs = self._outputs
@@ -220,27 +153,14 @@ class CallGraphs:
                 self._gradients = [
                     torch.zeros_like(one.detach()) if one.requires_grad else None for one in outputs
                 ]
-                for pattern in self._wanted(patterns):
-                    self._backwards[pattern] = self._capture_backward(pattern)
+
+                def backward() -> None:
+                    self._found = list(self._differentiate(self._gradients))
+
+                if any(one is not None for one in self._gradients):
+                    self._backward = self._pool.capture(backward)
             finally:
                 self._outputs = [one.detach() for one in outputs]
-
-    def _capture_backward(self, pattern: Pattern) -> tuple[Graph, list[Tensor | None]]:
-        made: list[Tensor | None] = []
-
-        def work() -> None:
-            made.extend(self._differentiate(pattern, self._gradients))
-
-        return self._pool.capture(work), made
-
-    def _wanted(self, patterns: Collection[Pattern]) -> list[Pattern]:
-        """The patterns that get a graph, that of all outputs among them."""
-        whole = Pattern(place for place, one in enumerate(self._outputs) if one.requires_grad)
-        if not whole:
-            return []
-        # A compiled backward writes over the values that it has used, so it can be recorded once.
-        others = [] if self._is_compiled else [one & whole for one in patterns]
-        return [one for one in dict.fromkeys([whole, *others]) if one]
 
     def _call(self) -> None:
         """Forward of the inputs."""
@@ -250,44 +170,27 @@ class CallGraphs:
         self._outputs = unique_tensors(made)
         places = {id(one): _Place(place) for place, one in enumerate(self._outputs)}
         for leaf in made:
-            if id(leaf) in places:
-                if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-                    raise NotCaptured(f"it returns a {leaf.layout} tensor")
-                if leaf.device != self._lane.device:
-                    raise NotCaptured(f"it returns a tensor that lies on {leaf.device}")
+            if isinstance(leaf, Tensor):
+                if leaf.layout is not torch.strided or leaf.device != self._lane.device:
+                    raise NotCaptured(f"it returns a {leaf.layout} tensor on {leaf.device}")
             elif not is_plain(leaf):
                 raise NotCaptured(
                     f"it returns a {type(leaf).__name__}, which is neither tensor nor plain value"
                 )
         self._places = [places.get(id(leaf), leaf) for leaf in made]
 
-    def _check_memory(self) -> None:
-        """Check that each output has memory of its own: a caller may write to one, and means all.
-
-        Raises:
-            NotCaptured: One has not.
-        """
-        taken = {storage_of(one) for one in (*self._state, *self._inputs)}
-        for output in self._outputs:
-            if storage_of(output) in taken:
-                raise NotCaptured(
-                    "an output shares memory with another one, an argument, a parameter or a buffer: return "
-                    "output.clone()"
-                )
-            taken.add(storage_of(output))
-
-    def _differentiate(
-        self, pattern: Pattern, gradients: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients of the parameters, by those of some outputs."""
-        places = sorted(pattern)
+    def _differentiate(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The gradients of the parameters, by those of all outputs that have some."""
+        pairs = zip(self._outputs, gradients, strict=True)
+        chosen = [(one, own) for one, own in pairs if one.requires_grad and own is not None]
+        if not chosen:
+            return ()
         kind = self._lane.device.type
         with torch.autograd.set_multithreading_enabled(False), torch.autocast(kind, enabled=False):
             return torch.autograd.grad(
-                [self._outputs[place] for place in places],
+                [one for one, _ in chosen],
                 self._standing,
-                [gradients[place] for place in places],
-                retain_graph=not self._is_compiled,
+                [own for _, own in chosen],
                 allow_unused=True,
             )
 
@@ -316,20 +219,13 @@ class CallGraphs:
         """Context in which new leaves stand in the places of the trained parameters, in the same memory."""
         leaves = [nn.Parameter(one.detach()) for one in self._trained]
         instead = {id(one): leaf for one, leaf in zip(self._trained, leaves, strict=True)}
-        if self.parameters:
-            self._standing = [instead[id(one)] for one in self.parameters]
-        parts = list(self._module.modules())
-        held: list[tuple[dict[str, Any], str, Any]] = [
-            (part._parameters, *item) for part in parts for item in part._parameters.items()
-        ]
-        for part in parts:
-            if isinstance(part, nn.RNNBase):  # keeps lists of its parameters, and weak references
-                flat = [instead.get(id(one), one) for one in part._flat_weights]
-                refs = [None if one is None else weakref.ref(one) for one in flat]
-                held += [
-                    (vars(part), name, vars(part)[name]) for name in ("_flat_weights", "_flat_weight_refs")
-                ]
-                vars(part).update(_flat_weights=flat, _flat_weight_refs=refs)
+        self._standing = [instead[id(one)] for one in self.parameters]
+        held: list[tuple[dict[str, Any], str, Any]] = []
+        for part in self._module.modules():
+            held += [(part._parameters, *item) for item in part._parameters.items()]
+            if isinstance(part, nn.RNNBase):  # keeps a list of its parameters
+                held.append((vars(part), "_flat_weights", part._flat_weights))
+                part._flat_weights = [instead.get(id(one), one) for one in part._flat_weights]
         for table, name, one in held:  # two names may be one parameter
             if id(one) in instead:
                 table[name] = instead[id(one)]
@@ -348,71 +244,59 @@ class CallGraphs:
             tensors: Tensors among the leaves of the arguments.
         """
         made: Sequence[Tensor]
-        if self._backwards:
+        if self._backward is not None:
             made = _CallNode.apply(self, tensors, *self.parameters)  # type: ignore[no-untyped-call]
         else:
-            made = self._count(tensors)
+            made = self.forward(tensors)
         return unflatten([made[one] if type(one) is _Place else one for one in self._places], self._tree)
-
-    def _count(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs, as of `forward`; torch counts the writes to buffers."""
-        made = self.forward(tensors)
-        if self._counted:
-            torch.autograd.graph.increment_version(self._counted)
-        return made
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, each once, without a graph; buffers change."""
         assert self._forward is not None
+        self._use = None
         if self._inputs:
             torch._foreach_copy_(self._inputs, list(tensors))
         self._forward.replay()
         return [one.clone() for one in self._outputs]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the parameters, in new memory.
+        """The gradients of the parameters, in new memory; None where no output with a gradient needs one.
 
         Args:
             gradients: Of each output, behind its forward; None: it has none.
         """
-        pattern = Pattern(place for place, one in enumerate(gradients) if one is not None)
-        if not pattern:
+        needed: set[int] = set()
+        for needs, given, own in zip(self._needs, gradients, self._gradients, strict=True):
+            if given is not None and own is not None:
+                own.copy_(given)
+                needed |= needs
+            elif own is not None:
+                own.zero_()
+        if not needed:
             return [None] * len(self.parameters)
-        whole = next(iter(self._backwards))
-        graph, found = self._backwards.get(pattern) or self._backwards[whole]
-        if pattern not in self._backwards:
-            self.others.add(pattern)
-            torch._foreach_zero_([self._gradient(place) for place in whole - pattern])
-        places = sorted(pattern)
-        given = [one for one in gradients if one is not None]
-        torch._foreach_copy_([self._gradient(place) for place in places], given)
-        graph.replay()
-        needed = set().union(*(self._needs[place] for place in places))
-        is_there = [one is not None and place in needed for place, one in enumerate(found)]
+        assert self._backward is not None
+        self._backward.replay()
         # One launch for many, where clones are one for each.
-        chosen = [one for one, is_taken in zip(found, is_there, strict=True) if one is not None and is_taken]
-        made = iter(torch._foreach_mul(chosen, 1.0) if chosen else ())
+        is_there = [one is not None and place in needed for place, one in enumerate(self._found)]
+        chosen = [
+            one for one, is_taken in zip(self._found, is_there, strict=True) if one is not None and is_taken
+        ]
+        made = iter(torch._foreach_mul(chosen, 1.0))
         return [next(made) if is_taken else None for is_taken in is_there]
 
-    def eager(self, gradients: Callable[[int, Tensor], Tensor]) -> dict[Pattern, list[Tensor | None]]:
-        """The gradients of the parameters by the user's Python, of the last call's inputs, for each pattern.
+    def eager(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of the parameters by the user's Python, of the last call's inputs.
 
         Args:
-            gradients: Makes the gradient of an output, of its place and itself.
+            gradients: Of each output.
         """
         kept = self._outputs, self._places, self._tree
         try:
             with self._standing_in():
                 self._call()
-                given = [gradients(*item) for item in enumerate(self._outputs)]
-                return {pattern: list(self._differentiate(pattern, given)) for pattern in self.patterns}
+                return list(self._differentiate(gradients))
         finally:
             self._outputs, self._places, self._tree = kept
-
-    def _gradient(self, place: int) -> Tensor:
-        gradient = self._gradients[place]
-        assert gradient is not None
-        return gradient
 
 
 class _Place(int):
@@ -425,12 +309,11 @@ class _CallNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graphs: CallGraphs, tensors: Sequence[Tensor], *_parameters: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        outputs = graphs._count(tensors)
+        outputs = graphs.forward(tensors)
         plain = zip(outputs, graphs._gradients, strict=True)
         ctx.mark_non_differentiable(*(one for one, gradient in plain if gradient is None))
-        ctx.save_for_backward(*graphs._saved)  # so torch tells of a write in between
-        ctx.graphs, ctx.use = graphs, _Use()
-        graphs._use = weakref.ref(ctx.use)
+        ctx.graphs, ctx.use, ctx.has_run = graphs, _Use(), False
+        graphs._use = ctx.mine = weakref.ref(ctx.use)
         return tuple(outputs)
 
     @staticmethod
@@ -438,14 +321,13 @@ class _CallNode(torch.autograd.Function):
         graphs: CallGraphs = ctx.graphs
         if torch.is_grad_enabled():
             raise FlowdpError(TWICE)
-        if ctx.use is None:
+        if graphs._use is not ctx.mine:
             raise RuntimeError(AGAIN)
-        is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        if is_kept and graphs._is_compiled:
-            raise FlowdpError(RETAINED)
-        ctx.saved_tensors  # noqa: B018 - raises where one has been written to
+        if ctx.has_run and graphs.is_compiled:
+            raise FlowdpError(SPENT)
         made = graphs.backward(gradients)
-        if not is_kept:
+        ctx.has_run = True
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.use = None
         return None, None, *made
 

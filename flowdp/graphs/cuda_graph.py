@@ -30,13 +30,11 @@ from flowdp.data.batches import Gathered
 from flowdp.data.trees import tree_map
 from flowdp.device.accelerator import device_generator, untried
 from flowdp.device.cuda_graphs import Graph, GraphPool
-from flowdp.device.draws import DrawsNoted
 from flowdp.device.streams import StreamLane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.device.writes import WritesNoted
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep, watching
 from flowdp.graphs.guards import Guards
-from flowdp.graphs.trials import BOUND, HALF_BOUND, reason_of, without_trace
+from flowdp.graphs.trials import bound_of, reason_of, without_trace
 
 __all__ = ["CudaGraphs", "CudaStepGraph"]
 
@@ -65,9 +63,7 @@ class CudaGraphs:
 
     def __init__(self, step: Capturable, guards: Guards) -> None:
         assert isinstance(step.lane, StreamLane)
-        self.bound = BOUND if step.casts is None else HALF_BOUND
-        if torch.are_deterministic_algorithms_enabled():
-            self.bound = 0.0
+        self.bound = bound_of(is_half=step.casts is not None)
         self._step = step
         self._guards = guards
         self._lane = step.lane
@@ -131,9 +127,6 @@ class CudaGraphs:
         for name, parameter in self._step.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise NotCaptured(f"{name!r}, which was frozen when the run began, is trained now")
-        for name, module in self._step.module.named_modules():
-            if getattr(module, "sparse", False) is True:
-                raise NotCaptured(f"{name or 'the model'} has sparse gradients, which have no fixed memory")
 
     def _gradient_places(self) -> list[Tensor]:
         """The memory of each trained parameter's gradient, the same for all graphs."""
@@ -200,31 +193,13 @@ class CudaStepGraph:
             twins = {id(leaf): own for leaf, own in zip(leaves, self._inputs, strict=True)}
             self._batch = tree_map(lambda leaf: twins.get(id(leaf), leaf), batch)
         self._put(factors)
-        known = [*self.state, *self.places, *self._inputs]
-        refusal = self._compute_noting(known, worker, factors)
+        generator = device_generator(self._step.lane.device)
+        before = generator.get_state()
+        refusal = self._attempt(lambda: self._compute(worker, factors))
+        self.draws = not torch.equal(before, generator.get_state())
         trained, touched = self._step.trained, self._touched
         self._parameters = [one for one, is_there in zip(trained, touched, strict=False) if is_there]
         self._gradients = [one for one, is_there in zip(self.places, touched, strict=False) if is_there]
-        return refusal
-
-    def _compute_noting(self, known: list[Tensor], worker: CurrentWorker, factors: Factors) -> str | None:
-        """Compute it, and note whether it draws, and whether it writes to tensors that are not known."""
-        if self._step.is_compiled:
-            # In a mode dynamo would run the functions as they are written, and leave them so for good.
-            generator = device_generator(self._step.lane.device)
-            before = generator.get_state()
-            refusal = self._attempt(lambda: self._compute(worker, factors))
-            self.draws = not torch.equal(before, generator.get_state())
-            return refusal
-        with DrawsNoted() as noted, WritesNoted(known) as writes:
-            refusal = self._attempt(lambda: self._compute(worker, factors))
-        writes.undo()
-        self.draws = noted.has_drawn
-        if refusal is None and writes.found:
-            refusal = (
-                f"it writes to a tensor of {writes.found[0].numel()} numbers that no module holds, which a "
-                "recorded step would do twice: register it as a buffer"
-            )
         return refusal
 
     def capture(self, pool: GraphPool, worker: CurrentWorker, factors: Factors) -> str | None:
@@ -269,21 +244,17 @@ class CudaStepGraph:
         """
         trained, buffers = self._step.trained, list(self._step.module.buffers())
         before = [parameter.grad for parameter in trained]
-        changed = [*self.places, *self.state]
-        kept = [tensor.detach().clone() for tensor in changed]
-        try:
-            with _unnoticed(self._step):
+        with without_trace([*self.places, *self.state], None), _unnoticed(self._step):
+            try:
                 computed = self.run(leaves, factors)
-            gradients = [
-                place.clone() if is_there or parameter.grad is place else None
-                for parameter, place, is_there in zip(trained, self.places, self._touched, strict=True)
-            ]
-            return TrialStep(computed, gradients, [buffer.clone() for buffer in buffers], self._touched)
-        finally:
-            for parameter, gradient in zip(trained, before, strict=True):
-                parameter.grad = gradient
-            for tensor, value in zip(changed, kept, strict=True):
-                tensor.data.copy_(value)  # see `without_trace`
+                gradients = [
+                    place.clone() if is_there or parameter.grad is place else None
+                    for parameter, place, is_there in zip(trained, self.places, self._touched, strict=True)
+                ]
+                return TrialStep(computed, gradients, [buffer.clone() for buffer in buffers], self._touched)
+            finally:
+                for parameter, gradient in zip(trained, before, strict=True):
+                    parameter.grad = gradient
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
         """Run work with the user's code; returns the reason why a step with it is not captured."""
@@ -311,6 +282,8 @@ class CudaStepGraph:
                     passed = self._step.forward(batch, worker, share, factors.of)
                 self._step.scale(passed.loss).backward()
             self._touched = [parameter.grad is not None for parameter in trained]
+            if any(one.grad is not None and one.grad.layout is not torch.strided for one in trained):
+                raise NotCaptured("it has sparse gradients, which have no fixed memory")
             self._collect([parameter.grad for parameter in trained])
         finally:
             for parameter, gradient in zip(trained, before, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,16 @@ from torch import Tensor
 
 from flowdp.graphs.base import PLAIN, NotCaptured
 
-__all__ = ["BOUND", "HALF_BOUND", "difference", "is_plain", "reason_of", "spec_of", "without_trace"]
+__all__ = [
+    "Pair",
+    "bound_of",
+    "difference",
+    "first_difference",
+    "is_plain",
+    "reason_of",
+    "spec_of",
+    "without_trace",
+]
 
 BOUND, HALF_BOUND = 1e-3, 3e-2
 """Differences between captured and eager work, relative to the largest value, where kernels may add in
@@ -63,6 +72,23 @@ def without_trace(changed: Sequence[Tensor], generator: torch.Generator | None) 
             one.data.copy_(value)  # and no version tells of it
         if generator is not None and random is not None:
             generator.set_state(random)
+
+
+Pair = tuple[str, Tensor | None, Tensor | None]
+"""Name of a value, as a graph has computed it, and eagerly."""
+
+
+def bound_of(*, is_half: bool) -> float:
+    """Largest difference, relative to the largest value; 0.0 where torch was told to be deterministic."""
+    if torch.are_deterministic_algorithms_enabled():
+        return 0.0
+    return HALF_BOUND if is_half else BOUND
+
+
+def first_difference(pairs: Iterable[Pair], bound: float) -> str:
+    """The first value that differs, in words; "" where none does."""
+    found = (f"{name} {text}" for name, mine, theirs in pairs if (text := difference(mine, theirs, bound)))
+    return next(found, "")
 
 
 def difference(mine: Tensor | None, theirs: Tensor | None, bound: float) -> str:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from flowdp.device.compiled import take_out
 from flowdp.device.dispatch import RankMode
-from flowdp.errors import FlowdpError
 from flowdp.modules.whole_batch import BATCH_NORMS
 
 __all__ = ["ConstantDraws", "still"]
@@ -52,11 +51,10 @@ class ConstantDraws(RankMode):
         super().__init__()
         self.epsilon = 0.0
         self.has_convolved = False
-        self._seed = 0
         self._draws = 0
 
     def __enter__(self) -> Self:
-        self._seed, self._draws = torch.initial_seed(), 0
+        self._draws = 0
         super().__enter__()
         return self
 
@@ -74,11 +72,7 @@ class ConstantDraws(RankMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation without its randomness.
-
-        Raises:
-            FlowdpError: It draws behind a seed, or from a generator, of the module's own.
-        """
+        """Run an operation without its randomness."""
         schema = getattr(func, "_schema", None)
         if schema is None:  # an operator of a higher order
             return func(*args, **kwargs or {})
@@ -89,7 +83,7 @@ class ConstantDraws(RankMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             output = func(*args, **kwargs or {})
         elif name.startswith(BINARY) or DROPOUT.isdisjoint(names):
-            self._check_draw(given)
+            self._draws += 1
             drawn = func(*args, **kwargs or {})
             return drawn if self._draws > MOST_DRAWS else _fill(name, drawn, given)
         else:
@@ -98,14 +92,6 @@ class ConstantDraws(RankMode):
             if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
                 self.epsilon = max(self.epsilon, torch.finfo(leaf.dtype).eps)
         return output
-
-    def _check_draw(self, given: Mapping[str, Any]) -> None:
-        self._draws += 1
-        if torch.initial_seed() != self._seed or given.get("generator") is not None:
-            raise FlowdpError(
-                "the forward draws from a generator that it has seeded, or has of its own, and all devices "
-                "would draw from that at once: draw such numbers in the loop, and give them as an argument"
-            )
 
 
 def still(module: nn.Module) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 __all__ = ["Recheck", "is_due_at"]
 
+EVERY = 500
+"""Steps between two checks, at most."""
 
-def is_due_at(number: int) -> bool:
-    """Whether a check is due at the step of this number, from 1: at the 1st, the 2nd, the 4th, the 8th."""
-    return number & (number - 1) == 0
+
+def is_due_at(number: int, every: int = EVERY) -> bool:
+    """Whether a check is due at the step of this number, from 1: at 1, 2, 4, 8, ..., and every 500th."""
+    return number & (number - 1) == 0 or number % every == 0
 
 
 class Recheck:
-    """A check that is due at the 1st, the 2nd, the 4th, the 8th time, and so on.
+    """A check that is due at the times 1, 2, 4, 8, ..., and every 500th.
 
     Times that failed do not count. In a notebook a cell that failed is run again, and must not come through
     because the check has been there.

@@ -56,7 +56,7 @@ def capture_steps(
     told = _Told()
 
     def make(model: nn.Module, loss: Callable[..., Any], step: Capturable) -> Captured:
-        guard, recorder = partial(Guards, {"": model}, loss), partial(CudaGraphs, step)
+        guard, recorder = partial(Guards, model, loss), partial(CudaGraphs, step)
         watch = None if is_chosen else LaunchWatch()
         return Captured(step, options, guard, recorder, partial(told.log_once, is_chosen), watch)
 

@@ -206,8 +206,6 @@ def test_a_pattern_tells_what_is_cut() -> None:
     assert pattern(mask, (*"abcd",)) != same
     assert pattern(mask, labels=None) != same
     assert arguments(x, mask).pattern == arguments(x, mask=mask).pattern == arguments(x=x, mask=mask).pattern
-    made = arguments(x, {"mask": mask}, numbers(4), ids=[*"abcd"])
-    assert [name for name, _ in made.named] == ["x", "mask", 2, "ids"]
 
 
 # ---------------------------------------------------------------- what cannot be cut

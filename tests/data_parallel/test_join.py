@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from flowdp.data_parallel.join import _masked_mean, join, output_form
+from flowdp.data_parallel.join import _masked_mean, join
 from flowdp.data_parallel.layout import PLAIN, Layout
 from flowdp.errors import FlowdpError
 
@@ -216,13 +215,3 @@ def test_what_cannot_be_gathered(one: Any, other: Any, message: str) -> None:
 def test_booleans_have_no_sum() -> None:
     with pytest.raises(FlowdpError, match=r"one number of torch.bool .* one number for each sample"):
         join([torch.tensor(True)] * 2, (2, 1), Layout(reduce="sum"))
-
-
-# ---------------------------------------------------------------- forms
-def test_the_form_of_outputs() -> None:
-    def form(x: Tensor, key: str = "x", **more: Any) -> Any:
-        return output_form({key: x, "box": SimpleNamespace(rows=x), **more})
-
-    same = form(torch.ones(3))
-    assert len({same, form(torch.zeros(5, 2))}) == 1
-    assert len({same, form(torch.ones(())), form(torch.ones(3), "y"), form(torch.ones(3), k=None)}) == 4

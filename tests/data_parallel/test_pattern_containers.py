@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,15 +29,6 @@ class Puts(nn.Module):
         else:
             into["penalty"] = penalty
         return (y, penalty) if self.returns else y
-
-
-@pytest.mark.parametrize("made", [list, dict, SimpleNamespace, lambda: defaultdict(list)])
-def test_tensors_that_forward_puts_into_a_container_of_the_callers(made: Any) -> None:
-    with (
-        flowdp.setup(Puts(), devices=["cpu", "cpu"], progress=False) as dp,
-        pytest.raises(flowdp.FlowdpError, match=r"puts tensors into a list, dict .* let it return them"),
-    ):
-        dp(torch.randn(8, 3), made())
 
 
 def test_those_that_it_returns_as_well_are_the_callers_to_take() -> None:

@@ -187,17 +187,22 @@ def test_other_tensors_stand_in_the_tables_and_what_is_set_meanwhile_stays() -> 
         assert module[2].weight is new
 
 
-def test_a_run_without_a_trace_has_a_replica_of_the_first_rank_too() -> None:
+def test_an_isolated_replica_has_tensors_and_containers_of_its_own() -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module.seen = []
     zeros = {id(t): torch.zeros_like(t) for t in (*module.parameters(), *module.buffers())}
     with replicas_of(module) as replicas:
         replicas.look()
-        replicas.follow(zeros)
-        assert not any(net.get_submodule("1").training for net in replicas.modules)
-        assert module not in replicas.modules
-        for net in replicas.modules:
+        nets: Any = [replicas.isolated(rank, zeros) for rank in (0, 1)]
+        for net in nets:
+            assert not net[1].training
             assert not any(tensor.any() for tensor in net.state_dict().values())
+            net.seen.append(1)
+            net.mood = 2
+        assert nets[0][1].running_mean is not nets[1][1].running_mean
         assert module[0].weight.all()
+        assert module.seen == []
+        assert not hasattr(module, "mood")
         replicas.look()
         replicas.follow()
         assert replicas.modules[0] is module
@@ -323,22 +328,6 @@ def test_jobs_run_in_a_copy_of_the_callers_context() -> None:
         word.set("one")
         assert replicas.each([job] * 2) == ["one", "one"]
         assert word.get() == "one"
-
-
-def test_work_may_have_a_context_of_its_own_in_the_place_of_the_draws() -> None:
-    entered: list[int] = []
-
-    class Around:
-        def __enter__(self) -> None:
-            entered.append(threading.get_ident())
-
-        def __exit__(self, *_: object) -> None: ...
-
-    with replicas_of(mlp(), repeats=True) as replicas:
-        state = torch.get_rng_state()
-        ran = replicas.each([threading.get_ident] * 2, around=Around)
-        assert sorted(entered) == sorted(map(int, filter(None, ran)))
-        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_draws_are_repeated_from_the_callers_generator_or_are_not() -> None:

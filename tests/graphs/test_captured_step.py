@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from flowdp.data.batches import Gathered
 from flowdp.device.cuda_graphs import GraphPool
-from flowdp.device.draws import OwnDraws
 from flowdp.device.streams import StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.captured_step import CAPTURED, Captured
@@ -71,7 +70,7 @@ class Rank:
         return Captured(
             step,
             CaptureOptions(),
-            lambda: Guards({"": self.module}, self.loss),
+            lambda: Guards(self.module, self.loss),
             lambda others: CudaGraphs(step, others),
             tell,
             watch,
@@ -225,7 +224,7 @@ def test_it_waits_until_it_is_known_whether_the_host_is_behind() -> None:
     assert rank.captured.state == CAPTURED
     assert rank.told == [
         "capture: cpu waits for launches, 1 ms a step: steps run as CUDA graphs from now on, without the "
-        "loss in Python (capture=False leaves them eager)"
+        "user's Python (capture=False leaves them eager)"
     ]
 
 
@@ -236,21 +235,11 @@ def test_a_device_with_enough_to_do_stays_eager() -> None:
         watch.take(1.0, 1.5)
     for number in range(5):
         rank.step(number)
-    assert rank.captured.state == "eager: cpu takes 1.5 ms for its kernels, and the host 1 ms to launch them"
+    assert rank.captured.state == (
+        "eager: cpu takes 1.5 ms for the kernels of a step, and the host 1 ms to launch them"
+    )
     assert rank.captured.problem is None
     assert rank.replays == 0
-
-
-def test_under_another_mode_it_gets_another_graph() -> None:
-    rank = Rank()
-    for number in range(8):
-        rank.step(number)
-    assert rank.captured.is_running
-    with OwnDraws(1):
-        rank.step(0)
-        assert not rank.captured.is_running
-    rank.step(0)
-    assert rank.captured.is_running
 
 
 def test_an_eager_step_behind_captured_ones_begins_with_zeros() -> None:
@@ -264,23 +253,6 @@ def test_an_eager_step_behind_captured_ones_begins_with_zeros() -> None:
                 rank.replica.add((X[:size], Y[:size]), rank.worker)
                 rank.replica.step()
     assert equal(eager, captured)
-
-
-def test_compiled_functions_are_rehearsed_outside_of_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a mode dynamo leaves them as they are written for good."""
-    rank, depths = Rank(), []
-    rank.replica.is_compiled = True
-
-    def loss(module: nn.Module, batch: Any) -> Tensor:
-        depths.append(torch._C._len_torch_dispatch_stack())
-        return loss_of(module, batch)
-
-    rank.replica.function = loss
-    for number in range(8):
-        rank.step(number)
-    assert rank.captured.is_running
-    # Two eager steps behind the first one, then the rehearsal; the fake card has a mode of its own.
-    assert len(set(depths[:4])) == 1, depths
 
 
 class Heads(nn.Module):

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from os import environ
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,9 @@ class Net(nn.Module):
         self.head = nn.Linear(3 * 16, 5)
         self.register_buffer("shift", torch.zeros(1))
         self.gain = 1.0
-        self.gains = [1.0]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm(self.conv(x))) * self.gain * self.gains[0] + self.shift
+        y = F.relu(self.norm(self.conv(x))) * self.gain + self.shift
         made: Tensor = self.head(self.drop(y.flatten(1)))
         return made
 
@@ -62,7 +60,7 @@ class Journal:
         self.step = -1
         self.events: list[tuple[int, str, str]] = []
         self.models: list[Net] = []
-        for name in ("_void", "_end"):
+        for name in ("_void", "end"):
             monkeypatch.setattr(Captured, name, self._spied(name))
 
     def _spied(self, name: str) -> Callable[..., None]:
@@ -149,17 +147,16 @@ def other_buffer(net: Net) -> None:
     net.shift = torch.ones(1)
 
 
-CHANGES: dict[str, tuple[Callable[[Net], object], str]] = {
-    "dropout": (lambda net: setattr(net.drop, "p", 0.6), "drop.p was 0.3, it is 0.6"),
-    "attribute": (lambda net: setattr(net, "gain", 0.5), "gain was 1.0, it is 0.5"),
-    "list": (lambda net: net.gains.__setitem__(0, 0.5), "gains"),
-    "frozen layer": (freeze, "head.weight.requires_grad was True"),
-    "eval mode": (lambda net: net.eval(), "training was True, it is False"),
-    "forward hook": (hook, "_forward_hooks"),
-    "global": (rescale, "SCALE"),
-    "momentum of BatchNorm": (lambda net: setattr(net.norm, "momentum", 0.5), "norm.momentum was 0.1"),
-    "buffer": (other_buffer, "shift"),
-    "layer": (lambda net: setattr(net, "drop", nn.Identity()), "another object"),
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "dropout": lambda net: setattr(net.drop, "p", 0.6),
+    "attribute": lambda net: setattr(net, "gain", 0.5),
+    "frozen layer": freeze,
+    "eval mode": lambda net: net.eval(),
+    "forward hook": hook,
+    "global": rescale,
+    "momentum of BatchNorm": lambda net: setattr(net.norm, "momentum", 0.5),
+    "buffer": other_buffer,
+    "layer": lambda net: setattr(net, "drop", nn.Identity()),
 }
 
 
@@ -167,25 +164,17 @@ CHANGES: dict[str, tuple[Callable[[Net], object], str]] = {
 def test_a_change_takes_effect_in_its_step(
     journal: Journal, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant, told = CHANGES[name]
+    plant = CHANGES[name]
     monkeypatch.setattr(f"{__name__}.SCALE", 1.0)
     eager = journal.run(False, plant)
     assert not journal.events
     monkeypatch.setattr(f"{__name__}.SCALE", 1.0)
     captured = journal.run(True, plant)
     assert [(step, kind) for step, kind, _ in journal.events] == [(PLANT, "_void")]
-    assert told in journal.events[0][2]
     assert equal(eager, captured)
 
 
 COUNTED = {"steps": 0}
-TICKS: Iterator[int] = iter(())
-
-
-class Counter:
-    """A step counter outside of all tables of the step."""
-
-    steps = 0
 
 
 def by_python_random(model: nn.Module, batch: Any) -> Any:
@@ -200,49 +189,27 @@ def by_numpy(model: nn.Module, batch: Any) -> Any:
     return F.cross_entropy(model(batch[0]), batch[1]) * float(np.random.rand())
 
 
-def by_a_counter(model: nn.Module, batch: Any) -> Any:
-    Counter.steps += 1
-    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if Counter.steps > PLANT else 1)
-
-
-def by_an_iterator(model: nn.Module, batch: Any) -> Any:
-    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if next(TICKS) > PLANT else 1)
-
-
 def by_a_table(model: nn.Module, batch: Any) -> Any:
     COUNTED["steps"] += 1
     return F.cross_entropy(model(batch[0]), batch[1]) * (2 if COUNTED["steps"] > PLANT else 1)
 
 
-@pytest.mark.parametrize("loss", [by_the_time])
-def test_a_number_that_no_fingerprint_sees_is_found_by_the_first_comparison(
+@pytest.mark.parametrize("loss", [by_the_time, by_python_random, by_numpy])
+def test_a_number_that_no_guard_sees_is_found_by_the_first_comparison(
     journal: Journal, caplog: pytest.LogCaptureFixture, loss: Any
 ) -> None:
     journal.run(True, loss=loss)
-    assert [(step, kind) for step, kind, _ in journal.events] == [(3, "_end")]
+    assert [(step, kind) for step, kind, _ in journal.events] == [(3, "end")]
     assert "the loss differs by" in journal.events[0][2]
-    assert len([line for line in caplog.messages if "goes on eagerly, from the eager result" in line]) == 1
+    assert len([line for line in caplog.messages if "go on eagerly, from the eager result" in line]) == 1
 
 
-@pytest.mark.parametrize(
-    ("loss", "told"),
-    [
-        (by_a_counter, "changes Python's state"),
-        (by_a_table, "changes Python's state"),
-        (by_an_iterator, "is an iterator"),
-        (by_python_random, "draws by random"),
-        (by_numpy, "draws by np"),
-    ],
-)
-def test_a_loss_that_counts_or_draws_is_not_captured(journal: Journal, loss: Any, told: str) -> None:
+def test_a_loss_that_counts_is_not_captured(journal: Journal) -> None:
     states = []
     for capture in (False, True):
-        Counter.steps = COUNTED["steps"] = 0
-        globals()["TICKS"] = count()
-        random.seed(0)
-        np.random.seed(0)
-        states.append(journal.run(capture, loss=loss))
-    assert told in journal.events[-1][2]
+        COUNTED["steps"] = 0
+        states.append(journal.run(capture, loss=by_a_table))
+    assert "changes too often" in journal.events[-1][2]
     assert equal(*states)
 
 
@@ -259,7 +226,7 @@ def test_a_difference_that_comes_late_is_found_by_the_next_comparison(
         loss=loss,
     )
     # Step 3 is the first captured one, so the 21st is step 23: the first multiple of 7 after the change.
-    assert [(step, kind) for step, kind, _ in journal.events] == [(23, "_end")]
+    assert [(step, kind) for step, kind, _ in journal.events] == [(23, "end")]
 
 
 class Branches(nn.Module):
@@ -283,7 +250,7 @@ def test_a_gradient_of_zeros_is_not_the_same_as_none(
         return journal.run(capture, lambda _: plant(), images, model=Branches)
 
     eager, captured = run(False), run(flowdp.CaptureOptions(compare_every=1))
-    assert [(step, kind) for step, kind, _ in journal.events] == [(PLANT, "_end")]
+    assert [(step, kind) for step, kind, _ in journal.events] == [(PLANT, "end")]
     assert "the gradient of 'second.weight' is there in one of them alone" in journal.events[0][2]
     assert equal(eager, captured)
 
@@ -445,7 +412,7 @@ def test_steps_are_captured_by_themselves_where_the_device_waits(
     told = [line for line in caplog.messages if line.startswith("capture")]
     assert len(told) == 1
     assert ("CUDA graphs from now on" in told[0]) is is_waiting
-    assert [kind for _, kind, _ in journal.events] == ([] if is_waiting else ["_end"])
+    assert [kind for _, kind, _ in journal.events] == ([] if is_waiting else ["end"])
 
 
 def test_a_run_without_a_cuda_device_cannot_be_told_to_capture() -> None:
