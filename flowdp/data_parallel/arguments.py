@@ -14,7 +14,6 @@ from flowdp.data_parallel.loss_context import LossFunction
 from flowdp.device.discovery import devices as find_devices
 from flowdp.device.structure import structure
 from flowdp.errors import OptionError
-from flowdp.modules.whole_batch import check_embeddings
 from flowdp.options import CadenceOptions
 from flowdp.replica.factories import check_plain
 from flowdp.validators import check_function
@@ -81,11 +80,11 @@ def check_cadence(
 
 
 def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: bool) -> None:
-    """Check that SyncBatchNorm can be synchronised, and that embeddings do not need the whole batch.
+    """Check that SyncBatchNorm can be synchronised.
 
     Raises:
         OptionError: With SyncBatchNorm, the devices are of several kinds or work through batches of their
-            own; or see `check_embeddings`.
+            own.
     """
     if windows and len(devices) > 1 and SharedStatistics(model):
         raise OptionError(
@@ -93,8 +92,6 @@ def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: 
             "works through batches of its own: give setup(..., cadence=False), which cuts each batch"
         )
     check_sync_batch_norm(model, "exact", devices)
-    if len(devices) > 1:
-        check_embeddings(model, "setup", is_shared=True)
 
 
 def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:

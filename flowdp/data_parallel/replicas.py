@@ -28,7 +28,7 @@ from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link
 from flowdp.device.compiled import FirstCalls, warn_of_draws
 from flowdp.device.copies import carry, copied
-from flowdp.device.draws import NoRedraws, OwnDraws, SeededCalls, draw_seed, share_generator
+from flowdp.device.draws import OwnDraws, SeededCalls, draw_seed, share_generator
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.stopwatch import Stopwatch
 from flowdp.device.streams import Lane
@@ -368,7 +368,7 @@ class Replicas:
             elif seed is not None:
                 context = SeededCalls(own)
         elif looks and self._shares_generator[rank]:
-            context = NoRedraws(self.devices[rank])
+            context = OwnDraws()
         with context:
             yield
         if walks:

@@ -34,7 +34,6 @@ from flowdp.device.streams import open_lanes
 from flowdp.device.structure import structure
 from flowdp.device.torch_modes import caller_modes
 from flowdp.errors import OptionError
-from flowdp.modules.whole_batch import check_embeddings
 from flowdp.options import LoopBackend, ProcessTuning
 from flowdp.threads.crew import Crew
 
@@ -141,8 +140,6 @@ class Ddp:
             )
         check_same_structure([structure(model) for model in models])
         check_separate_memory(models)
-        if len(models) > 1:
-            check_embeddings(models[0], "Ddp.wrap", is_shared=True)
         present = [_device_of(rank, model) for rank, model in enumerate(models)]
         wanted = resolve_devices(present if devices is None else devices)
         check_sync_batch_norm(models[0], "exact", wanted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -21,8 +22,6 @@ from flowdp.device.dispatch import RankMode, make_operators
 from flowdp.errors import FlowdpError
 
 __all__ = [
-    "DrawsNoted",
-    "NoRedraws",
     "OwnDraws",
     "SeededCalls",
     "draw_seed",
@@ -58,113 +57,66 @@ def share_generator(devices: Sequence[torch.device]) -> list[bool]:
     return [places.count(place) > 1 for place in places]
 
 
-class NoRedraws(RankMode):
+class OwnDraws(RankMode):
     """Mode in which a forward that a backward computes again may draw no random numbers.
 
     `torch.utils.checkpoint` puts the generator back to where it was before the forward. Where ranks share the
-    generator, others have drawn from it in between, and the numbers are not those of the forward: the
-    gradients would be wrong.
+    generator, others have drawn from it in between, and where they have their own it is not that one: the
+    numbers are not those of the forward, and the gradients would be wrong.
 
-    A compiled part in a checkpoint runs as written in this mode (torch 2.13), or compiled (2.8 by its source,
-    where guards do not look at modes): then the mode sees the draw of its seeds, without a graph.
-
-    Threads: the one that enters it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation, unless it is a random one of a second forward.
-
-        Raises:
-            FlowdpError: It is.
-        """
-        given = kwargs or {}
-        # Noise that a hook adds to gradients is no second forward, and drawn without a graph.
-        is_again = is_random(func, args, given) and _is_in_backward()
-        if is_again and (torch.is_grad_enabled() or _is_seeding(func, args)):
-            raise FlowdpError(
-                f"{func} draws random numbers in a forward that a backward computes again, as "
-                f"torch.utils.checkpoint does; the ranks on {self._device} share one generator, so they "
-                "would be others than in the first: take the dropout out of the checkpointed part, or give "
-                "each device one rank"
-            )
-        return func(*args, **given)
-
-
-def _is_seeding(func: Any, args: Sequence[Any]) -> bool:
-    """Whether inductor's code draws seeds for all its random numbers: any 64 bits, in a forward alone."""
-    bounds = torch.iinfo(torch.int64)
-    return func is torch.ops.aten.randint.low_out and tuple(args[:2]) == (bounds.min, bounds.max)
-
-
-class DrawsNoted(RankMode):
-    """Mode that notes whether an operation draws from a device's generator.
-
-    Attributes:
-        has_drawn: Whether one has.
-
-    Threads: the one that enters it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_drawn = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation."""
-        given = kwargs or {}
-        self.has_drawn = self.has_drawn or is_random(func, args, given)
-        return func(*args, **given)
-
-
-class OwnDraws(RankMode):
-    """Mode in which random operations on the CPU draw from a generator seeded for one job of one rank.
+    With a seed random operations on the CPU draw from a generator of one job of one rank meanwhile.
 
     Args:
-        seed: From `draw_seed`, the same for all ranks of a call; None: nothing may be drawn, for it is a
-            backward.
+        seed: From `draw_seed`, the same for all ranks of a call; None: they draw from the device's generator.
         place: The rank, and other integers that the numbers depend on.
 
     Threads: the one that enters it, as often as it likes.
     """
 
-    def __init__(self, seed: int | None, *place: int) -> None:
+    def __init__(self, seed: int | None = None, *place: int) -> None:
         super().__init__()
-        self._uncompiled = Uncompiled()
+        self._compilation: Any = nullcontext() if seed is None else Uncompiled()
         self._seed, self._place = seed, place
         self._generator: torch.Generator | None = None
 
     @property
     def generator(self) -> torch.Generator | None:
-        """Generator of the draws; None where nothing may be drawn."""
+        """Generator of the draws; None: the device's."""
         if self._generator is None and self._seed is not None:  # made when something is drawn, mostly never
             state = np.random.SeedSequence(self._seed, spawn_key=self._place).generate_state(1, np.uint64)
             self._generator = torch.Generator().manual_seed(int(state[0]) >> 1)
         return self._generator
 
     def __enter__(self) -> Any:
-        """Enter it, in this thread; compiled functions run as they are written."""
-        self._uncompiled.__enter__()
+        """Enter it, in this thread; with a seed compiled functions run as they are written."""
+        self._compilation.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         """Leave it, in the same thread."""
         super().__exit__(*error)
-        self._uncompiled.__exit__(*error)
+        self._compilation.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation; a random one with the rank's generator."""
+        """Run an operation; a random one with the rank's generator.
+
+        Raises:
+            FlowdpError: It is a random one of a second forward, or cannot take a generator.
+        """
         given = kwargs or {}
         if not is_random(func, args, given):
+            return func(*args, **given)
+        # Noise that a hook adds to gradients is no second forward, and drawn without a graph.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            raise FlowdpError(
+                f"{func} draws random numbers in a forward that a backward computes again, as "
+                "torch.utils.checkpoint does; they would be others than in the first, as ranks share the "
+                "generator of their device, or draw by the seed: take the dropout out of the checkpointed "
+                "part, or give each device one rank, without partition_ratios"
+            )
+        if self._seed is None:
             return func(*args, **given)
         seeded = seeded_form(func)
         if seeded is None:
@@ -172,13 +124,6 @@ class OwnDraws(RankMode):
                 made = func.decompose(*args, **given)
             if made is not NotImplemented:
                 return made
-        if self.generator is None or _is_in_backward():
-            raise FlowdpError(
-                f"{func} draws random numbers in a backward, as torch.utils.checkpoint does when it computes "
-                "a forward again; with partition_ratios they would be others than in the forward: take the "
-                "dropout out of the checkpointed part, or leave partition_ratios out"
-            )
-        if seeded is None:
             raise FlowdpError(
                 f"{func} takes no generator, so its numbers cannot be repeated with partition_ratios: draw "
                 "them by another operation (torch.rand, tensor.normal_()), or leave partition_ratios out"
@@ -254,10 +199,6 @@ def _dropout(func: Any) -> int | None:
     """Position of attention's `dropout_p` among the arguments; None without one."""
     names = list(_arguments(func))
     return names.index("dropout_p") if "dropout_p" in names else None
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 @cache

@@ -17,51 +17,7 @@ from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
 from flowdp.policy.recheck import Recheck
 
-__all__ = ["FrozenCheck", "FrozenParameters", "frozen_sums"]
-
-
-class FrozenParameters:
-    """The frozen parameters of a module, and their bits when they were noted last: now, at first.
-
-    Args:
-        module: The module.
-        lane: Lane of its device.
-        trained: Whether those that are trained are among them, too.
-
-    Streams:
-        All is enqueued on `compute`, which is the current one, and waited for.
-    """
-
-    def __init__(self, module: nn.Module, lane: Lane, *, trained: bool = False) -> None:
-        self._module = module
-        self._lane = lane
-        self._trained = trained
-        self._passed = lane.event()
-        self._names = list(frozen_sums(module, trained=trained))
-        with QUIET:
-            self._host = lane.pinned((len(self._names),), torch.int64)
-        self.note()
-
-    def note(self) -> None:
-        """Note their bits."""
-        self._noted = self._read()
-
-    def changed(self) -> list[str]:
-        """Names of those whose bits are not those noted; one that is not among them any more is left out."""
-        now = self._read()
-        return [name for name, value in self._noted.items() if now.get(name, value) != value]
-
-    def _read(self) -> Mapping[str, int]:
-        sums = frozen_sums(self._module, trained=self._trained)
-        known = [name for name in self._names if name in sums]
-        if not known:
-            return {}
-        device = self._lane.device
-        host = self._host[: len(known)]
-        host.copy_(torch.stack([sums[name].to(device) for name in known]), non_blocking=True)
-        self._passed.record(self._lane.compute)
-        self._passed.synchronize()
-        return dict(zip(known, host.tolist(), strict=True))
+__all__ = ["FrozenCheck", "frozen_sums"]
 
 
 class FrozenCheck:
@@ -78,7 +34,7 @@ class FrozenCheck:
         The worker of the rank.
 
     Streams:
-        As `FrozenParameters`.
+        All is enqueued on `compute`, which is the current one, and waited for.
     """
 
     def __init__(self, module: nn.Module, lane: Lane, remedy: str) -> None:
@@ -87,11 +43,15 @@ class FrozenCheck:
         self._remedy = remedy
         self._epoch = -1
         self._due = Recheck()
-        self._parameters: FrozenParameters | None = None
+        self._passed = lane.event()
+        self._names = list(frozen_sums(module))
+        self._noted: Mapping[str, int] = {}
+        with QUIET:
+            self._host = lane.pinned((len(self._names),), torch.int64)
 
     def begin(self) -> None:
         """Note the parameters, before the first step."""
-        self._parameters = FrozenParameters(self._module, self._lane)
+        self._noted = self._read()
 
     def met(self, epoch: int) -> None:
         """Check them at a meeting, where that is due.
@@ -110,7 +70,7 @@ class FrozenCheck:
         Raises:
             CollectiveError: One has changed.
         """
-        changed = [] if self._parameters is None else self._parameters.changed()
+        changed = self.changed()
         if changed:
             more = f" and {len(changed) - 1} more have" if len(changed) > 1 else " has"
             raise CollectiveError(
@@ -118,11 +78,26 @@ class FrozenCheck:
                 f"forward or a callback writes there. {self._remedy}"
             )
 
+    def changed(self) -> list[str]:
+        """Names of those whose bits are not those noted; one that is not among them any more is left out."""
+        now = self._read()
+        return [name for name, value in self._noted.items() if now.get(name, value) != value]
 
-def frozen_sums(module: nn.Module, *, trained: bool = False) -> dict[str, Tensor]:
+    def _read(self) -> Mapping[str, int]:
+        sums = frozen_sums(self._module)
+        known = [name for name in self._names if name in sums]
+        if not known:
+            return {}
+        device = self._lane.device
+        host = self._host[: len(known)]
+        host.copy_(torch.stack([sums[name].to(device) for name in known]), non_blocking=True)
+        self._passed.record(self._lane.compute)
+        self._passed.synchronize()
+        return dict(zip(known, host.tolist(), strict=True))
+
+
+def frozen_sums(module: nn.Module) -> dict[str, Tensor]:
     """The sum of the bits of each frozen parameter by its name. Int64, shape [], on its device.
-
-    With `trained` of all others, too.
 
     Without the weights of embeddings that shorten the rows which they read (`max_norm`): that changes no
     forward, wherever it has been done.
@@ -135,7 +110,7 @@ def frozen_sums(module: nn.Module, *, trained: bool = False) -> dict[str, Tensor
     return {
         name: _sum(parameter)
         for name, parameter in module.named_parameters()
-        if (trained or not parameter.requires_grad) and parameter not in shortened and _is_plain(parameter)
+        if not parameter.requires_grad and parameter not in shortened and _is_plain(parameter)
     }
 
 

@@ -129,7 +129,7 @@ class Decisions(Generic[G]):
         return self.forms[-1]
 
     def next(self, form: Form[G], record: Callable[[], G]) -> Action:
-        """What is to be done with work of a form; a graph that is due is recorded by `record`.
+        """The action for work of a form; a graph that is due is recorded by `record`.
 
         A form that has just been recorded is compared.
         """

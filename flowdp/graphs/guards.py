@@ -154,7 +154,7 @@ def _functions(loss: Any) -> Iterator[FunctionType]:
 
 
 def _named(loss: Any) -> Iterator[tuple[str, Any]]:
-    """What a loss names: its object, arguments, closure and globals."""
+    """The object, arguments, closure and globals of a loss, by name."""
     inner = loss
     while isinstance(inner, partial):
         yield from ((f"{name!r} of the loss", value) for name, value in inner.keywords.items())

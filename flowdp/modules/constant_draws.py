@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from flowdp.device.compiled import take_out
 from flowdp.device.dispatch import RankMode
-from flowdp.modules.whole_batch import BATCH_NORMS
 
 __all__ = ["ConstantDraws", "still"]
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 TF32 = 2.0**-11
 """Rounding of float32 products on tensor cores."""

@@ -26,7 +26,6 @@ from flowdp.device.streams import Lane, open_lanes
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.rounds import Averages
-from flowdp.modules.whole_batch import check_embeddings
 from flowdp.network.team import Team
 from flowdp.options import CaptureOptions, Policy, Precision
 from flowdp.policy.schedule import lr_factor
@@ -125,8 +124,6 @@ def build_replicas(
     modules = build_models(config.model, lanes)
     check_sync_batch_norm(modules[0], config.policy, devices)
     averages = ROUNDS[config.policy].averages
-    if averages == "gradients":
-        check_embeddings(modules[0], "policy='exact'", is_shared=world_size > 1)
     flats = equal_start(modules, lanes, may_thaw=world_size == 1)
     if team.machines is not None:
         equal_machines(modules, lanes, team.machines)

@@ -19,7 +19,7 @@ from flowdp.collective.outer import OuterMomentum
 from flowdp.data.batches import Portion, cuts, made
 from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.compiled import frees_at_once, uses_compile
-from flowdp.device.draws import NoRedraws
+from flowdp.device.draws import OwnDraws
 from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.frozen_parameters import FrozenCheck
@@ -581,7 +581,7 @@ class Replica:
         if not self.shares_generator:
             loss.backward(**options)
             return
-        with NoRedraws(self.device) if self._redraws.is_due else nullcontext():
+        with OwnDraws() if self._redraws.is_due else nullcontext():
             loss.backward(**options)
         self._redraws.passed()
 

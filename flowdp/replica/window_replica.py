@@ -19,7 +19,6 @@ from flowdp.device.compiled import as_written, uses_compile
 from flowdp.device.draws import OwnDraws, SeededCalls
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
-from flowdp.modules.whole_batch import Written
 from flowdp.policy.recheck import Recheck, is_due_at
 from flowdp.protocol.messages import SampleRange
 from flowdp.replica.loss_check import check_mean
@@ -57,8 +56,7 @@ class WindowReplica(Replica):
         self._drawing: AbstractContextManager[object] = nullcontext()  # of each forward and backward
         self._is_compiled = uses_compile(self.module, loss)
         self._has_looked = False
-        self._looks = Recheck()  # at what the forwards write to, and a backward draws
-        self._written: Written | None = None
+        self._looks = Recheck()  # for draws in a backward
         self._size = size
         self.least = min(self.least, size)  # with batch_size=1 each forward equals that of one device
 
@@ -72,11 +70,6 @@ class WindowReplica(Replica):
             self._check_loss(batch, worker)
         part = self.part or SampleRange(0, samples)
         pieces = part.forwards or self.forwards(batch, samples)
-        # A teacher that follows the weights is equal to them, and not changed, in the first window.
-        looks = self.flat.rank == 0 and self._looks.is_due and (pieces > 1 or self._is_part)
-        if looks:
-            self._written = self._written or Written(self.module, self.lane)
-            self._written.begin()
         with self._beside_others(part, samples):
             # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
             if self._seed is not None:
@@ -89,8 +82,6 @@ class WindowReplica(Replica):
                 self._compute(batch.rows(start, stop), worker, factors)
         if not self.has_stepped:
             self._check_first()
-        if looks and self._written is not None:
-            self._written.tell(is_shared=self._is_part)
         self._looks.passed()
 
     def _beside_others(self, _part: SampleRange, _samples: int) -> AbstractContextManager[object]:

@@ -602,7 +602,7 @@ def test_fixed_shares_and_dropout_that_is_computed_again(setup: Setup) -> None:
 
     dp = setup(Again(), cadence=None, partition_ratios=(1, 1), check=False)
     loss = loss_of(dp)
-    with pytest.raises(FlowdpError, match="draws random numbers in a backward"):
+    with pytest.raises(FlowdpError, match="that a backward computes again"):
         loss.backward()
 
 

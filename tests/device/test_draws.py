@@ -123,18 +123,11 @@ def test_a_generator_of_the_users_own_stays() -> None:
     assert torch.equal(drawn(lambda: torch.rand(4, generator=mine), 7, 0), wanted)
 
 
-def test_in_a_backward_nothing_is_drawn() -> None:
-    with OwnDraws(None, 0):
-        assert (X * 2).sum() == 48
-        with pytest.raises(FlowdpError, match=r"bernoulli_.* in a backward"):
-            F.dropout(X)
-
-
 def test_what_is_computed_again_in_a_backward_is_refused() -> None:
     x = torch.ones(4, 6, requires_grad=True)
     with OwnDraws(7, 0):
         loss = checkpoint(F.dropout, x, use_reentrant=False).sum()
-        with pytest.raises(FlowdpError, match=r"bernoulli_.* in a backward"):
+        with pytest.raises(FlowdpError, match="that a backward computes again"):
             loss.backward()
 
 

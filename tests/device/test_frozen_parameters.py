@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.frozen_parameters import FrozenCheck, FrozenParameters, frozen_sums
+from flowdp.device.frozen_parameters import FrozenCheck, frozen_sums
 from flowdp.device.streams import HostLane
 from flowdp.errors import CollectiveError
 
@@ -20,6 +20,12 @@ def model() -> nn.Sequential:
     torch.manual_seed(0)
     frozen = nn.Linear(3, 5).requires_grad_(False)
     return nn.Sequential(nn.Linear(3, 3), frozen)
+
+
+def noted(module: nn.Module) -> FrozenCheck:
+    check = FrozenCheck(module, LANE, "Do something else.")
+    check.begin()
+    return check
 
 
 WRITES: dict[str, Callable[[Tensor], None]] = {
@@ -33,19 +39,19 @@ WRITES: dict[str, Callable[[Tensor], None]] = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_write_is_seen_however_it_is_made(write: Callable[[Tensor], None]) -> None:
     module = model()
-    parameters = FrozenParameters(module, LANE)
+    parameters = noted(module)
     assert parameters.changed() == []
     module[0].weight.data.zero_()
     assert parameters.changed() == []
     write(module[1].weight)
     assert parameters.changed() == ["1.weight"]
-    parameters.note()
+    parameters.begin()
     assert parameters.changed() == []
 
 
 def test_a_write_of_what_is_there_is_none() -> None:
     module = model()
-    parameters = FrozenParameters(module, LANE)
+    parameters = noted(module)
     module[1].weight.copy_(module[1].weight.clone())
     assert parameters.changed() == []
 
@@ -84,7 +90,7 @@ def test_those_whose_bits_are_no_plain_memory_are_left_out() -> None:
     module.nowhere = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
     module.shortened = nn.Embedding(4, 3, max_norm=1.0).requires_grad_(False)
     assert frozen_sums(module) == {}
-    assert FrozenParameters(module, LANE).changed() == []
+    assert noted(module).changed() == []
 
 
 def test_the_sum_of_a_replica_is_of_frozen_parameters_too() -> None:
@@ -97,8 +103,7 @@ def test_the_sum_of_a_replica_is_of_frozen_parameters_too() -> None:
 
 def test_they_are_checked_at_growing_distances_in_each_epoch_and_at_the_end() -> None:
     module = model()
-    check = FrozenCheck(module, LANE, "Do something else.")
-    check.begin()
+    check = noted(module)
     check.met(0)
     check.met(0)
     module[1].weight.data.mul_(0.5)
@@ -116,7 +121,7 @@ def test_they_are_checked_at_growing_distances_in_each_epoch_and_at_the_end() ->
 
 def test_one_that_is_trained_meanwhile_is_no_business_of_this_check() -> None:
     module = model()
-    parameters = FrozenParameters(module, LANE)
+    parameters = noted(module)
     module[1].weight.requires_grad_(True)
     module[1].weight.data.mul_(0.5)
     assert parameters.changed() == []

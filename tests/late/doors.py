@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
-from flowdp.device.frozen_parameters import FrozenParameters
+from flowdp.device.frozen_parameters import FrozenCheck
 from flowdp.device.stopwatch import KEPT_LAPS, Stopwatch
 from flowdp.device.streams import StreamLane
 from tests.late import runs
@@ -240,7 +240,8 @@ def frozen(_cuda: LateCuda) -> list[str]:
     lane = StreamLane(torch.device("cuda:0"))
     with lane.on(lane.compute):
         module = nn.Linear(3, 2).to("cuda:0").requires_grad_(False)
-        parameters = FrozenParameters(module, lane)
+        parameters = FrozenCheck(module, lane, "")
+        parameters.begin()
         found = [parameters.changed()]
         module.weight.data.add_(1)
         found.append(parameters.changed())
