@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -85,79 +84,32 @@ def check_same(
 
 
 def check_no_overlap(module: nn.Module) -> None:
-    """Check that no trained parameter has elements in common with another parameter or a buffer.
+    """Check that no trained parameter begins where another parameter or a buffer does.
 
     A copy of the module, and the flat memory of a replica, have a place for each tensor: they would come
-    apart. One tensor under several names is no overlap, and neither are parts of one memory that do not meet.
+    apart. One tensor under several names is none of these.
 
     Raises:
-        OptionError: One has; the message names both.
+        OptionError: One does; the message names both.
     """
-    for one, other in _crossing(sorted(_spans(module), key=lambda span: (span.device, span.begin))):
-        if (one.is_trained or other.is_trained) and _has_common_element(one, other):
-            first, second = sorted((one, other), key=lambda span: span.place)
+    known: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        address = _address(tensor)
+        first, other = known.setdefault(address, (name, tensor))
+        if address and other is not tensor and (other.requires_grad or tensor.requires_grad):
             raise OptionError(
-                f"model: {second.name!r} lies in the memory of {first.name!r}, as `.data = other.data` makes "
-                "it, and the devices' copies would have a memory for each: tie them by one nn.Parameter "
-                f"(model.{second.name} = model.{first.name}), compute a part or a transpose of the other in "
+                f"model: {name!r} lies in the memory of {first!r}, as `.data = other.data` makes it, and the "
+                "devices' copies would have a memory for each: tie them by one nn.Parameter "
+                f"(model.{name} = model.{first}), compute a part or a transpose of the other in "
                 "forward, or give it memory of its own (.data = other.data.clone())"
             )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Span:
-    """Memory of a tensor: addresses from its first element to behind the last."""
-
-    place: int
-    name: str
-    tensor: Tensor
-    device: str
-    begin: int
-    end: int
-
-    @property
-    def is_trained(self) -> bool:
-        return self.tensor.requires_grad
-
-    @property
-    def is_dense(self) -> bool:
-        return self.end - self.begin == self.tensor.numel() * self.tensor.itemsize
-
-
-def _spans(module: nn.Module) -> Iterator[_Span]:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    for place, (name, tensor) in enumerate(named):
-        if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
-            continue
-        try:
-            begin = tensor.data_ptr()
-        except RuntimeError:  # a subclass of tensors without memory of its own
-            continue
-        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if begin:  # "meta" has none
-            end = begin + (last + 1) * tensor.itemsize
-            yield _Span(place, name, tensor, str(tensor.device), begin, end)
-
-
-def _crossing(spans: Iterable[_Span]) -> Iterator[tuple[_Span, _Span]]:
-    """Pairs whose addresses cross, of spans in order."""
-    before: list[_Span] = []
-    for span in spans:
-        before = [one for one in before if one.device == span.device and one.end > span.begin]
-        for one in before:
-            yield one, span
-        before.append(span)
-
-
-def _has_common_element(one: _Span, other: _Span) -> bool:
-    size = one.tensor.itemsize
-    distance = other.begin - one.begin
-    if (one.is_dense and other.is_dense) or other.tensor.itemsize != size or distance % size:
-        return True
-    # Columns of one matrix, say: addresses that cross, and no element in common.
-    count = (max(one.end, other.end) - one.begin) // size
-    elements = torch.arange(count)
-    is_taken = torch.zeros(count, dtype=torch.bool)
-    is_taken[elements.as_strided(one.tensor.shape, one.tensor.stride()).reshape(-1)] = True
-    theirs = elements.as_strided(other.tensor.shape, other.tensor.stride(), distance // size)
-    return bool(is_taken[theirs.reshape(-1)].any())
+def _address(tensor: Tensor) -> int:
+    """Address of a tensor's first element; 0 without memory."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass of tensors without memory of its own
+        return 0

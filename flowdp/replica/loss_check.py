@@ -93,20 +93,15 @@ def check_mean(
     nudged = of(0, samples, partial(_nudged, loss))
     if nudged is not None and bool((whole[0] - mean).abs() <= 4 * (whole[0] - nudged[0]).abs()):
         return True  # a small difference of large numbers, as a loss is at the end of a run
-    is_sum = is_same(whole[0], torch.stack([value for value, _ in known]).sum())
-    remedy = (
-        "it is a sum, so divide it by the samples of its batch"
-        if is_sum
-        else "if it is a mean over something else, tokens or class weights, name that: return "
-        "{'loss': loss, 'weight': (labels != -100).sum()}; if it looks across the batch, as a contrastive "
-        "loss does, no parts of a window give that of the whole"
-    )
     of_parts = ", ".join(f"{float(value):.6g}" for value, _ in known)
     sizes = ", ".join(str(stop - start) for start, stop in pairwise(bounds))
     raise ValueError(
         f"under policy='exact' a loss counts by its samples, and that of {samples} samples "
-        f"({float(whole[0]):.6g}) is not the mean of those of {sizes} of them ({of_parts}): {remedy}. "
-        f"(FailureOptions(check_loss=False) leaves this out.)"
+        f"({float(whole[0]):.6g}) is not the mean of those of {sizes} of them ({of_parts}): divide a sum by "
+        "the samples of its batch; if it is a mean over something else, tokens or class weights, name that: "
+        "return {'loss': loss, 'weight': (labels != -100).sum()}; if it looks across the batch, as a "
+        "contrastive loss does, no parts of a window give that of the whole. "
+        "(FailureOptions(check_loss=False) leaves this out.)"
     )
 
 

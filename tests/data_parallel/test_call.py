@@ -7,7 +7,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -62,13 +61,6 @@ def test_outputs_and_gradients_are_those_of_one_device(world: World) -> None:
     for call in (world, world.twin):
         loss_of(call(x)).backward()
     assert torch.allclose(world(x), world.twin(x))
-    world.check()
-
-
-def test_gradients_accumulate_over_calls_and_over_one_graph_of_several(world: World) -> None:
-    for call in (world, world.twin):
-        loss_of(call(numbers(5, 6))).backward()
-        (loss_of(call(numbers(5, 6, seed=6))) + loss_of(call(numbers(5, 6, seed=7)))).backward()
     world.check()
 
 
@@ -172,16 +164,6 @@ def test_outputs_of_all_kinds_take_their_gradients_back(world: World) -> None:
         several.check()
 
 
-def test_tied_parameters() -> None:
-    tied = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-    tied[2].weight = tied[0].weight
-    with replicas_of(tied) as replicas:
-        world = World(replicas)
-        for call in (world, world.twin):
-            loss_of(call(numbers(5, 4))).backward()
-        world.check()
-
-
 def test_sparse_gradients() -> None:
     with replicas_of(nn.EmbeddingBag(9, 3, sparse=True).double()) as replicas:
         world = World(replicas)
@@ -206,22 +188,6 @@ def test_outputs_may_be_changed_in_place(world: World) -> None:
     world.check()
 
 
-def test_activation_checkpoints(world: World) -> None:
-    class Saving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    with replicas_of(Saving(), len(world.sizes)) as replicas:
-        saving = World(replicas, world.sizes)
-        for call in (saving, saving.twin):
-            loss_of(call(numbers(5, 6))).backward()
-        saving.check()
-
-
 def test_a_call_under_an_activation_checkpoint() -> None:
     """On a card the first rank works in the caller's thread, which has the hooks on saved tensors."""
     cuda = FakeCuda()
@@ -235,13 +201,6 @@ def test_a_call_under_an_activation_checkpoint() -> None:
 
 
 # ---------------------------------------------------------------- modules that write to their arguments
-def test_a_write_after_the_call_is_found_as_on_one_device(world: World) -> None:
-    for call in (world, world.twin):
-        x = numbers(5, 6)
-        out = call(x)
-        x.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
 
 
 # ---------------------------------------------------------------- ways to call autograd
@@ -291,20 +250,6 @@ def test_modes_of_the_caller(world: World) -> None:
     loss_of(world(x)).backward()
     loss_of(world.twin(x)).backward()
     world.check()
-
-
-def test_autocast_is_followed() -> None:
-    with replicas_of(mlp().float()) as replicas:
-        world = World(replicas)
-        x = numbers(5, 6).float()
-        for call in (world, world.twin):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                out = call(x)
-            assert out.dtype == torch.bfloat16
-            out.float().sin().sum().backward()
-        for mine, other in zip(gradients(world.module), gradients(world.twin), strict=True):
-            torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
-        assert world(x).dtype == torch.float32
 
 
 def test_a_graph_ends_with_its_output(world: World) -> None:
@@ -387,35 +332,7 @@ def test_ranks_walk_their_graphs_in_their_own_threads(world: World) -> None:
     assert sorted(seen) == [(f"flowdp-replica-{rank}", False) for rank in range(count) for _ in "fb"]
 
 
-def test_contexts_of_the_caller_are_entered_in_forward_and_backward(world: World) -> None:
-    word: ContextVar[str] = ContextVar("word")
-    seen: list[str] = []
-    with replicas_of(Noting(lambda: seen.append(word.get())), len(world.sizes)) as replicas:
-        for now in ("one", "two"):
-            word.set(now)
-            loss = loss_of(called(replicas, world.sizes, numbers(5, 6)))
-            assert seen == [now] * len(world.sizes)
-            word.set("later")
-            loss.backward()
-            assert seen[len(world.sizes) :] == ["later"] * len(world.sizes)
-            seen.clear()
-
-
 # ---------------------------------------------------------------- gradients of gradients
-def penalty(call: Any, x: Tensor) -> Tensor:
-    out: Tensor = call(x)
-    (slope,) = torch.autograd.grad(loss_of(out), x, create_graph=True)
-    return slope.square().sum() + out.mean()
-
-
-def test_a_penalty_on_a_gradient(world: World) -> None:
-    found = []
-    for call in (world, world.twin):
-        x = numbers(5, 6).requires_grad_()
-        penalty(call, x).backward()
-        found.append([x.grad])
-    assert_equal(*found)
-    world.check()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -442,18 +359,6 @@ def test_weights_of_the_callers_own_get_the_gradients(world: World) -> None:
     assert_equal(*found)
     loss_of(world(numbers(5, 6))).backward()
     loss_of(world.twin(numbers(5, 6))).backward()
-    world.check()
-
-
-def test_two_sets_of_parameters_in_one_graph(world: World) -> None:
-    """As in MAML, which calls the module with its own weights."""
-    for call, module in ((world, world.module), (world.twin, world.twin)):
-        losses = []
-        for factor in (1.0, 2.0):
-            weights = {name: p * factor for name, p in module.named_parameters()}
-            with torch.nn.utils.stateless._reparametrize_module(module, weights):
-                losses.append(loss_of(call(numbers(5, 6))))
-        torch.stack(losses).sum().backward()
     world.check()
 
 

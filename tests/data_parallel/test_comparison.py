@@ -8,7 +8,6 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from flowdp.data_parallel import comparison, wrapper
 from flowdp.data_parallel.comparison import Call, Schedule, check_call
 from flowdp.data_parallel.layout import Callee, Layout
 from tests.data_parallel.test_layout import Tagger, padded
-from tests.loops import WAIT_S, assert_equal, gradients, mlp, numbers, replicas_of
+from tests.loops import assert_equal, gradients, mlp, numbers, replicas_of
 
 
 class Giving(nn.Module):
@@ -55,38 +54,6 @@ def test_a_loss_that_looks_across_the_batch(setup: Any, reduction: str) -> None:
         FlowdpError, match=r"Contrastive.forward gives another result .*: output .*looks across"
     ):
         setup(Contrastive(reduction))(numbers(8, 6), numbers(8, 6, seed=1))
-
-
-class Experts(nn.Module):
-    """Each sample goes to its best two of four experts.
-
-    Args:
-        balances: Whether it returns the loss that keeps experts in balance, a product of two means.
-    """
-
-    def __init__(self, balances: bool) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(6, 4), nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
-        self.balances = balances
-
-    def forward(self, x: Tensor) -> Any:
-        odds = self.router(x).softmax(-1)
-        best, places = odds.topk(2)
-        out = x.new_zeros(len(x), 3)
-        for number, expert in enumerate(self.experts):
-            rows, rank = (places == number).nonzero(as_tuple=True)
-            out = out.index_add(0, rows, expert(x[rows]) * best[rows, rank, None])
-        used = F.one_hot(places, 4).to(x).mean((0, 1))
-        return (out, (used * odds.mean(0)).sum()) if self.balances else out
-
-
-def test_a_mixture_of_experts(setup: Any) -> None:
-    torch.manual_seed(1)
-    x = torch.randn(16, 6)
-    model = Experts(balances=False)
-    assert torch.allclose(setup(model)(x), model(x), atol=1e-6)
-    with pytest.raises(FlowdpError, match=r"output\[1\] is .* for the whole batch"):
-        setup(Experts(balances=True))(x)
 
 
 class Squeezed(nn.Module):
@@ -131,11 +98,6 @@ def test_a_squeeze_with_one_sample_a_device(setup: Any) -> None:
 def test_outputs_that_depend_on_the_cut(setup: Any, function: Any, difference: str) -> None:
     with pytest.raises(FlowdpError, match=difference):
         setup(Giving(function))(numbers(8, 6))
-
-
-def test_a_loss_of_one_entry_and_parts_of_one_sample(setup: Any) -> None:
-    with pytest.raises(FlowdpError, match=r"shape \(1,\) for the whole batch, and \(2,\) for its parts"):
-        setup(Giving(lambda out: out.mean().reshape(1)))(numbers(2, 6))
 
 
 def test_parts_that_raise_where_the_whole_batch_does_not(setup: Any) -> None:
@@ -235,25 +197,6 @@ def test_gradients_that_depend_on_the_cut(setup: Any) -> None:
             dp(numbers(8, 6).requires_grad_())
 
 
-def test_a_penalty_of_gradients_inside_forward(setup: Any) -> None:
-    class Penalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_()
-            out = self.inner(x).sum()
-            (gradient,) = torch.autograd.grad(out, x, create_graph=True)
-            return (gradient.norm(dim=1) - 1).square().mean()
-
-    model, twin = Penalised(), Penalised()
-    dp = setup(model)
-    for one in (dp, twin):
-        one(numbers(8, 6)).backward()
-    assert_equal(gradients(model), gradients(twin))
-
-
 class Codebook(nn.Module):
     """Quantises by a table that follows the batch, as in VQ-VAE with a moving average."""
 
@@ -326,13 +269,6 @@ def test_batches_that_are_cut_for_windows(setup: Any) -> None:
     for window in dp.epoch([torch.randn(4, 6, 3)]):
         with pytest.raises(FlowdpError, match="forward_batch gives another result"):
             dp.forward_batch(window)
-
-
-def test_whole_batches_in_windows_are_not_checked(setup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrapper, "check_call", None)
-    dp = setup(Squeezed(), cadence=True)
-    for window in dp.epoch([numbers(4, 6)] * 2):
-        dp.forward_batch(window)
 
 
 # ---------------------------------------------------------------- calls that pass, without a trace
@@ -530,22 +466,6 @@ def test_containers_have_nothing_of_a_comparison(setup: Any) -> None:
         assert own == getattr(twin, name), name
 
 
-def test_two_attributes_that_are_one_list_stay_one(setup: Any) -> None:
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-            self.written: list[int] = []
-            self.read = (self.written,)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.written.append(1)
-            out: Tensor = self.inner(x)
-            return out * self.read[0][-1]
-
-    setup(Reading())(numbers(8, 6))
-
-
 class Loose(nn.Module):
     """Writes to a buffer, and the same in each part to a parameter that is not trained; sets attributes."""
 
@@ -607,21 +527,6 @@ def test_another_thread_may_step_meanwhile() -> None:
         check_call(replicas, call(stepping, numbers(8, 6), (4, 4)))
 
 
-def test_other_threads_wait_for_a_comparison(setup: Any) -> None:
-    is_free: list[bool] = []
-
-    class Looking(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            if len(input) == 8:  # the whole batch
-                with ThreadPoolExecutor(1) as other:
-                    is_free.append(other.submit(dp._replicas.turn.acquire, blocking=False).result(WAIT_S))
-            return super().forward(input)
-
-    dp = setup(Looking(6, 2))
-    dp(torch.randn(8, 6))
-    assert is_free == [False]
-
-
 # ---------------------------------------------------------------- calls that cannot be checked
 def test_a_module_that_cannot_take_the_whole_batch(setup: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Small(nn.Linear):
@@ -681,28 +586,6 @@ def test_a_code_that_is_chosen_by_a_rounding_is_no_difference(setup: Any) -> Non
     setup(model, devices=["cpu"] * 3)(x)
 
 
-@pytest.mark.parametrize("casts", [True, False])
-def test_codes_that_lie_closer_than_16_bits_can_tell(setup: Any, casts: bool) -> None:
-    class Near(nn.Module):
-        """Takes the nearest of many numbers, and what belongs to it."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.values = nn.Linear(6, 1), nn.Embedding(999, 3)
-            self.register_buffer("table", torch.linspace(-1, 1, 999))
-
-        def forward(self, x: Tensor) -> Tensor:
-            codes: Tensor = self.values((self.inner(x) - self.table).abs().argmin(1))
-            return codes
-
-    torch.manual_seed(1)
-    model, x = Near(), torch.randn(64, 6)
-    if not casts:
-        model, x = model.bfloat16(), x.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-        setup(model)(x)
-
-
 def test_a_device_without_room_for_the_whole_batch(setup: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Large(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -743,16 +626,6 @@ def test_methods_have_a_schedule_each(setup: Any, monkeypatch: pytest.MonkeyPatc
     assert checked == ["<lambda>", "Contrastive.inner", "partial"] * 2
 
 
-def test_gradients_are_those_of_one_device_behind_a_check(setup: Any) -> None:
-    model = mlp()
-    twin = copy.deepcopy(model)
-    dp = setup(model)
-    for one in (dp, twin):
-        x = numbers(8, 6).requires_grad_()
-        one(x * 2).sin().sum().backward()
-    assert_equal(gradients(model), gradients(twin))
-
-
 # ---------------------------------------------------------------- forwards that are no function
 class Doing(nn.Module):
     """Does something beside its layer."""
@@ -788,12 +661,6 @@ def test_a_forward_with_random_numbers_that_cannot_be_held_is_not_refused(
     for step in range(9):
         assert dp(numbers(8, 6, seed=step)).shape == (8, 3)
     assert "could not be compared" in caplog.text or "random" not in do.__name__
-
-
-def test_a_forward_that_depends_on_its_earlier_calls(setup: Any, caplog: pytest.LogCaptureFixture) -> None:
-    dp = setup(Doing(lambda module, y: y * next(module.steps)))
-    dp(numbers(8, 6))
-    assert "could not be compared with one device: its results differ from call to call" in caplog.text
 
 
 def test_a_forward_that_calls_backward(setup: Any) -> None:
@@ -846,13 +713,6 @@ def test_what_a_forward_puts_into_an_argument_and_returns_is_the_callers(setup: 
     for step in range(3):
         mine, other = dp(numbers(8, 6, seed=step), mine), model(numbers(8, 6, seed=step), other)
     assert_equal(mine, other)
-
-
-def test_a_forward_that_writes_to_rows_of_the_callers_tensor(setup: Any) -> None:
-    x = numbers(8, 6)
-    with pytest.raises(FlowdpError, match=r"gives another result when the batch is cut: a part raises"):
-        setup(nn.Sequential(nn.ReLU(inplace=True), mlp()))(x)
-    assert x.min() < 0
 
 
 # ---------------------------------------------------------------- remedies

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.data_parallel.device_copies import Copying, DeviceCopies
+from flowdp.data_parallel.device_copies import DeviceCopies
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.streams import HostLane, Lane, StreamLane
 from tests.fakes import FakeCuda
 from tests.loops import CPU, assert_equal, called, gradients, mlp, numbers, replicas_of
 from tests.wired import fake_link, wired
 
-WEIGHTS = [48, 8, 24, 3]  # elements per parameter of `mlp`; in float64 each is aligned to 8
 ROW = 48 + 8 + 24 + 8
 
 
@@ -134,18 +133,6 @@ def test_copies_are_made_for_training_in_a_call_of_inference_too(way: Way) -> No
         assert_equal(gradients(module), gradients(twin))
 
 
-def test_flags_are_followed_and_are_no_values(way: Way) -> None:
-    module: Any = mlp()
-    with way(module) as replicas:
-        module[0].requires_grad_(False)
-        outputs(replicas, numbers(4, 6))
-        assert [one.requires_grad for one in copies_of(replicas)] == [False, False, True, True]
-        assert len(replicas.trained(0)) == len(replicas.trained(1)) == 2
-        module[0].requires_grad_(True)
-        outputs(replicas, numbers(4, 6))
-        assert all(one.requires_grad and one.is_leaf for one in copies_of(replicas))
-
-
 # ---------------------------------------------------------------- graphs
 def test_a_graph_that_lives_keeps_its_copies(way: Way) -> None:
     module: Any = mlp()
@@ -170,16 +157,6 @@ def test_a_backward_lets_the_copies_go(way: Way) -> None:
         loss.backward()
         gc.collect()
         assert not any(one() is not None for one in copies)
-
-
-def test_two_calls_before_one_backward(way: Way) -> None:
-    module: Any = mlp()
-    twin: Any = copy.deepcopy(module)
-    with way(module) as replicas:
-        for do in (lambda x: outputs(replicas, x), twin):
-            first, second = do(numbers(4, 6)), do(numbers(4, 6, seed=6))
-            (first.sin().mean() - second.square().mean()).backward()
-        assert_equal(gradients(module), gradients(twin))
 
 
 def test_a_step_between_them_is_torchs_own_error(way: Way) -> None:
@@ -329,18 +306,6 @@ def test_other_memory_formats_and_dtypes() -> None:
             torch.testing.assert_close(mine, other)
 
 
-def test_without_anything_to_train_there_is_no_nccl() -> None:
-    with replicas_of(mlp().requires_grad_(False), lanes=cards(), link=lambda *_: pytest.fail("opened")):
-        pass
-    with replicas_of(mlp(), lanes=cards(), link=lambda *_: None) as replicas:
-        assert isinstance(replicas.carrier(replicas.trained(), is_whole=True), Copying)
-
-
-def cards() -> list[StreamLane]:
-    cuda = FakeCuda()
-    return [StreamLane(CPU, cuda) for _ in range(2)]
-
-
 @pytest.mark.parametrize("first", ["card", "host"])
 def test_a_card_and_the_cpu_together(first: str) -> None:
     card = StreamLane(CPU, FakeCuda())
@@ -446,9 +411,3 @@ def test_gradients_that_are_asked_for_go_over_nccl() -> None:
         other = torch.autograd.grad(twin(x).sin().mean(), [twin[2].weight, twin[0].bias])
         assert_equal(mine, other)
         assert [kind for kind, _ in taken(replicas)] == ["broadcast", "reduce"]
-
-
-def test_copies_are_summed_rank_after_rank() -> None:
-    carrier = Copying(CPU)
-    packed = [carrier.pack([torch.ones(2), None], CPU), carrier.pack([torch.ones(2), None], CPU)]
-    assert_equal(carrier.sum(packed), [torch.full((2,), 2.0), None])

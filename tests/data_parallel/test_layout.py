@@ -18,7 +18,7 @@ from torch.optim import SGD
 import flowdp
 from flowdp import CadenceOptions, DataParallel, FlowdpError, OptionError
 from flowdp.data.trees import flatten
-from flowdp.data_parallel.layout import Callee, Layout, output_name
+from flowdp.data_parallel.layout import Layout, output_name
 from tests.loops import assert_equal, gradients, mlp, numbers
 
 
@@ -246,12 +246,6 @@ def test_a_detection_model(setup: Any) -> None:
         assert_equal([dp(images)], [twin(images)])
 
 
-def test_a_list_of_images_alone_may_be_anything(setup: Any) -> None:
-    images = [numbers(3, 8, 9) for _ in range(4)]
-    with pytest.raises(FlowdpError, match=r"when the batch is cut: a part raises RuntimeError: Given groups"):
-        setup(seeded(Detector))(images)
-
-
 # ---------------------------------------------------------------- options
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -342,11 +336,6 @@ def test_a_split_of_the_users_own(setup: Any) -> None:
         results.append([out, x.grad, scale.grad])
     assert_equal(*results)
     assert_equal(gradients(model), gradients(twin))
-
-
-def test_a_split_that_makes_no_parts(setup: Any) -> None:
-    with pytest.raises(FlowdpError, match="a part raises"):
-        setup(mlp(), split=lambda args, kwargs, sizes: [args, kwargs])(numbers(6, 6))
 
 
 # ---------------------------------------------------------------- reduce
@@ -444,30 +433,7 @@ def test_numbers_of_integers_have_a_sum_and_keep_their_dtype(setup: Any) -> None
     assert out["seen"].dtype == torch.int32
 
 
-def test_weights_keep_the_dtype_of_a_loss(setup: Any) -> None:
-    model = seeded(Tagger).bfloat16()
-    loss = setup(model, reduce=lambda labels: (labels[:, 1:] != -100).sum())(**padded())["loss"]
-    loss.backward()
-    assert loss.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("reduce", "message"),
-    [
-        (
-            lambda tokens: tokens.sum(),
-            "its weight is a function of tokens, and the call has no such arguments",
-        ),
-    ],
-)
-def test_weights_that_are_none(setup: Any, reduce: Any, message: str) -> None:
-    with pytest.raises(FlowdpError, match=message):
-        setup(seeded(Tagger), reduce=reduce)(**padded())
-
-
 # ---------------------------------------------------------------- names
-def test_a_function_without_a_signature_has_positions() -> None:
-    assert Callee(max).names((1, 2), {"key": 3}) == [0, 1, "key"]
 
 
 def test_outputs_have_names() -> None:

@@ -335,14 +335,6 @@ def test_a_second_backward_without_a_kept_graph_is_torchs_error(shares: Shares) 
         train(side, 2)
 
 
-@everywhere
-def test_gradcheck(shares: Shares) -> None:
-    with spread(critic, shares, check=False) as side:
-        x = draw(4).requires_grad_()
-        assert torch.autograd.gradcheck(side.model, x)
-        assert torch.autograd.gradgradcheck(side.model, x)
-
-
 @pytest.mark.parametrize("is_synced", [True, False])
 @everywhere
 def test_accumulation(shares: Shares, is_synced: bool) -> None:
@@ -358,20 +350,6 @@ def test_accumulation(shares: Shares, is_synced: bool) -> None:
                 square(model(draw(2, seed=step + 1))).backward()
             (model(draw(1, seed=step + 2)).abs().mean() / 3).backward()
             side.step()
-
-    check(loop, shares, mlp)
-
-
-@everywhere
-def test_batches_of_many_sizes(shares: Shares) -> None:
-    def loop(side: Side) -> list[Tensor]:
-        seen = []
-        for step, samples in enumerate([8, 1, 2, 5, 3, 1, 16, 7, 2, 8]):
-            y = side.model(draw(samples, seed=step))
-            square(y).backward()
-            seen.append(y)
-            side.step()
-        return seen
 
     check(loop, shares, mlp)
 
@@ -430,23 +408,6 @@ def test_a_target_network(shares: Shares) -> None:
             for slow, fast in zip(target.parameters(), side.module.parameters(), strict=True):
                 slow.data.lerp_(fast.data, 0.1)
         return [*seen, *target.parameters()]
-
-    check(loop, shares, mlp)
-
-
-@everywhere
-def test_an_optimizer_with_a_closure(shares: Shares) -> None:
-    def loop(side: Side) -> Tensor:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = square(side.model(draw()) - 1)
-            loss.backward()
-            return loss
-
-        optimizer = torch.optim.LBFGS(side.module.parameters(), lr=0.5, max_iter=4)
-        for _ in range(3):
-            loss: Tensor = optimizer.step(closure)
-        return loss
 
     check(loop, shares, mlp)
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.data_parallel.pairs import Shares, Side, check, draw, everywhere, mlp, same, spread, square, train
+from tests.data_parallel.pairs import Shares, Side, check, draw, everywhere, mlp, square, train
 
 Seen = list[Any]
 Register = Callable[[nn.Module, Seen], Any]
@@ -160,76 +159,6 @@ def test_features_of_a_hook_in_the_loss(when: str, shares: Shares) -> None:
         return seen
 
     check(loop, shares, make)
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("way", ["forward", "pre", "backward"])
-@everywhere
-def test_hooks_on_what_setup_returns(way: str, shares: Shares) -> None:
-    """It is called like the module, once."""
-
-    def loop(side: Side) -> Any:
-        seen: Seen = []
-        if way == "forward":
-            handle = side.model.register_forward_hook(lambda _, args, out: seen.append(out.detach()))
-        elif way == "pre":
-            handle = side.model.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
-        else:
-            handle = side.model.register_full_backward_hook(lambda _, into, of: seen.append(of[0]))
-        outputs = train(side, 5)
-        handle.remove()
-        return outputs + train(side, 1), seen
-
-    check(loop, shares, mlp)
-
-
-def all_forwards(seen: Seen) -> Any:
-    def hook(module: nn.Module, args: Any, out: Tensor) -> None:
-        if isinstance(module, nn.Linear):
-            seen.append(out.detach())
-
-    return module_hooks.register_module_forward_hook(hook)
-
-
-def all_forwards_scaled(seen: Seen) -> Any:
-    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
-        return out * 2 if isinstance(module, nn.Tanh) else None
-
-    return module_hooks.register_module_forward_hook(hook)
-
-
-def all_inputs(seen: Seen) -> Any:
-    def hook(module: nn.Module, args: Any) -> None:
-        if isinstance(module, nn.Linear):
-            seen.append(args[0].sum().item())
-
-    return module_hooks.register_module_forward_pre_hook(hook)
-
-
-def all_backwards(seen: Seen) -> Any:
-    def hook(module: nn.Module, into: Any, of: Any) -> None:
-        if isinstance(module, nn.Tanh):
-            seen.append(of[0])
-
-    return module_hooks.register_module_full_backward_hook(hook)
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("when", ["at the start", "behind the first calls"])
-@pytest.mark.parametrize("register", [all_forwards, all_forwards_scaled, all_inputs, all_backwards])
-@everywhere
-def test_hooks_for_all_modules(register: Callable[[Seen], Any], when: str, shares: Shares) -> None:
-    def loop(side: Side) -> Any:
-        seen: Seen = []
-        outputs = train(side, 0 if when == "at the start" else 3)
-        handle = register(seen)
-        try:
-            outputs += train(side, 3)
-        finally:
-            handle.remove()
-        return outputs + train(side, 2), seen
-
-    check(loop, shares, mlp)
 
 
 # ---------------------------------------------------------------- hooks of tensors
@@ -400,67 +329,6 @@ def test_modes_around_a_call(watch: Callable[[Seen], Any], is_first: bool, share
     check(loop, shares, mlp)
 
 
-@pytest.mark.parametrize("watch", WATCHES)
-@everywhere
-def test_modes_around_a_step(watch: Callable[[Seen], Any], shares: Shares) -> None:
-    def loop(side: Side) -> Any:
-        seen: Seen = []
-        outputs = train(side, 3)
-        for step in range(3):
-            with watch(seen):
-                y = side.model(draw(seed=step))
-                square(y).backward()
-            outputs.append(y)
-            side.step()
-        return outputs + train(side, 2), seen
-
-    check(loop, shares, mlp)
-
-
-@everywhere
-def test_a_backward_under_the_counter_of_flops(shares: Shares) -> None:
-    """The call was not watched; its backward is."""
-
-    def loop(side: Side) -> None:
-        for step in range(3):
-            y = side.model(draw(seed=step))
-            with FlopCounterMode(display=False):
-                square(y).backward()
-            side.step()
-
-    check(loop, shares, mlp)
-
-
-@everywhere
-def test_the_profiler_sees_the_operations(shares: Shares) -> None:
-    with spread(mlp, shares) as side:
-        train(side, 3)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            square(side.model(draw())).backward()
-        counts = {event.key: event.count for event in profile.key_averages()}
-        assert counts["aten::linear"] >= 2
-        assert counts["aten::tanh"] >= 1
-        assert counts["aten::tanh_backward"] >= 1
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@everywhere
-def test_anomaly_mode(shares: Shares) -> None:
-    """A gradient that is not a number is an error, which names where it was made."""
-
-    def fails(side: Side) -> list[Tensor]:
-        seen = train(side, 2)
-        with torch.autograd.detect_anomaly():
-            seen += train(side, 1)
-            y = side.model(draw() * float("nan"))
-            with pytest.raises(RuntimeError, match="nan"):
-                square(y).backward()
-        side.optimizer.zero_grad()
-        return seen + train(side, 2)
-
-    check(fails, shares, mlp)
-
-
 class Making(nn.Module):
     """A forward that makes a tensor on the default device."""
 
@@ -486,39 +354,3 @@ def test_the_default_device_of_the_caller(shares: Shares) -> None:
 
 
 # ---------------------------------------------------------------- tracers
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("tracer", ["script", "trace", "export", "compile"])
-@pytest.mark.parametrize("is_first", [True, False])
-@everywhere
-def test_tracers(tracer: str, is_first: bool, shares: Shares) -> None:
-    """What they make of `dp` is what they make of the module."""
-
-    def traced(model: nn.Module) -> Callable[[Tensor], Tensor]:
-        made: Any
-        if tracer == "script":
-            made = torch.jit.script(model)
-        elif tracer == "trace":
-            made = torch.jit.trace(model, draw(4))
-        elif tracer == "export":
-            made = torch.export.export(model, (draw(4),)).module()
-        else:
-            torch.compiler.reset()
-            made = torch.compile(model, backend="eager")
-        return lambda x: made(x)
-
-    with spread(mlp, shares) as side:
-        train(side, 0 if is_first else 3)
-        function = traced(side.model)
-        same(function(draw(4)), side.module(draw(4)))
-        train(side, 2)
-
-
-def operations_of(model: nn.Module) -> list[str]:
-    program = torch.export.export(model, (draw(4),))
-    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-
-
-def test_a_graph_has_the_operations_of_the_module() -> None:
-    """Not the work of threads, which a graph cannot hold."""
-    with spread(mlp, Shares(2)) as side:
-        assert operations_of(side.model) == operations_of(side.module)

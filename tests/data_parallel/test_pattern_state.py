@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import flowdp
 from tests.data_parallel.pairs import (
     TOLERANCE,
-    Make,
     Shares,
     Side,
     check,
@@ -175,21 +174,6 @@ def test_a_forward_whose_write_counts(write: Callable[[Any], None], shares: Shar
     check(train, shares, functools.partial(Writing, write), refused=WRITES)
 
 
-@pytest.mark.parametrize("write", [shrink, shrink_under_no_grad])
-@pytest.mark.parametrize("since", [2, 3])
-@everywhere
-def test_a_forward_that_begins_to_write(write: Callable[[Any], None], shares: Shares, since: int) -> None:
-    def loop(side: Side) -> list[Tensor]:
-        module: Any = side.module
-        seen = []
-        for step in range(CHECKED):
-            module.is_writing = step >= since
-            seen += train(side, 1)
-        return seen
-
-    check(loop, shares, functools.partial(Writing, write), refused=WRITES)
-
-
 class Momentum(nn.Module):
     """The key encoder follows the query encoder in forward, as momentum encoders do."""
 
@@ -226,30 +210,6 @@ def test_a_momentum_encoder(shares: Shares, in_place: bool) -> None:
 
 
 # ---------------------------------------------------------------- evaluation
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 5, num_layers=2, dropout=0.5, batch_first=True)
-        self.out = nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.lstm(x.view(len(x), 2, 3))[0][:, -1])
-
-
-def dropped() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 2), nn.AlphaDropout(0.3))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("make", [dropped, Recurrent])
-@everywhere
-def test_dropout_in_evaluation(make: Make, mode: Callable[[], Any], shares: Shares) -> None:
-    def loop(side: Side) -> list[Tensor]:
-        side.model.eval()
-        with mode():
-            return [side.model(draw(samples)).clone() for samples in (8, 3, 1, 8)]
-
-    check(loop, shares, make)
 
 
 # ---------------------------------------------------------------- what forward keeps in the module
@@ -346,22 +306,6 @@ def test_a_hidden_state_that_forward_keeps(shares: Shares) -> None:
             assert "hidden" in refusal
             assert number <= CHECKED
             assert shares.devices > 1
-
-
-@everywhere
-def test_a_hidden_state_that_the_loop_resets_before_each_call(shares: Shares) -> None:
-    def loop(side: Side) -> list[Tensor]:
-        module: Any = side.module
-        seen = []
-        for step in range(12):
-            module.hidden = None
-            seen += train(Side(side.model, module, side.optimizer), 1)
-            with torch.no_grad():
-                module.hidden = None
-                seen.append(side.model(draw(5, seed=step)))
-        return seen
-
-    check(loop, shares, Stateful, refused="hidden")
 
 
 # ---------------------------------------------------------------- threads

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -306,30 +305,6 @@ def test_on_cards_the_first_rank_works_in_the_callers_thread() -> None:
         assert there.name == "flowdp-replica-1"
 
 
-def test_jobs_run_in_the_callers_modes_or_in_those_given() -> None:
-    with replicas_of(mlp()) as replicas:
-        with torch.no_grad():
-            modes = replicas.modes()
-            assert replicas.each([torch.is_grad_enabled] * 2) == [False, False]
-        assert replicas.each([torch.is_grad_enabled] * 2) == [True, True]
-        assert replicas.each([torch.is_grad_enabled] * 2, modes) == [False, False]
-
-
-def test_jobs_run_in_a_copy_of_the_callers_context() -> None:
-    word: ContextVar[str] = ContextVar("word", default="none")
-
-    def job() -> str:
-        found = word.get()
-        word.set("other")
-        return found
-
-    with replicas_of(mlp()) as replicas:
-        assert replicas.each([job] * 2) == ["none", "none"]
-        word.set("one")
-        assert replicas.each([job] * 2) == ["one", "one"]
-        assert word.get() == "one"
-
-
 def test_draws_are_repeated_from_the_callers_generator_or_are_not() -> None:
     def draw() -> list[float]:
         return torch.rand(2).tolist()
@@ -360,15 +335,6 @@ def test_an_error_names_rank_and_device() -> None:
             "flowdp: on rank 0, cpu",
             "at the same time: the same; flowdp: on rank 1, cpu",
         ]
-
-
-def test_work_is_timed_for_each_rank() -> None:
-    with replicas_of(mlp()) as replicas:
-        replicas.each([None, lambda: torch.ones(3)])
-        for watch in replicas.watches:
-            watch.lap()
-        assert replicas.watches[0].take_ms() == 0.0
-        assert replicas.watches[1].take_ms() > 0.0
 
 
 def test_a_forward_that_is_computed_again_may_not_draw_from_a_common_generator() -> None:

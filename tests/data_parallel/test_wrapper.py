@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import inspect
-import math
-import pickle
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -186,22 +181,6 @@ def test_shares_follow_the_hint(setup: Setup) -> None:
     assert dp.chunk_ratios == pytest.approx((1 / 3, 2 / 3))
 
 
-def test_images_keep_their_memory_format(setup: Setup) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)).double()
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    twin = copy.deepcopy(model)
-    dp = setup(model)
-    x = numbers(6, 3, 8, 8).to(memory_format=torch.channels_last)
-    for call in (dp, twin):
-        out = call(x)
-        assert out.is_contiguous(memory_format=torch.channels_last)
-        out.square().sum().backward()
-    assert_equal(gradients(model), gradients(twin))
-    dp.step()
-    assert_equal([dp(x)], [model(x)])
-
-
 def test_recurrent_layers(setup: Setup) -> None:
     torch.manual_seed(0)
     model = nn.LSTM(6, 4, batch_first=True).double()
@@ -314,38 +293,6 @@ def test_gradients_that_are_zeroed_in_place_are_so_everywhere(setup: Setup, way:
     assert_equal(gradients(model), gradients(twin))
 
 
-@pytest.mark.parametrize("when", ["before the forward", "before the backward", "before the step"])
-@pytest.mark.parametrize("way", ["none", "other", "zeroed"])
-def test_one_gradient_that_is_let_go_is_so_everywhere(setup: Setup, way: str, when: str) -> None:
-    model = mlp()
-    twin = copy.deepcopy(model)
-    dp = setup(model)
-
-    def let_go(module: Any) -> None:
-        if way == "zeroed":
-            module[0].weight.grad.zero_()
-        else:
-            module[0].weight.grad = None if way == "none" else torch.zeros_like(module[0].weight)
-
-    for module, scope in ((dp, dp.no_sync()), (twin, contextlib.nullcontext())):
-        own = model if module is dp else twin
-        with scope:
-            loss_of(module).backward()
-            loss_of(module).backward()
-        if when == "before the forward":
-            let_go(own)
-        loss = loss_of(module, seed=1)
-        if when == "before the backward":
-            let_go(own)
-        if when != "before the step":
-            loss.backward()
-        else:
-            let_go(own)
-    dp.step()
-    SGD(twin.parameters(), 0.1).step()
-    assert_equal(values(model), values(twin))
-
-
 def test_a_scaler_decides_for_all(setup: Setup) -> None:
     """The last sample, on the last device, gives a gradient that is not finite."""
     model = mlp()
@@ -411,115 +358,6 @@ def test_the_balancer_learns_from_steps(setup: Setup, count: int) -> None:
 
 
 # ---------------------------------------------------------------- writes between calls
-def test_whatever_writes_to_the_model_reaches_all(setup: Setup) -> None:
-    model: Any = mlp()
-    dp = setup(model)
-    x = numbers(9, 6)
-    other = {key: value + 1 for key, value in model.state_dict().items()}
-
-    def like() -> None:
-        assert_equal([dp(x)], [model(x)])
-
-    like()
-    for write in (
-        lambda: dp.load_state_dict(other),
-        lambda: model.load_state_dict({key: value * 2 for key, value in other.items()}),
-        lambda: nn.init.ones_(model[0].weight),
-        lambda: model[0].weight.data.mul_(3),
-        lambda: torch.nn.utils.vector_to_parameters(torch.arange(83.0).double() / 83, model.parameters()),
-    ):
-        write()
-        like()
-    # An average of weights is swapped in through `.data`, for the evaluation.
-    kept = [p.data.clone() for p in model.parameters()]
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    dp.eval()
-    with torch.no_grad():
-        assert dp(x).abs().max() == 0
-    for parameter, value in zip(model.parameters(), kept, strict=True):
-        parameter.data.copy_(value)
-    dp.train()
-    like()
-
-
-@pytest.mark.parametrize("how", ["data", "no_grad", "data replaced", "fused", "swapped"])
-def test_loops_that_write_the_weights_by_hand(setup: Setup, how: str) -> None:
-    model = mlp()
-    twin = copy.deepcopy(model)
-    dp = setup(model, lambda parameters: SGD(parameters, 0.1) if how != "fused" else SGD(parameters[:1], 0.1))
-    for call, net in ((dp, model), (twin, twin)):
-        own = AdamW(list(net.parameters())[1:], 0.1, fused=True)  # unknown to setup
-        average = [torch.zeros_like(parameter) for parameter in net.parameters()]
-        for step in range(5):
-            loss_of(call, seed=step).backward()
-            if how == "fused":
-                own.step()
-            for parameter, mean in zip(net.parameters(), average, strict=True):
-                if how == "data":
-                    parameter.data.add_(parameter.grad, alpha=-0.1)
-                elif how == "no_grad":
-                    with torch.no_grad():
-                        parameter -= 0.1 * parameter.grad
-                elif how == "data replaced":
-                    parameter.data = parameter.data - 0.1 * parameter.grad
-                elif how == "swapped":
-                    mean.lerp_(parameter.data, 0.5)
-                    kept = parameter.data.clone()
-                    parameter.data.copy_(mean)
-                    mean.copy_(kept)
-            net.zero_grad()
-    assert_equal(values(model), values(twin))
-
-
-def test_a_target_network_follows_by_polyaks_average(setup: Setup) -> None:
-    found = []
-    for is_ours in (True, False):
-        model, target = mlp(), mlp()
-        optimizer = SGD(model.parameters(), 0.1)
-        call: Any = setup(model, optimizer) if is_ours else model
-        goal: Any = setup(target, SGD(target.parameters(), 0.1)) if is_ours else target
-        for step in range(6):
-            x, _ = batch(seed=step)
-            with torch.no_grad():
-                wanted = goal(x + 1)
-            F.mse_loss(call(x), wanted).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            for slow, fast in zip(target.parameters(), model.parameters(), strict=True):
-                slow.data.copy_(0.9 * slow.data + 0.1 * fast.data)
-        found.append(values(model) + values(target))
-    assert_equal(*found)
-
-
-class Scheduled(nn.Module):
-    """Its results depend on plain attributes, which the loop and its own forward change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.drop = mlp(), nn.Dropout(0.0)
-        self.temperature, self.calls = 1.0, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        out: Tensor = self.drop(self.inner(x)) / self.temperature + 0.01 * self.calls
-        return out
-
-
-def test_schedules_of_plain_attributes_are_followed(setup: Setup) -> None:
-    model = Scheduled()
-    twin = copy.deepcopy(model)
-    dp = setup(model)
-    for call, net in ((dp, model), (twin, twin)):
-        for step in range(4):
-            net.temperature = 1 + step / 4
-            net.drop.p = 0.0 if step < 3 else 1.0  # which drops everything
-            if step < 3:
-                loss_of(call, seed=step).backward()
-            else:
-                assert call(batch()[0]).std() == 0
-    assert_equal(gradients(model), gradients(twin))
-    assert model.calls == twin.calls
 
 
 def test_a_wasserstein_gan_with_a_penalty(setup: Setup) -> None:
@@ -549,27 +387,6 @@ def test_a_wasserstein_gan_with_a_penalty(setup: Setup) -> None:
 def critic_net(outputs: int) -> nn.Sequential:
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, outputs)).double()
-
-
-def test_modes_and_frozen_parts_are_followed(setup: Setup) -> None:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
-    dp = setup(model)
-    model[1].eval()
-    model[2].eval()
-    twin = copy.deepcopy(model)
-    model[0].weight.requires_grad_(False)
-    twin[0].weight.requires_grad_(False)
-    for call in (dp, twin):
-        loss_of(call).backward()
-    assert_equal(gradients(model), gradients(twin))
-    assert model[0].weight.grad is None
-    assert [m.training for m in dp.modules()] == [m.training for m in twin.modules()]
-    dp.eval()
-    assert not any(part.training for part in model.modules())
-    assert_equal([dp(batch()[0])], [model(batch()[0])])
-    assert dp.train() is dp
-    assert all(part.training for part in model.modules())
 
 
 @two
@@ -684,29 +501,6 @@ def test_saved_and_loaded_by_itself_or_as_a_part(setup: Setup) -> None:
     assert torch.equal(model.state_dict()["0.weight"], state["net.0.weight"])
     x = numbers(9, 6)
     assert_equal([whole["head"](dp(x))], [whole["head"](model(x))])
-
-
-@two
-def test_it_may_be_converted_afterwards(setup: Setup) -> None:
-    model = mlp()
-    dp = setup(model)
-    x = numbers(9, 6)
-    dp(x).sum().backward()
-    dp.zero_grad()
-    assert dp.float() is dp
-    dp(x.float()).sum().backward()
-    twin = mlp().float()
-    twin(x.float()).sum().backward()
-    assert model[0].weight.grad is not None
-    torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad)
-
-
-def test_it_is_not_copied(setup: Setup) -> None:
-    dp = setup(mlp())
-    for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
-            copied(dp)
-    assert len(list(copy.deepcopy(dp.module).parameters())) == 4
 
 
 # ---------------------------------------------------------------- errors
@@ -1127,140 +921,10 @@ def test_no_edge_is_missing(card: Card, kind: str) -> None:
     assert_equal(values(model), values(twin))
 
 
-def test_at_the_end_of_a_cell_it_is_one_short_line() -> None:
-    model = nn.Sequential(nn.Linear(4, 1))
-    with flowdp.setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=2) as dp:
-        assert repr(dp) == "<DataParallel of Sequential on cpu, cpu; batches are cut, and not yet timed>"
-
-
 # ---------------------------------------------------------------- arguments
-JUNK: list[Any] = [3, 3.5, -1, 0, True, "x", "", object(), [], {}, [3], ["x"], math.nan, b"x", torch.ones(3)]
-
-
-def complaint(**given: Any) -> str | None:
-    try:
-        flowdp.setup(**given).close()
-    except OptionError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize("name", list(inspect.signature(flowdp.setup).parameters))
-def test_an_argument_of_any_kind_is_taken_or_named(name: str) -> None:
-    for value in JUNK:
-        model = nn.Linear(4, 1)
-        given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "devices": 2}
-        said = complaint(**{**given, name: value})
-        assert said is None or name in said, f"{name}={value!r}: {said}"
-
-
-@pytest.mark.parametrize(("name", "value"), [("tags", None), ("inputs", 3.5), ("max_grad_norm", True)])
-def test_what_was_taken_without_a_look(name: str, value: object) -> None:
-    model = nn.Linear(4, 1)
-    with pytest.raises(OptionError, match=name):
-        flowdp.setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=1, **{name: value})
 
 
 # ---------------------------------------------------------------- failing calls
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 1)
-
-    def forward(self, x: Tensor, mask: Tensor, *, names: list[str], flag: int) -> Tensor:
-        raise ValueError("no such word")
-
-
-@two
-def test_a_failure_in_a_part_says_how_the_call_was_cut_and_appears_once(setup: Setup) -> None:
-    dp = setup(Failing(), cadence=False)
-    with pytest.raises(ValueError, match="no such word") as caught:
-        dp(torch.ones(16, 3), torch.ones(3, 3), names=["a"] * 16, flag=2)
-    assert "".join(traceback.format_exception(caught.value)).count("no such word") == 2, (
-        "in the code, and once"
-    )
-    where, other, how = caught.value.__notes__
-    assert where == "flowdp: on rank 0, cpu"
-    assert other == "at the same time: the same; flowdp: on rank 1, cpu"
-    assert how == (
-        "flowdp: called with 16 samples as 8 + 8, along dim 0 of 'x' of shape (16, 3) of 0: tensor (16, 3), "
-        "1: tensor (3, 3), 'names': list of 16, 'flag': 2"
-    )
-
-
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # by torch 2.8's LBFGS
-def test_an_optimizer_with_a_closure(setup: Setup) -> None:
-    losses = []
-    for prepare in (setup, lambda model, _: model):
-        model = mlp()
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-        call = prepare(model, optimizer)
-
-        def closure(call: Any = call, optimizer: Optimizer = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(call)
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-        losses.append(closure().detach())
-        if isinstance(call, DataParallel):
-            assert call.training_step == 3
-    assert_equal(losses[:1], losses[1:])
-
-
-@two
-def test_reentrant_checkpoints_are_refused_in_one_sentence(setup: Setup) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.head = mlp(), nn.Linear(3, 3).double()
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.head, self.inner(x), use_reentrant=True)
-
-    dp = setup(Checkpointed())
-    with pytest.raises(RuntimeError, match="either set use_reentrant=False") as caught:
-        dp(numbers(9, 6)).sum().backward()
-    assert "".join(traceback.format_exception(caught.value)).count("either set use_reentrant=False") == 1
-
-
-class Stubborn(nn.Module):
-    """Keeps a part in its mode by a `train` that returns nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
-
-    def train(self, mode: bool = True) -> Any:
-        super().train(mode)
-        self.inner.eval()
-
-    def forward(self, x: Tensor) -> Any:
-        assert not self.inner.training
-        return self.inner(x)
-
-
-def test_a_train_of_the_models_own(setup: Setup) -> None:
-    dp = setup(Stubborn())
-    assert dp.train() is dp
-    dp(numbers(9, 6)).sum().backward()
-    dp.predict(numbers(9, 6))
-    assert [part.training for part in dp.module.modules()] == [True, False, False, False]
-    assert all(not part.training for replica in dp.replicas for part in replica.inner.modules())  # type: ignore[operator, union-attr]
-
-
-def test_a_cell_that_is_run_again_is_told_to_give_the_module(setup: Setup) -> None:
-    model = setup(mlp())
-    with pytest.raises(OptionError, match=r"model: it is a flowdp DataParallel.* give its .module"):
-        setup(model)
-    setup(model.module)
-
-
-def test_nccl_is_for_cuda_devices() -> None:
-    with pytest.raises(OptionError, match="backend='nccl' is for CUDA devices, not for cpu, cpu; use 'auto'"):
-        flowdp.setup(mlp(), devices=["cpu", "cpu"], backend="nccl")
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,6 @@ def set_data(weight: Callable[[nn.Module], torch.Tensor]) -> Callable[[nn.Module
     return lambda net: setattr(net.b.weight, "data", weight(net))
 
 
-def cross(net: nn.Module) -> None:
-    memory = torch.randn(200)
-    net.a.weight.data, net.b.weight.data = memory[:36].view(6, 6), memory[35:71].view(6, 6)
-
-
 def as_array(net: nn.Module) -> None:
     net.b.weight.data = torch.from_numpy(net.a.weight.detach().numpy())  # another storage over its memory
 
@@ -106,9 +101,7 @@ def as_frozen(net: nn.Module) -> None:
         set_data(lambda net: net.a.weight.data),
         set_data(lambda net: net.a.weight.data.t()),
         set_data(lambda net: net.a.weight.data[:3]),
-        set_data(lambda net: net.a.weight.data[:, 2:3]),
         set_data(lambda net: net.a.weight.data.view(torch.bfloat16)),
-        cross,
         as_array,
         as_buffer,
         as_frozen,

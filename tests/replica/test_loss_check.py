@@ -67,7 +67,7 @@ def contrastive(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
     ("loss", "says"),
-    [(total, "divide it by the samples"), (by_class, "'weight'"), (contrastive, "looks across the batch")],
+    [(total, "divide a sum by the samples"), (by_class, "'weight'"), (contrastive, "looks across the batch")],
 )
 def test_a_loss_that_counts_by_something_else_is_an_error(loss: Any, says: str, devices: int) -> None:
     with pytest.raises(StepError, match=says) as caught:
