@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -120,36 +121,18 @@ def _check_backend(config: RunConfig) -> None:
 
 
 def _described(config: RunConfig) -> dict[str, Any]:
-    """Settings in which the machines of a run must agree, by the names of the user's arguments."""
-    own, sizes = config.replica, config.sizes
+    """Settings in which the machines of a run must agree."""
+    paths = (
+        *("sizes", "epochs", "max_steps", "cadence", "outer", "runtime.backend", "ratios", "team.options"),
+        *("limit", "failures.on_nan", "replica.policy", "replica.seed", "replica.precision"),
+        *("replica.max_grad_norm", "replica.max_grad_value", "replica.ema_decay"),
+    )
+    evaluation = config.evaluation
     return {
-        "policy": own.policy,
-        "batch_size or per_device_batch_size": (
-            sizes.source,
-            sizes.widths,
-            sizes.groups,
-            sizes.window,
-            sizes.parts,
-        ),
-        "epochs": config.epochs,
-        "max_steps": config.max_steps,
-        "seed": own.seed,
-        "cadence": config.cadence,
-        "outer": config.outer,
-        "precision": own.precision,
-        "max_grad_norm": own.max_grad_norm,
-        "max_grad_value": own.max_grad_value,
-        "runtime.backend": config.runtime.backend,
-        "runtime.partition_ratios": config.ratios,
-        "machines": config.team.options,
-        "limit_batches": config.limit,
-        "a train_step": own.train_step is not None,
-        "an evaluation": None
-        if config.evaluation is None
-        else (config.evaluation.every, config.evaluation.unit, config.evaluation.limit_batches),
+        **{path: attrgetter(path)(config) for path in paths},
+        "a train_step": config.replica.train_step is not None,
+        "an evaluation": evaluation and (evaluation.every, evaluation.unit, evaluation.limit_batches),
         "metrics": _kinds(config.metrics),
-        "failures.on_nan": config.failures.on_nan,
-        "flowdp.EMA": own.ema_decay,
         "torch": str(torch.__version__).partition("+")[0],
     }
 

@@ -34,14 +34,14 @@ SAME: dict[str, tuple[dict[str, Any], str]] = {
 """Arguments that every machine gives, and the refusal."""
 
 OTHER: dict[str, tuple[str, list[Any]]] = {
-    "policy": ("policy", ["sync", "cadence"]),
-    "batch_size or per_device_batch_size": ("batch_size", [8, 16]),
+    "replica.policy": ("policy", ["sync", "cadence"]),
+    "sizes": ("batch_size", [8, 16]),
     "epochs": ("epochs", [1, 2]),
-    "seed": ("seed", [0, 1]),
-    "max_grad_norm": ("max_grad_norm", [1.0, None]),
-    "limit_batches": ("limit_batches", [3, 4]),
+    "replica.seed": ("seed", [0, 1]),
+    "replica.max_grad_norm": ("max_grad_norm", [1.0, None]),
+    "limit": ("limit_batches", [3, 4]),
     "runtime.backend": ("runtime", [flowdp.RuntimeOptions(), flowdp.RuntimeOptions(backend="cpu")]),
-    "machines": ("machines", [MachineOptions(timeout=20.0), MachineOptions(timeout=30.0)]),
+    "team.options": ("machines", [MachineOptions(timeout=20.0), MachineOptions(timeout=30.0)]),
 }
 """Arguments in which machines differ, by their name in the refusal."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from flowdp.errors import OptionError
 from flowdp.validators import check_installed
@@ -19,22 +19,6 @@ log = logging.getLogger("flowdp")
 
 EVERY_S = 0.5
 """Time between two drawings."""
-
-
-class Steered(Protocol):
-    """Wishes that a dashboard passes on; a `Run`."""
-
-    def pause(self) -> None:
-        """See `Run.pause`."""
-
-    def unpause(self) -> None:
-        """See `Run.unpause`."""
-
-    def stop(self) -> None:
-        """See `Run.stop`."""
-
-    def set_lr(self, lr: float) -> None:
-        """See `Run.set_lr`."""
 
 
 def display_live(html: Callable[[], str], text: Callable[[], str], wait: Callable[[float], bool]) -> None:
@@ -60,11 +44,11 @@ def display_live(html: Callable[[], str], text: Callable[[], str], wait: Callabl
         _redraw(lambda: handle.update(bundle(), raw=True), wait)
 
 
-def run_dashboard(run: Steered, html: Callable[[], str], wait: Callable[[float], bool], lr: float) -> Widget:
+def run_dashboard(run: Any, html: Callable[[], str], wait: Callable[[float], bool], lr: float) -> Widget:
     """Widgets that show a run and steer it: pause, stop, learning rate.
 
     Args:
-        run: The run.
+        run: The `Run`: `pause`, `unpause`, `stop` and `set_lr` of it are called.
         html: Returns it as HTML.
         wait: Waits for its end, so many seconds at most; returns whether it is over.
         lr: Learning rate now.
