@@ -50,36 +50,12 @@ class CSVLogger(Log):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every: Every = "epoch") -> None:
-        super().__init__(_CSVFile(_usable("CSVLogger", path)), every=every)
-
-
-class JSONLLogger(Log):
-    """Writes the numbers of a run to a file of JSON objects, one on each line.
-
-    The first line has the settings, the last one the status: `{"settings": {...}}`, `{"status": "done"}`. NaN
-    and infinities, which JSON does not have, are the strings "NaN", "Infinity" and "-Infinity", as in
-    protobuf's JSON: `float()` reads them.
-
-    Args:
-        path: The file. A resumed run continues it; a new one renames the file that is there.
-        every: See `Log`.
-
-    Raises:
-        OptionError: Nothing can be written there, or `every` is something else.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, every: Every = "epoch") -> None:
-        super().__init__(_JSONLFile(_usable("JSONLLogger", path)), every=every)
-
-
-class _CSVFile:
-    """Rows of numbers under a header that grows."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(self, every=every)
+        self._path = _usable("CSVLogger", path)
         self._columns: list[str] = []
 
     def begin(self, settings: Mapping[str, Setting], step: int) -> None:
+        """See `RunLogger`."""
         self._columns, rows = self._read() if step and self._path.exists() else ([], [])
         if STEP in self._columns:
             self._rewrite([row for row in rows if _stays(row, step)])
@@ -92,6 +68,7 @@ class _CSVFile:
         _beside(self._path).write_text(f"{text}\n", encoding="utf-8")
 
     def log(self, numbers: Mapping[str, Number], step: int) -> None:
+        """See `RunLogger`."""
         row = {STEP: step, **numbers}
         if not row.keys() <= set(self._columns):
             rows: list[dict[str, str]] = self._read()[1] if self._columns else []
@@ -116,13 +93,27 @@ class _CSVFile:
         _replace(self._path, text.getvalue())
 
 
-class _JSONLFile:
-    """One JSON object on each line."""
+class JSONLLogger(Log):
+    """Writes the numbers of a run to a file of JSON objects, one on each line.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    The first line has the settings, the last one the status: `{"settings": {...}}`, `{"status": "done"}`. NaN
+    and infinities, which JSON does not have, are the strings "NaN", "Infinity" and "-Infinity", as in
+    protobuf's JSON: `float()` reads them.
+
+    Args:
+        path: The file. A resumed run continues it; a new one renames the file that is there.
+        every: See `Log`.
+
+    Raises:
+        OptionError: Nothing can be written there, or `every` is something else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, every: Every = "epoch") -> None:
+        super().__init__(self, every=every)
+        self._path = _usable("JSONLLogger", path)
 
     def begin(self, settings: Mapping[str, Setting], step: int) -> None:
+        """See `RunLogger`."""
         if self._path.exists():
             lines = _whole_lines(self._path).splitlines(keepends=True) if step else []
             if lines and lines[0].startswith('{"settings":'):
@@ -132,9 +123,11 @@ class _JSONLFile:
         self._write({"settings": _plain(settings)})
 
     def log(self, numbers: Mapping[str, Number], step: int) -> None:
+        """See `RunLogger`."""
         self._write(_plain({STEP: step, **numbers}))
 
     def end(self, status: str) -> None:
+        """See `RunLogger`."""
         self._write({"status": status})
 
     def _write(self, row: Mapping[str, Any]) -> None:

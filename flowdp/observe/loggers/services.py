@@ -48,18 +48,13 @@ class TensorBoardLogger(Log):
         if not isinstance(dir, (str, os.PathLike)) or not str(dir):
             raise OptionError(f"TensorBoardLogger needs the path of a folder, not {dir!r}")
         check_folder("TensorBoardLogger", Path(dir))
-        super().__init__(_EventFiles(Path(dir)), every=every)
-
-
-class _EventFiles:
-    """A folder of event files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        super().__init__(self, every=every)
+        self._folder = Path(dir)
         self._writer: Any = None
         self._ending: Any = None  # the summary that ends a run which has not failed
 
     def begin(self, settings: Mapping[str, Setting], step: int) -> None:
+        """See `RunLogger`."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import
         from torch.utils.tensorboard.summary import hparams
 
@@ -74,11 +69,13 @@ class _EventFiles:
         self._writer.flush()
 
     def log(self, numbers: Mapping[str, Number], step: int) -> None:
+        """See `RunLogger`."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def end(self, status: str) -> None:
+        """See `RunLogger`."""
         if status != "failed":
             self._writer.file_writer.add_summary(self._ending)
         self._writer.close()
@@ -117,35 +114,32 @@ class WandbLogger(Log):
 
     def __init__(self, project: str | None = None, *, every: Every = "epoch", **init: Any) -> None:
         check_installed("WandbLogger", "wandb", "wandb")
-        super().__init__(_WandbRun({"project": project, **init}), every=every)
-
-
-class _WandbRun:
-    """A run of W&B."""
-
-    def __init__(self, init: Mapping[str, Any]) -> None:
-        self._init = dict(init)
-        self._run: Any = None
+        super().__init__(self, every=every)
+        self._init: dict[str, Any] = {"project": project, **init}
+        self._service: Any = None
         self._is_own = True
 
     def begin(self, settings: Mapping[str, Setting], step: int) -> None:  # noqa: ARG002 - W&B appends
+        """See `RunLogger`."""
         import wandb
 
         self._is_own = wandb.run is None
         resume = {"resume": "allow"} if self._init.get("id") is not None else {}
-        self._run = wandb.init(**(resume | self._init)) if self._is_own else wandb.run
-        self._run.config.update(dict(settings), allow_val_change=True)
+        self._service = wandb.init(**(resume | self._init)) if self._is_own else wandb.run
+        self._service.config.update(dict(settings), allow_val_change=True)
         if self._is_own:
             # Its own axis counts the calls of log: of a step that were to fall wandb would drop the numbers.
-            self._run.define_metric("*", step_metric="global_step")
+            self._service.define_metric("*", step_metric="global_step")
 
     def log(self, numbers: Mapping[str, Number], step: int) -> None:
-        self._run.log({"global_step": step, **numbers})
+        """See `RunLogger`."""
+        self._service.log({"global_step": step, **numbers})
 
     def end(self, status: str) -> None:
-        self._run.summary["status"] = status
+        """See `RunLogger`."""
+        self._service.summary["status"] = status
         if self._is_own:
-            self._run.finish(exit_code=int(status == "failed"))
+            self._service.finish(exit_code=int(status == "failed"))
 
 
 class MLflowLogger(Log):
@@ -180,20 +174,13 @@ class MLflowLogger(Log):
         check_installed("MLflowLogger", "mlflow", "mlflow")
         from mlflow import MlflowClient
 
-        client = MlflowClient(tracking_uri=None if tracking_uri is None else os.fspath(tracking_uri))
-        super().__init__(_MLflowRun(client, experiment, run_name), every=every)
-
-
-class _MLflowRun:
-    """A run of MLflow."""
-
-    def __init__(self, client: Any, experiment: str, name: str | None) -> None:
-        self._client = client
-        self._experiment = experiment
-        self._name = name
+        self._client = MlflowClient(tracking_uri=None if tracking_uri is None else os.fspath(tracking_uri))
+        super().__init__(self, every=every)
+        self._experiment, self._name = experiment, run_name
         self._id = ""
 
     def begin(self, settings: Mapping[str, Setting], step: int) -> None:
+        """See `RunLogger`."""
         from mlflow.entities import Param
 
         found = self._client.get_experiment_by_name(self._experiment)
@@ -214,6 +201,7 @@ class _MLflowRun:
             self._client.log_batch(self._id, params=fresh[start : start + 100])
 
     def log(self, numbers: Mapping[str, Number], step: int) -> None:
+        """See `RunLogger`."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -222,6 +210,7 @@ class _MLflowRun:
             self._client.log_batch(self._id, metrics=metrics[start : start + 1000])
 
     def end(self, status: str) -> None:
+        """See `RunLogger`."""
         self._client.set_terminated(self._id, "FAILED" if status == "failed" else "FINISHED")
 
 
