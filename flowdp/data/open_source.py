@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 Collate = Callable[[list[Any]], Batch]
+Pack = Callable[[list[Tensor]], Batch]
 
 
 def loader_order(dataset: object) -> dict[str, Any] | None:
@@ -175,9 +176,11 @@ def open_source(
             f"{type(dataset).__name__}: give every machine the whole of it, and leave stream out"
         )
     if isinstance(dataset, DataLoader):
-        source = _from_loader(dataset, options, seed, plan, limit)
+        _check_loader(dataset, options)
+        loader, pack = dataset, _PLAIN
     else:
-        source = _from_dataset(dataset, options, seed, plan, limit)
+        loader, pack = _loader_of(dataset, options)
+    source = _open(loader, pack, batch_size, seed, plan, limit)
     source.stride = plan.stride
     return source
 
@@ -198,11 +201,11 @@ def dataset_length(dataset: object) -> int | None:
     return _length(dataset) if tensors is None else len(tensors[0][0])
 
 
-def as_tensors(dataset: object) -> tuple[Sequence[Tensor], Callable[[list[Tensor]], Batch]] | None:
+def as_tensors(dataset: object) -> tuple[Sequence[Tensor], Pack] | None:
     """The tensors to gather from, and the function that packs their parts; None for any other dataset."""
     if isinstance(dataset, Tensor):
         named: dict[str, object] = {"the tensor": dataset}
-        pack: Callable[[list[Tensor]], Batch] = _only
+        pack: Pack = _only
     elif type(dataset) is TensorDataset:
         named, pack = {f"tensor {i}": tensor for i, tensor in enumerate(dataset.tensors)}, _as_it_is
     elif isinstance(dataset, Mapping):
@@ -269,65 +272,45 @@ def _length(dataset: object) -> int:
     return len(dataset)
 
 
-def _from_dataset(
-    dataset: Any, options: Mapping[str, Any], seed: int, plan: ReadPlan, limit: Limit
-) -> Source:
-    tensors = as_tensors(dataset)
+def _loader_of(dataset: Any, options: Mapping[str, Any]) -> tuple[DataLoader[Any], Pack]:
+    """A DataLoader that reads a dataset as these options say, and how parts of its tensors are packed."""
     collate, num_workers = options["collate_fn"], options["num_workers"] or 0
     batch_size, drop_last = options["batch_size"], bool(options["drop_last"])
+    shuffle = options["shuffle"] is not False
+    tensors, pack = as_tensors(dataset) or (None, _PLAIN)
+    has_batches = hasattr(dataset, "get_batch")
     if isinstance(dataset, IterableDataset):
         if options["shuffle"] is not None:
             raise OptionError(
                 f"shuffle={options['shuffle']!r} has no use for {type(dataset).__name__}: an IterableDataset "
                 f"has its own order"
             )
-        return StreamReader(
-            dataset,
-            batch_size,
-            plan,
-            collate_fn=collate or default_collate,
-            num_workers=num_workers,
-            drop_last=drop_last,
-            generator=_generator(seed, plan.start),
-        )
-    length = len(tensors[0][0]) if tensors is not None else _length(dataset)
-    _check_batches(length, batch_size, drop_last)
-    shuffle = options["shuffle"] is not False and not limit.is_fixed
-    order = EpochOrder(length, batch_size, seed, shuffle, drop_last)
-    order.limit(limit)
-    order.begin_at(plan.start.done)
-    if collate is None and num_workers == 0 and (found := _rows_of_tensors(dataset)) is not None:
-        return TensorSource(found[0].tensors, _as_it_is, order, found[1])
-    has_batches = hasattr(dataset, "get_batch")
-    if tensors is not None and collate is None and num_workers == 0:
-        return TensorSource(*tensors, order)
-    is_refused = tensors is not None and not isinstance(dataset, TensorDataset)
-    if is_refused or (has_batches and collate is not None):
-        raise OptionError(
-            f"whole batches are made of this {type(dataset).__name__}, so collate_fn={collate!r} and "
-            f"num_workers={num_workers!r} have no use for it: leave them out, or wrap tensors in a torch "
-            "TensorDataset"
-        )
+        shuffle = False
+    elif tensors is not None and type(dataset) is not TensorDataset:
+        if collate is not None or num_workers:
+            raise _no_use(dataset, options)
+        _check_batches(len(tensors[0]), batch_size, drop_last)
+        dataset = TensorDataset(*tensors)
+    else:
+        _check_batches(_length(dataset), batch_size, drop_last)
+        if has_batches and collate is not None:
+            raise _no_use(dataset, options)
     if has_batches:
         dataset, collate = _WholeBatches(dataset), _as_it_is
-    return _reader(plan)(
-        dataset,
-        order,
-        plan,
-        collate_fn=collate,
-        num_workers=num_workers,
-        generator=_generator(seed, plan.start),
+    return DataLoader(
+        dataset, batch_size, shuffle, drop_last=drop_last, collate_fn=collate, num_workers=num_workers
+    ), pack
+
+
+def _no_use(dataset: object, options: Mapping[str, Any]) -> OptionError:
+    return OptionError(
+        f"whole batches are made of this {type(dataset).__name__}, so collate_fn={options['collate_fn']!r} "
+        f"and num_workers={options['num_workers']!r} have no use for it: leave them out, or wrap tensors in "
+        "a torch TensorDataset"
     )
 
 
-def _from_loader(
-    loader: DataLoader[Any],
-    options: Mapping[str, Any],
-    seed: int,
-    plan: ReadPlan,
-    limit: Limit,
-) -> Source:
-    batch_size = options["batch_size"]
+def _check_loader(loader: DataLoader[Any], options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if value is not None and name != "batch_size":
             raise OptionError(
@@ -338,6 +321,11 @@ def _from_loader(
             f"{type(loader).__name__} iterates in its own way, which would be lost: its dataset is read in "
             f"flowdp's order. Give a plain torch DataLoader"
         )
+
+
+def _open(
+    loader: DataLoader[Any], pack: Pack, batch_size: int | None, seed: int, plan: ReadPlan, limit: Limit
+) -> Source:
     own = loader.generator
     options = {
         "num_workers": loader.num_workers,
@@ -368,7 +356,7 @@ def _from_loader(
     if loader.num_workers == 0 and collate is default_collate and order.batch_size is not None:
         found = _rows_of_tensors(dataset)
         if found is not None:
-            return TensorSource(found[0].tensors, _as_it_is, order, found[1])
+            return TensorSource(found[0].tensors, pack, order, found[1])
     return _reader(plan)(dataset, order, plan, collate_fn=collate, **options)
 
 
@@ -450,6 +438,9 @@ class _WholeBatches(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
+    def __len__(self) -> int:
+        return len(self._dataset)
+
     def __getitems__(self, indices: list[int]) -> Batch:
         return self._dataset.get_batch(indices)
 
@@ -466,6 +457,9 @@ class _Single:
 
 def _as_it_is(batch: Batch) -> Batch:
     return batch
+
+
+_PLAIN: Pack = _as_it_is
 
 
 def _by_key(keys: Sequence[object], parts: list[Tensor]) -> dict[object, Tensor]:

@@ -208,26 +208,6 @@ def test_a_rank_that_waits_is_served_though_others_leave_theirs_lying(machine):
     assert one.samples(0, 0, 9) == list(one.source.indices(0, 9))
 
 
-def test_ranks_are_read_for_in_the_order_of_the_deal():
-    read, done = list[int](), threading.Event()
-    order = EpochOrder(SAMPLES, BATCH, seed=0, shuffle=False, drop_last=False)
-
-    def collate(samples: list[int]) -> torch.Tensor:
-        read.append(samples[0] // BATCH)
-        if len(read) == 7:
-            done.set()
-        return torch.tensor(samples)
-
-    source = DemandReader(Counted(), order, ReadPlan(1, ahead=9, machines=2), collate_fn=collate)
-    source.expect(0, whole(5, 2, 8))  # a batch that was left goes first
-    source.expect(1, whole(4, 6, 7))
-    assert source.take(1, 0, 9) is None  # and what a rank waits for before all
-    source.start(wake=lambda *_: None, failed=lambda _: None)
-    assert done.wait(60)
-    assert source.close()
-    assert read == [9, 4, 5, 2, 6, 7, 8]
-
-
 # ---------------------------------------------------------------- void plans
 
 
@@ -331,32 +311,6 @@ def test_a_dataset_that_raises(machine, num_workers):
     assert one.failed.empty()
 
 
-class BreaksLater:
-    """A sampler that fails in epoch 1."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-        self.epochs = 0
-
-    def __len__(self) -> int:
-        return 16
-
-    def __iter__(self) -> Iterator[int]:
-        self.epochs += 1
-        if self.epochs == 2:
-            raise KeyError("weights")
-        return iter(range(16))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sampler_that_raises_does_so_after_the_batches_before_it(machine, num_workers):
-    loader = DataLoader(Counted(), BATCH, sampler=BreaksLater(), num_workers=num_workers)
-    one = machine(loader, shares_batches=False)
-    one.feeds[0].follow([*whole(0, 1), *whole(0, 1, epoch=1)])
-    assert "the sampler BreaksLater failed in epoch 1" in str(one.failed.get(timeout=60))
-    assert loader.dataset.counts.sum() == 2 * BATCH  # type: ignore[attr-defined]
-
-
 @pytest.mark.posix
 def test_a_worker_process_that_dies(machine):
     class Dies(Counted):
@@ -396,22 +350,4 @@ def test_closing_leaves_no_thread_and_no_process(num_workers, expects):
     one.feeds[0].follow(whole(1))
     assert one.feeds[0].take(0, 1) is None
     assert set(threading.enumerate()) == before
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.posix
-def test_closing_while_the_processes_are_inside_the_dataset():
-    inside = multiprocessing.get_context("fork").Semaphore(0)
-
-    class Stuck(Counted):
-        def __getitem__(self, index: int) -> int:
-            inside.release()
-            threading.Event().wait()
-            return index
-
-    one = Machine(Stuck(), num_workers=2).start()
-    one.feeds[0].follow(whole(0, 1, 2))
-    assert inside.acquire(timeout=60)
-    assert inside.acquire(timeout=60)
-    assert one.source.close()
     assert not multiprocessing.active_children()

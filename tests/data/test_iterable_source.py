@@ -262,20 +262,6 @@ def test_an_epoch_without_a_batch(runs, lengths, epoch, num_workers):
         run.reader.take(0, epoch, 0)
 
 
-def test_an_iterator_that_was_used_up():
-    class Once(IterableDataset[Any]):
-        def __init__(self):
-            self.numbers = iter(range(8))
-
-        def __iter__(self):
-            return self.numbers
-
-    run = Run(Once()).start()
-    assert run.ended.get(timeout=WAIT_S) == (0, 2)
-    assert "`__iter__` must return a new iterator each time" in str(run.failed.get(timeout=WAIT_S))
-    assert run.reader.close()
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_that_raises_does_so_after_the_batches_before_it(runs, num_workers):
     class Breaks(Stream):

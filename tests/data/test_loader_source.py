@@ -644,18 +644,6 @@ def test_what_was_not_trained_is_read_and_nothing_else(runs, num_workers):
     assert torch.equal(dataset.counts, expected)
 
 
-def test_windows_of_a_resumed_run_are_cut_as_ever(runs):
-    start = Position(2, open=(OpenEpoch(0, 2, ((1,), ()), ()),))
-    run = runs(Counted(20), start=start)
-    for batch, samples in ((1, 8), (2, 4)):
-        for rank in (0, 1):
-            half = samples // 2
-            portion = wait_for(run, rank, batch, rank * half, (rank + 1) * half)
-            assert rows_of(run, portion, batch) == list(range(rank * half, (rank + 1) * half))
-    with pytest.raises(ProtocolError, match="trained before"):
-        cut(run, 0, 0, 0, 4)
-
-
 # ---------------------------------------------------------------- on demand
 class Watched(threading.Condition):
     """Sets an event when the reader waits."""
@@ -684,21 +672,6 @@ def test_an_epoch_begins_when_somebody_waits_for_it(ahead):
         assert watched.waits.wait(60)  # for the next epoch: all of this one were taken
         assert dataset.counts.tolist() == [epoch + 1] * SAMPLES
         assert thread.is_alive()
-    assert run.close()
-
-
-def test_inside_an_epoch_reading_runs_ahead():
-    reached = threading.Event()
-
-    class Announced(Counted):
-        def __getitem__(self, index):
-            if index == 4 * 8 - 1:
-                reached.set()
-            return super().__getitem__(index)
-
-    run = Run(Announced(), epochs=None, ahead=3, on_demand=True, shuffle=False).start()
-    run.take(0, 0, 0)
-    assert reached.wait(60)
     assert run.close()
 
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -398,10 +398,6 @@ def test_short_rings_and_a_short_reader_do_not_lock_up(close, ahead, lane_of):
 
 
 # ---------------------------------------------------------------- batches of other kinds
-class Named(NamedTuple):
-    image: Tensor
-    label: Tensor
-    note: str
 
 
 class MovesInPlace:
@@ -413,24 +409,6 @@ class MovesInPlace:
     def to(self, device: torch.device) -> MovesInPlace:
         self.x = self.x.to(device, copy=True)
         return self
-
-
-def one_batch(close: Any, payload: Any, lane: Lane | None = None) -> tuple[Batch, Rank]:
-    shelf = Shelf()
-    shelf.there[0, 0] = payload
-    rank = close(Rank(shelf, lane or CardLane()))
-    rank.follow([(0, 0)])
-    return rank.train((0, 0)), rank
-
-
-def test_trees_keep_their_kind_and_what_is_no_tensor_stays(close):
-    payload = Named(torch.rand(BATCH, 2), torch.tensor(5), "a note")
-    batch, rank = one_batch(close, payload)
-    assert type(batch) is Named
-    assert torch.equal(batch.image, payload.image)
-    assert batch.label.item() == 5
-    assert batch.note == "a note"
-    assert rank.feed._ring.made == 1
 
 
 def test_a_packed_sequence_moves_itself(close):
@@ -451,24 +429,6 @@ def test_what_moves_in_place_can_still_be_given_back(close):
     assert rank.take((0, 0)).x is not x
     rank.feed.release()
     assert payload.x is x
-
-
-def test_batches_of_many_shapes_are_two_at_most(close):
-    shelf = Shelf()
-    keys = [(0, batch) for batch in range(12)]
-    for key in keys:
-        shelf.there[key] = torch.full((BATCH, key[1] % 5 + 1), float(key[1]))
-    lane = CardLane()
-    rank = close(Rank(shelf, lane))
-    rank.feed.resize(5)
-    rank.follow(keys)
-    for key in keys:
-        batch = rank.train(key)
-        assert batch.shape == (BATCH, key[1] % 5 + 1)
-        assert set(batch.flatten().tolist()) == {float(key[1])}
-        assert rank.feed._loose.made <= 2
-    assert rank.feed._loose.made == 2
-    no_race(lane)
 
 
 def test_a_loose_batch_is_kept_until_the_copy_stream_has_waited_for_its_step(close):
@@ -657,23 +617,6 @@ def test_an_error_of_the_dataset_reaches_the_worker(close):
     assert (0, 2) not in rank.seen
 
 
-def test_a_wrong_index_is_named_when_its_batch_is_wanted(close):
-    class BatchOrder(EpochOrder):
-        def _draw(self, epoch: int) -> Tensor:
-            return self._keep(epoch, torch.tensor([0, 1, 2, 3, 4, 99]))
-
-    source = TensorSource(
-        [torch.arange(6)], lambda parts: parts[0], BatchOrder(6, 2, 0, shuffle=False, drop_last=False)
-    )
-    rank = close(Rank(source, CardLane()))
-    rank.follow([(0, 0), (0, 1), (0, 2)])
-    assert rank.train((0, 0)).tolist() == [0, 1]
-    assert rank.train((0, 1)).tolist() == [2, 3]
-    with pytest.raises(DataError, match="batch 2 of epoch 0") as caught:
-        rank.train((0, 2))
-    assert caught.value.indices == (4, 99)
-
-
 # ---------------------------------------------------------------- closing
 @pytest.mark.parametrize("seed", range(20))
 def test_it_closes_at_any_moment(close, seed):
@@ -769,24 +712,6 @@ def test_several_batches_are_in_use_at_a_time(close, source_of, held):
             rank.feed.release()
     assert lane.card.races == []
     assert rank.feed._ring.made <= held + 1
-
-
-@pytest.mark.parametrize("room", [0, 1, 2, 3, 100])
-def test_little_memory_leaves_as_many_slots_as_are_in_use(close, room):
-    source, lane = close(read()), CardLane(Card(room=room * BATCH * 32))
-    rank = close(Rank(source, lane, held=2))
-    begin(source, [rank])
-    rank.follow(everything(1))
-    rank.feed.resize(7)
-    if room < 2:
-        with pytest.raises(torch.OutOfMemoryError):
-            [rank.take((0, batch)) for batch in range(room + 1)]
-        return
-    for batch in range(0, BATCHES - 1, 2):
-        for key in ((0, batch), (0, batch + 1)):
-            check(source, key, rank.take(key))
-        with lane.on(lane.compute):
-            rank.feed.release()
 
 
 @pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)

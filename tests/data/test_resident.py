@@ -108,18 +108,6 @@ def test_what_the_user_made_there_is_waited_for():
     assert card.races == []
 
 
-def test_what_it_needs_is_what_it_allocates():
-    made = source()
-    feed, lane = on_card(made)
-    for epoch in range(2):
-        take(feed, lane, epoch, 0)
-    needed = ResidentData.needed_bytes(made, lane.device, ranks=1)
-    assert lane.card.allocated == needed
-    orders = 2 * LENGTH * 8
-    assert ResidentData.needed_bytes(made, lane.device, ranks=3) == needed + 2 * orders
-    assert ResidentData.needed_bytes(made, torch.device("cpu"), ranks=1) == orders
-
-
 @pytest.mark.parametrize("wrong", [-1, LENGTH])
 def test_a_wrong_index_never_reaches_the_device(wrong):
     class Sampler:

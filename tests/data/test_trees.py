@@ -24,7 +24,6 @@ from flowdp.data.trees import (
     field_of,
     flatten,
     is_cut,
-    tree_map,
     unflatten,
 )
 
@@ -165,13 +164,6 @@ def test_a_library_that_registers_its_class_has_its_way() -> None:
         assert list(flatten(Own(x=X))[1].paths()) == ["['x']"]
     finally:
         del SUPPORTED_NODES[Own]
-
-
-def test_nothing_is_registered_with_torch() -> None:
-    before = set(SUPPORTED_NODES)
-    for batch in CONTAINERS:
-        tree_map(lambda leaf: leaf, batch)
-    assert set(SUPPORTED_NODES) == before
 
 
 def test_a_cache_of_transformers_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
