@@ -12,7 +12,6 @@ __all__ = [
     "ThroughputBalance",
     "normalised_ratios",
     "part_sizes",
-    "proportional_sizes",
     "shard_sizes",
     "weights_from",
 ]
@@ -21,23 +20,6 @@ _CALIBRATION_STEPS = 10
 _REBALANCE_STEPS = 50
 _SMOOTHING = 0.3
 _MIN_RATIO = 0.05
-
-
-def proportional_sizes(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Divide `total` in proportion to positive weights.
-
-    Every share is rounded down, and the rest goes one each to the largest weights, the lower rank first
-    on ties.
-
-    Returns:
-        Sizes that sum to `total`; one may be 0. Shape (ranks,).
-    """
-    whole = sum(weights)
-    sizes = [math.floor(total * weight / whole) for weight in weights]
-    fastest_first = sorted(range(len(sizes)), key=lambda rank: -weights[rank])
-    for rank in fastest_first[: total - sum(sizes)]:
-        sizes[rank] += 1
-    return tuple(sizes)
 
 
 def weights_from(

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import DataLoader
@@ -15,15 +14,11 @@ from flowdp.config import RunConfig
 from flowdp.data.open_source import dataset_length
 from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.errors import FlowdpError, OptionError, OutOfDeviceMemory
-from flowdp.observe.figure import new_figure
 from flowdp.policy.table import Table
 from flowdp.replica.batch_sizes import plan_sizes
 from flowdp.trainer import Trainer
 from flowdp.tuning.trial import trial_run
 from flowdp.validators import check_int
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["BatchSizes", "DeviceBatchSizes", "find_batch_size", "search_sizes"]
 
@@ -119,21 +114,6 @@ class BatchSizes:
 
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
-
-    def plot(self) -> Figure:
-        """Draw samples per second over batch size, a line for each device.
-
-        Raises:
-            OptionError: matplotlib is not installed.
-        """
-        figure, axes = new_figure("batch size", "samples/s")
-        axes.set_xscale("log", base=2)
-        for one in self.devices:
-            axes.plot(list(one.speeds), list(one.speeds.values()), marker="o", label=str(one.device))
-            axes.plot([one.fastest], [one.speeds[one.fastest]], marker="o", markersize=10, color="C1")
-        axes.set_ylim(bottom=0)
-        axes.legend()
-        return figure
 
 
 def find_batch_size(trainer: Trainer, *, most: int = MOST, steps: int = 10) -> BatchSizes:

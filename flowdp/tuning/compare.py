@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from torch import Tensor
-from torch.utils.data import DataLoader
-
-from flowdp.config import DatasetOption, RunConfig
+from flowdp.config import RunConfig
 from flowdp.errors import OptionError
-from flowdp.observe.figure import new_figure
 from flowdp.policy.formats import format_duration, format_error, format_metric
 from flowdp.policy.table import Table
 from flowdp.policy.tally import EpochMetrics
@@ -19,9 +14,6 @@ from flowdp.protocol.commands import RoundEnded
 from flowdp.trainer import Trainer
 from flowdp.tuning.trial import trial_run
 from flowdp.validators import check_int
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["ComparedRun", "Comparison", "compare"]
 
@@ -42,7 +34,6 @@ class ComparedRun:
         first_loss: Over the first tenth.
         eval: Means of the last evaluation, empty without one.
         efficiency: Throughput over that of the devices in their steps, as `Run.report()` has it.
-        curve: (seconds, loss) at the end of each round, or of the rounds that ended together.
     """
 
     name: str
@@ -53,7 +44,6 @@ class ComparedRun:
     first_loss: float | None = None
     eval: Mapping[str, float] | None = None
     efficiency: float = 0.0
-    curve: tuple[tuple[float, float], ...] = ()
 
     @property
     def samples_per_s(self) -> float:
@@ -99,20 +89,6 @@ class Comparison:
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
 
-    def plot(self) -> Figure:
-        """Draw the loss of each run over its seconds.
-
-        Raises:
-            OptionError: matplotlib is not installed.
-        """
-        figure, axes = new_figure("seconds", "loss")
-        for run in self.runs:
-            if run.curve:
-                axes.plot(*zip(*run.curve, strict=True), label=run.name)
-        if any(run.curve for run in self.runs):
-            axes.legend()
-        return figure
-
 
 def compare(trainers: Mapping[str, Trainer], *, epochs: int = 1) -> Comparison:
     """Run several trainers for a few epochs each, and compare loss, time and efficiency.
@@ -129,11 +105,11 @@ def compare(trainers: Mapping[str, Trainer], *, epochs: int = 1) -> Comparison:
     `resume` and `max_steps` have no part in it. Models, optimizers and generators stay as they are.
 
     Args:
-        trainers: Trainers by name, on one dataset; they are not changed.
+        trainers: Trainers by name, on one dataset, or their losses say nothing; they are not changed.
         epochs: Epochs of each run.
 
     Raises:
-        OptionError: There is no trainer, something else than one, or they have different datasets.
+        OptionError: There is no trainer, or something else than one.
     """
     check_int("epochs", epochs)
     if not isinstance(trainers, Mapping) or not trainers:
@@ -144,7 +120,6 @@ def compare(trainers: Mapping[str, Trainer], *, epochs: int = 1) -> Comparison:
         if not isinstance(trainer, Trainer):
             raise OptionError(f"compare takes trainers by name, not {trainer!r} as {name!r}")
     configs = {name: trainer.config for name, trainer in trainers.items()}
-    _check_data(configs)
     seed = next(iter(configs.values())).replica.seed
     return Comparison(tuple(_compared(name, config, epochs, seed) for name, config in configs.items()))
 
@@ -164,11 +139,6 @@ def _summed(
 ) -> ComparedRun:
     seconds = sum(epoch.epoch_ms for epoch in history) / 1e3
     samples = sum(sum(one.samples) for one in rounds)
-    time_ms, curve = 0.0, []
-    for one in rounds:
-        time_ms += one.wall_ms
-        if one.loss is not None:
-            curve.append((time_ms / 1e3, one.loss))
     return ComparedRun(
         name,
         seconds=seconds,
@@ -177,7 +147,6 @@ def _summed(
         first_loss=_mean(rounds, TAIL * samples),
         eval=history[-1].eval,
         efficiency=efficiency,
-        curve=tuple(curve),
     )
 
 
@@ -209,24 +178,3 @@ def _row(run: ComparedRun, evaluated: Sequence[str]) -> tuple[str, ...]:
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else format_metric(value)
-
-
-def _check_data(configs: Mapping[str, RunConfig]) -> None:
-    (first, reference), *others = configs.items()
-    for name, config in others:
-        if _data(config.dataset) != _data(reference.dataset):
-            raise OptionError(
-                f"the trainers {first!r} and {name!r} have different datasets, so their losses cannot be "
-                "compared: give both the same objects"
-            )
-
-
-def _data(dataset: DatasetOption) -> list[int]:
-    """Identity of the data, whatever container or loader it is in."""
-    if isinstance(dataset, DataLoader):
-        return _data(dataset.dataset)
-    if isinstance(dataset, Mapping):
-        return [id(part) for part in dataset.values()]
-    if isinstance(dataset, tuple | list) and any(isinstance(part, Tensor) for part in dataset):
-        return [id(part) for part in dataset]
-    return [id(dataset)]

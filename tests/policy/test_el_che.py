@@ -60,13 +60,6 @@ def test_a_hint_below_one_counts_as_one():
     assert not che.has_speed_hint
 
 
-def test_what_is_given_can_be_read():
-    che = ElChe(3, 4, max_anchor=8, overhead_target=0.2, max_batch_diff=5, speed_hint=(2, 3.0))
-    assert (che.world_size, che.anchor, che.max_anchor, che.overhead_target) == (3, 4, 8, 0.2)
-    assert (che.max_batch_diff, che.batch_counts, che.has_speed_hint) == (5, (12, 12, 4), True)
-    assert [che.batches(rank) for rank in range(3)] == [12, 12, 4]
-
-
 # ---------------------------------------------------------------- measurements
 def test_lengths_are_checked():
     with pytest.raises(OptionError, match="wall_ms has 3 values for 2 devices"):

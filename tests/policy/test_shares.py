@@ -10,26 +10,11 @@ from flowdp.policy.shares import (
     ThroughputBalance,
     normalised_ratios,
     part_sizes,
-    proportional_sizes,
     shard_sizes,
     weights_from,
 )
 
 weights = st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=8)
-
-
-@given(st.integers(0, 100_000), weights)
-def test_proportional_sizes_are_exact_to_one_sample(total, given_weights):
-    sizes = proportional_sizes(total, given_weights)
-    assert sum(sizes) == total
-    for size, weight in zip(sizes, given_weights, strict=True):
-        assert abs(size - total * weight / sum(given_weights)) < 1.0 + 1e-6
-
-
-def test_what_is_left_goes_to_the_fastest():
-    assert proportional_sizes(10, [1.0, 2.0, 1.0]) == (2, 6, 2)  # 2.5, 5, 2.5: one left
-    assert proportional_sizes(3, [1.0, 1.0]) == (2, 1)
-    assert proportional_sizes(2, [1.0, 1.0, 5.0]) == (0, 0, 2)
 
 
 def test_weights_are_measured_speeds_else_the_hint_else_equal():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -117,7 +116,7 @@ def test_a_cpu_device_ends_where_larger_is_no_faster() -> None:
     assert search_sizes(CPU, lambda size: 1e6, 4096, "the end").largest == 4096
 
 
-def test_a_result_is_a_table_and_a_plot() -> None:
+def test_a_result_is_a_table() -> None:
     fast = DeviceBatchSizes(CARD, {2: 10.0, 4: 100.0, 8: 101.0}, "memory")
     slow = DeviceBatchSizes(CPU, {2: 20.0}, "most")
     found = BatchSizes((fast, slow, fast))
@@ -129,7 +128,3 @@ def test_a_result_is_a_table_and_a_plot() -> None:
         "cpu           2         20        2         20      most",
     ]
     assert found._repr_html_().count("<tr>") == 3
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    figure = found.plot()
-    assert [line.get_label() for line in figure.axes[0].lines[::2]] == ["cuda:0", "cpu"]
-    figure.savefig(io.BytesIO())

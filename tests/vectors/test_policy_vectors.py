@@ -21,7 +21,7 @@ from flowdp.policy.lead import Overshoot, lead_limits
 from flowdp.policy.schedule import lr_factor, position
 from flowdp.policy.shares import (
     ThroughputBalance,
-    proportional_sizes,
+    part_sizes,
     shard_sizes,
     weights_from,
 )
@@ -243,7 +243,7 @@ def _balanced(vector: Vector) -> Answers:
 
 @answers("PS-002", "PS-006")
 def _equal(vector: Vector) -> Answers:
-    return {"sizes": proportional_sizes(vector["setup"]["total"], [1.0] * vector["setup"]["world_size"])}
+    return {"sizes": part_sizes(vector["setup"]["total"], [1.0] * vector["setup"]["world_size"])}
 
 
 @answers("PS-004", "PS-008")
@@ -251,7 +251,7 @@ def _by_speed(vector: Vector) -> Answers:
     che = ElChe(vector["setup"]["world_size"])
     if "calibrate" in vector["input"]:
         report(che, vector["input"]["calibrate"])
-    return {"sizes": proportional_sizes(vector["setup"]["total"], weights_from(che.ms_per_batch))}
+    return {"sizes": part_sizes(vector["setup"]["total"], weights_from(che.ms_per_batch))}
 
 
 @answers("PS-010")
@@ -259,7 +259,7 @@ def _by_hint(vector: Vector) -> Answers:
     hint = (1, 2.3)
     che = ElChe(2, speed_hint=hint)
     assert (che.batch_counts, che.ms_per_batch) == ((23, 10), (0.0, 0.0))
-    sizes = proportional_sizes(vector["setup"]["total"], weights_from(che.ms_per_batch, hint))
+    sizes = part_sizes(vector["setup"]["total"], weights_from(che.ms_per_batch, hint))
     assert sizes == (697, 303)
     return {"sizes": sizes}
 
