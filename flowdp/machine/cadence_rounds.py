@@ -81,10 +81,6 @@ class CadenceRounds(PlannedRounds):
         return count
 
     @property
-    def _has_inner(self) -> bool:
-        return self._inner_rounds > 1
-
-    @property
     def _is_paced(self) -> bool:
         return self.cadence.is_known
 

@@ -96,7 +96,6 @@ class ExactRounds(PlannedRounds):
         self._sharing = Sharing() if batch.may_be_alone and ratios is None and world_size > 1 else None
         self._exclusion = Exclusion(world_size)
         # Of the order that is dealt.
-        self._next_alone: int | None = None
         self._next_parts: Sequence[tuple[SampleRange, ...]] = ()
 
     @classmethod
@@ -146,10 +145,6 @@ class ExactRounds(PlannedRounds):
             alone=armed.alone is not None,
         )
 
-    @property
-    def _alone(self) -> int | None:
-        return self._next_alone
-
     def _has_moved(self, before: float, now: float) -> bool:
         """Whether a share has changed much; that of the smallest part changes nothing."""
         return abs(now - before) > MOVING * before and now * self._batch.size > self._batch.least
@@ -164,10 +159,6 @@ class ExactRounds(PlannedRounds):
         sizes = [min(whole.size, whole.samples - number * whole.size) for number in batches]
         parts = {size: split(size, shares, whole.least, whole.forwards) for size in set(sizes)}
         return [parts[size] for size in sizes]
-
-    @property
-    def _wants_comparison(self) -> bool:
-        return True
 
     @property
     def _weights(self) -> Sequence[float]:

@@ -84,6 +84,8 @@ class PlannedRounds(Rounds):
 
     averages: ClassVar[Averages] = "parameters"
     may_hurry: ClassVar[bool] = False
+    _inner_rounds = 1  # of so many rounds only the last is one of all machines
+    _next_alone: int | None = None  # the rank that trains the order that was dealt last by itself (exact)
 
     def __init__(self, epochs: Epochs, world_size: int) -> None:
         super().__init__(epochs, world_size)
@@ -202,16 +204,6 @@ class PlannedRounds(Rounds):
         return any(self.times.pace_ms)
 
     @property
-    def _alone(self) -> int | None:
-        """The rank that trains the order that was dealt last by itself (exact); None: all ranks train."""
-        return None
-
-    @property
-    def _has_inner(self) -> bool:
-        """Whether only the last round of an order is one of all machines."""
-        return False
-
-    @property
     def _predicted_pace_ms(self) -> Sequence[float]:
         """Time of one step per rank, to predict the duration of a round; empty where none is predicted."""
         return ()
@@ -219,11 +211,6 @@ class PlannedRounds(Rounds):
     @property
     def _wants_drift(self) -> bool:
         """Whether the next round measures the distance from the mean."""
-        return False
-
-    @property
-    def _wants_comparison(self) -> bool:
-        """Whether the replicas are compared after an epoch's last round."""
         return False
 
     @property
@@ -281,14 +268,14 @@ class PlannedRounds(Rounds):
             before,
             sum(every),
             drift=self._wants_drift,
-            compare=self._wants_comparison and ledger.remaining == 0,
-            inner=self._has_inner and count > 1,
+            compare=self.averages == "gradients" and ledger.remaining == 0,
+            inner=self._inner_rounds > 1 and count > 1,
             short=count * every[0] - taken[0],
         )
         times = zip(taken, self._predicted_pace_ms, strict=False)
         predicted_ms = max((steps * ms for steps, ms in times), default=math.inf)
         armed = ArmedRounds(
-            self._plan, sync, ledger.epoch, deal, every, sum(taken), predicted_ms, self._alone
+            self._plan, sync, ledger.epoch, deal, every, sum(taken), predicted_ms, self._next_alone
         )
         if not self._armed:
             armed.start_ms = now_ms
