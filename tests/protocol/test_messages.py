@@ -47,3 +47,23 @@ def test_an_order_says_how_many_steps_it_is() -> None:
     assert StartEpoch(0, 0, (0, 1, 2)).steps == 3
     assert StartEpoch(0, 0, (0, 1, 2), group=2).steps == 2
     assert StartEpoch(0, 0, (), group=2).steps == 0
+
+
+def test_duties_are_orders_and_their_answers_are_facts() -> None:
+    orders = (
+        messages.Evaluate(2, 1),
+        messages.MergeMetrics(1),
+        messages.SaveState(0, 1),
+        messages.CopyReplica(3),
+    )
+    for order in orders:
+        assert isinstance(order, messages.Order)
+        assert isinstance(order, messages.BarrierTask)
+    facts = (
+        messages.Evaluated(0, ()),
+        messages.MetricsMerged(0, ()),
+        messages.StateSaved(1),
+        messages.ReplicaCopied(2),
+    )
+    for fact in facts:
+        assert isinstance(fact, messages.Fact)
