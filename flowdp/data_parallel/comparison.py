@@ -67,10 +67,12 @@ class Schedule:
     Attributes:
         callee: The function.
         told: What the log has had.
+        is_alone: Whether it gives the right result in the calling thread alone.
     """
 
     def __init__(self, callee: Callee) -> None:
         self.callee = callee
+        self.is_alone = False
         self.told: set[str] = set()
         self._passed: Counter[Hashable] = Counter()
 
@@ -127,10 +129,13 @@ class Result:
     error: Exception | None = None
 
 
-def check_call(replicas: Replicas, call: Call) -> None:
+def check_call(replicas: Replicas, call: Call) -> str:
     """Check that a call that is cut gives what one device gives for the whole batch.
 
     The log says why a call cannot be compared.
+
+    Returns:
+        The reason why the calling thread alone gives the right result; empty: the others do, too.
 
     Raises:
         FlowdpError: They differ; the message has the difference, the cut of the call, and remedies.
@@ -138,12 +143,12 @@ def check_call(replicas: Replicas, call: Call) -> None:
     Threads: the one that holds the turn of the replicas.
     """
     try:
-        _compare(replicas, call)
+        return _compare(replicas, call)
     except torch.OutOfMemoryError:
-        _warn(call, "the first device has no memory for it beside what it holds")
+        return _warn(call, "the first device has no memory for it beside what it holds")
 
 
-def _compare(replicas: Replicas, call: Call) -> None:
+def _compare(replicas: Replicas, call: Call) -> str:
     for wide in (torch.float32, None):
         trial = Trial(replicas, call, wide)
         whole = trial.run()
@@ -160,13 +165,15 @@ def _compare(replicas: Replicas, call: Call) -> None:
         cannot_join = isinstance(parts.error, FlowdpError)
         if not cannot_join and any(trial.differences(whole, trial.run(seed)) for seed in SEEDS):
             return _warn(call, f"its results differ from call to call ({found[0]})")
+        if parts.error is None and not trial.differences(whole, trial.run(is_cut=True, is_here=True)):
+            return f"{call.callee.name} gives another result in other threads ({found[0]})"
         text = str(parts.error) if cannot_join else "; ".join(found[:3])
         cut = Arguments(call.layout, call.callee, call.args, call.kwargs).in_words(call.sizes)
         raise FlowdpError(
             f"{call.callee.name} gives another result when the batch is cut: {text} ({cut}). {REMEDY}"
         ) from parts.error
     _warn_of_kept(call, trial, whole, parts)
-    return None
+    return ""
 
 
 class Trial:
@@ -201,12 +208,13 @@ class Trial:
         """The rounding of sums of many roundings, as gradients are."""
         return self.epsilon if self.epsilon < 1e-12 else max(self.epsilon, TF32)
 
-    def run(self, seed: int | None = None, *, is_cut: bool = False) -> Result:
+    def run(self, seed: int | None = None, *, is_cut: bool = False, is_here: bool = False) -> Result:
         """Run the whole batch in the calling thread, or its parts in the first rank's, on the first device.
 
         Args:
             seed: Seed of generators meanwhile; None: they go on.
             is_cut: Whether the parts are run, one after another.
+            is_here: Whether they are run in the calling thread, too.
         """
         result = Result()
         standing = [
@@ -222,7 +230,7 @@ class Trial:
                     stack.enter_context(torch.autocast(kind, enabled=False))
             try:
                 do = partial(self._run, result, standing, is_cut=is_cut)
-                self._replicas.elsewhere(do) if is_cut else do()
+                self._replicas.elsewhere(do) if is_cut and not is_here else do()
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -356,10 +364,11 @@ def _is_rounding(replicas: Replicas, call: Call, trial: Trial) -> bool:
     return whole.error is None and not wide.differences(whole, wide.run(is_cut=True))
 
 
-def _warn(call: Call, why: str) -> None:
+def _warn(call: Call, why: str) -> str:
     if why not in call.told:
         call.told.add(why)
         log.warning("%s could not be compared with one device: %s", call.callee.name, why)
+    return ""
 
 
 def _warn_of_kept(call: Call, trial: Trial, whole: Result, parts: Result) -> None:

@@ -422,7 +422,7 @@ class DataParallel(StandInModule):
             if arguments.samples is None:
                 self._tell_alone("nothing in a call can be cut", f" ({arguments.described()})")
             is_cut = sum(size > 0 for size in sizes) > 1 and (self._pace is None or self._pace.is_cut)
-            if not is_cut or self._is_hooked():
+            if not is_cut or schedule.is_alone or self._is_hooked():
                 return self._call_alone(function, args, kwargs, arguments)
 
             def run(module: nn.Module, part: Part) -> Any:
@@ -431,7 +431,10 @@ class DataParallel(StandInModule):
             form = replicas.flags, torch.is_grad_enabled(), arguments.pattern
             if self._checks and schedule.is_due(form):
                 call = Call(self._layout, schedule.callee, run, args, kwargs, tuple(sizes), schedule.told)
-                check_call(replicas, call)
+                if why := check_call(replicas, call):
+                    schedule.is_alone = True
+                    self._tell_alone(why)
+                    return self._call_alone(function, args, kwargs, arguments)
             outputs = self._run_cut(run, arguments, sizes)
             schedule.passed(form)
             self._did(sizes)
