@@ -127,34 +127,22 @@ def round_record(global_step: int) -> RoundEnded:
     return RoundEnded(0, 1, 1, global_step, (3, 1), (96, 32), 0.25, 0.1, 64.0, ms, ms, ms, 1.0, 3)
 
 
-def test_what_it_says_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("bar_of", "parts"),
+    [
+        ((50, 25), ("epoch 2/2:  70%", "35/50", "loss=0.250", "samples/s=2,000", "share=75 % 25 %")),
+        ((None, None), ("epoch 2: : 35step",)),  # without a known end
+        ((50, 25, 30), ("30/50", "35/50")),  # of a resumed run
+    ],
+)
+def test_what_it_says_of_a_round(bar_of: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
-    progress = ProgressBar(50, 25)
+    progress = ProgressBar(*bar_of)
     progress.on_train_start(None)
     progress.on_round(round_record(35))
     progress.on_train_end(None)
-    drawn = terminal.getvalue()
-    for part in ("epoch 2/2:  70%", "35/50", "loss=0.250", "samples/s=2,000", "share=75 % 25 %"):
-        assert part in drawn
-
-
-def test_without_a_known_end_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = watched(monkeypatch)
-    progress = ProgressBar(None, None)
-    progress.on_train_start(None)
-    progress.on_round(round_record(35))
-    progress.on_train_end(None)
-    assert "epoch 2: : 35step" in terminal.getvalue()
-
-
-def test_a_resumed_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = watched(monkeypatch)
-    progress = ProgressBar(50, 25, start=30)
-    progress.on_train_start(None)
-    assert "30/50" in terminal.getvalue()
-    progress.on_round(round_record(35))
-    progress.on_train_end(None)
-    assert "35/50" in terminal.getvalue()
+    for part in parts:
+        assert part in terminal.getvalue()
 
 
 def test_one_that_could_not_be_drawn_stays_away() -> None:
