@@ -46,7 +46,6 @@ from flowdp.replica.factories import (
     equal_start,
     seed_devices,
     several_optimizers,
-    slow_optimizer,
 )
 from flowdp.replica.flat_optimizer import group_keys, obstacle
 from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
@@ -187,9 +186,6 @@ def build_replicas(
     seed_devices(devices, config.seed, team.index)
     if config.repeats:
         warn_of_draws(devices, uses_compile(modules[0], functions[0]))
-    advice = None if replicas[0].steps_flat else slow_optimizer(all_of(replicas[0].optimizers)[0])
-    if lanes[0].is_async and advice:
-        log.info("%s", advice)
     return replicas
 
 

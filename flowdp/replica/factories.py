@@ -26,7 +26,7 @@ from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import kept_in_eval, start_training
 from flowdp.network.machines import Machines
 from flowdp.replica.model_copy import CopyError, copy_module
-from flowdp.replica.optimizer_rebuild import check_factory, rebuild
+from flowdp.replica.optimizer_rebuild import rebuild
 
 __all__ = [
     "ModelOption",
@@ -44,16 +44,12 @@ __all__ = [
     "new_module",
     "seed_devices",
     "several_optimizers",
-    "slow_optimizer",
 ]
 
 log = logging.getLogger("flowdp")
 
 WRAPPERS = (StandInModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 """Modules that stand for another one on several devices."""
-
-LIGHTNING_MODULES = {"lightning.LightningModule", "pytorch_lightning.LightningModule"}
-"""Package and class, under the two names by which Lightning is installed."""
 
 ModelOption = nn.Module | Callable[..., nn.Module]
 Optimizers = Sequence[Optimizer] | Mapping[Any, Optimizer]
@@ -83,7 +79,6 @@ def build_models(model: ModelOption, lanes: Sequence[Lane], *, trains: bool = Tr
             if trains:
                 if rank == 0:
                     _tell_modes(modules[0])
-                    _tell_of_self_log(modules[0])
                 start_training(modules[rank])
         lane.drain()
     return modules
@@ -130,20 +125,6 @@ def _tell_modes(module: nn.Module) -> None:
         )
 
 
-def _tell_of_self_log(module: nn.Module) -> None:
-    """Warn of a LightningModule, whose `self.log` needs Lightning's Trainer; Lightning is not imported."""
-    for part in module.modules():
-        bases = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(part).__mro__}
-        if bases & LIGHTNING_MODULES:
-            log.warning(
-                "%s is a LightningModule: without Lightning's Trainer its self.log(name, value) goes "
-                "nowhere; call flowdp.record_scalar(name, value), whose means are in EpochMetrics.scalars "
-                "and in the loggers. Its hooks and configure_optimizers are not called either",
-                type(part).__name__,
-            )
-            return
-
-
 def check_plain(model: nn.Module) -> None:
     """Check that a model is modules of Python's alone, none of which has several devices of its own.
 
@@ -167,8 +148,6 @@ def check_plain(model: nn.Module) -> None:
 def check_hooks(module: nn.Module) -> None:
     """Check that no hook would change the gradients of a device's part, before they are averaged.
 
-    Backward hooks of modules may as well look on: a warning names them.
-
     Raises:
         OptionError: A parameter has hooks.
     """
@@ -178,16 +157,6 @@ def check_hooks(module: nn.Module) -> None:
             "register_post_accumulate_grad_hook), which would run on each device's part of the gradient, "
             "before the mean: change the gradients in optimizer.register_step_pre_hook, in the optimizer's "
             "factory, which sees their mean"
-        )
-    parts = [
-        name for name, part in module.named_modules() if part._backward_hooks or part._backward_pre_hooks
-    ]
-    if parts:
-        log.warning(
-            "policy='exact': the backward hooks of %s see the gradients of a device's part of the batch: one "
-            "that looks across the batch (say, by a norm) gives another result than on one device",
-            ", ".join(repr(name) if name else "the model" for name in parts[:5])
-            + (", ..." if len(parts) > 5 else ""),
         )
 
 
@@ -286,7 +255,7 @@ def build_optimizers(option: OptimizerOption, module: nn.Module, source: nn.Modu
         source: The module that instances were made for; None with a model factory.
 
     Raises:
-        OptionError: It is neither, it optimizes something else, or looks for the source's parameters.
+        OptionError: It is neither, or it optimizes something else.
     """
     if isinstance(option, Optimizer | Sequence | Mapping):
         if source is None:
@@ -295,8 +264,6 @@ def build_optimizers(option: OptimizerOption, module: nn.Module, source: nn.Modu
                 "optimizer factory: optimizer=lambda params: ..."
             )
         return _each(option, lambda one: rebuild(one, module, source))
-    if source is not None:
-        check_factory(option, source)
     made: Any
     if "model" in _parameters(option):
         made = option(model=module)
@@ -384,16 +351,6 @@ def seed_devices(devices: Sequence[torch.device], seed: int, machine: int = 0) -
             module = device_module(device)
             with module.device(device):
                 module.manual_seed(int(state[0]))
-
-
-def slow_optimizer(optimizer: Optimizer) -> str | None:
-    """Advice about an optimizer that launches more kernels than necessary; None without one.
-
-    A step of many small kernels is bound by the host that launches them.
-    """
-    if "fused" not in optimizer.defaults or all(group.get("fused") for group in optimizer.param_groups):
-        return None
-    return f"{type(optimizer).__name__}(..., fused=True) would step with fewer kernel launches"
 
 
 def _copy(model: nn.Module, device: torch.device) -> nn.Module:

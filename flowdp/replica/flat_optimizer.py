@@ -23,20 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from flowdp.device.flat_gradients import FlatGradients
@@ -51,20 +38,13 @@ ELEMENTWISE: dict[type[Optimizer], frozenset[str]] = {
     SGD: frozenset({"momentum_buffer"}),
     Adam: frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
     AdamW: frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-    NAdam: frozenset({"exp_avg", "exp_avg_sq"}),
-    RAdam: frozenset({"exp_avg", "exp_avg_sq"}),
-    Adamax: frozenset({"exp_avg", "exp_inf"}),
-    RMSprop: frozenset({"square_avg", "momentum_buffer", "grad_avg"}),
-    Adagrad: frozenset({"sum"}),
-    Adadelta: frozenset({"square_avg", "acc_delta"}),
-    Rprop: frozenset({"prev", "step_size"}),
-    ASGD: frozenset({"ax"}),
 }
-"""Optimizers that compute each element from that element alone, and the entries of their state in the
-parameter's form. The other entries are one number: steps, or a function of them."""
+"""Optimizers that step flat memory, and the entries of their state in the parameter's form. They compute each
+element from that element alone; the other entries are one number: steps. The fused kernel of each reads the
+learning rate from the device, if it lies there."""
 
 FUSED: dict[str, frozenset[type[Optimizer]]] = {
-    "cpu": frozenset({Adam, AdamW, Adagrad}),  # torch 2.13's fused SGD computes nonsense in bfloat16 there
+    "cpu": frozenset({Adam, AdamW}),  # torch 2.13's fused SGD computes nonsense in bfloat16 there
     "cuda": frozenset({SGD, Adam, AdamW}),
 }
 """Where torch's fused kernel is taken if the user left the choice to torch."""
@@ -72,9 +52,6 @@ FUSED: dict[str, frozenset[type[Optimizer]]] = {
 LARGE = 16_384
 """Elements of a parameter, in the mean over all, from which on the CPU writes and reads longer than it calls:
 gradients that are added up in flat memory are zeroed and read once more, some 30 us for 200,000 elements."""
-
-CAPTURED = frozenset({SGD, Adam, AdamW})
-"""Optimizers whose fused kernel reads the learning rate from the device, if it lies there."""
 
 CHOICES = {"fused": None, "foreach": None, "capturable": False}
 """Options by which a user chooses how a step is computed, and their defaults."""
@@ -108,7 +85,7 @@ class _Run:
 def obstacle(optimizer: Optimizer, module: nn.Module, replica: FlatReplica) -> str | None:
     """Why an optimizer has to step its parameters one by one; None: it can step flat memory."""
     if type(optimizer) not in ELEMENTWISE:
-        return f"{type(optimizer).__name__} is none of the optimizers that work element by element"
+        return f"{type(optimizer).__name__} is none of SGD, Adam and AdamW"
     if _has_hooks(optimizer) or _has_own_step(optimizer):
         return "it has hooks, or a step of its own"
     if any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse for part in module.modules()):
@@ -278,7 +255,7 @@ class FlatOptimizer:
     def can_be_recorded(self) -> bool:
         """Whether a step can be recorded as a graph, its rates aside."""
         own, twin = self._own, self._twin
-        if twin is None or type(own) not in CAPTURED or _has_hooks(own):
+        if twin is None or _has_hooks(own):
             return False
         if self._strays or self._moved:
             return False
@@ -358,7 +335,6 @@ class FlatOptimizer:
         kinds = inspect.signature(type(own)).parameters
         defaults = {name: value for name, value in own.defaults.items() if name in kinds}
         self._twin = type(own)(groups, **{**defaults, **options})
-        self._twin.state.clear()  # Adagrad makes it at once
         self._fill_groups()
         self._members = [at for run in chain.from_iterable(self._runs) for at in range(run.start, run.stop)]
         self._all = [self._parameters[at] for at in self._members]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from flowdp.checkpoint.file import plain, read, write
@@ -138,7 +138,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "adamw": lambda p: AdamW(p, 0.01, amsgrad=True),
     "adamw fused": lambda p: AdamW(p, 0.01, fused=True),
     "adam, rate in a tensor": lambda p: Adam(p, torch.tensor(0.01)),
-    "nadam, groups": lambda p: NAdam([{"params": p[:2], "lr": 0.02}, {"params": p[2:]}]),
+    "adam, groups": lambda p: Adam([{"params": p[:2], "lr": 0.02}, {"params": p[2:]}], foreach=False),
     "adafactor": lambda p: Adafactor(p, 0.01),
     "master": Master,
     "sequence": lambda p: [SGD(p[:2], 0.1, momentum=0.5), AdamW(p[2:])],
@@ -149,7 +149,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     ("name", "dtype"),
     [
         *((name, torch.float32) for name in OPTIMIZERS),
-        *((name, torch.bfloat16) for name in ("adamw", "adafactor", "master", "nadam, groups")),
+        *((name, torch.bfloat16) for name in ("adamw", "adafactor", "master", "adam, groups")),
     ],
 )
 def test_a_restored_rank_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
@@ -179,7 +179,7 @@ def test_a_restored_rank_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: t
     assert bits(capture(other, shared=True)()) == bits(capture(original, shared=True)())
 
 
-@pytest.mark.parametrize("name", ["sgd momentum", "nadam, groups"])
+@pytest.mark.parametrize("name", ["sgd momentum", "adam, groups"])
 @pytest.mark.parametrize("flat_first", [True, False])
 def test_a_checkpoint_passes_between_flat_memory_and_parameters(
     tmp_path: Path, name: str, flat_first: bool, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
 
 import flowdp
-from flowdp import DataParallel, FlowdpError, Run
+from flowdp import DataParallel, Run
 from tests.loops import assert_equal, gradients, mlp, numbers
 
 
@@ -162,50 +160,6 @@ def test_after_an_out_of_memory_error_the_pieces_stay_aligned() -> None:
     assert seen_by(run) == dict.fromkeys(range(48), 1)
 
 
-class Opaque:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-def test_samples_in_a_class_that_is_not_known_are_not_cut_in_silence() -> None:
-    trainer = flowdp.Trainer(
-        model=lambda: nn.Linear(1, 1),
-        optimizer=lambda params: SGD(params, 0.1),
-        loss=lambda model, batch: model(batch[0]).mean(),
-        dataset=Words(),
-        reading=flowdp.ReadingOptions(
-            collate_fn=lambda items: (torch.ones(len(items), 1), Opaque(torch.ones(len(items), 1)))
-        ),
-        policy="exact",
-        per_device_batch_size=4,
-        batch_size=16,
-        epochs=1,
-        devices=["cpu", "cpu"],
-        progress=False,
-    )
-    with pytest.raises(FlowdpError, match="class Opaque holds a tensor that is as long as the batch"):
-        trainer.fit()
-
-
-def test_values_that_differ_between_the_batches_of_a_step_are_not_dropped() -> None:
-    trainer = flowdp.Trainer(
-        model=lambda: nn.Linear(1, 1),
-        optimizer=lambda params: SGD(params, 0.1),
-        loss=lambda model, batch: model(batch["x"]).mean(),
-        dataset=Words(),
-        reading=flowdp.ReadingOptions(
-            collate_fn=lambda items: {"x": torch.ones(len(items), 1), "longest": max(items)}
-        ),
-        policy="sync",
-        per_device_batch_size=[8, 4],
-        epochs=1,
-        devices=["cpu", "cpu"],
-        progress=False,
-    )
-    with pytest.raises(FlowdpError, match=r"batch\['longest'\] .*differs between batches that make one step"):
-        trainer.fit()
-
-
 # ---------------------------------------------------------------- setup
 @pytest.fixture
 def made() -> Iterator[list[DataParallel]]:
@@ -270,60 +224,6 @@ def test_records_mappings_and_lists_go_in_and_come_out(made: list[DataParallel],
     assert np.array_equal(mine.state.rows, other.state.rows)
 
 
-class Texts(nn.Module):
-    """A model that makes its own tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 2)
-        self.calls: list[int] = []
-
-    def forward(self, texts: list[str]) -> Any:
-        return self.table(torch.tensor([int(text) for text in texts])), [text * 2 for text in texts]
-
-
-def test_a_list_of_texts_alone_is_the_batch(made: list[DataParallel]) -> None:
-    dp = setup(made, Texts())
-    out, texts = dp(["1", "2", "3"])
-    assert dp.shard_sizes == (2, 1)
-    assert texts == ["11", "22", "33"]
-    assert torch.equal(out, dp.module.table.weight[1:4])  # type: ignore[union-attr]
-
-
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 1)
-
-    def forward(self, graph: Any, *rest: Any) -> Tensor:
-        out: Tensor = self.inner(graph.x if isinstance(graph, Opaque) else torch.ones(3, 2))
-        return out
-
-
-def test_what_the_first_device_does_alone_is_said_once(
-    made: list[DataParallel], caplog: pytest.LogCaptureFixture
-) -> None:
-    dp = setup(made, Whole())
-    with caplog.at_level(logging.WARNING, "flowdp"):
-        for _ in range(2):
-            dp(Opaque(torch.ones(4, 2)), 3).sum().backward()
-    (record,) = caplog.records
-    assert (
-        "nothing in a call can be cut (0: Opaque, 1: 3), so cpu does such calls alone" in record.getMessage()
-    )
-    assert dp.shard_sizes == (0, 0)
-    assert dp.module.inner.bias.grad.item() == 8.0, "4 samples, twice, on one device"  # type: ignore[union-attr]
-
-
-def test_samples_beside_the_batch_in_a_class_that_is_not_known_are_refused(made: list[DataParallel]) -> None:
-    """They go whole to all devices, and the comparison sees it."""
-    dp = setup(made, Whole())
-    packed = pack_padded_sequence(torch.ones(3, 4, 2), torch.tensor([3, 3, 2, 1]))
-    for given in (Opaque(torch.ones(4, 2)), packed):
-        with pytest.raises(FlowdpError, match="gives another result when the batch is cut"):
-            dp(given, torch.ones(4))
-
-
 def collate(items: list[int]) -> Item:
     x = numbers(len(items), 6)
     return Item(x, [f"{number:.6f}" for number in x[:, 0].tolist()])
@@ -345,11 +245,3 @@ def test_windows_of_records(made: list[DataParallel], cadence: bool) -> None:
         samples += window.samples
         dp.step()
     assert samples == 48
-
-
-def test_a_window_that_cannot_be_cut(made: list[DataParallel]) -> None:
-    dp = setup(made, Whole())
-    batches = [(torch.ones(4, 2), Opaque(torch.ones(4)))]
-    (window,) = dp.epoch(batches)
-    with pytest.raises(FlowdpError, match="forward_batch gives another result when the batch is cut"):
-        dp.forward_batch(window)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -99,41 +98,6 @@ def test_gradients_of_parameters_that_no_optimizer_has_are_of_one_step(
     # No loop of one device has the mean of two models.
     is_mean = policy == "sync" and devices == 2
     assert_equal(train(OneByOne), train(torch.optim.SGD) if is_mean else plain_head(accumulation))
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, OneByOne])
-@pytest.mark.parametrize("limits", [{"max_grad_norm": 0.5}, {"max_grad_value": 0.01}])
-@pytest.mark.parametrize("policy", ["exact", "sync"])
-def test_a_layer_that_thaws_on_one_device_is_clipped_with_the_others(
-    policy: Any, limits: dict[str, float], kind: type[torch.optim.SGD]
-) -> None:
-    steps, thawed_at = [0], 4
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if torch.is_grad_enabled():
-            model[0].requires_grad_(steps[0] >= thawed_at)  # type: ignore[index]
-            steps[0] += 1
-        return mse(model, batch)
-
-    model, expected = net(), net()
-    for one in (model, expected):
-        one[0].requires_grad_(False)  # type: ignore[index]
-    optimizer = torch.optim.SGD(expected.parameters(), 0.1)
-    for epoch in range(EPOCHS):
-        for index in epoch_order(SAMPLES, 0, epoch).split(BATCH):
-            optimizer.zero_grad()
-            loss(expected, (X[index], Y[index])).backward()
-            if "max_grad_norm" in limits:
-                nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
-            else:
-                nn.utils.clip_grad_value_(expected.parameters(), 0.01)
-            optimizer.step()
-    steps[0] = 0
-    flowdp.Trainer(
-        model, lambda model: kind(model.parameters(), 0.1), loss, dataset=(X, Y), batch_size=BATCH,
-        epochs=EPOCHS, devices=["cpu"], policy=policy, progress=False, **limits,
-    ).fit()  # fmt: skip
-    assert_equal(model, expected)
 
 
 def plain_head(accumulation: int) -> nn.Module:
@@ -238,14 +202,3 @@ def test_a_run_goes_on_with_the_same_batches_on_another_number_of_devices(tmp_pa
     trained(2, max_steps=2, **other)
     with pytest.raises(flowdp.CheckpointError, match="give per_device_batch_size in place of batch_size"):
         trained(3, resume=True, **other)
-
-
-def test_a_model_is_not_changed_by_what_is_refused() -> None:
-    model = net()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(OptionError, match="per_device_batch_size=4 says the same in another way"):
-        flowdp.Trainer(
-            model, adamw, mse, dataset=(X, Y), batch_size=BATCH, per_device_batch_size=4, epochs=1,
-            policy="cadence", devices=["cpu"] * 2,
-        )  # fmt: skip
-    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)

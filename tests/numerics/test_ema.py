@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flowdp
 from bench.cadences import cadence_for
-from flowdp import CheckpointOptions, EvaluationOptions, OptionError
+from flowdp import CheckpointOptions, EvaluationOptions
 
 # An average does not depend on how a batch reached its rank.
 pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
@@ -214,17 +214,6 @@ def test_other_devices_and_a_given_state_go_on_with_it(tmp_path: Path) -> None:
     torch.testing.assert_close(state.ema["0.weight"], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_without_it_may_go_on_with_it(tmp_path: Path) -> None:
-    make("sync", 2, epochs=1, checkpoint=tmp_path, callbacks=[]).fit()
-    kept = Kept()
-    also = [flowdp.OnCheckpoint(kept)]
-    make("sync", 2, epochs=2, max_steps=12, checkpoint=tmp_path, resume=True, also=also).fit()
-    [(model, ema)] = kept.all.values()
-    same(ema, model)  # the first step begins it
-    state = make("sync", 2, epochs=2, checkpoint=tmp_path, resume=True, callbacks=[]).fit()
-    assert state.ema is None
-
-
 def test_the_best_epoch_has_its_own(tmp_path: Path) -> None:
     scores = iter([1.0, 3.0, 2.0] * 99)
     seen: dict[int, float] = {}
@@ -247,37 +236,3 @@ def test_the_best_epoch_has_its_own(tmp_path: Path) -> None:
     # The best one is still known to a run that goes on, and not beaten.
     again = make("sync", 2, epochs=3, also=[stopping], resume=True, **options).fit()
     same(again.ema, ema)
-
-
-def test_snapshots_and_modules_have_it() -> None:
-    run = make("sync", 2, epochs=500).start()
-    snapshot = run.snapshot()
-    run.stop()
-    run.join()
-    assert snapshot.ema is not None
-    module = snapshot.load_ema_into(net())
-    same(module.state_dict(), snapshot.ema)
-    without = make("sync", 2, callbacks=[]).fit()
-    assert without.ema is None
-    with pytest.raises(OptionError, match="no moving average"):
-        without.load_ema_into(net())
-
-
-def test_validation_is_of_the_average_as_in_the_run(tmp_path: Path) -> None:
-    job = make("sync", 2, evaluation=DATA, checkpoint=tmp_path)
-    state = job.fit()
-    for given in (state, tmp_path):
-        assert job.validate(state=given) == pytest.approx(state.history[-1].eval, rel=1e-6)
-    plain = make("sync", 2, evaluation=DATA, callbacks=[])
-    assert plain.validate(state=state) != pytest.approx(state.history[-1].eval, rel=1e-3)
-
-
-@pytest.mark.parametrize("decay", [0, 1, 1.5, "0.9", True, math.nan])
-def test_what_is_no_decay(decay: Any) -> None:
-    with pytest.raises(OptionError, match="decay must be a number above 0 and below 1"):
-        flowdp.EMA(decay)
-
-
-def test_two_averages_are_refused() -> None:
-    with pytest.raises(OptionError, match="has one EMA"):
-        make("sync", 2, also=[flowdp.EMA(0.5)])

@@ -139,13 +139,6 @@ def test_tensors_of_any_size(recorder, policy, devices):
         check_books(recorder, state)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_single_samples(recorder, policy, devices):
-    state = trainer(recorder, Map(23), policy, devices, per_device_batch_size=4).fit()
-    check(recorder, state, Counter(range(23)))
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_loader_with_a_sampler_of_its_own(recorder, policy):
     chosen = range(3, 40, 2)
@@ -417,25 +410,6 @@ def test_a_batch_sampler(recorder, policy, devices, num_workers):
     for epoch in range(3):
         sizes = [len(step.indices) for step in recorder.steps if step.epoch == epoch]
         assert Counter(sizes) == Counter(len(batch) for batch in Uneven(47))
-
-
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_max_steps_of_an_iterable_dataset(recorder, policy, devices):
-    options: dict[str, Any] = {"per_device_batch_size": 4, "epochs": None}
-    # Six batches, then two, then six ...
-    for steps, epochs in ((5, 1), (6, 1), (7, 2), (8, 2), (20, 5)):
-        recorder.steps.clear()
-        state = trainer(recorder, Stream(23, 7), policy, devices, max_steps=steps, **options).fit()
-        assert not state.interrupted
-        assert state.global_step == len(recorder.steps) == steps
-        assert len({step.epoch for step in recorder.steps}) == epochs
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_epoch_without_samples_is_an_error(recorder, policy):
-    with pytest.raises(flowdp.DataError, match="epoch 1 of Stream has no batch"):
-        trainer(recorder, Stream(9, 0), policy, 2, per_device_batch_size=4).fit()
 
 
 def test_sync_on_an_iterable_dataset_depends_on_no_clock(recorder):

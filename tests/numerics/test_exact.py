@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flowdp
-from flowdp import CollectiveError, OptionError, current_worker, record_scalar
+from flowdp import CollectiveError, current_worker, record_scalar
 from flowdp.data.epoch_order import epoch_order
-from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import StreamLane
 from flowdp.policy.exclusion import Exclusion
 from flowdp.policy.sharing import Sharing
@@ -344,39 +343,6 @@ def test_every_device_is_called_after_every_step(
         assert epoch.scalars["again"] == pytest.approx(epoch.loss)
 
 
-@pytest.mark.parametrize("left_out", [0, 1])
-def test_a_device_that_is_left_out_is_called_too(monkeypatch: pytest.MonkeyPatch, left_out: int) -> None:
-    monkeypatch.setattr(Exclusion, "measured", lambda self, *_: setattr(self, "out", frozenset({left_out})))
-    after = After(clamp)
-    run = exact(net(), momentum, 2, callbacks=[after], runtime=flowdp.RuntimeOptions())
-    assert run.join().global_step == STEPS
-    assert [len(calls) for calls in after.calls.values()] == [STEPS, STEPS]
-    assert 0 in [samples for _, _, samples, _ in after.calls[left_out]]
-    check_equal(run)
-
-
-def test_with_a_callback_for_steps_no_device_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the callback keeps for each device would be copied to no other."""
-    for name, value in (("GAIN", math.inf), ("FIRST_TRIAL", 1)):
-        monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
-    after = After(clamp)
-    run = exact(net(), momentum, 2, callbacks=[after], runtime=flowdp.RuntimeOptions())
-    assert run.join().global_step == STEPS
-    assert [len(calls) for calls in after.calls.values()] == [STEPS, STEPS]
-
-
-def test_an_error_of_a_callback_names_the_window_without_a_part() -> None:
-    class Fails(flowdp.Callback):
-        def on_step(self, worker: Any, loss: Tensor | None) -> None:
-            if loss is None:
-                raise KeyError("wrong")
-
-    with pytest.raises(flowdp.StepError, match=r"in epoch 0, at its step 10 \(batch 10, .*'wrong'") as found:
-        exact(net(), momentum, 4, callbacks=[Fails()])
-    assert found.value.rank == 0
-    assert list(found.value.indices) == epoch_order(SAMPLES, 0, 0)[10 * WINDOW :].tolist()
-
-
 class Read(Dataset[Any]):
     """A dataset read sample by sample."""
 
@@ -634,13 +600,6 @@ def test_a_window_without_any_weight_is_a_step_without_a_gradient(devices: int) 
     assert apart(model, expected) < 1e-12
 
 
-def test_a_weight_as_a_number() -> None:
-    model = net()
-    expected = plain(model, momentum)
-    exact(model, momentum, 2, lambda m, b: {"loss": mse(m, b), "weight": 3 * len(b[0])})
-    assert apart(model, expected) < 1e-12
-
-
 def test_metrics_are_of_all_samples() -> None:
     model = net().requires_grad_(False)
     model[3].requires_grad_(True)
@@ -794,26 +753,6 @@ def test_replicas_that_differ_end_the_run() -> None:
         exact(net(), momentum, 3, callbacks=[Writes()])
 
 
-def test_the_sum_of_bits_tells_replicas_apart() -> None:
-    one, other = FlatReplica(net()), FlatReplica(net())
-    assert one.checksum() == other.checksum()
-    [flat] = other.flats
-    flat.memory[7] = torch.nextafter(flat.memory[7], flat.memory.new_tensor(10.0))
-    assert one.checksum() != other.checksum()
-
-
-def test_batch_norm_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    with caplog.at_level(logging.WARNING, "flowdp"):
-        run = exact(model, momentum, 2, per_device_batch_size=20, epochs=1, dataset=(X[:200], Y[:200]))
-        assert "BatchNorm takes its statistics from each micro-batch" in caplog.text
-    check_equal(run)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "flowdp"):
-        exact(net(), momentum, 2, epochs=1)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -886,28 +825,6 @@ def test_a_rank_that_fails_beside_synchronised_batch_norm_is_the_error() -> None
     assert not [note for note in getattr(found.value, "__notes__", []) if "Then" in note]
 
 
-def test_a_rank_that_leaves_a_layer_out_is_told() -> None:
-    def loss(model: Any, batch: Any) -> Tensor:
-        x = batch[0]
-        for layer in model if current_worker().rank == 0 else [model[0], *model[2:]]:
-            x = layer(x)
-        return F.mse_loss(x, batch[1])
-
-    with pytest.raises(flowdp.StepError, match=r"calls differ: .*'1' \(SyncBatchNorm\)"):
-        exact(nn.SyncBatchNorm.convert_sync_batchnorm(normed()), momentum, 2, loss)
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_where_no_batch_is_shared_a_converted_model_is_refused(policy: Any) -> None:
-    trainer = flowdp.Trainer(
-        nn.SyncBatchNorm.convert_sync_batchnorm(normed()), momentum, mse, dataset=(X, Y),
-        per_device_batch_size=4,
-        epochs=1, devices=["cpu"] * 2, policy=policy, progress=False,
-    )  # fmt: skip
-    with pytest.raises(OptionError, match=rf"under policy='{policy}' each device trains batches of its own"):
-        trainer.start()
-
-
 def test_with_fixed_shares_dropout_repeats_and_follows_the_seed() -> None:
     def run(seed: int) -> nn.Module:
         torch.manual_seed(1)
@@ -919,35 +836,3 @@ def test_with_fixed_shares_dropout_repeats_and_follows_the_seed() -> None:
     first, again, other = run(3), run(3), run(4)
     assert apart(first, again) == 0
     assert apart(first, other) > 0
-
-
-class Lines(Dataset[Any]):
-    """A dataset of texts."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> str:
-        return f"line {index}"
-
-
-def test_batches_that_cannot_be_cut() -> None:
-    with pytest.raises(flowdp.DataError, match=r"nothing in this str is 20 long; let collate_fn return"):
-        exact(net(), momentum, 2, dataset=Lines(), reading=flowdp.ReadingOptions(collate_fn="\n".join))
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"batch_size": 0}, "batch_size must be an int of at least 1 or None, not 0"),
-        ({"dataset": DataLoader(Read(), batch_size=None), "batch_size": None}, "not a batch_sampler"),
-        (
-            {"dataset": DataLoader(Read(), batch_sampler=list(BatchSampler(SequentialSampler(X), 4, False))),
-             "batch_size": None},
-            "not a batch_sampler",
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(OptionError, match=match):
-        exact(net(), momentum, 2, **options)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp import CheckpointError, OptionError, OuterOptions
+from flowdp import OuterOptions
 from flowdp.collective import memory_mean
 from flowdp.machine import planned_rounds
 from tests.numerics.conftest import WAIT_S, StepRecorder
@@ -210,19 +207,6 @@ def test_no_step_is_lost_whatever_the_speed(
         assert {"meeting"} < {record.reason for record in records}
 
 
-def test_async_cards_that_average_through_the_hosts_memory_are_refused(
-    recorder: StepRecorder, lanes: str
-) -> None:
-    through_host = flowdp.RuntimeOptions(backend="cpu", tune_process=OWN_THREADS)
-    trainer = linear(recorder, 3, "async", runtime=through_host)  # devices by the name of "cpu"
-    if lanes == "streams":
-        with pytest.raises(OptionError, match="Use policy='cadence', or leave outer out"):
-            trainer.start()
-    else:
-        run = trainer.start()
-        check(run, expected(run, recorder))
-
-
 @pytest.mark.parametrize("policy", ["cadence", "async"])
 def test_barriers_between_rounds_and_a_schedule_change_nothing(
     tmp_path: Path, recorder: StepRecorder, policy: str
@@ -400,57 +384,3 @@ def test_other_devices_and_a_given_state_go_on_with_it(tmp_path: Path, policy: s
             assert replica.outer is not None
             for last, part in zip(replica.outer._last.values(), replica.flat.trained(), strict=True):
                 assert torch.equal(last, part)
-
-
-def test_the_log_says_where_only_one_of_two_runs_has_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "flowdp"):
-        repeated(network(), checkpoint=tmp_path, epochs=1, outer=None).fit()
-        assert not caplog.messages
-        repeated(network(), checkpoint=tmp_path, epochs=2, resume=True).fit()
-        [begun] = caplog.messages
-        assert begun.startswith(f"checkpoint '{tmp_path}")
-        assert begun.endswith("has no outer momentum: it begins at zero")
-        caplog.clear()
-        with_it = repeated(network(), checkpoint=tmp_path, epochs=3, resume=True).fit()
-        assert not caplog.messages
-        without = repeated(network(), epochs=4, resume=with_it, outer=None).fit()
-        [dropped] = caplog.messages
-        assert dropped == "the outer momentum of the given state is dropped: this run takes no outer step"
-        assert without.outer_momentum is None
-
-
-def test_a_momentum_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    state = repeated(network(), epochs=1).fit()
-    given = dict(named(state))
-    given["0.weight"] = given["0.weight"].T.contiguous()
-    other = replace(state, outer_momentum=given)
-    with pytest.raises(CheckpointError, match="outer momentum in the checkpoint is of other parameters"):
-        repeated(network(), epochs=2, resume=other).start()
-
-
-def test_snapshots_have_it_and_the_best_epoch_has_none(tmp_path: Path) -> None:
-    run = repeated(network(), epochs=500).start()
-    snapshot = run.snapshot()
-    run.stop()
-    run.join()
-    assert named(snapshot).keys() == dict(network().named_parameters()).keys()
-    best = repeated(network(), callbacks=[flowdp.EarlyStopping("loss", restore_best=True)]).fit()
-    assert best.outer_momentum is None  # that of the last epoch is not of these weights
-
-
-def test_a_trial_run_takes_the_step(recorder: StepRecorder) -> None:
-    assert linear(recorder, 2, fast_dev_run=True).fit().outer_momentum is not None
-
-
-@pytest.mark.parametrize("policy", ["exact", "sync"])
-@pytest.mark.parametrize("devices", [1, 2])
-def test_policies_that_cannot_have_it(recorder: StepRecorder, policy: str, devices: int) -> None:
-    with pytest.raises(OptionError, match="outer"):
-        linear(recorder, devices, policy, cadence=None, batch_size=8, per_device_batch_size=None)
-
-
-def test_copies_of_a_state_have_it(recorder: StepRecorder) -> None:
-    state = linear(recorder, 2).fit()
-    same(named(copy.deepcopy(state)), named(state))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,6 @@ import flowdp
 from flowdp.data.epoch_order import epoch_order
 from flowdp.device.streams import HostLane, StreamLane
 from flowdp.replica.exact_replica import ExactReplica
-from flowdp.replica.joint_step import JointStep
 from tests.numerics.test_exact import RATIOS, apart, check_equal
 
 SAMPLES, WINDOW, STEPS = 160, 13, 50
@@ -323,92 +320,12 @@ def test_the_rank_that_trains_alone_owns_all(monkeypatch: pytest.MonkeyPatch, ma
     assert apart(model, plain(make)) < 1e-12
 
 
-def test_a_scheduler_that_sets_momentum_where_a_rank_trains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
-
-    def one_cycle(optimizer: optim.Optimizer) -> Any:
-        return optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)
-
-    options = flowdp.SchedulerOptions(one_cycle, unit="step")
-    train_alone(monkeypatch, OPTIMIZERS["AdamW"], Alone(), model, scheduler=options)
-    expected = net()
-    optimizer = OPTIMIZERS["AdamW"](expected.parameters())
-    scheduler = one_cycle(optimizer)
-    for index in itertools.islice(windows(), STEPS):
-        mse(expected, (X[index], Y[index])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    assert apart(model, expected) < 1e-12
-
-
 def test_a_step_that_is_left_out_leaves_nothing_in_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
     loss = Alone(at=9)
     train_alone(monkeypatch, OPTIMIZERS["AdamW"], loss, model)
     assert loss.at is None
     assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
-
-
-@pytest.mark.usefixtures("kept_replicas", "steps")
-@pytest.mark.parametrize("sets_rate", [False, True])
-def test_a_callback_that_shrinks_the_weights_on_every_device(sets_rate: bool) -> None:
-    """It runs while others may still be in the step; where the rate is set, that comes behind the gate."""
-    model = net()
-    handle: list[flowdp.Run] = []
-
-    class Shrinks(flowdp.Callback):
-        def on_step(self, worker: Any, loss: Tensor | None) -> None:
-            with torch.no_grad():
-                for parameter in worker.model.parameters():
-                    parameter.mul_(0.999)
-            if sets_rate and worker.rank == 0 and worker.local_step % 7 == 0:
-                started.wait(60)
-                handle[0].set_lr(0.01)  # the same
-
-    started = threading.Event()
-    run = exact(OPTIMIZERS["AdamW"], 3, model, callbacks=[Shrinks()]).start()
-    handle.append(run)
-    started.set()
-    run.join()
-    expected = net()
-    optimizer = OPTIMIZERS["AdamW"](expected.parameters())
-    for index in itertools.islice(windows(), STEPS):
-        mse(expected, (X[index], Y[index])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for parameter in expected.parameters():
-                parameter.mul_(0.999)
-    assert apart(model, expected) < 1e-12
-    check_equal(run)
-
-
-class Moves(nn.Sequential):
-    """A model whose forward moves its parameters out of the flat memory."""
-
-    def forward(self, x: Any) -> Any:
-        for parameter in self.parameters():
-            parameter.data = parameter.data.clone()
-        return super().forward(x)
-
-
-@pytest.mark.usefixtures("kept_replicas", "steps")
-@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
-def test_parameters_that_a_forward_moves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow rank has not begun its step when others have done theirs."""
-    take = ExactReplica.take_step
-
-    def slow(replica: ExactReplica, outcome: Any) -> None:
-        sum(range(30_000 * replica.flat.rank))
-        take(replica, outcome)
-
-    monkeypatch.setattr(ExactReplica, "take_step", slow)
-    make, model = OPTIMIZERS[name], Moves(*net())
-    run = exact(make, 3, model).start()
-    run.join()
-    assert apart(model, plain(make)) < 1e-12
-    check_equal(run)
 
 
 class Sees:
@@ -453,65 +370,6 @@ def test_each_forward_begins_with_the_values_of_the_last_step(monkeypatch: pytes
     train_seen(sees)
     assert not sees.differ()
     assert [len(seen) for seen in sees.seen.values()] == [STEPS] * 3
-
-
-def no_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward that begins before its values are there."""
-    opened = JointStep.__init__
-
-    def opened_without(step: JointStep, replicas: Any, collective: Any, _meet: Any) -> None:
-        opened(step, replicas, collective, lambda _: None)
-
-    monkeypatch.setattr(JointStep, "__init__", opened_without)
-
-
-def gives_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An owner that gives before it has stepped."""
-    take = ExactReplica.take_step
-
-    def given(replica: ExactReplica, outcome: Any) -> None:
-        before = [part.clone() for part in replica.flat.trained()]
-        take(replica, outcome)
-        if replica.owner is replica:
-            after = [part.clone() for part in replica.flat.trained()]
-            replica.flat.set_parameters(before)
-            late.append((replica, after))
-
-    late: list[tuple[ExactReplica, list[Tensor]]] = []
-    give = JointStep._give
-
-    def give_late(step: JointStep) -> None:
-        give(step)
-        while late:
-            replica, after = late.pop()
-            replica.flat.set_parameters(after)
-
-    monkeypatch.setattr(ExactReplica, "take_step", given)
-    monkeypatch.setattr(JointStep, "_give", give_late)
-
-
-@pytest.mark.parametrize("mutate", [no_meeting, gives_early])
-def test_that_test_finds(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flowdp.collective.memory_mean.SMALL", 0)
-    mutate(monkeypatch)
-    sees = Sees(monkeypatch)
-    with suppress(flowdp.CollectiveError):  # the comparison of replicas finds it, too
-        train_seen(sees)
-    assert sees.differ()
-
-
-class NoDict(optim.SGD):
-    """An optimizer whose state has a form of its own."""
-
-    def state_dict(self) -> Any:
-        return {"inner": super().state_dict()}
-
-
-def test_an_optimizer_with_a_state_of_its_own_form() -> None:
-    result = exact(partial(NoDict, lr=0.02), 2).fit()
-    assert list(result.optimizer_state) == ["inner"]
 
 
 @pytest.mark.usefixtures("kept_replicas", "steps")

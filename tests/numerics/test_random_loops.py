@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.numerics.random_loops import (
-    WEIGHTS,
     Action,
     Difference,
     Program,
@@ -46,14 +45,6 @@ def test_seeds(seed: int) -> None:
 
 
 # ---------------------------------------------------------------- the generator and the comparison
-def test_programs_have_all_actions_models_and_shares() -> None:
-    programs = [draw(seed) for seed in range(SEEDS)]
-    assert {action.name for program in programs for action in program.actions} == set(WEIGHTS)
-    assert {(program.devices, program.ratios is None) for program in programs} == {
-        *((2, True), (2, False), (3, True), (3, False)),
-    }
-    assert all(6 <= len(program.actions) <= 15 for program in programs)
-    assert draw(3) == draw(3) != draw(4)
 
 
 @contextmanager
@@ -79,12 +70,6 @@ def refusing(module: nn.Module, _: Optimizer, __: Program) -> Iterator[nn.Module
 
     module.register_forward_pre_hook(hook)
     yield module
-
-
-def test_plain_pytorch_is_like_itself() -> None:
-    played = [play(draw(seed), alone) for seed in range(SEEDS)]
-    errors, actions = sum(one.errors for one in played), sum(one.actions for one in played)
-    assert 0 < errors < 0.2 * actions  # few, for an error throws away what the loop has done so far
 
 
 FORWARD = Action("forward", {"model": 0, "data": 1, "size": 4, "way": "own"})
@@ -136,20 +121,6 @@ def main(arguments: Sequence[str] | None = None, way: Spread = spread) -> int:
         f"refuses; {failures} failures"
     )
     return 1 if failures else 0
-
-
-def test_the_command_line_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "3", "--start", "5"], alone) == 0
-    said = capsys.readouterr().out
-    assert "3 loops in" in said
-    assert "0 failures" in said
-
-
-def test_the_command_line_names_a_seed_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "1", "--start", "6"], halving) == 1
-    said = capsys.readouterr().out
-    assert "seed 6, action " in said
-    assert "--seeds 1 --start 6" in said
 
 
 if __name__ == "__main__":

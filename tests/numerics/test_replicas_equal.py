@@ -179,12 +179,6 @@ def test_a_parameter_that_the_loss_thaws_ends_the_run_instead_of_coming_apart(po
     assert found.value.step is not None
 
 
-def test_on_one_device_a_parameter_may_thaw():
-    torch.manual_seed(4)
-    before = nn.Linear(3, 4).weight
-    assert not torch.equal(thawing(1, "cadence")[0].weight, before)
-
-
 class Taught(nn.Module):
     """A model, and a frozen teacher that follows its weights."""
 
@@ -270,12 +264,6 @@ def test_a_teacher_of_buffers_is_averaged() -> None:
                 own.lerp_(others.detach(), 0.1)
 
     teach(2, "sync", model=Buffers(), callbacks=[FollowsBehind()])
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
-def test_on_one_device_a_loss_may_write_to_a_teacher(policy: str) -> None:
-    teach(1, policy, follows_inside)
-    teach(1, policy, callbacks=[FollowsBehind()])
 
 
 def test_under_exact_a_teacher_may_follow_behind_each_step() -> None:

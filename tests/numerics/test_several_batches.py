@@ -7,7 +7,6 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 import flowdp
 from bench.cadences import cadence_for
-from flowdp import OptionError, current_worker, record_scalar
+from flowdp import current_worker, record_scalar
 from flowdp.data.epoch_order import epoch_order
 from flowdp.engine.coordinator_thread import CoordinatorShell
 from flowdp.protocol.commands import Send
@@ -327,20 +326,6 @@ def test_each_device_has_its_size(policy: str, options: dict[str, Any]) -> None:
     assert seen == Counter(dict.fromkeys(X[:, 0].tolist(), 3))
 
 
-def test_a_step_on_two_devices_is_the_mean_of_their_steps() -> None:
-    """With SGD and one step, the mean weighted by samples is one device's step with all samples."""
-    model = net()
-    expected = copy.deepcopy(model)
-    sgd = SGD(expected.parameters(), 0.1)
-    index = epoch_order(SAMPLES, 0, 0)
-    mse(expected, (X[index], Y[index])).backward()
-    sgd.step()
-    train(
-        model, 2, "sync", per_device_batch_size=(38, 19), epochs=1, optimizer=lambda params: SGD(params, 0.1)
-    )
-    assert apart(model, expected) < 1e-12
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("sizes", [(6, 4), (4, 6), (2, 2), (1, 5)])
 def test_total_steps_in_lockstep(sizes: tuple[int, int], accumulation: int) -> None:
@@ -367,61 +352,3 @@ def test_accumulation_with_a_batch_size_per_device() -> None:
 
 
 # ---------------------------------------------------------------- refusals
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(X)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"per_device_batch_size": (4, 4, 4)}, "names 3 sizes for 2 devices"),
-        ({"per_device_batch_size": (4, 0)}, "each per_device_batch_size must be an int of at least 1, not 0"),
-        (
-            {"per_device_batch_size": (4, 2), "dataset": DataLoader(Read(), batch_size=None)},
-            "beside a DataLoader whose batches are its own",
-        ),
-        (
-            {"per_device_batch_size": (4, 2), "max_steps": 5},
-            "max_steps cannot be kept with a per_device_batch_size that differs",
-        ),
-        (
-            {"per_device_batch_size": (4, 2), "dataset": Endless()},
-            "an IterableDataset has none",
-        ),
-        ({"gradient_accumulation_steps": 2, "dataset": Endless()}, "an IterableDataset has none"),
-        (
-            {"gradient_accumulation_steps": 0},
-            "gradient_accumulation_steps must be an int of at least 1, not 0",
-        ),
-        ({"batch_size": 8}, "per_device_batch_size=4 says the same in another way: give one of them"),
-    ],
-)
-def test_what_cannot_be(options: dict[str, Any], match: str) -> None:
-    with pytest.raises(OptionError, match=match):
-        train(net(), 2, "cadence", **options)
-
-
-def test_total_steps_by_speed_are_not_known() -> None:
-    trainer = flowdp.Trainer(
-        net(),
-        adamw,
-        mse,
-        policy="cadence",
-        dataset=(X, Y),
-        per_device_batch_size=(4, 2),
-        epochs=3,
-        devices=["cpu"] * 2,
-    )
-    with pytest.raises(OptionError, match="depends on the devices' speeds"):
-        _ = trainer.total_steps
-
-
-def test_lists_cannot_be_put_together() -> None:
-    options = {
-        "dataset": Unequal(),
-        "reading": flowdp.ReadingOptions(collate_fn=Unequal.collate),
-        "loss": Unequal.loss,
-    }
-    with pytest.raises(flowdp.StepError, match="nothing in the batch is as long as the batch"):
-        train(net(), 2, "cadence", per_device_batch_size=(6, 3), **options)

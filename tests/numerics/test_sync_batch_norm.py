@@ -135,24 +135,6 @@ def test_what_is_recomputed_in_backward_meets_again() -> None:
     assert_equal(gradients(model), gradients(twin))
 
 
-def test_a_loader_whose_batches_are_cut() -> None:
-    model, twin = convert(network()), network()
-    by_hand = momentum(twin.parameters())
-
-    def loss(context: Any) -> Tensor:
-        return F.cross_entropy(context.output, context.batch[1])
-
-    with flowdp.setup(model, momentum, devices=["cpu"] * 3, loss_fn=loss, cadence=False) as dp:
-        for window in dp.epoch(list(batches())):
-            dp.forward_batch(window)
-            dp.step()
-    for x, y in batches():
-        F.cross_entropy(twin(x), y).backward()
-        by_hand.step()
-        by_hand.zero_grad()
-    check_equal(model, twin)
-
-
 def test_several_backwards_for_one_step() -> None:
     model, twin = convert(network()), network()
     with flowdp.setup(model, momentum, devices=["cpu"] * 2) as dp:
@@ -185,33 +167,6 @@ def test_a_rank_that_fails_is_the_error_that_is_seen() -> None:
         F.cross_entropy(dp(x), y).backward()  # and the next call works as before
         F.cross_entropy(twin(x), y).backward()
     assert_equal(gradients(model), gradients(twin))
-
-
-def test_devices_that_call_different_layers_are_told() -> None:
-    class Choosing(Network):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if (x > 0).all() else super().forward(x)
-
-    x = numbers(4, 2, 3, 3).abs() + 1
-    x[-1] = -1.0
-    with flowdp.setup(convert(network(Choosing)), momentum, devices=["cpu"] * 2, check=False) as dp:
-        with pytest.raises(FlowdpError, match=r"'early' \(SyncBatchNorm\)") as found:
-            dp(x)
-        assert any("the same SyncBatchNorm layers" in note for note in found.value.__notes__)
-
-
-def test_a_gradient_of_a_gradient_is_refused() -> None:
-    x, _ = next(batches())
-    with flowdp.setup(convert(network()), momentum, devices=["cpu"] * 2) as dp:
-        x.requires_grad_()
-        with pytest.raises(FlowdpError, match="a gradient of a gradient"):
-            torch.autograd.grad(dp(x).square().sum(), x, create_graph=True)
-
-
-def test_what_cannot_be_synchronised_is_said_before_a_thread_starts() -> None:
-    model = convert(network())
-    with pytest.raises(OptionError, match=r"in windows each device .* cadence=False"):
-        flowdp.setup(model, momentum, devices=["cpu"] * 2, cadence=True)
 
 
 # ---------------------------------------------------------------- manual control
@@ -296,14 +251,3 @@ def test_a_rank_that_closes_its_group_lets_the_others_go() -> None:
 
     found = in_threads(range(2), look)
     assert "does not call the forward of 'early'" in str(found[0])
-
-
-def test_ranks_of_which_one_is_converted() -> None:
-    groups = flowdp.local_groups(["cpu"] * 2, timeout=WAIT_S)
-
-    def wrap(rank: int) -> None:
-        flowdp.DistributedDataParallel(convert(network()) if rank else network(), groups[rank])
-
-    assert all(
-        "the ranks have [0, 3] SyncBatchNorm layers" in str(error) for error in in_threads(range(2), wrap)
-    )

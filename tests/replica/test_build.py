@@ -89,27 +89,6 @@ def test_a_step_of_the_users_own_may_have_several_optimizers() -> None:
         build_replicas(settings(optimizer=two), [CPU] * 2)
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("by", ["model", "optimizer"])
-def test_hooks_on_gradients_are_refused_where_they_would_see_a_part(register: str, by: str) -> None:
-    def model() -> nn.Module:
-        made = nn.Linear(2, 2)
-        if by == "model":
-            getattr(made.weight, register)(lambda gradient: None)
-        return made
-
-    def optimizer(model: Any) -> torch.optim.Optimizer:
-        if by == "optimizer":
-            getattr(model.weight, register)(lambda gradient: None)
-        return adam(model.parameters())
-
-    options: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    with pytest.raises(OptionError, match=r"'weight' has hooks.*each device's part.*register_step_pre_hook"):
-        build_replicas(settings("exact", **options), [CPU] * 2)
-    build_replicas(settings("exact", **options), [CPU])
-    build_replicas(settings("sync", **options), [CPU] * 2)
-
-
 @pytest.mark.parametrize(("policy", "warns"), [("exact", True), ("sync", False)])
 def test_batch_norm_under_exact_is_not_that_of_the_window(
     policy: str, warns: bool, caplog: pytest.LogCaptureFixture
@@ -120,14 +99,6 @@ def test_batch_norm_under_exact_is_not_that_of_the_window(
         any("statistics from each micro-batch, not from the window of 8" in m for m in caplog.messages)
         == warns
     )
-
-
-def test_batch_norm_that_is_frozen_takes_no_statistics(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
-    for replica in build_replicas(settings("exact", model=model), [CPU] * 2):
-        assert not replica.module[1].training
-        assert replica.least == 1
-    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -178,15 +149,6 @@ def test_a_step_of_the_users_own_finds_parameters_where_they_were_and_gradients_
         assert replica.gradients is None
         assert [one.dim() for one, _ in replica.flat.parameters()] == [2, 1, 2, 1]
         assert all(one.grad is None for one in replica.module.parameters())
-
-
-def test_an_optimizer_of_another_kind_keeps_its_parameters() -> None:
-    def adafactor(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor(params)
-
-    [replica] = build_replicas(settings(devices=1, optimizer=adafactor), [CPU])
-    assert not replica.steps_flat
-    assert replica.module.weight.grad is None
 
 
 @pytest.mark.parametrize("policy", ["sync", "exact"])

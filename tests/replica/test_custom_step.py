@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 import flowdp
-from flowdp import OptionError, StepError, current_worker
+from flowdp import OptionError, StepError
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.custom_step import CustomStepReplica
 from flowdp.replica.learning_rate import LearningRate
@@ -293,28 +293,6 @@ def test_one_optimizer_may_step_several_times_a_call() -> None:
     assert all(parameter.isfinite().all() for parameter in mine.module.parameters())
 
 
-def test_gradients_that_wait_for_their_step_keep_their_scale() -> None:
-    """Another optimizer's step has updated the scaler meanwhile; a new scale would only fit half of them."""
-
-    def step(worker: CurrentWorker, batch: Any) -> None:
-        model: Any = worker.model
-        worker.backward(make_loss(model, model.makes(batch[1])))
-        worker.step(worker.optimizers["judge"])
-        worker.backward(make_loss(model, model.makes(batch[1])))
-        worker.step(worker.optimizers["make"])
-
-    moved = []
-    for precision in ("32", "fp16"):
-        mine, worker = replica(step, precision)
-        if mine._scaler is not None:
-            mine._scaler.set_growth_interval(1)
-        before = mine.flat.memories[0].clone()
-        mine.add((REAL[:6], NOISE[:6]), worker)
-        mine.step()
-        moved.append(mine.flat.memories[0] - before)
-    torch.testing.assert_close(moved[0], moved[1], rtol=0.05, atol=1e-3)
-
-
 def test_forward_is_under_autocast_and_backward_is_not() -> None:
     seen: list[Any] = []
 
@@ -334,46 +312,6 @@ def test_forward_is_under_autocast_and_backward_is_not() -> None:
 
 
 # ---------------------------------------------------------------- errors
-@pytest.mark.parametrize(
-    ("answer", "error", "match"),
-    [
-        (3.0, TypeError, "must return a mapping of scalars or None, not float"),
-        ({"loss": torch.ones(2)}, ValueError, r"must be a scalar, not a tensor of shape \(2,\)"),
-        ({"a": torch.ones(2)}, ValueError, "takes one number"),
-    ],
-)
-def test_what_is_no_answer(answer: Any, error: type[Exception], match: str) -> None:
-    mine, worker = replica(lambda worker, batch: answer)
-    with pytest.raises(error, match=match):
-        mine.add((REAL[:6], NOISE[:6]), worker)
-
-
-@pytest.mark.parametrize("loss", [2.5, torch.tensor([2.5]), torch.tensor(2.5, requires_grad=True)])
-def test_the_loss_may_be_any_number(loss: Any) -> None:
-    mine, worker = replica(lambda worker, batch: {"loss": loss})
-    mine.add((REAL[:6], NOISE[:6]), worker)
-    value = mine.step()
-    assert value is not None
-    assert (value.item(), value.shape, value.requires_grad) == (2.5, (), False)
-
-
-def test_an_optimizer_of_somebody_else() -> None:
-    mine, _ = replica(gan_step)
-    with pytest.raises(ValueError, match=r"takes one of worker\.optimizers"):
-        mine.optimize(SGD(nn.Linear(1, 1).parameters(), 0.1))
-
-
-def test_with_a_loss_the_worker_has_no_steps() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        current_worker().backward(model(batch[0]).mean())
-        return torch.ones(())
-
-    trainer = flowdp.Trainer(
-        nn.Linear(3, 1), lambda params: SGD(params, 0.1), loss,
-        policy="cadence", dataset=(REAL, NOISE), per_device_batch_size=6, epochs=1, devices=1, progress=False,
-    )  # fmt: skip
-    with pytest.raises(StepError, match=r"are for Trainer\(train_step=\.\.\.\)"):
-        trainer.fit()
 
 
 MODEL = nn.Linear(3, 1)

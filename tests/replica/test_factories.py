@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import flowdp
 from flowdp.device.streams import HostLane
@@ -22,7 +22,6 @@ from flowdp.replica.factories import (
     equal_start,
     needs_closure,
     seed_devices,
-    slow_optimizer,
 )
 
 CPU = torch.device("cpu")
@@ -75,47 +74,6 @@ def test_the_log_says_once_which_modes_are_trained(
     assert "'0'; call model.train() first" in line
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch.core.module", "pytorch_lightning.core.module"])
-@pytest.mark.parametrize("is_factory", [False, True])
-def test_of_a_lightning_module_the_log_says_once_that_its_log_goes_nowhere(
-    is_factory: bool, package: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    lightning: Any = type("LightningModule", (nn.Module,), {"__module__": package})
-
-    class Classifier(lightning):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-    class LightningModule(nn.Module):  # of another package
-        pass
-
-    for made in (Classifier, lambda: nn.Sequential(Classifier(), Classifier())):
-        caplog.clear()
-        build_models(made if is_factory else made(), TWO)
-        [line] = caplog.messages
-        assert line.startswith("Classifier is a LightningModule: ")
-        assert "call flowdp.record_scalar(name, value)" in line
-    caplog.clear()
-    build_models(LightningModule(), TWO)
-    build_models(Classifier(), TWO, trains=False)
-    assert caplog.messages == []
-
-
-def test_a_copy_has_the_marks_on_parameters_and_buffers() -> None:
-    model = net()
-    model[0].weight._optim = {"lr": 0.0, "like": model[2].weight}
-    model[1].running_mean._mark = [1]
-    for replica in build_models(model, TWO):
-        assert isinstance(replica, nn.Sequential)
-        assert replica[0].weight._optim == {"lr": 0.0, "like": replica[2].weight}
-        assert replica[0].weight._optim is not model[0].weight._optim
-        assert replica[1].running_mean._mark == [1]
-    model[0].weight._optim["made"] = (n for n in range(3))
-    with pytest.raises(OptionError, match=r"cannot be copied .*generator.* give a factory"):
-        build_models(model, TWO)
-
-
 def test_forms_of_a_factory() -> None:
     seen: list[object] = []
 
@@ -136,15 +94,6 @@ def test_forms_of_a_factory() -> None:
     assert seen == [CPU, CPU, (4, CPU), (4, CPU), 4, 4]
 
 
-def test_a_class_is_a_factory() -> None:
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 1)
-
-    assert [type(module) for module in build_models(Small, TWO)] == [Small, Small]
-
-
 def test_factories_run_one_after_another_from_rank_0() -> None:
     torch.manual_seed(3)
     first, second = (module[0].weight.clone() for module in build_models(net, TWO))
@@ -161,19 +110,6 @@ def test_a_factory_must_return_modules_of_its_own() -> None:
         build_models(lambda: 3, TWO)
     with pytest.raises(OptionError, match="factory of one, not 7"):
         build_models(7, TWO)
-
-
-def test_what_a_factory_raises_comes_out_as_it_is() -> None:
-    calls: list[int] = []
-
-    def second_fails() -> nn.Module:
-        calls.append(len(calls))
-        if len(calls) == 2:
-            raise ZeroDivisionError("no second one")
-        return net()
-
-    with pytest.raises(ZeroDivisionError, match="no second one"):
-        build_models(second_fails, TWO)
 
 
 def test_a_module_that_cannot_be_copied() -> None:
@@ -313,29 +249,11 @@ def test_an_instance_needs_its_model() -> None:
         build_optimizers(torch.optim.SGD(model.parameters(), 0.1), model, None)
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_parameters_that_a_copy_would_lose_are_refused(register: str) -> None:
-    model = nn.Linear(2, 2)
-    handle = getattr(model.bias, register)(lambda tensor: None)
-    with pytest.raises(OptionError, match=r"parameter 'bias' has hooks.*model=make_model"):
-        build_models(model, [HostLane(torch.device("cpu"))])
-    handle.remove()
-    build_models(model, [HostLane(torch.device("cpu"))])
-
-
-def test_backward_hooks_of_modules_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_on_parameters_are_refused() -> None:
     model = net()
-    check_hooks(model)
-    assert caplog.messages == []
-    handle = model[2].register_full_backward_hook(lambda *_: None)
-    model[0].register_full_backward_pre_hook(lambda *_: None)
-    check_hooks(model)
-    [line] = caplog.messages
-    assert line.startswith(
-        "policy='exact': the backward hooks of '0', '2' see the gradients of a device's part"
-    )
-    handle.remove()
     model[2].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(OptionError, match=r"parameter '2.weight' has hooks.*model=make_model"):
+        build_models(model, ONE)
     with pytest.raises(OptionError, match=r"parameter '2.weight' has hooks.*register_step_pre_hook"):
         check_hooks(model)
 
@@ -350,32 +268,6 @@ def test_hooks_on_steps_that_a_rebuilt_optimizer_would_lose_are_refused(register
     getattr(optimizer, register)(lambda *_: None)
     with pytest.raises(OptionError, match=r"SGD has hooks .*lambda params"):
         build_optimizers(optimizer, twin, model)
-
-
-def test_an_optimizer_that_cannot_be_rebuilt() -> None:
-    class Own(torch.optim.SGD):
-        def __init__(self, params: Any, wanted: Tensor) -> None:
-            super().__init__(params, lr=0.1)
-
-    model = net()
-    optimizer = Own(model.parameters(), torch.ones(1))
-    with pytest.raises(OptionError, match=r"Own cannot be rebuilt .* optimizer=lambda params: Own"):
-        build_optimizers(optimizer, build_models(model, ONE)[0], model)
-
-
-@pytest.mark.parametrize(
-    ("make", "is_slow"),
-    [
-        (lambda params: torch.optim.AdamW(params), True),
-        (lambda params: torch.optim.AdamW(params, fused=True), False),
-        (lambda params: torch.optim.SGD(params, 0.1), True),
-        (lambda params: torch.optim.LBFGS(params), False),  # has no such option
-    ],
-)
-def test_an_optimizer_that_could_launch_less_is_named(make: Any, is_slow: bool) -> None:
-    said = slow_optimizer(make(list(nn.Linear(1, 1).parameters())))
-    assert (said is not None) is is_slow
-    assert said is None or "fused=True" in said
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
@@ -416,12 +308,6 @@ def test_recurrent_layers_get_their_chunk_back(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ---------------------------------------------------------------- refusals
-def test_a_train_without_a_result() -> None:
-    class Silent(nn.Linear):
-        def train(self, mode: bool = True) -> Any:
-            super().train(mode)
-
-    assert [type(model) for model in build_models(lambda: Silent(2, 1), TWO)] == [Silent, Silent]
 
 
 def test_scripted_modules_are_refused() -> None:

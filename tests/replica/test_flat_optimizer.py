@@ -35,19 +35,11 @@ def options(kind: type[Optimizer]) -> Iterator[Options]:
         ],
         optim.Adam: [{"amsgrad": True}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
         optim.AdamW: [{"amsgrad": True}],
-        optim.NAdam: [{"decoupled_weight_decay": True, "weight_decay": 0.1}],
-        optim.RAdam: [{"decoupled_weight_decay": True, "weight_decay": 0.1}],
-        optim.RMSprop: [{"momentum": 0.9}, {"centered": True}],
-        optim.Adagrad: [{"lr_decay": 0.1}, {"initial_accumulator_value": 0.5}],
-        optim.ASGD: [{"t0": 5}],
-        optim.Adamax: [],
-        optim.Adadelta: [],
-        optim.Rprop: [],
     }
     for one in ({}, *more[kind]):
         yield {"lr": 0.01, **one}
         yield {"lr": 0.01, "maximize": True, **one}
-        if kind is not optim.Rprop and "weight_decay" not in one:
+        if "weight_decay" not in one:
             yield {"lr": 0.01, "weight_decay": 0.1, **one}
 
 
@@ -177,33 +169,6 @@ def test_the_bits_are_those_of_torch_parameter_by_parameter(
     assert_same_state(mine.own, plain.own)
 
 
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [
-        (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
-        (optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
-        (optim.AdamW, {"fused": False}),
-        (optim.AdamW, {"foreach": True}),
-        (optim.Adagrad, {"foreach": False}),
-        (optim.Rprop, {"foreach": True}),
-        (optim.NAdam, {}),
-        (optim.ASGD, {}),
-    ],
-)
-def test_without_a_fused_kernel_the_bits_are_those_of_torch_for_any_shape(
-    kind: type[Optimizer], given: Options
-) -> None:
-    mine, plain = both(kind, given, RAGGED)
-    touched = [True] * len(RAGGED)
-    for step in range(STEPS):
-        mine.step(step, touched)
-        plain.step(step, touched)
-    assert mine.lengths == [1]
-    assert_equal(mine.bag, plain.bag)
-    assert_same_state(mine.own, plain.own)
-
-
 @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_choice_of_the_users_is_the_twins(kind: type[Optimizer], fused: bool) -> None:
@@ -231,7 +196,7 @@ def groups(params: list[nn.Parameter]) -> list[Options]:
     ]
 
 
-@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.RMSprop])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
 def test_each_group_is_one_flat_parameter_with_its_own_options(kind: type[Optimizer]) -> None:
     given = reference(kind, {"lr": 0.01})
     mine = Flat(Bag(), lambda params: kind(groups(params), lr=0.01))  # type: ignore[arg-type]
@@ -261,7 +226,7 @@ def test_parameters_of_several_dtypes_are_one_flat_parameter_each() -> None:
     assert_same_state(mine.own, plain.own)
 
 
-@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.RAdam])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
 def test_a_rate_may_be_a_tensor(kind: type[Optimizer]) -> None:
     given = {"lr": torch.tensor(0.1)}
     mine, plain = both(kind, given)
@@ -295,9 +260,6 @@ def test_schedulers_steer_it_by_the_optimizer_that_the_user_has_made(kind: type[
 STATEFUL = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     (optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
-    (optim.Adagrad, {"lr": 0.1}),
-    (optim.NAdam, {"lr": 0.1, "weight_decay": 0.1}),
-    (optim.ASGD, {"lr": 0.1, "t0": 3, "weight_decay": 0.1}),
 ]
 
 
@@ -342,13 +304,6 @@ def test_a_parameter_that_is_frozen_for_some_steps_stands_still(
     assert mine.lengths == [3]  # its two neighbours, and itself
     assert_equal(mine.bag, plain.bag)
     assert_same_state(mine.own, plain.own)
-
-
-def test_parameters_that_come_and_go_together_stay_together() -> None:
-    mine, _ = both(optim.AdamW, {})
-    for step in range(6):
-        mine.step(step, [True, step % 2 == 0, step % 2 == 0, True, True])
-    assert mine.lengths == [3]
 
 
 # ---------------------------------------------------------------- changes by the user
@@ -435,26 +390,6 @@ def test_torch_goes_on_from_its_state_and_it_from_torchs(kind: type[Optimizer], 
     assert mine.stepped is not mine.own
 
 
-def test_a_state_that_was_loaded_shares_no_memory_with_the_one_that_is_stepped() -> None:
-    mine, _ = both(optim.AdamW, {"lr": 0.1})
-    mine.step(0, ALL)
-    kept = mine.own.state_dict()
-    saved = copy.deepcopy(kept)
-    mine.own.load_state_dict(saved)
-    before = copy.deepcopy(saved)
-    for step in range(3):
-        mine.step(step, ALL)
-    assert all(torch.equal(saved["state"][0][name], before["state"][0][name]) for name in before["state"][0])
-
-
-def test_one_state_dict_after_the_other_costs_no_copy_of_the_state() -> None:
-    mine, _ = both(optim.AdamW, {"lr": 0.1})
-    mine.step(0, ALL)
-    first = mine.own.state_dict()["state"][0]["exp_avg"]
-    mine.step(1, ALL)
-    assert mine.own.state_dict()["state"][0]["exp_avg"].data_ptr() == first.data_ptr()
-
-
 # ---------------------------------------------------------------- steps one by one
 def test_hooks_that_are_registered_later_see_the_users_optimizer_and_its_parameters() -> None:
     mine, plain = both(optim.AdamW, {"lr": 0.1, "fused": True})
@@ -522,7 +457,7 @@ def _hooked(optimizer: Optimizer) -> Optimizer:
     [
         (lambda params: Own(params, lr=0.1), "Own is none"),
         (lambda params: optim.LBFGS(params), "LBFGS is none"),
-        (lambda params: optim.Adafactor(params), "Adafactor is none"),
+        (lambda params: optim.RMSprop(params), "RMSprop is none"),
         (lambda params: _own_step(optim.SGD(params, lr=0.1)), "step of its own"),
         (lambda params: _hooked(optim.SGD(params, lr=0.1)), "hooks"),
         (lambda params: optim.Adam(params, eps=0.0), "eps=0.0 is 0 in torch.float32"),

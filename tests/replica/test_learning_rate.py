@@ -136,54 +136,6 @@ def test_a_restored_rate_is_that_of_a_run_without_a_break(name: str, at: int) ->
         assert second.param_groups[0]["momentum"] == whole.param_groups[0]["momentum"]
 
 
-def test_a_plateau_goes_on_waiting() -> None:
-    first, second = sgd(), sgd()
-    before, after = (
-        rate_of([one], lambda opt: ReduceLROnPlateau(opt, patience=1), "epoch") for one in (first, second)
-    )
-    for epoch, loss in enumerate((1.0, 0.5, 0.6), 1):
-        before.advance(0, epoch, (loss,))
-    loaded(checkpoint_file.plain(before.state_dict()), after, second, first)
-    after.advance(0, 4, (0.7,))  # the second bad epoch
-    assert after.value == pytest.approx(0.01)
-
-
-def test_a_restored_scheduler_is_not_stepped_to_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
-    whole = StepLR.step
-    before = rate_of([sgd()], lambda opt: StepLR(opt, 2, 0.5), "step")
-    before.advance(20, 0)
-    after = rate_of([sgd()], lambda opt: StepLR(opt, 2, 0.5), "step")
-    monkeypatch.setattr(StepLR, "step", lambda self, *args: (steps.append(1), whole(self, *args)))
-    after.load_state_dict(before.state_dict())
-    after.advance(21, 0)
-    assert len(steps) == 1
-
-
-class Remembering(LRScheduler):
-    """A user's scheduler with a list that it changes."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.seen: list[int] = []
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float | Tensor]:
-        self.seen.append(self.last_epoch)
-        return [0.1 / len(self.seen)]
-
-
-def test_what_is_saved_is_nobodys() -> None:
-    first, second, third = (rate_of([sgd()], Remembering, "step") for _ in range(3))
-    first.advance(2, 0)
-    state = first.state_dict()
-    first.advance(3, 0)
-    second.load_state_dict(state)
-    second.advance(4, 0)
-    assert state["schedulers"][0]["state"]["seen"] == [0, 1, 2]
-    third.load_state_dict(state)
-    assert third.value == pytest.approx(0.1 / 3)
-
-
 def test_a_rate_that_was_set_stays_and_the_factor_of_the_world_does_not() -> None:
     two = rate_of([sgd()], lr_lambda=lambda step: 1.0, factor=2.0)
     three = rate_of([sgd()], lr_lambda=lambda step: 1.0, factor=3.0)
@@ -257,14 +209,6 @@ def test_a_rate_that_is_set_scales_all_groups_and_the_scheduler_goes_on_from_it(
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.002, 0.008])
 
 
-def test_a_rate_may_be_set_to_zero_and_back() -> None:
-    rate = rate_of([sgd()], lr_lambda=lambda step: 1.0)
-    rate.set(0.0, 1, 0)
-    assert rate.value == 0.0
-    rate.set(0.3, 2, 0)
-    assert rate.value == pytest.approx(0.3)
-
-
 def test_a_rate_may_be_set_where_all_is_zero() -> None:
     rate = rate_of([sgd(0.0)], lr_lambda=lambda step: 1.0 if step < 5 else 0.5)
     rate.set(0.2, 1, 0)
@@ -300,14 +244,6 @@ def test_a_rate_is_not_set_where_it_would_thaw_any_group() -> None:
     for refused in (rates.check_set, lambda: rates.set(0.1, 0, 0)):
         with pytest.raises(OptionError, match=r"all 2 are 0: it cannot know which of them"):
             refused()
-
-
-def test_groups_that_a_scheduler_begins_at_zero_are_scaled() -> None:
-    optimizer = groups_of(0.0, 0.1, 0.4)
-    rates = rate_of([optimizer], lambda opt: LambdaLR(opt, lambda step: step / 10), "step")
-    rates.set(0.2, 0, 0)
-    rates.advance(5, 0)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0, 0.1, 0.4])
 
 
 def test_a_rate_in_a_tensor_stays_in_a_tensor() -> None:
@@ -354,19 +290,6 @@ def test_options_belong_to_the_optimizer() -> None:
     ):
         with pytest.raises(OptionError, match=match):
             check_scheduler(given, OPTIMIZER)
-
-
-@pytest.mark.parametrize(
-    ("factory", "match"),
-    [
-        (lambda opt: ReduceLROnPlateau(opt), "scheduler.unit must be 'epoch'"),
-        (lambda opt: 3, "returned 3, not a torch scheduler"),
-        (lambda opt: StepLR(sgd(), 5), "must use the optimizer that it is given"),
-    ],
-)
-def test_factories_of_something_else(factory: Any, match: str) -> None:
-    with pytest.raises(OptionError, match=match):
-        rate_of([sgd()], factory, "step")
 
 
 # ---------------------------------------------------------------- whole runs
@@ -424,14 +347,6 @@ def test_the_curve_is_the_same_on_any_number_of_devices(name: str, devices: int,
         assert rate == pytest.approx(expected[position], rel=1e-9), position
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_epochs_are_counted(devices: int) -> None:
-    for rank, epoch, _, rate in curve(
-        devices, "cadence", scheduler=SchedulerOptions(lambda opt: StepLR(opt, 1, 0.5), unit="epoch")
-    ):
-        assert rate == pytest.approx(0.1 * 0.5**epoch), (rank, epoch)
-
-
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_a_plateau_hears_of_every_epoch(policy: str) -> None:
     # With a threshold out of reach every epoch is a bad one.
@@ -481,20 +396,6 @@ def test_a_rate_that_is_set_within_the_warm_up_goes_on_from_there() -> None:
     assert rates.value == pytest.approx(0.2)
     rates.advance(9, 0)
     assert rates.value == pytest.approx(0.4)
-
-
-def test_a_resumed_warm_up_is_there_before_a_step() -> None:
-    """A rank may have none left, and its optimizer's rate is the user's to read."""
-    options = SchedulerOptions(warmup_steps=10)
-    before = LearningRate([sgd()], options)
-    before.advance(6, 0)
-    optimizer = sgd()
-    after = LearningRate([optimizer], options)
-    after.load_state_dict(before.state_dict())
-    assert after.value == before.value == optimizer.param_groups[0]["lr"]
-    plain = LearningRate([sgd()], SchedulerOptions())
-    plain.load_state_dict(before.state_dict())  # a run without a warm-up goes on with the whole rate
-    assert plain.value == pytest.approx(before.value / 0.7)
 
 
 @pytest.mark.parametrize("stop", [3, 7, 20])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,10 +98,6 @@ def test_what_differs_from_call_to_call_is_told(caplog: pytest.LogCaptureFixture
     assert "could not be checked that the loss is a mean" in caplog.text
 
 
-def test_it_can_be_left_out() -> None:
-    assert start(by_class, failures=flowdp.FailureOptions(check_loss=False)).join().global_step == 1
-
-
 def test_it_leaves_no_trace() -> None:
     """With and without the check a run has the same bits, statistics and records."""
 
@@ -122,33 +116,6 @@ def test_it_leaves_no_trace() -> None:
         assert torch.equal(value, found[1][0][name]), name
 
 
-class Writing(nn.Module):
-    """Has state of its own, and a norm without statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
-        self.register_buffer("count", torch.zeros(()))
-        self.calls = [0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(2)
-        self.count += 1
-        self.calls.append(len(x))
-        out: Tensor = self.inner(x) + self.count  # the count, as it was, for each look
-        return out
-
-
-def test_each_look_has_a_copy_of_the_module_and_of_the_batch() -> None:
-    module, x = Writing(), X.clone()
-    before = copy.deepcopy(module.state_dict())
-    assert check_mean(module, mean, lambda start, stop: (x[start:stop], Y[start:stop]), 12, x.device)
-    assert torch.equal(x, X)
-    assert module.calls == [0]
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert all(part.training for part in module.modules())
-
-
 def test_a_module_that_cannot_be_copied_trains_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def make() -> nn.Module:
         made = net()
@@ -159,11 +126,6 @@ def test_a_module_that_cannot_be_copied_trains_and_is_told(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "flowdp"):
         assert start(mean, make, devices=["cpu"], batch_size=12).join().global_step == 1
     assert "could not be checked that the loss is a mean: CopyError: a function in its" in caplog.text
-
-
-def test_a_run_that_goes_on_is_not_checked_again(tmp_path: Path) -> None:
-    start(mean, checkpoint=tmp_path, resume=True).join()
-    assert start(by_class, checkpoint=tmp_path, resume=True, epochs=2).join().global_step == 2
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp.errors import OptionError
-from flowdp.replica.optimizer_rebuild import check_factory, rebuild
-
-DECAYED: set[int] = set()
+from flowdp.replica.optimizer_rebuild import rebuild
 
 
 class Scaled(torch.optim.SGD):
@@ -75,44 +72,11 @@ def test_torchs_own_attributes_are_kept() -> None:
     assert made._step_supports_amp_scaling
 
 
-class Compiled(torch.optim.SGD):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        self.double = torch.compile(double, backend="eager")
-        self.halve = torch.compile(self._halve, backend="eager")
-
-    def _halve(self, value: Tensor) -> Tensor:
-        return value / 2
-
-
-def double(value: Tensor) -> Tensor:
-    return value * 2
-
-
-def test_compiled_functions_of_the_class_are_the_replicas_own() -> None:
-    model, twin = pair()
-    optimizer = Compiled(model.parameters())
-    made: Any = rebuild(optimizer, twin, model)
-    assert made.halve._torchdynamo_orig_callable.__self__ is made
-    optimizer.double = torch.compile(lambda value: value * 3, backend="eager")
-    with pytest.raises(OptionError, match="the attribute 'double' of the Compiled cannot be copied"):
-        rebuild(optimizer, twin, model)
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda model: (n for n in range(3)), "TypeError.*generator"),
-        (lambda model: lambda: model, "function with variables of its own"),
-        (lambda model: [partial(lambda f: lambda: f, model), lambda: model], "function with variables"),
-        (lambda model: {id(model.weight): 1}, r"has the id\(\) of a parameter"),
-    ],
-)
-def test_attributes_that_cannot_be_copied(make: Any, said: str) -> None:
+def test_an_attribute_that_cannot_be_copied() -> None:
     model, twin = pair()
     optimizer: Any = Scaled(model.parameters())
-    optimizer.extra = make(model)
-    with pytest.raises(OptionError, match=rf"the attribute 'extra' of the Scaled .*{said}.*give a factory"):
+    optimizer.extra = (number for number in range(3))
+    with pytest.raises(OptionError, match=r"Scaled cannot be copied .*generator.*give a factory"):
         rebuild(optimizer, twin, model)
 
 
@@ -163,55 +127,3 @@ def test_a_run_steps_as_the_instance_does(devices: int) -> None:
         loss(plain, (x,)).backward()
         own.step()
     torch.testing.assert_close(model.weight, plain.weight, rtol=1e-12, atol=1e-12)
-
-
-# ---------------------------------------------------------------- factories
-def by_globals(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in params if id(p) in DECAYED], 0.1)
-
-
-def by_argument(params: Any, decayed: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in params if p in decayed], 0.1)
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_factories_that_look_for_the_users_parameters_are_refused(
-    devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = nn.Linear(2, 2)
-    names = {id(model.weight): "weight"}
-    monkeypatch.setitem(globals(), "DECAYED", {id(model.weight)})
-    makers: dict[Any, str] = {
-        (lambda params: torch.optim.SGD([p for p in params if id(p) in names], 0.1)): "names",
-        by_globals: "DECAYED",
-        partial(by_argument, decayed={model.weight}): "an argument",
-        (lambda params, known=tuple(names): by_argument(params, known)): "a default",
-    }
-    for make, name in makers.items():
-        trainer = flowdp.Trainer(
-            model,
-            make,
-            lambda model, batch: model(batch[0]).mean(),
-            policy="cadence",
-            dataset=(torch.ones(8, 2),),
-            per_device_batch_size=4,
-            epochs=1,
-            devices=["cpu"] * devices,
-            progress=False,
-        )
-        with pytest.raises(OptionError, match=rf"reads '{name}'.*model\.named_parameters"):
-            trainer.start()
-
-
-def test_other_factories_are_not_refused() -> None:
-    model = nn.Linear(2, 2)
-    lr, names = 0.1, {"weight"}
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        late.append(1)
-        return torch.optim.SGD([p for name, p in model.named_parameters() if name in names], lr)
-
-    check_factory(make, model)
-    late: list[int] = []
-    for factory in (make, torch.optim.SGD, partial(torch.optim.SGD, lr=lr), by_globals, lambda _: model):
-        check_factory(factory, model)
