@@ -211,10 +211,8 @@ def check_loop_backend(backend: LoopBackend, devices: Sequence[torch.device]) ->
         OptionError: It is another word, or NCCL is for other devices.
     """
     one_of("backend", backend, LoopBackend)
-    if backend == "nccl" and {device.type for device in devices} != {"cuda"}:
-        raise OptionError(
-            f"backend='nccl' is for CUDA devices, not for {', '.join(map(str, devices))}; use 'auto'"
-        )
+    if backend == "nccl":
+        check_backend(backend, "exact", devices)
 
 
 def check_cadence(cadence: object, policy: Policy, world_size: int) -> CadenceOptions:

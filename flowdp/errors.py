@@ -6,7 +6,7 @@ FlowdpError
   DataError                  the dataset broke its contract    .epoch .indices
   StepError                  the user's code raised in a step  .rank .device .epoch .step .indices
   DeviceError                a device cannot be used
-    OutOfDeviceMemory        it has no room for one more step    .rank .needed_bytes .free_bytes
+    OutOfDeviceMemory        it has no room for one more step    .rank
   CollectiveError            averaging failed
     CollectiveAborted        another rank failed first; that error is the one to read
     CollectiveTimeout        the devices do not get on with it
@@ -110,17 +110,11 @@ class OutOfDeviceMemory(DeviceError):
 
     Attributes:
         rank: Index of the replica.
-        needed_bytes: Requested memory, in bytes; None where torch does not say.
-        free_bytes: Free memory of the device, in bytes; None where unknown.
     """
 
-    def __init__(
-        self, message: str, *, rank: int, needed_bytes: int | None = None, free_bytes: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
 
 
 class CollectiveError(FlowdpError):

@@ -20,7 +20,7 @@ from flowdp.device.process_tuning import as_tuning
 from flowdp.device.seeding import generators_kept
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.evaluation import EvaluatedReplica, Evaluator
-from flowdp.engine.metrics import rank_metrics
+from flowdp.engine.metrics import MachineMetrics, rank_metrics
 from flowdp.engine.predictor import Predictor, PredictStep, forward_step, joined
 from flowdp.engine.rank_threads import on_all_ranks
 from flowdp.engine.shared_batches import SharedBatches
@@ -89,8 +89,14 @@ def predict(
     return joined([outputs[number] for number in sorted(outputs)])
 
 
-def open_evaluator(config: RunConfig) -> Evaluator | None:
+def open_evaluator(
+    config: RunConfig, send: Callable[[MachineMetrics], None] | None = None
+) -> Evaluator | None:
     """Open the evaluation's dataset, with metrics for each rank; None where there is no evaluation.
+
+    Args:
+        config: Settings of the run.
+        send: On a machine that follows, sends its metrics to machine 0.
 
     Raises:
         OptionError: The dataset is wrong.
@@ -98,7 +104,7 @@ def open_evaluator(config: RunConfig) -> Evaluator | None:
     source = config.open_evaluation()
     if source is None or config.evaluation is None:
         return None
-    return Evaluator(source, config.evaluation.step, rank_metrics(config.metrics, len(config.devices)))
+    return Evaluator(source, config.evaluation.step, rank_metrics(config.metrics, len(config.devices)), send)
 
 
 def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from flowdp.checkpoint.weights import Weights
 from flowdp.engine import active_runs
 from flowdp.engine.engine import Engine
-from flowdp.engine.interrupts import hearing_interrupts
+from flowdp.engine.signals import hearing_interrupts
 from flowdp.errors import FlowdpError, OptionError, StateError
 from flowdp.observe.loggers.log import Setting
 from flowdp.observe.notebook import display_live, run_dashboard

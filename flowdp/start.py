@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from uuid import uuid4
-
-import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
 
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
@@ -28,31 +22,30 @@ from flowdp.data.open_source import dataset_length, loader_order
 from flowdp.data.source import Source
 from flowdp.device.discovery import device_names, device_uuid
 from flowdp.engine.active_runs import check_free
-from flowdp.engine.engine import Engine
+from flowdp.engine.build import build_engine
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import Services
-from flowdp.engine.sigterm import SigtermStop, check_sigterm
-from flowdp.errors import OptionError
+from flowdp.engine.signals import SigtermStop, check_sigterm
 from flowdp.inference import open_evaluator, try_evaluation
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.exact_rounds import LONE_RANK
 from flowdp.machine.policies import ROUNDS
-from flowdp.network.machines import Machines
-from flowdp.network.quorum import is_elastic
+from flowdp.network.channel import Channel
 from flowdp.network.transfer import Transfer
 from flowdp.observe.banner import tell_devices
 from flowdp.observe.bar import ProgressBar
 from flowdp.observe.callbacks import step_callbacks
+from flowdp.observe.loggers.log import Setting
 from flowdp.observe.observer import Observer
 from flowdp.observe.timeline_file import TimelineFile
 from flowdp.protocol.messages import Requested
 from flowdp.replica.build import build_replicas
 from flowdp.replica.exact_replica import ExactReplica
-from flowdp.replica.factories import ModelOption, all_of
+from flowdp.replica.factories import all_of
 from flowdp.replica.joint_step import owner_of
 from flowdp.replica.replica import Replica
 from flowdp.result import TrainedState
@@ -61,9 +54,12 @@ from flowdp.settings import run_settings
 from flowdp.threads.shield import interrupts_held
 from flowdp.timeline.timeline import Timeline
 
-__all__ = ["barrier_plan", "check_reach", "check_run", "find_start", "open_folder", "start_run"]
+__all__ = ["barrier_plan", "check_run", "find_start", "open_folder", "start_run"]
 
 log = logging.getLogger("flowdp")
+
+LOOKS = 4
+"""Signs of life of a machine in the time after which a run that stands still fails."""
 
 
 def check_run(config: RunConfig) -> int | None:
@@ -87,6 +83,31 @@ def check_run(config: RunConfig) -> int | None:
         source.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """Data, replicas and state of a run, before its threads are made.
+
+    Attributes:
+        folder: Folder of its checkpoints, on the machine that leads; None: there is none.
+        resumed: State from which it goes on; None: it begins anew.
+        channel: Messages between the machines; None: there is one machine.
+        evaluator: Evaluates the averaged model; None: there are no evaluations.
+        source: Source of the batches.
+        replicas: One per rank of this machine, equal.
+        fingerprint: Data that must be equal where the run is resumed.
+        settings: Plain values for logs.
+    """
+
+    folder: CheckpointFolder | None
+    resumed: Resumed | None
+    channel: Channel | None
+    evaluator: Evaluator | None
+    source: Source
+    replicas: Sequence[Replica]
+    fingerprint: Mapping[str, object]
+    settings: Mapping[str, Setting]
+
+
 def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -> Run:
     """Build the replicas and start the threads.
 
@@ -96,9 +117,63 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         fills_model: `join()` writes the result into the user's model, if it is an instance.
 
     Raises:
-        OptionError: Under `torch.inference_mode()`, or a model that was made there; and see `Trainer.start`.
+        OptionError: See `Trainer.start`.
     """
-    _check_inference_mode(config.replica.model)
+    prepared = _prepare(config, undo)
+    team, source, replicas, resumed = config.team, prepared.source, prepared.replicas, prepared.resumed
+    total_steps = config.total_steps(source.batches)
+    # Callbacks and files belong to the machine that leads.
+    callbacks = config.callbacks if team.leads else ()
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    if config.has_bar and team.leads:
+        bar = ProgressBar(total_steps, source.batches, 0 if resumed is None else resumed.position.global_step)
+        callbacks, aside = (bar, *callbacks), bar.aside
+    if isinstance(config.timeline, Path) and team.leads:
+        callbacks = (*callbacks, TimelineFile(config.timeline))
+    records, failures = Records(() if resumed is None else resumed.reported), Failures()
+    requests = Requests(records, failures)
+    saver = _open_saver(config, prepared, records, requests)
+    observer = Observer(records, callbacks, requests.fail, config.failures.stall_timeout)
+    with interrupts_held() as held:
+        services = Services(
+            team=team,
+            channel=prepared.channel,
+            source=source,
+            records=records,
+            failures=failures,
+            requests=requests,
+            saver=saver,
+            evaluator=prepared.evaluator,
+            fingerprint=prepared.fingerprint,
+            sigterm=_open_sigterm(config, requests, undo),
+            step_callbacks=step_callbacks(config.callbacks),
+            close_observer=observer.close,
+            timeline=_open_timeline(config),
+        )
+        plan = _plan(config, source, replicas, resumed)
+        engine = build_engine(plan, replicas, services, config.failures, config.runtime, config.outer_step)
+        undo.callback(engine.take_back)
+        if resumed is not None:
+            resumed.put_back_momentum(replicas)
+        run = Run(
+            engine,
+            config.replica.model,
+            observer,
+            settings=prepared.settings,
+            restores_best=config.restores_best,
+            fills_model=fills_model,
+            aside=aside,
+            total_steps=total_steps,
+        )
+        engine.start()
+        observer.start(run, lambda: failures.first, run.answer, engine.latch.wait)
+        held.release()
+        engine.begin(run)
+    return run
+
+
+def _prepare(config: RunConfig, undo: ExitStack) -> _Prepared:
+    """Open the datasets, build the replicas, and put the state back from which the run goes on."""
     if config.runtime.handle_sigterm:
         check_sigterm()
     team = config.team
@@ -108,11 +183,13 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
     check_free(config.devices)
     folder = open_folder(config, undo) if team.leads else None
     resumed = find_start(config, folder) if team.leads else None
+    channel: Channel | None = None
     if team.machines is not None:
         resumed = shared_start(resumed, team.machines)
-        if config.checkpoint is not None and is_elastic():
-            check_reach(team.machines, Path(config.checkpoint.dir))
-    evaluator = open_evaluator(config)
+        stall_s = config.failures.stall_timeout
+        channel = Channel(team.machines, None if stall_s is None else stall_s / LOOKS)
+        undo.callback(channel.close)
+    evaluator = open_evaluator(config, None if channel is None or team.leads else partial(channel.send, 0))
     fresh = config.open_source() if resumed is None else None
     # A resumed run has been checked, and draws the numbers of a run that was never interrupted.
     checks_loss = config.replica.checks_loss and resumed is None
@@ -130,87 +207,45 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         log.info("going on from %s: step %d", resumed, resumed.position.global_step)
     check_checkpoints(config.checkpoint, source)
     if team.machines is not None:
-        _check_data(team.machines, source, evaluator)
+        check_identities(team.machines.gather(source.identity()), team.machines.names)
+        if evaluator is not None:
+            judged = team.machines.gather(evaluator.source.identity())
+            check_identities(judged, team.machines.names, "evaluation's dataset")
     if resumed is None:
         try_evaluation(config, replicas)
-    total_steps = config.total_steps(source.batches)
-    bar = _bar(config, source, resumed, total_steps) if team.leads else None
-    # Callbacks and files belong to the machine that leads.
-    own_callbacks = config.callbacks if team.leads else ()
-    callbacks = own_callbacks if bar is None else (bar, *own_callbacks)
-    if isinstance(config.timeline, Path) and team.leads:
-        callbacks = (*callbacks, TimelineFile(config.timeline))
-    records = Records(() if resumed is None else resumed.reported)
-    failures = Failures()
-    requests = Requests(records, failures)
-    has_listeners = config.has_checkpoint_listeners and team.leads
-    transfer = _open_transfer(config, writes=has_listeners or folder is not None)
-    saver = Saver(
-        folder,
-        described,
+    return _Prepared(
+        folder=folder,
+        resumed=resumed,
+        channel=channel,
+        evaluator=evaluator,
+        source=source,
+        replicas=replicas,
+        fingerprint=described,
+        settings=settings,
+    )
+
+
+def _open_saver(config: RunConfig, prepared: _Prepared, records: Records, requests: Requests) -> Saver:
+    leads, has_listeners = config.team.leads, config.has_checkpoint_listeners and config.team.leads
+    transfer = _open_transfer(config, writes=has_listeners or prepared.folder is not None)
+    collector = sender = None
+    if transfer is not None and prepared.channel is not None:
+        collector = StateCollector(transfer, prepared.channel.tell_all) if leads else None
+        sender = None if leads else StateSender(transfer)
+    return Saver(
+        prepared.folder,
+        prepared.fingerprint,
         records.add if has_listeners else None,
         requests.fail,
-        best=None if resumed is None else resumed.best,
-        evaluates=evaluator is not None,
-        orders=partial(orders, source),
+        best=None if prepared.resumed is None else prepared.resumed.best,
+        evaluates=prepared.evaluator is not None,
+        orders=partial(orders, prepared.source),
         written=requests.written,
-        keeps_ranks=_has_own(config) and (team.leads or transfer is not None),
-        keeps_generators=team.leads or transfer is not None,
-        collector=StateCollector(transfer) if transfer is not None and team.leads else None,
-        sender=None if transfer is None or team.leads else StateSender(transfer),
+        keeps_ranks=_has_own(config) and (leads or transfer is not None),
+        keeps_generators=leads or transfer is not None,
+        collector=collector,
+        sender=sender,
     )
-    observer = Observer(records, callbacks, requests.fail, config.failures.stall_timeout)
-    with interrupts_held() as held:
-        services = Services(
-            source=source,
-            records=records,
-            failures=failures,
-            requests=requests,
-            saver=saver,
-            evaluator=evaluator,
-            fingerprint=described,
-            sigterm=_open_sigterm(config, requests, undo),
-            step_callbacks=step_callbacks(config.callbacks),
-            close_observer=observer.close,
-            timeline=_open_timeline(config),
-        )
-        plan = _plan(config, source, replicas, resumed)
-        engine = Engine(plan, replicas, services, config.failures, config.runtime, config.outer_step, team)
-        undo.callback(engine.take_back)
-        if resumed is not None:
-            resumed.put_back_momentum(replicas)
-        aside = nullcontext if bar is None else bar.aside
-        run = Run(
-            engine,
-            config.replica.model,
-            observer,
-            settings=settings,
-            restores_best=config.restores_best,
-            fills_model=fills_model,
-            aside=aside,
-            total_steps=total_steps,
-        )
-        engine.start()
-        observer.start(run, lambda: failures.first, run.answer, engine.latch.wait)
-        held.release()
-        engine.begin(run)
-    return run
-
-
-def _check_inference_mode(model: ModelOption) -> None:
-    """Check that what is made here, and what the result is written to, are tensors that can be trained."""
-    if torch.is_inference_mode_enabled():
-        raise OptionError(
-            "a run cannot be started under torch.inference_mode(), whose tensors cannot be trained: leave it "
-            "first, or start inside `with torch.inference_mode(False):`"
-        )
-    if isinstance(model, nn.Module):
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            if not is_lazy(tensor) and tensor.is_inference():
-                raise OptionError(
-                    f"model: {name!r} was made under torch.inference_mode(), so the trained values could not "
-                    "be written to it: build or load the model outside"
-                )
 
 
 def open_folder(config: RunConfig, undo: ExitStack) -> CheckpointFolder | None:
@@ -278,41 +313,6 @@ def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = T
     )
 
 
-def check_reach(machines: Machines, folder: Path) -> None:
-    """Warn of machines that do not see the checkpoints of machine 0: they could not go on without it.
-
-    Args:
-        machines: All of them; each makes this call.
-        folder: Folder of the checkpoints, which is there on machine 0.
-
-    Raises:
-        CollectiveError: A machine was lost.
-    """
-    mark = folder / f".flowdp.{uuid4().hex}"
-    if machines.leads:
-        mark.touch()
-    mark = folder / machines.share(mark.name)
-    sees = machines.gather(mark.exists())
-    if machines.leads:
-        mark.unlink(missing_ok=True)
-    if blind := [name for name, is_seen in zip(machines.names, sees, strict=True) if not is_seen]:
-        log.warning(
-            "%s %s the checkpoints of %s, %s: should that one be lost, the others begin anew; choose a "
-            "folder on storage that all machines reach",
-            ", ".join(blind),
-            "does not see" if len(blind) == 1 else "do not see",
-            machines.names[0],
-            folder,
-        )
-
-
-def _check_data(machines: Machines, source: Source, evaluator: Evaluator | None) -> None:
-    """Check that all machines have opened the same datasets."""
-    check_identities(machines.gather(source.identity()), machines.names)
-    if evaluator is not None:
-        check_identities(machines.gather(evaluator.source.identity()), machines.names, "evaluation's dataset")
-
-
 def _open_transfer(config: RunConfig, *, writes: bool) -> Transfer | None:
     """Open the way of the other machines' states into a checkpoint; None: none of them is needed there.
 
@@ -331,13 +331,6 @@ def _open_transfer(config: RunConfig, *, writes: bool) -> Transfer | None:
 def _has_own(config: RunConfig) -> bool:
     """Whether ranks have optimizer states of their own; else all have that of rank 0."""
     return ROUNDS[config.replica.policy].averages != "gradients"
-
-
-def _bar(
-    config: RunConfig, source: Source, resumed: Resumed | None, total_steps: int | None
-) -> ProgressBar | None:
-    begun = 0 if resumed is None else resumed.position.global_step
-    return ProgressBar(total_steps, source.batches, begun) if config.has_bar else None
 
 
 def _open_timeline(config: RunConfig) -> Timeline | None:

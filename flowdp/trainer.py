@@ -31,7 +31,6 @@ from flowdp.checks import (
 from flowdp.config import DatasetOption, RunConfig
 from flowdp.description import describe_run
 from flowdp.engine.evaluation import EvaluationOptions, check_evaluation, check_judged
-from flowdp.engine.local_metrics import local_metrics
 from flowdp.engine.metrics import check_metrics
 from flowdp.engine.predictor import PredictStep
 from flowdp.errors import OptionError
@@ -348,7 +347,7 @@ class Trainer:
 
         Raises:
             OptionError: A dataset or a factory's result cannot be used, the event log cannot be opened,
-                another run holds one of the devices, or torch is in inference mode.
+                or another run holds one of the devices.
             CheckpointError: There is no checkpoint to resume from, or this run does not fit it.
             CollectiveError: backend="nccl" was asked for and does not work here; the message says why.
             DataError: The dataset's worker processes could not be started.
@@ -360,7 +359,7 @@ class Trainer:
         """
         undo = ExitStack()
         try:
-            with self.config.team.starting(), local_metrics():  # the loss is tried on this thread
+            with self.config.team.starting():
                 return start_run(self.config, undo)
         except BaseException:
             undo.close()

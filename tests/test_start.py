@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,11 +16,9 @@ from flowdp.checkpoint.resume import Resumed
 from flowdp.config import RunConfig
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.machine.barrier_tasks import SavePlan
-from flowdp.network.machines import find_machines
 from flowdp.options import CheckpointOptions
 from flowdp.result import TrainedState
-from flowdp.start import barrier_plan, check_reach, check_run, find_start, open_folder
-from tests.torch_world import in_processes
+from flowdp.start import barrier_plan, check_run, find_start, open_folder
 
 
 def config(**options: Any) -> RunConfig:
@@ -190,65 +187,3 @@ def test_a_check_finds_checkpoints_that_could_not_be_resumed(tmp_path: Path) -> 
     own = config(dataset=Stream(), checkpoint=CheckpointOptions(tmp_path, every=5, unit="step"))
     with pytest.raises(OptionError, match="inside an epoch of an IterableDataset"):
         check_run(own)
-
-
-def reached(rank: int, shared: str, own: str) -> list[list[str]]:
-    """Warnings of machines that share a folder, and of those with a folder of each."""
-    machines = find_machines(timeout_s=60.0)
-    assert machines is not None
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("flowdp").addHandler(handler)
-    found = []
-    for folder in (Path(shared), Path(own, str(rank))):
-        folder.mkdir(parents=True, exist_ok=True)
-        check_reach(machines, folder)
-        found.append(told.copy())
-        told.clear()
-        machines.gather(None)
-        assert list(folder.iterdir()) == []
-    machines.close()
-    return found
-
-
-def test_machines_that_do_not_see_the_checkpoints_of_machine_0_are_named(tmp_path: Path) -> None:
-    for folder in ("job", "shared", "own"):
-        (tmp_path / folder).mkdir()
-    places = str(tmp_path / "shared"), str(tmp_path / "own")
-    for rank, (shared, own) in enumerate(in_processes(reached, tmp_path / "job", 3, *places)):
-        assert shared == []
-        (text,) = own
-        assert text.startswith("machine 1 (")
-        assert ", machine 2 (" in text
-        assert "do not see the checkpoints of machine 0 (" in text
-        assert f"{tmp_path / 'own' / str(rank)}: should that one be lost, the others begin anew" in text
-
-
-def test_a_run_is_not_started_in_inference_mode() -> None:
-    trainer = Trainer(
-        lambda: torch.nn.Linear(2, 1),
-        lambda params: torch.optim.SGD(params, lr=0.1),
-        lambda model, batch: model(batch).square().mean(),
-        dataset=torch.ones(8, 2), batch_size=2, epochs=1, devices=["cpu"], progress=False,
-    )  # fmt: skip
-    with torch.inference_mode():
-        with pytest.raises(OptionError, match=r"under torch.inference_mode\(\), whose .*: leave it"):
-            trainer.start()
-        with torch.inference_mode(False):
-            assert trainer.fit().epochs_done == 1
-    with torch.no_grad():
-        assert trainer.fit().epochs_done == 1
-
-
-def test_a_model_that_was_made_in_inference_mode_is_not_trained() -> None:
-    with torch.inference_mode():
-        model = torch.nn.Linear(2, 1)
-    trainer = Trainer(
-        model,
-        lambda params: torch.optim.SGD(params, lr=0.1),
-        lambda model, batch: model(batch).square().mean(),
-        dataset=torch.ones(8, 2), batch_size=2, epochs=1, devices=["cpu"], progress=False,
-    )  # fmt: skip
-    with pytest.raises(OptionError, match=r"model: 'weight' was made under torch.inference_mode\(\)"):
-        trainer.start()

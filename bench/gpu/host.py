@@ -20,7 +20,7 @@ from bench.gpu.part import Figure, Finding, Note, Place
 from flowdp.data.feed import DirectFeed
 from flowdp.data.resident import ResidentFeed
 from flowdp.engine.device_meter import DeviceMeter
-from flowdp.engine.meter import HostMeter
+from flowdp.engine.meter import Meter
 from flowdp.engine.worker_thread import Worker
 from flowdp.machine.worker import WorkerMachine
 from flowdp.replica.learning_rate import LearningRate
@@ -65,7 +65,7 @@ class Stopwatch:
 
 def parts(place: Place) -> dict[str, tuple[type, str]]:
     """Parts of a worker's step: name, class and method."""
-    meter = place.pick(DeviceMeter, HostMeter)
+    meter = place.pick(DeviceMeter, Meter)
     feed = place.pick(ResidentFeed, DirectFeed)
     return {
         "what next": (WorkerMachine, "next"),

@@ -49,7 +49,7 @@ def worker_of(*callbacks: flowdp.Callback) -> Any:
         callbacks=callbacks,
         progress=False,
     ).start()
-    [worker] = run._engine.workers
+    [worker] = run._engine._parts.workers  # type: ignore[union-attr]
     run.join()
     return worker
 

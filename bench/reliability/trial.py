@@ -137,7 +137,7 @@ class Trial:
             return
         observer = [] if run._observer._thread is None else [run._observer._thread]
         self._threads = [*run._engine.threads(), *observer]
-        self._workers = run._engine._threads
+        self._workers = run._engine._parts.threads  # type: ignore[union-attr]
         if wanted == "continues while held":
             self._check(run._engine.records.wait(timeout_s=HANG_S), "the run waits for the held callback")
             with suppress(TimeoutError):

@@ -66,15 +66,11 @@ class StateCollector:
 
     Args:
         transfer: The way that they take.
-
-    Attributes:
         tell: Sends a message to all other machines; does not block.
     """
 
-    tell: Callable[[WantedStates | DroppedStates], None]
-
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
+    def __init__(self, transfer: Transfer, tell: Callable[[WantedStates | DroppedStates], None]) -> None:
+        self._transfer, self._tell = transfer, tell
 
     def collect(self, capture: int) -> list[State]:
         """States of the ranks of all other machines at a capture, in the order of the ranks.
@@ -85,7 +81,7 @@ class StateCollector:
         Threads:
             The writer's. It waits for the other machines.
         """
-        self.tell(WantedStates(capture))
+        self._tell(WantedStates(capture))
         try:
             answers = [self._receive(capture, machine) for machine in self._transfer.others]
         except CollectiveError as error:
@@ -104,7 +100,7 @@ class StateCollector:
             Any. Does not block.
         """
         if captures:
-            self.tell(DroppedStates(tuple(captures)))
+            self._tell(DroppedStates(tuple(captures)))
 
     def give_back(self) -> None:
         """Give the way of the states back; once.

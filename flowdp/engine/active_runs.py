@@ -8,47 +8,28 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from flowdp.engine.records import Records
 from flowdp.errors import OptionError
 from flowdp.protocol.messages import Requested
-from flowdp.replica.replica import Replica
 
-__all__ = ["LiveRun", "add", "check_free", "remove", "runs"]
+__all__ = ["add", "check_free", "remove", "runs"]
 
 EXIT_GRACE_S = 5.0
 """How long the end of the process waits for a run that was told to stop."""
 
 
-class LiveRun(Protocol):
-    """Interface of a run in this table; an `Engine`."""
-
-    replicas: Sequence[Replica]
-    records: Records
-    is_abandoned: bool
-    close_observer: Callable[[float | None], bool]
-
-    def request(self, what: Requested) -> int:
-        """See `Engine.request`."""
-        ...
-
-    def join(self) -> None:
-        """See `Engine.join`."""
-        ...
-
-
-_live: weakref.WeakSet[Any] = weakref.WeakSet()
+_live: weakref.WeakSet[Any] = weakref.WeakSet()  # of engines
 _lock = threading.RLock()
 """Guards the set, which must not change while it is read. Reentrant: a signal's handler may ask."""
 
 
-def add(run: LiveRun) -> None:
+def add(run: Any) -> None:
     """Register a run whose threads are about to start; dropped when the last reference to it goes.
 
     Raises:
@@ -59,7 +40,7 @@ def add(run: LiveRun) -> None:
         _live.add(run)
 
 
-def remove(run: LiveRun) -> None:
+def remove(run: Any) -> None:
     """Drop a run whose start was rolled back."""
     with _lock:
         _live.discard(run)
@@ -116,13 +97,13 @@ def _end_of_process() -> None:
         _exit_interrupted()
 
 
-def _stop(runs: Sequence[LiveRun]) -> None:
+def _stop(runs: Sequence[Any]) -> None:
     for engine in runs:
         engine.request(Requested("stop"))
     _await(runs)
 
 
-def _await(runs: Sequence[LiveRun]) -> None:
+def _await(runs: Sequence[Any]) -> None:
     """Join runs that have ended or were told to, but for threads that stay inside the user's code."""
     deadline_s = perf_counter() + EXIT_GRACE_S
     for engine in runs:

@@ -7,11 +7,8 @@ from dataclasses import replace
 
 from flowdp.checkpoint.host_copies import PinnedBlocks
 from flowdp.checkpoint.rank_state import capture, capture_generator, restore
-from flowdp.checkpoint.writer import Saver
-from flowdp.engine.evaluation import Evaluator
-from flowdp.engine.services import MeetingPoint
+from flowdp.engine.services import MeetingPoint, Services
 from flowdp.errors import ProtocolError
-from flowdp.network.team import Team
 from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,
@@ -34,12 +31,10 @@ class BarrierTasks:
     """Executor of one rank's barrier tasks: those for which it has a saver and an evaluator.
 
     Args:
-        replica: Replica of the rank.
-        replicas: Replicas of all ranks of its machine.
-        saver: Takes its saved states.
-        evaluator: Evaluates its replica.
         rank: Rank index.
-        index: Its place among the ranks of its machine; None: its rank.
+        index: Its place among the ranks of its machine.
+        replicas: Replicas of all ranks of its machine.
+        services: The saver, which takes its saved states, and the evaluator.
         meeting: Where the ranks, and the machines, meet.
 
     Threads:
@@ -48,23 +43,17 @@ class BarrierTasks:
 
     def __init__(
         self,
-        replica: Replica,
-        replicas: Sequence[Replica],
-        saver: Saver | None,
-        evaluator: Evaluator | None,
         rank: int,
-        index: int | None = None,
-        meeting: MeetingPoint | None = None,
+        index: int,
+        replicas: Sequence[Replica],
+        services: Services,
+        meeting: MeetingPoint,
     ) -> None:
-        self._replica = replica
-        self._replicas = replicas
-        self._saver = saver
-        self._evaluator = evaluator
-        self._blocks = PinnedBlocks(replica.lane)
-        self._rank = rank
-        self._index = rank if index is None else index
-        self._settle = None if meeting is None else meeting.settle
-        self._team = None if meeting is None else meeting.team
+        self._rank, self._index = rank, index
+        self._replica, self._replicas = replicas[index], replicas
+        self._saver, self._evaluator, self._team = services.saver, services.evaluator, services.team
+        self._settle = meeting.settle
+        self._blocks = PinnedBlocks(self._replica.lane)
 
     def name(self, task: BarrierTask) -> str:
         """Describe a task for messages."""
@@ -102,7 +91,7 @@ class BarrierTasks:
                 return replace(found, rank=self._rank)
             case MergeMetrics() if self._evaluator is not None:
                 return self._evaluator.merge(self._rank, task.number)
-            case SaveState() if self._saver is not None:
+            case SaveState():
                 holds_model = task.model == self._rank or (task.is_best and self._is_follower_first())
                 if holds_model or self._saver.keeps_ranks:
                     self._saver.put(
@@ -116,8 +105,8 @@ class BarrierTasks:
                 self._replica.copy_from(self._replicas[donor])
                 self._replica.lane.drain()  # the donor may train on as soon as the coordinator hears
                 return ReplicaCopied(self._rank)
-            case CopyReplica(donor, int(receiver)) if self._team is not None:
-                self._copy_between(self._team, donor, receiver)
+            case CopyReplica(donor, int(receiver)):
+                self._copy_between(donor, receiver)
                 return ReplicaCopied(self._rank)
             case Settle() if self._settle is not None:
                 self._settle(self._index)
@@ -126,10 +115,11 @@ class BarrierTasks:
 
     def _is_follower_first(self) -> bool:
         """Whether this is the first rank of a machine that follows."""
-        return self._team is not None and not self._team.leads and self._index == 0
+        return not self._team.leads and self._index == 0
 
-    def _copy_between(self, team: Team, donor: int, receiver: int) -> None:
+    def _copy_between(self, donor: int, receiver: int) -> None:
         """Copy a replica to a rank of another machine."""
+        team = self._team
         assert team.machines is not None
         if self._rank == donor:
             team.machines.send(capture(self._replica, shared=True)(), team.machine_of(receiver))

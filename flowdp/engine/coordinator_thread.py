@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.engine.diagnostics import Diagnostics
-from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Postbox
+from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Posts
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.errors import CollectiveError, FlowdpError, OptionError, ProtocolError
 from flowdp.machine.coordinator import Coordinator, Phase
@@ -46,7 +47,7 @@ from flowdp.protocol.messages import Abort, Averaged, Exiting, Failed, Requested
 from flowdp.threads.inbox import Inbox
 from flowdp.timeline.timeline import Timeline
 
-__all__ = ["CoordinatorShell"]
+__all__ = ["CoordinatorParts", "CoordinatorShell"]
 
 log = logging.getLogger("flowdp")
 
@@ -57,49 +58,55 @@ UNHEARD_MS = 500.0
 """Time that a failure waits for a thread to raise it in, before it is printed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorParts:
+    """Objects that the coordinator's thread has for itself.
+
+    Attributes:
+        machine: Decides; on a machine that follows, it passes facts on.
+        event_log: Every fact, and the commands that answer it.
+        posts: By rank, what takes an order to it.
+        threads: The worker threads.
+        watch: Notices that nothing moves.
+        diagnostics: Observer of the threads.
+        link: Link to the other machines; None: there are none.
+    """
+
+    machine: Coordinator | Follower
+    event_log: EventLog
+    posts: Posts
+    threads: Sequence[threading.Thread]
+    watch: StallWatch
+    diagnostics: Diagnostics
+    link: LeaderLink | FollowerLink | None = None
+
+
 class CoordinatorShell:
     """The body of the coordinator thread.
 
     After a failure the collective is aborted when ranks do not leave: one may hang in a kernel of it.
-    `closing` is called last, when every thread has ended. With a `link` there are other machines: this is the
+    `closing` is called last, when every thread has ended. With a link there are other machines: this is the
     thread of the one that leads, or of one that follows.
     """
 
     def __init__(
         self,
-        machine: Coordinator | Follower,
+        parts: CoordinatorParts,
         services: Services,
         meeting: MeetingPoint,
         *,
-        event_log: EventLog,
-        workers: Mapping[int, Postbox],
-        threads: Sequence[threading.Thread],
-        watch: StallWatch,
-        diagnostics: Diagnostics,
         closing: Callable[[], None],
-        link: LeaderLink | FollowerLink | None = None,
     ) -> None:
-        self.machine = machine
-        self.event_log = event_log
+        self.machine, self.event_log, self._link = parts.machine, parts.event_log, parts.link
         self.inbox = services.requests.inbox
-        self._gate, self._collective = meeting.gate, meeting.collective
-        self._snapshots = meeting.snapshots
-        self._workers = workers
-        self._link = link
-        self._threads = threads
-        self._source, self._evaluator = services.source, services.evaluator
-        self._saver = services.saver
-        self._timeline = services.timeline
-        self._watch = watch
-        self._diagnostics = diagnostics
-        self._records, self._failures = services.records, services.failures
+        self._parts, self._services, self._meeting = parts, services, meeting
+        self._records, self._failures, self._saver = services.records, services.failures, services.saver
         self._closing = closing
         self._jobs: Inbox[Average | None] = Inbox(limit=4, name="the averaging thread")
         self._helper: threading.Thread | None = None
         self._start_s = perf_counter()
         self._failing_ms: float | None = None
         self._finish: Finish | None = None
-        self._left: set[int] = set()  # ranks that the others went on without
         self._is_reported = False
 
     def run(self) -> None:
@@ -109,8 +116,8 @@ class CoordinatorShell:
             The body of the coordinator's own thread.
         """
         try:
-            if self._snapshots is not None:
-                average = partial(self._average, self._snapshots)
+            if self._meeting.snapshots is not None:
+                average = partial(self._average, self._meeting.snapshots)
                 self._helper = threading.Thread(target=average, name="flowdp-average", daemon=True)
                 self._helper.start()
             while self.machine.phase is not Phase.DONE:
@@ -125,17 +132,17 @@ class CoordinatorShell:
 
     def _turn(self) -> None:
         """Wait for a fact or the deadline, and obey the machine's commands."""
-        due = (self.machine.deadline_ms(), self._failing_ms, self._watch.deadline_ms())
+        due = (self.machine.deadline_ms(), self._failing_ms, self._parts.watch.deadline_ms())
         deadlines = [ms for ms in due if ms is not None]
         fact = self.inbox.get(min(deadlines) - self._now_ms() if deadlines else None)
         now_ms = self._now_ms()
-        if (look_ms := self._watch.deadline_ms()) is not None and now_ms >= look_ms:
+        if (look_ms := self._parts.watch.deadline_ms()) is not None and now_ms >= look_ms:
             self._look(now_ms)
         if self._failing_ms is not None and now_ms >= self._failing_ms:
             self._failing_ms = None
-            self._failures.note_stuck(self._threads)
+            self._failures.note_stuck(self._parts.threads)
             self._conclude(over=False)
-            self._collective.abort()
+            self._meeting.collective.abort()
         fact = fact or Tick()
         try:
             commands = self.machine.handle(fact, now_ms)
@@ -147,8 +154,8 @@ class CoordinatorShell:
             self._obey(command)
             if self._link is not None:
                 self._link.relay(command)
-            if self._timeline is not None:
-                self._note(self._timeline, command)
+            if self._services.timeline is not None:
+                self._note(self._services.timeline, command)
         if isinstance(fact, Requested):
             self._records.count_request()
         elif isinstance(fact, Exiting):
@@ -163,17 +170,17 @@ class CoordinatorShell:
     def _look(self, now_ms: float) -> None:
         """See whether anything has moved since the last look."""
         phase = self.machine.phase
-        verdict = self._watch.look(
+        verdict = self._parts.watch.look(
             now_ms,
-            (*self._diagnostics.progress(), self.machine.global_step),
-            all_started=self._diagnostics.have_all_started(),
+            (*self._parts.diagnostics.progress(), self.machine.global_step),
+            all_started=self._parts.diagnostics.have_all_started(),
             # A run that starts, fails or leaves has deadlines of its own, and a disk may be slow.
             may_idle=self._records.is_paused or phase is not Phase.RUNNING or self._failing_ms is not None,
-            longest_ms=self._diagnostics.longest_ms(),
+            longest_ms=self._parts.diagnostics.longest_ms(),
         )
         if verdict == "moves":
             return
-        error = self._diagnostics.stall_error(self._watch.still_ms / 1e3)
+        error = self._parts.diagnostics.stall_error(self._parts.watch.still_ms / 1e3)
         if verdict == "warn":
             log.warning("%s", error)
             self._records.complain(str(error).partition("\n\n")[0].replace("\n ", ";"), "stalled")
@@ -183,21 +190,20 @@ class CoordinatorShell:
     def _obey(self, command: Command) -> None:
         match command:
             case Send():
-                self._workers[command.rank].post(command.order)
+                self._parts.posts[command.rank](command.order)
             case LeaveGate():
-                self._left.add(command.rank)
                 self._failures.forgive(command.rank)
-                self._gate.leave(command.rank)
+                self._meeting.gate.leave(command.rank)
             case CutEvaluation():
-                if self._evaluator is not None:
-                    self._evaluator.cut()
+                if self._services.evaluator is not None:
+                    self._services.evaluator.cut()
             case Save():
                 self._saver.save(command, self._records.epochs)
             case SavesPutOff():
                 log.warning("%s", command)
                 self._records.complain(str(command), "saves put off")
             case Quarantined():
-                text = self._diagnostics.quarantined(command)
+                text = self._parts.diagnostics.quarantined(command)
                 log.warning("%s", text)
                 self._records.complain(text, ("quarantined", command.rank))
             case RoundEnded():
@@ -217,9 +223,9 @@ class CoordinatorShell:
                 self._records.add(command.metrics)
                 log.info("%s", command.metrics)
             case Direct():
-                (self._gate if self._link is None else self._link).direct(command.directives)
+                (self._meeting.gate if self._link is None else self._link).direct(command.directives)
             case AbortGate():
-                self._gate.abort(command.reason)
+                self._meeting.gate.abort(command.reason)
                 if self._link is not None:
                     self._link.abort()
                 self._failing_ms = self._now_ms() + GRACE_MS
@@ -264,12 +270,12 @@ class CoordinatorShell:
                 error.__traceback__
             )
         reason = self._failures.add(error)
-        self._gate.abort(reason)
+        self._meeting.gate.abort(reason)
         if self._link is not None:
             self._link.give_up(reason)
-        for worker in self._workers.values():
+        for post in self._parts.posts.values():
             with suppress(ProtocolError):  # one that is gone reads nothing
-                worker.post(Abort(reason))
+                post(Abort(reason))
 
     def _end(self) -> None:
         """Join every thread, then say that the run is over."""
@@ -283,7 +289,7 @@ class CoordinatorShell:
 
     def _leave(self) -> None:
         deadline_s = perf_counter() + GRACE_MS / 1e3
-        for thread in self._threads:
+        for thread in self._parts.threads:
             # Each has posted Exiting, except after a failure of this thread, when none is read.
             is_leaving = self.machine.phase is Phase.DONE
             thread.join(None if is_leaving else max(0.0, deadline_s - perf_counter()))
@@ -291,15 +297,12 @@ class CoordinatorShell:
             self._jobs.post(None)
             # After a failure it may wait for a device that never gets there.
             self._helper.join(None if self._failures.first is None else GRACE_MS / 1e3)
-        self._gate.retire()
+        self._meeting.gate.retire()
         self._close_saver()
-        if self._evaluator is not None and not self._evaluator.source.close():
-            log.warning(
-                "the evaluation's dataset is still inside its own code; its thread ends with that call"
-            )
-        if not self._source.close():
-            log.warning("the dataset is still inside its own code; its thread ends with that call")
-        self._failures.note_stuck(self._threads)
+        for source in reversed(self._services.sources):
+            if not source.close():
+                log.warning("a dataset is still inside its own code; its thread ends with that call")
+        self._failures.note_stuck(self._parts.threads)
         self._close()
 
     def _close_saver(self) -> None:
@@ -316,7 +319,7 @@ class CoordinatorShell:
         # A device may wait for a kernel that another one never launches, and no rank may be left to notice:
         # all may have failed, or left, with a collective's kernel still on its way.
         if self._failures.first is not None:
-            self._collective.abort()
+            self._meeting.collective.abort()
         closer = threading.Thread(target=self._try_closing, name="flowdp-closing", daemon=True)
         closer.start()
         closer.join(GRACE_MS / 1e3)

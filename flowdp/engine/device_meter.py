@@ -18,10 +18,11 @@ from torch import Tensor
 
 from flowdp.collective.base import Reading
 from flowdp.device.streams import QUIET, Event, Lane
-from flowdp.engine.meter import HostMeter, Meter, OrderSums
+from flowdp.engine.meter import Meter, OrderSums
 from flowdp.machine.worker import Step
 from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.policy.efficiency import Activity
+from flowdp.timeline.spans import RankSpans
 
 __all__ = ["PAGE", "STEPS_AHEAD", "DeviceMeter", "open_meter"]
 
@@ -33,9 +34,13 @@ PAGE = 512
 """Numbers that a device keeps before it hands them over: one for each loss, one for each scalar's sum."""
 
 
-def open_meter(lane: Lane, watch: LaunchWatch | None = None) -> Meter:
+def open_meter(
+    lane: Lane,
+    watch: LaunchWatch | None = None,
+    spans: RankSpans | None = None,
+) -> Meter:
     """The meter for a rank on this lane; see `DeviceMeter`."""
-    return DeviceMeter(lane, watch) if lane.is_async else HostMeter()
+    return DeviceMeter(lane, watch, spans) if lane.is_async else Meter(spans)
 
 
 @dataclass(slots=True)
@@ -93,10 +98,11 @@ class DeviceMeter(Meter):
     Args:
         lane: Lane of the rank; its compute stream is current at each call.
         watch: Takes the times of its steps, to decide whether they are captured; None: that is decided.
+        spans: Recorder of the rank's spans; None: the run has no timeline.
     """
 
-    def __init__(self, lane: Lane, watch: LaunchWatch | None = None) -> None:
-        super().__init__()
+    def __init__(self, lane: Lane, watch: LaunchWatch | None = None, spans: RankSpans | None = None) -> None:
+        super().__init__(spans)
         self._watch = watch
         self._begin_s = 0.0  # of the step under way, by the host's clock
         self._lane = lane
@@ -174,6 +180,9 @@ class DeviceMeter(Meter):
 
         self._steps += 1
         self._flights.append(_Flight(land, end))
+
+    def waited(self, seconds: float) -> None:
+        """Do nothing: a device sees for itself when it has nothing to do."""
 
     def discard(self) -> None:
         """See `Meter.discard`."""
@@ -311,8 +320,8 @@ class DeviceMeter(Meter):
     def _landed(self, activity: Activity, ms: float, count: int = 1) -> None:
         """Record the time since the mark that landed before."""
         start_s, self._landed_s = self._landed_s, self._landed_s + ms / 1e3
-        if self.spans is not None and ms > 0.0:
-            self.spans.add(activity, start_s, self._landed_s, count)
+        if self._spans is not None and ms > 0.0:
+            self._spans.add(activity, start_s, self._landed_s, count)
 
     def _land_next(self) -> None:
         """Wait for the oldest mark in flight, and read all values that the device has passed with it."""
@@ -324,10 +333,6 @@ class DeviceMeter(Meter):
             flight = flights.popleft()
             flight.land()
             landed = flight.passed
-
-    def wait_for(self, event: Event) -> None:
-        """See `Meter.wait_for`."""
-        event.synchronize()
 
     def _keep(self, number: Tensor) -> tuple[_Page, int]:
         """Leave the weight of a loss or a norm in the page, and say where."""

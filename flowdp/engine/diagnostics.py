@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowdp.data.source import Source
-from flowdp.engine.machine_links import FollowerLink, LeaderLink
-from flowdp.engine.stacks import describe_rank, describe_run, stacks
+from flowdp.engine.stacks import stacks
 from flowdp.engine.worker_thread import Worker
 from flowdp.errors import StallError
 from flowdp.network.channel import Sign
 from flowdp.policy.formats import format_indices
 from flowdp.protocol.commands import Quarantined
-from flowdp.threads.gate import Gate
+from flowdp.threads.gate import Gate, Waiting
 
 __all__ = ["Diagnostics", "Progress"]
 
@@ -47,13 +46,11 @@ class Diagnostics:
     Args:
         workers: One per rank.
         gate: Where they meet.
-        source: Names the samples of a batch.
+        sources: The datasets; that of the training, which names the samples of a batch, is the first.
         threads: Gives all threads of the run, the readers of its datasets included.
         tail: The last so many events of the coordinator, as text.
+        signs: Signs of life of the other machines, of whose ranks nothing else is known here.
         steps_at_gate: The optimizers step there, all alike ("exact").
-        readers: Returns descriptions of the waits of all dataset readers.
-        link: Link to the other machines, of whose ranks only signs of life are known here; None: there are
-            none.
 
     Threads:
         Any. Facts about different ranks are of close moments, not of the same moment.
@@ -63,22 +60,20 @@ class Diagnostics:
         self,
         workers: Sequence[Worker],
         gate: Gate,
-        source: Source,
+        sources: Sequence[Source],
         threads: Callable[[], Iterable[threading.Thread]],
         tail: Callable[[int], list[str]],
+        signs: Callable[[], Sequence[Sign]] = tuple,
         *,
         steps_at_gate: bool = False,
-        readers: Callable[[], list[str]] = list,
-        link: LeaderLink | FollowerLink | None = None,
     ) -> None:
-        self._link = link
         self._workers = workers
         self._gate = gate
-        self._source = source
+        self._sources = sources
         self._threads = threads
         self._tail = tail
+        self._signs = signs
         self._steps_at_gate = steps_at_gate
-        self._readers = readers
 
     def progress(self) -> list[int]:
         """Counters of all that moves between two rounds: two of each rank here, one of each link.
@@ -91,15 +86,12 @@ class Diagnostics:
         return [
             count
             for worker in self._workers
-            for count in (worker.current.local_step, worker.moves if worker.task else 0)
+            for count in (worker.current.local_step, worker.activity.moves if worker.activity.task else 0)
         ]
 
     def sign(self) -> Sign:
         """Sign of life of this machine's ranks."""
         return Sign(sum(self._moves()), self._longest_ms(), self._has_started())
-
-    def _signs(self) -> Sequence[Sign]:
-        return () if self._link is None else self._link.signs
 
     def have_all_started(self) -> bool:
         """Whether every rank has ended its first step, or is in none and waits for no batch."""
@@ -108,47 +100,38 @@ class Diagnostics:
     def _has_started(self) -> bool:
         waiting = self._gate.waiting()
         return all(
-            worker.has_left
+            worker.activity.has_left
             or self._has_stepped(worker)
             or worker.rank in waiting
-            or (worker.step is None and worker.awaited is None)
+            or (worker.step is None and worker.activity.awaited is None)
             for worker in self._workers
         )
 
     def _has_stepped(self, worker: Worker) -> bool:
         # At the gate, the rank's own part of the step has been counted before.
-        return (worker.moves if self._steps_at_gate else worker.current.local_step) > 0
+        return (worker.activity.moves if self._steps_at_gate else worker.current.local_step) > 0
 
     def longest_ms(self) -> float:
         """The longest step of any rank in the orders that have ended."""
         return max([self._longest_ms(), *(sign.longest_ms for sign in self._signs())])
 
     def _longest_ms(self) -> float:
-        return max(worker.longest_ms for worker in self._workers)
+        return max(worker.activity.longest_ms for worker in self._workers)
 
     def ranks(self) -> list[str]:
         """Descriptions of each rank's activity. Shape (world_size,)."""
         waiting = self._gate.waiting()
-        told = []
-        for worker in self._workers:
-            step = worker.step
-            told.append(
-                describe_rank(
-                    has_left=worker.has_left,
-                    waiting=waiting.get(worker.rank),
-                    awaited=worker.awaited,
-                    step=None if step is None else (step.epoch, step.batches[0]),
-                    task=worker.task or None,
-                    idle=worker.machine.throttled,
-                )
-            )
-        return told
+        return [_doing(worker, waiting.get(worker.rank)) for worker in self._workers]
 
     def report(self, headline: str, events: int = EVENTS) -> str:
         """All that is known at this moment: ranks, stacks, the last events."""
-        return describe_run(
-            headline, self.ranks(), stacks(self._threads()), self._tail(events), self._readers()
-        )
+        return self._report(headline, self.ranks(), stacks(self._threads()), events)
+
+    def _report(self, headline: str, ranks: list[str], stacks: Mapping[str, str], events: int) -> str:
+        parts = [headline, *(f"  rank {rank}: {doing}" for rank, doing in enumerate(ranks))]
+        parts += [f"  reader: {doing}" for source in self._sources if (doing := source.waits_for())]
+        parts += [f"\n{name} is here:\n{stack.rstrip()}" for name, stack in stacks.items()]
+        return "\n".join([*parts, "\nThe last events:", *(f"  {event}" for event in self._tail(events))])
 
     def stall_error(self, seconds: float) -> StallError:
         """Error of a run in which nothing has moved for so long."""
@@ -157,8 +140,7 @@ class Diagnostics:
             "long, give a larger stall_timeout, or None"
         )
         ranks, found = self.ranks(), stacks(self._threads())
-        report = describe_run(headline, ranks, found, self._tail(EVENTS), self._readers())
-        return StallError(report, ranks=ranks, stacks=found)
+        return StallError(self._report(headline, ranks, found, EVENTS), ranks=ranks, stacks=found)
 
     def quarantined(self, command: Quarantined) -> str:
         """Text about a replica that had NaN or infinite numbers: which, and since which batch."""
@@ -170,6 +152,30 @@ class Diagnostics:
         if command.batch is None:
             return text
         epoch, batch = command.batch
-        indices = self._source.indices(epoch, batch)
+        indices = self._sources[0].indices(epoch, batch)
         shown = format_indices(indices)
         return f"{text}. The first were those of batch {batch} of epoch {epoch} (indices {shown})"
+
+
+def _doing(worker: Worker, waiting: Waiting | None) -> str:
+    """A worker's activity in words; `waiting`: its wait in the gate."""
+    step = worker.step
+    if worker.activity.has_left:
+        return "has left"
+    if waiting is not None:
+        where = f"at the gate in round {waiting.round}"
+        if waiting.missing:
+            who = f"{where}, waiting for ranks {', '.join(map(str, waiting.missing))}"
+            return f"{who} to finish the averaging" if waiting.decided else who
+        return (
+            f"{where}, whose averaging is being launched" if waiting.decided else f"{where} of all machines"
+        )
+    if worker.activity.task:
+        return worker.activity.task
+    if worker.activity.awaited is not None:
+        epoch, batch = worker.activity.awaited
+        return f"waiting for data: batch {batch} of epoch {epoch}"
+    if step is not None:
+        return f"in a step (epoch {step.epoch}, batch {step.batches[0]})"
+    throttled = worker.machine.throttled
+    return "idle" if throttled is None else f"idle: {throttled}"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from flowdp.data.source import Source
-from flowdp.device.streams import Lane, StreamLane
+from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import (
     CollectiveError,
@@ -21,8 +19,6 @@ from flowdp.machine.worker import Step
 from flowdp.policy.formats import format_error, format_indices, format_text
 
 __all__ = ["ErrorContext"]
-
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class ErrorContext:
@@ -70,9 +66,7 @@ class ErrorContext:
     def _explained(self, cause: BaseException, task: str) -> BaseException:
         if isinstance(cause, OutOfDeviceMemory):
             return cause.with_traceback(None)  # of ours; its frames hold the replica
-        if isinstance(cause, DataError | ProtocolError):
-            return cause
-        if isinstance(cause, MachineLostError):
+        if isinstance(cause, DataError | ProtocolError | MachineLostError):
             return cause
         # Of a link that broke; without a cause it is of the user's module, whose tensors have changed.
         if isinstance(cause, CollectiveError) and isinstance(cause.__cause__, RuntimeError):
@@ -81,11 +75,6 @@ class ErrorContext:
             return self.out_of_memory(cause, "what had no room cannot be done in pieces")
         who = f"rank {self._current.rank} on {self._lane.device}"
         notes = "".join(f"; {note}" for note in getattr(cause, "__notes__", ()))
-        if "on the same device" in format_text(cause):
-            notes += (
-                "; the loss has met a tensor of another device: take it from the batch or the model, or move "
-                "it there, tensor.to(flowdp.current_worker().device)"
-            )
         where = f"while it {task}" if task else str(self)
         error = StepError(
             f"{who} failed {where}: {format_error(cause)}{notes}",
@@ -105,25 +94,12 @@ class ErrorContext:
             cause: Torch's exception.
             why: Nothing smaller can be tried.
         """
-        said = format_text(cause)
-        free = _bytes(r"of which ([\d.]+) (\w+) is free", said)
-        if free is None and isinstance(self._lane, StreamLane):
-            free = self._lane.device_module.mem_get_info(self._lane.device)[0]
         error = OutOfDeviceMemory(
             f"rank {self._current.rank} on {self._lane.device} ran out of memory {self}: {why}. "
             "per_device_batch_size limits the samples of one forward, per_device_batch_size=[...] those of "
             "each device; gradient_accumulation_steps makes large steps of small batches. torch says: "
-            f"{said}",
+            f"{format_text(cause)}",
             rank=self._current.rank,
-            needed_bytes=_bytes(r"Tried to allocate ([\d.]+) (\w+)", said),
-            free_bytes=free,
         )
         error.__cause__ = cause
         return error
-
-
-def _bytes(pattern: str, said: str) -> int | None:
-    found = re.search(pattern, said)
-    if found is None or found[2] not in _UNITS:
-        return None
-    return int(float(found[1]) * _UNITS[found[2]])

@@ -6,14 +6,13 @@ number, and the means are taken in that order.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +26,19 @@ from flowdp.device.compiled import FirstCalls
 from flowdp.device.copies import move
 from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker, current_worker
-from flowdp.engine.machine_metrics import MetricsMeeting
 from flowdp.engine.metrics import (
+    MachineMetrics,
     MetricPool,
-    Parts,
-    computed,
-    flattened,
     is_metric,
+    metric_values,
     named_metrics,
     reset,
-    source_of,
+    sent_metrics,
     takes_metrics,
-    updates,
 )
 from flowdp.engine.shared_batches import SharedBatches
 from flowdp.errors import OptionError
 from flowdp.modules.training_mode import put_modes
-from flowdp.policy.metric_array import MetricArray
 from flowdp.protocol.messages import Evaluated, MetricsMerged
 from flowdp.replica.replica import unpack_loss
 from flowdp.validators import check_function, check_int, one_of
@@ -187,10 +182,12 @@ class Evaluator:
             batch; None: the loss is evaluated, with the scalars that it returns.
         metrics: Metrics of each rank by their names, of no other rank; `metrics` of the step, or updated with
             output and target of a criterion. Empty: there are none. Shape (world_size,).
+        send: Sends the metrics of a machine that follows to machine 0, in front of all that it sends later;
+            does not block. None on machine 0.
 
     Attributes:
         batches: Batches that the ranks share.
-        meeting: Metrics of all machines.
+        pool: Metrics of all ranks and machines.
 
     Threads:
         The user's, unless a method says otherwise; it has made the dataset's tensors.
@@ -201,13 +198,13 @@ class Evaluator:
         source: Source,
         eval_step: EvalStep | None = None,
         metrics: Sequence[Mapping[str, Any]] = (),
+        send: Callable[[MachineMetrics], None] | None = None,
     ) -> None:
         self.batches = SharedBatches(source)
+        self.pool = MetricPool()
         self._eval_step = eval_step
-        self._takes_metrics = eval_step is not None and takes_metrics(eval_step)
         self._metrics = metrics
-        self._pool = MetricPool()
-        self.meeting = MetricsMeeting(self.batches.source.stride.first)
+        self._send = send
 
     @property
     def source(self) -> Source:
@@ -231,8 +228,8 @@ class Evaluator:
         Returns:
             Results of each batch that this rank evaluated; not of all, if it was cut or told to leave. The
             last rank to come to the end adds the values of the metrics that all ranks have updated: numbers
-            as a batch of weight 1 behind the others. On several machines the last rank of each brings their
-            states to the meeting, and `merge` has the values.
+            as a batch of weight 1. On several machines the last rank of each brings their states to the
+            pool of machine 0, and `merge` has the values.
 
         Streams:
             All is enqueued on the current stream, which is the lane's `compute`, and the results are read
@@ -247,38 +244,39 @@ class Evaluator:
             Exception: Raised by the user's code, with a note of the batch.
         """
         worker = current_worker()
-        rows: list[_Row] = []
-        used = {id(part): updates(part) for part in replica.module.modules() if is_metric(part)}
-        given = self._metrics[rank] if self._metrics else {}
-        own = _Metrics(self._pool, rank, used, given)
         sink, samples = worker.sink, worker.samples
-        with self.batches.reading(rank) as number:
-            try:
-                own.move(replica.device)
-                with evaluating(replica.module), own_generator(replica.device), torch.no_grad():
-                    while (taken := self.batches.take(rank, number, wait)) is not None:
-                        self._evaluate(number, *taken, replica, worker, rows, own)
-                        moved()
-                    parts = self._gathered(number, own)
-                    end, means = self.batches.end(number), {row[2] for row in rows}
-                    if not parts or end is None:
-                        return Evaluated(rank, _read(rows))
-                    if self.source.stride.step > 1:
-                        self.meeting.bring(number, end, means, parts)
-                        return Evaluated(rank, _read(rows), has_metrics=True)
-                    numbers, arrays = _values(end, means, parts)
-                    return Evaluated(rank, _read(rows) + numbers, arrays)
-            finally:
-                own.reset()
-                worker.sink, worker.samples = sink, samples
-
-    def _gathered(self, number: int, own: _Metrics) -> Parts:
-        """Metrics of all ranks of this machine, where this is the last one; else none."""
-        found, own.found = own.found, {}  # from here on the pool's: another rank may still fill one
-        return self._pool.put(number, own.batches, found, self.batches.own(number))
+        number = self.batches.begin(rank)
+        given = self._metrics[rank] if self._metrics else {}
+        reading = _Reading(self._eval_step, replica, worker, given)
+        try:
+            with evaluating(replica.module), own_generator(replica.device), torch.no_grad():
+                while (taken := self.batches.take(rank, number, wait)) is not None:
+                    batch, payload = taken
+                    try:
+                        reading.evaluate(batch, payload, self.source.samples_in(number, batch), number == 0)
+                    except Exception as error:
+                        error.add_note(f"in {self.batches.name(number, batch)} of the evaluation")
+                        raise
+                    moved()
+                parts = self.pool.put(number, reading.batches, reading.metrics(), self.batches.own(number))
+                results = _read(reading.rows)
+                if not parts:
+                    return Evaluated(rank, results)
+                if self.source.stride.step > 1:
+                    if self._send is None:
+                        self.pool.keep(number, parts)
+                    else:
+                        self._send(sent_metrics(number, parts))
+                    return Evaluated(rank, results, has_metrics=True)
+                numbers, arrays = metric_values(parts)
+                return Evaluated(rank, results + _row(numbers), arrays)
+        finally:
+            for metric in reading.used.values():
+                reset(metric)
+            worker.sink, worker.samples = sink, samples
 
     def merge(self, rank: int, number: int) -> MetricsMerged:
-        """Merge the metrics that all machines have brought to the meeting of an evaluation.
+        """Merge the metrics that all machines have brought to the pool of an evaluation.
 
         Args:
             rank: Rank index.
@@ -291,8 +289,8 @@ class Evaluator:
             The worker of a rank of machine 0, while all ranks stand still.
         """
         with torch.no_grad():
-            numbers, arrays = _values(*self.meeting.end(number))
-        return MetricsMerged(rank, numbers, arrays)
+            numbers, arrays = metric_values(self.pool.merged(number))
+        return MetricsMerged(rank, _row(numbers), arrays)
 
     def cut(self) -> None:
         """Let no rank take another batch, of this evaluation or a later one.
@@ -302,208 +300,105 @@ class Evaluator:
         """
         self.batches.cut()
 
-    # ------------------------------------------------------------ a batch
-    def _evaluate(
-        self,
-        number: int,
-        batch: int,
-        payload: Batch,
-        replica: EvaluatedReplica,
-        worker: CurrentWorker,
-        rows: list[_Row],
-        own: _Metrics,
-    ) -> None:
-        is_first, own.batches = not own.batches, own.batches + 1
-        function = self._eval_step or replica.function
 
-        def sink(name: str, value: object, weight: float | Tensor) -> None:
-            if is_first and (metric := source_of(value, replica.module, function, own.given)) is not None:
-                raise TypeError(_of_one_batch(name, metric))
-            rows.append((batch, weight, name, _one(name, value)))
-
-        worker.samples = samples = self.source.samples_in(number, batch)
-        worker.sink = sink
-        is_new = is_first and number == 0
-        turn = FirstCalls(replica.module, function).turn(samples) if is_new else nullcontext()
-        try:
-            own_batch = tree_map(lambda leaf: to_lane(leaf, replica.lane), payload)
-            if self._eval_step is None:
-                self._evaluate_loss(replica, own_batch, worker, sink, own, turn)
-                return
-            given = {"metrics": MappingProxyType(own.given)} if self._takes_metrics else {}
-            with turn, replica.casting():
-                means = named_metrics(self._eval_step(replica.module, own_batch, **given))
-            own.take_given()
-            if means is None and self._takes_metrics:
-                return
-            if not isinstance(means, Mapping):
-                raise TypeError(
-                    f"evaluation.step must return a mapping of means over the batch by their names, not "
-                    f"{type(means).__name__}"
-                )
-            for name, mean in means.items():
-                if is_metric(mean):
-                    own.take(name, mean)
-                else:
-                    sink(name, mean, samples)
-        except Exception as error:
-            error.add_note(f"in {self.batches.name(number, batch)} of the evaluation")
-            raise
-
-    def _evaluate_loss(
-        self,
-        replica: EvaluatedReplica,
-        batch: Batch,
-        worker: CurrentWorker,
-        sink: Callable[[str, object, float | Tensor], None],
-        own: _Metrics,
-        turn: AbstractContextManager[object],
-    ) -> None:
-        """Evaluate the loss and, of a criterion, the metrics on the same forward."""
-        model = _Watched(replica.module) if own.given else replica.module
-        with turn, replica.casting():
-            result = replica.function(model, batch)
-            weight: float | Tensor = worker.samples
-            if isinstance(result, Mapping) and "weight" in result:
-                weight = _one("weight", result["weight"])
-                result = {name: value for name, value in result.items() if name != "weight"}
-            loss = result if isinstance(result, Tensor) else unpack_loss(result, worker)
-        sink("loss", loss, weight)
-        if isinstance(model, _Watched):
-            for metric in own.given.values():
-                metric.update(model.output, batch[1])
-            own.take_given()
-
-
-class _Watched:
-    """A module that keeps its last output, for a criterion to call.
+class _Reading:
+    """One rank's part of an evaluation.
 
     Attributes:
-        output: The last one.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.output: Any = None
-
-    def __call__(self, *inputs: Any) -> Any:
-        self.output = self._module(*inputs)
-        return self.output
-
-
-class _Metrics:
-    """The metrics that a rank has updated in an evaluation.
-
-    Args:
-        pool: Metrics of all ranks.
-        rank: Rank index.
-        used: Updates of the metrics in its module before the evaluation, by their ids.
-        given: Those that the Trainer has given it, by their names.
-
-    Attributes:
+        rows: Its results so far.
         batches: That it has evaluated.
-        given: As given.
-        found: Its metrics by their names, those that the user's code has returned included.
+        used: Metrics that are the evaluation's, by their names: given, and returned by the user's code.
     """
 
     def __init__(
-        self, pool: MetricPool, rank: int, used: Mapping[int, int], given: Mapping[str, Any]
+        self,
+        step: EvalStep | None,
+        replica: EvaluatedReplica,
+        worker: CurrentWorker,
+        given: Mapping[str, Any],
     ) -> None:
+        self.rows: list[_Row] = []
         self.batches = 0
-        self.given = given
-        self.found: dict[str, Any] = {}
-        self._pool = pool
-        self._rank = rank
-        self._used = used
+        self.used: dict[str, Any] = dict(given)
+        self._step, self._replica, self._worker, self._given = step, replica, worker, given
+        self._takes = {"metrics": MappingProxyType(given)} if step is not None and takes_metrics(step) else {}
+        self._calls = FirstCalls(replica.module, step or replica.function)
+        for metric in given.values():
+            metric.to(replica.device)  # where its inputs are
+        for metric in filter(is_metric, replica.module.modules()):
+            reset(metric)  # what the training has counted is not of the evaluation
 
-    def take(self, name: object, metric: Any) -> None:
-        """Take a metric that the user's code has returned.
+    def evaluate(self, batch: int, payload: Batch, samples: int, is_first: bool) -> None:
+        """Evaluate a batch; `is_first`: in the run's first evaluation, where torch.compile may work."""
+        replica, self._worker.samples = self._replica, samples
+        self._worker.sink = lambda name, value, weight: self._note(batch, name, value, weight)
+        with self._calls.turn(samples) if is_first and not self.batches else nullcontext():
+            self.batches += 1
+            moved = tree_map(lambda leaf: to_lane(leaf, replica.lane), payload)
+            with replica.casting():
+                if self._step is None:
+                    self._evaluate_loss(batch, moved)
+                    return
+                means = named_metrics(self._step(replica.module, moved, **self._takes))
+        if means is None and self._takes:
+            return
+        if not isinstance(means, Mapping):
+            raise TypeError(
+                "evaluation.step must return a mapping of means over the batch by their names, not "
+                f"{type(means).__name__}"
+            )
+        for name, mean in means.items():
+            if is_metric(mean):
+                self.used[name] = mean
+            else:
+                self._note(batch, name, mean, samples)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """The metrics that it has updated, by their names.
 
         Raises:
-            TypeError: It cannot be this rank's alone, or of this evaluation alone.
+            TypeError: One has the name of a mean.
         """
-        if self.found.get(_text(name)) is metric:
-            return
-        self._pool.own(self._rank, _text(name), metric)
-        if count := self._used.get(id(metric)):
-            raise TypeError(
-                f"{name!r} had {count} updates before the evaluation began: keep a {type(metric).__name__} "
-                "for the evaluation alone"
-            )
-        if _text(name) in self.found:
-            raise TypeError(
-                f"{name!r} is another {type(metric).__name__} than for the batch before: return the same"
-            )
-        self.found[_text(name)] = metric
+        if twice := {name for _, _, name, _ in self.rows}.intersection(self.used):
+            raise TypeError(f"{min(twice)!r} is the name of a mean and of a metric: rename one of them")
+        return self.used if self.batches else {}
 
-    def take_given(self) -> None:
-        """Take the metrics of the Trainer, behind a batch."""
-        for name, metric in self.given.items():
-            self.take(name, metric)
+    def _evaluate_loss(self, batch: int, payload: Batch) -> None:
+        """Evaluate the loss and, of a criterion, the metrics on the same forward."""
+        replica = self._replica
+        outputs: list[Any] = []
 
-    def move(self, device: torch.device) -> None:
-        """Move the metrics of the Trainer to this rank's device, where their inputs are.
+        def model(*inputs: Any) -> Any:
+            outputs.append(replica.module(*inputs))
+            return outputs[-1]
 
-        Streams:
-            On the current one.
-        """
-        for metric in self.given.values():
-            metric.to(device)
+        result = replica.function(model if self._given else replica.module, payload)
+        weight: float | Tensor = self._worker.samples
+        if isinstance(result, Mapping) and "weight" in result:
+            weight = _number("weight", result["weight"])
+            result = {name: value for name, value in result.items() if name != "weight"}
+        loss = result if isinstance(result, Tensor) else unpack_loss(result, self._worker)
+        self._note(batch, "loss", loss, weight)
+        for metric in self._given.values():
+            metric.update(outputs[-1], payload[1])
 
-    def reset(self) -> None:
-        """Reset them: they are the evaluation's own."""
-        for metric in (*self.found.values(), *self.given.values()):
-            reset(metric)
+    def _note(self, batch: int, name: str, value: object, weight: float | Tensor) -> None:
+        self.rows.append((batch, weight, name, _number(name, value)))
 
 
-def _values(
-    end: int, means: Collection[str], parts: Parts
-) -> tuple[EvalSums, tuple[tuple[str, MetricArray], ...]]:
-    """Values of metrics: numbers, as a batch of weight 1 behind all `end` others, and arrays.
-
-    Raises:
-        TypeError: A value has the name of another one, or of one of the `means`; or it cannot be computed.
-    """
-    named = [one for name, value in computed(parts) for one in flattened(name, value)]
-    for name, times in Counter(name for name, _ in named).items():
-        if times > 1 or name in means:
-            raise TypeError(f"{name!r} is the name of two values of the evaluation: rename one of them")
-    numbers = tuple((name, one) for name, one in named if isinstance(one, float))
-    arrays = tuple((name, one) for name, one in named if isinstance(one, MetricArray))
-    return (((end, 1.0, numbers),) if numbers else ()), arrays
+def _row(numbers: tuple[tuple[str, float], ...]) -> EvalSums:
+    """Values of metrics, as a batch of weight 1."""
+    return ((-1, 1.0, numbers),) if numbers else ()
 
 
-def _of_one_batch(name: str, metric: object) -> str:
-    return (
-        f"{name!r} is the value of a {type(metric).__name__} for a single batch, and the mean of these is "
-        "not its value for all samples: call its update(...), and return the metric itself, "
-        f"{{{name!r}: metric}}"
-    )
-
-
-def _text(name: object) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a metric must be a str, not {name!r}")
-    return name
-
-
-def _one(name: object, value: object, of: str = "the mean over the batch") -> float | Tensor:
+def _number(name: object, value: object) -> float | Tensor:
     """A number, or a copy of a one-element tensor: the base of a view may be large, or written again."""
-    _text(name)
-    if isinstance(value, Tensor):
-        if value.numel() == 1 and not value.is_complex():
-            return value.detach().reshape(()).to(torch.float64, copy=True)
-        what = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    elif isinstance(value, Mapping):
-        what = f"a dict of {', '.join(map(repr, value))}: return a metric for each number"
-    elif isinstance(value, nn.Module):
-        what = f"a {type(value).__name__}: return numbers, or metrics with states of their own"
-    else:
-        try:
-            return float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            what = repr(value)
-    raise TypeError(f"{name!r} must be one number, {of}, not {what}")
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().reshape(()).to(torch.float64, copy=True)
+    if isinstance(name, str) and isinstance(value, SupportsFloat) and not isinstance(value, Tensor):
+        return float(value)
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+    raise TypeError(f"{name!r} must be one number, the mean over the batch, not {what}")
 
 
 def _read(rows: list[_Row]) -> EvalSums:

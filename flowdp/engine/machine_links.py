@@ -10,19 +10,17 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from flowdp.checkpoint.machine_states import DroppedStates, StateSender, WantedStates
-from flowdp.engine.failures import Failures
-from flowdp.engine.machine_metrics import MachineMetrics, MetricsMeeting
+from flowdp.checkpoint.machine_states import DroppedStates, WantedStates
+from flowdp.engine.metrics import MachineMetrics
 from flowdp.engine.remote_error import RemoteError, sent_error
-from flowdp.engine.requests import Requests
+from flowdp.engine.services import Services
 from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError, MachineLostError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Phase
 from flowdp.machine.gate import GateState
-from flowdp.network.channel import Channel, Sign
-from flowdp.network.team import Team
+from flowdp.network.channel import Sign
 from flowdp.protocol.commands import (
     AbortGate,
     Command,
@@ -50,10 +48,10 @@ from flowdp.protocol.messages import (
 )
 from flowdp.threads.gate import Gate
 
-__all__ = ["Follower", "FollowerLink", "LeaderLink", "Postbox", "Relayed"]
+__all__ = ["Follower", "FollowerLink", "LeaderLink", "Posts", "Relayed"]
 
-LOOKS = 4
-"""Signs of life in the time after which a run that stands still fails."""
+Posts = Mapping[int, Callable[[Order], None]]
+"""By rank, what takes an order to it: its inbox, or a link to its machine."""
 
 PASSED_ON = (AbortGate, CutEvaluation, RoundEnded, EpochEnded, EvaluationEnded, Save, Paused, Finish)
 """Commands that all machines obey; an order goes to the machine of its rank alone."""
@@ -77,55 +75,28 @@ class _Orphaned:
     error: str
 
 
-class Postbox(Protocol):
-    """Place for orders to a rank: its inbox, or a link to its machine."""
-
-    def post(self, message: Order, /) -> None:
-        """Put an order in; returns at once."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    """Postbox of a rank on another machine."""
-
-    channel: Channel
-    machine: int
-    rank: int
-
-    def post(self, message: Order, /) -> None:
-        self.channel.send(self.machine, Send(self.rank, message))
-
-
 class _Link(ABC):
     """Links of a machine: signs of life, and the threads.
 
     Args:
-        team: The ranks of the run.
-        requests: Inbox of the coordinator's thread here.
-        failures: Failures of the run, as far as they are known here.
-        stall_s: Seconds without progress after which a run fails; None: it never does.
-
-    Attributes:
+        services: Objects that the threads of the run share; there is a channel.
         gate: Gate of this machine's ranks.
         sign: Makes a sign of life of this machine alone.
     """
 
-    gate: Gate
-    sign: Callable[[], Sign]
-
-    def __init__(self, team: Team, requests: Requests, failures: Failures, stall_s: float | None) -> None:
+    def __init__(self, services: Services, gate: Gate, sign: Callable[[], Sign]) -> None:
+        team, channel = services.team, services.channel
         assert team.machines is not None
-        self._team, self._machines = team, team.machines
-        self._post: Callable[[Any], None] = requests.inbox.post
-        self._failures = failures
+        assert channel is not None
+        self._team, self._machines, self._channel = team, team.machines, channel
+        self._post: Callable[[Any], None] = services.requests.inbox.post
+        self._failures = services.failures
+        self._gate, self._sign = gate, sign
         self._is_over = False  # the machines know of the run's end, and may leave
         self._theirs: list[tuple[BaseException, int]] = []  # errors of others, noted before they count
-        sign_s = self._machines.timeout_s if stall_s is None else stall_s / LOOKS
-        self._channel = Channel(self._machines, self._received, self._ended, self._sign_for, sign_s)
         # The last of each other machine. All are there from the start: the threads of several links read it
         # at any moment, and one that grows cannot be read.
-        self._signs = dict.fromkeys(self._channel.others, Sign())
+        self._signs = dict.fromkeys(channel.others, Sign())
 
     @property
     def signs(self) -> list[Sign]:
@@ -134,11 +105,7 @@ class _Link(ABC):
 
     def start(self) -> None:
         """Start the threads of the links."""
-        self._channel.start()
-
-    def close(self) -> None:
-        """Send what is left, and wait until the other ends have closed, too."""
-        self._channel.close()
+        self._channel.start(self._received, self._ended, self._sign_for)
 
     def abort(self) -> None:
         """Free the rank that stands in a sum where a machine is lost: the others may not come to its end."""
@@ -171,7 +138,7 @@ class _Link(ABC):
 
     def _sign_for(self, machine: int) -> Sign:
         """Sign of life for a machine: of this one, and of all that it has no link to."""
-        own = self.sign()
+        own = self._sign()
         others = [sign for other, sign in self._signs.items() if other != machine]
         return Sign(
             own.moves + sum(other.moves for other in others),
@@ -209,33 +176,19 @@ class _Link(ABC):
 class LeaderLink(_Link):
     """The links of machine 0 with all others, and the gate of all ranks; arguments as of `_Link`.
 
-    Args:
-        metrics: Takes the metrics of the other machines behind an evaluation; None: there is none.
-
     Threads:
         Any, unless a method says otherwise.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        requests: Requests,
-        failures: Failures,
-        stall_s: float | None,
-        metrics: MetricsMeeting | None = None,
-    ) -> None:
-        super().__init__(team, requests, failures, stall_s)
-        self._metrics = metrics
-        self._state = GateState(team.world_size)
+    def __init__(self, services: Services, gate: Gate, sign: Callable[[], Sign]) -> None:
+        super().__init__(services, gate, sign)
+        self._evaluator = services.evaluator
+        self._state = GateState(services.team.world_size)
         self._lock = threading.Lock()  # serialises the gate of all ranks
 
-    def tell(self, message: object) -> None:
-        """Send a message to all other machines; does not block."""
-        self._channel.tell_all(message)
-
-    def postbox(self, rank: int) -> Postbox:
-        """Place for orders to a rank of another machine."""
-        return _Remote(self._channel, self._team.machine_of(rank), rank)
+    def order(self, rank: int, order: Order) -> None:
+        """Send an order to a rank of another machine."""
+        self._channel.send(self._team.machine_of(rank), Send(rank, order))
 
     def ask(self, arrivals: tuple[Arrival, ...]) -> None:
         """Bring the arrivals of one machine to the gate of all; the last machine's decide the round.
@@ -251,7 +204,7 @@ class LeaderLink(_Link):
             if outcome is not None:
                 self._channel.tell_all(outcome)
         if outcome is not None:
-            self.gate.conclude(outcome)
+            self._gate.conclude(outcome)
 
     def direct(self, directives: Directives) -> None:
         """Replace the directives of the next outcome of all machines; see `Gate.direct`."""
@@ -288,8 +241,8 @@ class LeaderLink(_Link):
             case Sign():
                 self._signs[machine] = message
             case MachineMetrics():
-                assert self._metrics is not None
-                self._metrics.take(machine, message)
+                assert self._evaluator is not None
+                self._evaluator.pool.take(machine, message)
             case tuple():
                 try:
                     self.ask(message)
@@ -313,22 +266,13 @@ class FollowerLink(_Link):
     """The link of a machine that follows with machine 0; arguments as of `_Link`.
 
     Args:
-        inboxes: Inboxes of the ranks here.
-        states: Sends saved states of the ranks here; None: machine 0 asks for none.
+        posts: Put an order into the inbox of each rank here.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        requests: Requests,
-        failures: Failures,
-        stall_s: float | None,
-        inboxes: Mapping[int, Postbox],
-        states: StateSender | None = None,
-    ) -> None:
-        super().__init__(team, requests, failures, stall_s)
-        self._inboxes = inboxes
-        self._states = states
+    def __init__(self, services: Services, gate: Gate, sign: Callable[[], Sign], posts: Posts) -> None:
+        super().__init__(services, gate, sign)
+        self._posts = posts
+        self._states = services.saver.sender
 
     def ask(self, arrivals: tuple[Arrival, ...]) -> None:
         """Send the arrivals of this machine's ranks to the gate of all."""
@@ -344,8 +288,8 @@ class FollowerLink(_Link):
         """See `_Link.give_up`."""
         self.send(Failed(reason, tuple(self._team.ranks)))
 
-    def send(self, fact: Fact | MachineMetrics) -> None:
-        """Send a fact to the coordinator, with the error itself where it tells of one; or metrics."""
+    def send(self, fact: Fact) -> None:
+        """Send a fact to the coordinator, with the error itself where it tells of one."""
         first = self._failures.first
         is_failure = isinstance(fact, Exiting | Failed) and fact.error is not None
         if is_failure and first is not None and self._origin_of(first) is None:
@@ -357,9 +301,9 @@ class FollowerLink(_Link):
             case Sign():
                 self._signs[machine] = message
             case Outcome():
-                self.gate.conclude(message)
+                self._gate.conclude(message)
             case Send():
-                self._inboxes[message.rank].post(message.order)
+                self._posts[message.rank](message.order)
             case RemoteError():
                 self._take_error(message, machine)
             case WantedStates() | DroppedStates():

@@ -32,21 +32,13 @@ def note_nonfinite(parts: Sequence[Tensor], losses: Tensor | None, out: Tensor) 
         losses: See `Meter.losses`.
         out: On the same device. Bool, shape [].
     """
-    numbers = [_trace(part) for part in parts]
+    numbers = [part.sum(dtype=torch.float64) for part in parts]
     if losses is not None:
         numbers.append(losses)
     total = numbers[0]
     for number in numbers[1:]:
         total = total + number
     torch.ne(total - total, 0.0, out=out)  # of infinity and NaN it is NaN
-
-
-def _trace(part: Tensor) -> Tensor:
-    """A number that is finite if all of these are. Float64, shape []."""
-    if part.dtype != torch.float64:
-        return part.sum(dtype=torch.float64)  # which nothing narrower overflows
-    low, high = torch.aminmax(part)
-    return low / 2 + high / 2  # both are NaN where one number is
 
 
 @dataclass(slots=True)

@@ -95,11 +95,7 @@ class OomRetry:
         replica.pieces *= 2
         after = replica.forwards(full.batch, samples)
         if before == after:
-            why = "one sample alone has no room"
-            if before == samples // replica.least:
-                why = why if replica.least == 1 else "two samples, the least for BatchNorm, have no room"
-            else:
-                why = f"the batch cannot be cut, for nothing in it is {samples} samples long"
+            why = f"its {samples} samples cannot be cut into more parts than {before}"
             raise self._place.out_of_memory(error, why)
         log.warning(
             "rank %d on %s ran out of memory %s: forward and backward take %d samples at a time instead of "

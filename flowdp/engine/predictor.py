@@ -75,12 +75,8 @@ class Predictor:
         """
         outputs: dict[int, tuple[Any, int]] = {}
         calls = FirstCalls(replica.module, self._step)
-        with (
-            self._batches.reading(rank) as number,
-            evaluating(replica.module),
-            own_generator(replica.device),
-            torch.no_grad(),
-        ):
+        number = self._batches.begin(rank)
+        with evaluating(replica.module), own_generator(replica.device), torch.no_grad():
             while (taken := self._batches.take(rank, number, wait)) is not None:
                 batch, payload = taken
                 samples = self._batches.source.samples_in(number, batch)

@@ -20,7 +20,6 @@ from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.evaluation import EvaluatedReplica
-from flowdp.engine.local_metrics import local_metrics
 from flowdp.engine.shared_batches import SharedBatches
 from flowdp.errors import FlowdpError, OutOfDeviceMemory, StepError
 from flowdp.options import ProcessTuning
@@ -67,7 +66,7 @@ def on_all_ranks(
         replica = replicas[rank]
         worker = CurrentWorker(rank, replica.device, replica.module, sink=lambda *_: None)
         try:
-            with worker_context.bound(worker), local_metrics():
+            with worker_context.bound(worker):
                 return task(rank, replica, woken[rank].get)
         except FlowdpError:
             batches.cut()

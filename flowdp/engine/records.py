@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from typing import TypeVar
 
 from flowdp.checkpoint.writer import Checkpoint
 from flowdp.policy.tally import EpochMetrics
@@ -23,6 +23,8 @@ KEPT_ROUNDS = 4096
 KEPT_CHECKPOINTS = 4
 """Checkpoints that may wait for callbacks; each holds the model and every optimizer."""
 
+
+R = TypeVar("R")
 
 Record = EpochMetrics | EvaluationEnded | RoundEnded | Checkpoint
 
@@ -44,30 +46,25 @@ class RecordStream:
 
     def __init__(self, *, rounds: bool) -> None:
         self.dropped = 0
-        self._wants_rounds = rounds
-        self._rounds: deque[tuple[int, Record]] = deque(maxlen=KEPT_ROUNDS)
-        self._epochs: deque[tuple[int, Record]] = deque()
-        self._checkpoints: deque[tuple[int, Record]] = deque(maxlen=KEPT_CHECKPOINTS)
-        self._count = 0
+        self._kept = {RoundEnded: KEPT_ROUNDS if rounds else 0, Checkpoint: KEPT_CHECKPOINTS}
+        self._waiting: deque[Record] = deque()
+        self._counts: Counter[type] = Counter()  # of these, by their kinds
         self._is_ended = False
         self._changed = threading.Condition()  # guards everything here
 
     def put(self, record: Record) -> None:
         """Append a record; does not wait for the reader. Records after the end are dropped."""
-        if isinstance(record, RoundEnded):
-            if not self._wants_rounds:
-                return
-            waiting = self._rounds
-        else:
-            waiting = (
-                self._epochs if isinstance(record, EpochMetrics | EvaluationEnded) else self._checkpoints
-            )
+        kind = Checkpoint if isinstance(record, Checkpoint) else type(record)
+        kept = self._kept.get(kind)
         with self._changed:
-            if self._is_ended:
+            if self._is_ended or kept == 0:
                 return
-            self._count += 1
-            self.dropped += len(waiting) == waiting.maxlen
-            waiting.append((self._count, record))
+            if self._counts[kind] == kept:
+                self._waiting.remove(next(old for old in self._waiting if isinstance(old, kind)))
+                self._counts[kind] -= 1
+                self.dropped += 1
+            self._counts[kind] += 1
+            self._waiting.append(record)
             self._changed.notify()
 
     def end(self) -> None:
@@ -78,14 +75,11 @@ class RecordStream:
 
     def take(self) -> list[Record]:
         """All records that have come since the last call; waits for one. Empty at the end."""
-        kinds = (self._rounds, self._epochs, self._checkpoints)
         with self._changed:
-            self._changed.wait_for(lambda: self._is_ended or any(kinds))
-            fresh = [one for waiting in kinds for one in waiting]
-            for waiting in kinds:
-                waiting.clear()
-        fresh.sort(key=lambda one: one[0])
-        return [record for _, record in fresh]
+            self._changed.wait_for(lambda: self._is_ended or bool(self._waiting))
+            fresh, self._waiting = self._waiting, deque()
+            self._counts.clear()
+        return list(fresh)
 
 
 class Records:
@@ -236,39 +230,15 @@ class Records:
 
     def epoch_records(self) -> Iterator[EpochMetrics]:
         """The epoch records of this run, from its first; ends with it."""
-        seen = self.before
-        while True:
-            with self._changed:
-                self._await(partial(self._has_more_epochs, seen))
-                fresh = self.epochs[seen:]
-            if not fresh:
-                return
-            seen += len(fresh)
-            yield from fresh
+        return self._follow(self.epochs, lambda: len(self.epochs), self.before)
 
     def evaluation_records(self) -> Iterator[EvaluationEnded]:
         """The records of evaluations by steps, from the first of this run; ends with it."""
-        seen = 0
-        while True:
-            with self._changed:
-                self._await(partial(self._has_more_evaluations, seen))
-                fresh = self.evaluations[seen:]
-            if not fresh:
-                return
-            seen += len(fresh)
-            yield from fresh
+        return self._follow(self.evaluations, lambda: len(self.evaluations))
 
     def round_records(self) -> Iterator[RoundEnded]:
         """The round records that are kept, from the oldest; ends with the run."""
-        seen = 0
-        while True:
-            with self._changed:
-                self._await(partial(self._has_more_rounds, seen))
-                fresh = list(self._rounds)[max(0, seen - (self._round_count - len(self._rounds))) :]
-                seen = self._round_count
-            if not fresh:
-                return
-            yield from fresh
+        return self._follow(self._rounds, lambda: self._round_count)
 
     def step_records(self, every: int) -> Iterator[RoundEnded]:
         """Records of the rounds in which each further `every` steps of all ranks were complete."""
@@ -290,11 +260,18 @@ class Records:
                 return False
         return True
 
-    def _has_more_epochs(self, seen: int) -> bool:
-        return len(self.epochs) > seen or self.is_ended
+    def _follow(self, kept: Sequence[R], count: Callable[[], int], seen: int = 0) -> Iterator[R]:
+        """Yield records as they come: the last ones of all `count()` are kept."""
 
-    def _has_more_evaluations(self, seen: int) -> bool:
-        return len(self.evaluations) > seen or self.is_ended
+        def has_more() -> bool:
+            return count() > seen or self.is_ended
 
-    def _has_more_rounds(self, seen: int) -> bool:
-        return self._round_count > seen or self.is_ended
+        while True:
+            with self._changed:
+                self._await(has_more)
+                total = count()
+                fresh = list(kept)[max(0, len(kept) - (total - seen)) :]
+                seen = total
+            if not fresh:
+                return
+            yield from fresh

@@ -34,26 +34,34 @@ class Requests:
         self.inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
         self._records = records
         self._failures = failures
-        self._count = 0
+        self._count = self._snapshots = 0
         self._lock = threading.Lock()  # numbers the requests in the order in which the inbox has them
 
     def request(self, what: Requested) -> int:
         """Send a request to the coordinator; returns its number at once."""
         with self._lock:
-            if not self._records.is_over:
-                self._count += 1
-                self.inbox.post(what)
+            self._count += self._post(what)
             return self._count
+
+    def snapshot(self) -> int:
+        """Request a snapshot; returns its number among the snapshots."""
+        with self._lock:
+            self._snapshots += 1
+            self._count += self._post(Requested("snapshot"))
+            return self._snapshots
 
     def written(self, version: int) -> None:
         """Tell the coordinator that the writer is done with a checkpoint; one that is gone hears nothing."""
         with self._lock:
-            if not self._records.is_over:
-                self.inbox.post(CheckpointWritten(version))
+            self._post(CheckpointWritten(version))
 
-    def fail(self, error: FlowdpError) -> None:
-        """End the run by an error that none of its threads has raised."""
-        words = self._failures.add(error, is_awaited=True)
+    def fail(self, error: FlowdpError, *, is_awaited: bool = True) -> None:
+        """End the run by an error that none of its ranks has raised; see `Failures.add`."""
+        words = self._failures.add(error, is_awaited=is_awaited)
         with self._lock:
-            if not self._records.is_over:
-                self.inbox.post(Failed(words))
+            self._post(Failed(words))
+
+    def _post(self, fact: Fact) -> bool:
+        if is_live := not self._records.is_over:
+            self.inbox.post(fact)
+        return is_live

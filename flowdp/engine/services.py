@@ -17,7 +17,8 @@ from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
-from flowdp.engine.sigterm import SigtermStop
+from flowdp.engine.signals import SigtermStop
+from flowdp.network.channel import Channel
 from flowdp.network.team import Team
 from flowdp.replica.joint_step import JointStep
 from flowdp.threads.gate import Gate
@@ -31,7 +32,9 @@ class Services:
     """Objects that are there before an engine, which uses them and closes them at its end.
 
     Attributes:
+        team: The ranks of all machines.
         saver: Writer of checkpoints, and keeper of the best model.
+        channel: Messages between the machines; None: there is one machine.
         evaluator: Evaluates the averaged model; None: there are no evaluations.
         fingerprint: Data that must be equal where the run is resumed.
         sigterm: Stops the run at SIGTERM; None: it does not.
@@ -40,17 +43,24 @@ class Services:
         close_observer: Waits for the callbacks, for so many seconds at most; False: one does not return.
     """
 
+    team: Team
     source: Source
     records: Records
     failures: Failures
     requests: Requests
     saver: Saver
+    channel: Channel | None = None
     evaluator: Evaluator | None = None
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     sigterm: SigtermStop | None = None
     timeline: Timeline | None = None
     step_callbacks: Sequence[Callable[[CurrentWorker, Tensor | None], object]] = ()
     close_observer: Callable[[float | None], bool] = lambda _: True
+
+    @property
+    def sources(self) -> list[Source]:
+        """The datasets that are read: that of the training, and that of the evaluation if there is one."""
+        return [self.source, *([] if self.evaluator is None else [self.evaluator.source])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +73,6 @@ class MeetingPoint:
         snapshots: Averages while the ranks train on; None where the policy has no such rounds.
         settle: Brings the mean of all machines that is on its way into a replica of this machine, by its
             place here; None where none ever is.
-        team: The ranks of all machines.
         joint: The step that all ranks take together; None where each takes its own.
     """
 
@@ -71,5 +80,4 @@ class MeetingPoint:
     collective: Collective
     snapshots: SnapshotMean | None = None
     settle: Callable[[int], None] | None = None
-    team: Team | None = None
     joint: JointStep | None = None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
@@ -38,7 +37,6 @@ class SharedBatches:
         self._begun: Counter[int] = Counter()  # readings of each rank
         self._dealt: Counter[int] = Counter()  # batches of each reading
         self._ends: dict[int, int] = {}  # number of batches of datasets without a length
-        self._inside: set[int] = set()  # ranks that read
         self._is_cut = False
 
     def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
@@ -58,22 +56,15 @@ class SharedBatches:
         self.source.on_end(self._ended)
         self.source.start(wake=wake, failed=failed)
 
-    @contextmanager
-    def reading(self, rank: int) -> Iterator[int]:
-        """Take part in the next reading; yields its number. Every rank takes part in each.
+    def begin(self, rank: int) -> int:
+        """Take part in the next reading; returns its number. Every rank takes part in each.
 
         Threads:
             The worker of the rank, all of them at once.
         """
         with self._lock:
-            number = self._begun[rank]
             self._begun[rank] += 1
-            self._inside.add(rank)
-        try:
-            yield number
-        finally:
-            with self._lock:
-                self._inside.discard(rank)
+            return self._begun[rank] - 1
 
     def take(self, rank: int, number: int, wait: Callable[[], bool]) -> tuple[int, Batch] | None:
         """Claim a batch and wait until it is there; None where there is none left.
@@ -140,6 +131,6 @@ class SharedBatches:
 
     def _wake_all(self) -> None:
         with self._lock:
-            inside = [(rank, self._begun[rank] - 1) for rank in self._inside]
-        for rank, number in inside:
-            self._wake(rank, number, 0)
+            begun = list(self._begun.items())
+        for rank, readings in begun:
+            self._wake(rank, readings - 1, 0)

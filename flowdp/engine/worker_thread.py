@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -21,15 +21,15 @@ from flowdp.data.feed import Feed
 from flowdp.device import worker_context
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.failed_device import keep_memory
-from flowdp.device.openmp import set_own_threads
 from flowdp.engine import meter
+from flowdp.engine.activity import RankActivity
 from flowdp.engine.barrier_tasks import BarrierTasks
 from flowdp.engine.device_meter import open_meter
 from flowdp.engine.error_context import ErrorContext
-from flowdp.engine.local_metrics import local_metrics
 from flowdp.engine.micro_batches import MicroBatcher
 from flowdp.engine.nan_guard import NanGuard
 from flowdp.engine.oom_retry import OomRetry, without_frames
+from flowdp.engine.rank_pool import RankPool
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.errors import CollectiveAborted, DeviceError, StepError
 from flowdp.machine.worker import (
@@ -64,10 +64,11 @@ from flowdp.protocol.messages import (
     Updated,
     WorkerReady,
 )
+from flowdp.protocol.position import Position
 from flowdp.replica.replica import Replica
 from flowdp.threads.inbox import Inbox
 
-__all__ = ["Mail", "Worker"]
+__all__ = ["Mail", "RankParts", "Worker"]
 
 Mail = Order | BatchReady
 
@@ -80,92 +81,79 @@ ACTIVITIES = {
 }
 """Use of the time of each barrier task."""
 
-CROWDED = 2.0
-"""With the threads of all ranks a sample may take this many times as long as with the rank's own. If it takes
-longer, other programs want the cores, and threads that compute together wait for the one that has none ..."""
-
-PATIENCE_MS = 20.0
-"""... but not for the first time: so much is lost in an order before its threads are given back. A scheduler
-interrupts any thread now and then, for 3 to 10 ms."""
-
 CAPTURED_BY = 16
 """Steps of a rank after which its graphs are there, as a rule, and have taken their memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParts:
+    """The parts of one rank.
+
+    Attributes:
+        rank: Index of the rank.
+        index: Its place among those of its machine.
+        replica: Its replica.
+        feed: Brings its batches to its device.
+        inbox: Inbox of its thread.
+        pool: Threads that it computes with.
+    """
+
+    rank: int
+    index: int
+    replica: Replica
+    feed: Feed
+    inbox: Inbox[Mail]
+    pool: RankPool
 
 
 class Worker:
     """The body of one worker thread.
 
     Args:
-        rank: Index of the rank.
+        parts: The rank's own.
         replicas: Replicas of all ranks here: one with NaN or infinite parameters copies a healthy one.
         services: Objects that the threads of the run share.
         meeting: Gate, collective and snapshots.
-        feed: Brings this rank's batches to its device.
-        inbox: Inbox of this thread.
-        threads: Threads that compute for this rank.
-        budget: Threads of the pools of all ranks, which are this one's while it trains alone.
-        index: Place of this rank among those of its machine; None: its rank.
         failures: Whether the others continue where this rank fails by itself, and whether NaNs are errors.
-        global_step: Steps of all ranks before the run begins.
-        epoch: Epoch of the last of these.
+        start: Position of a run that is resumed.
 
     Attributes:
-        moves: Counts up with all that is no step: meetings, batches evaluated, barrier tasks done.
-        longest_ms: The longest step in the orders that have ended.
-        awaited: (epoch, batch) that it waits for; None: for none.
-        task: Its barrier task, as text; "" while it has none.
-        is_idle: It waits for orders.
-        has_left: Its thread is at its end.
+        rank: Index of the rank.
+        replica: Its replica.
+        inbox: Inbox of its thread.
+        machine: Decides what comes next.
+        current: The rank's record for the user's code.
+        activity: What it is doing, for others to see.
     """
 
     def __init__(
         self,
-        rank: int,
+        parts: RankParts,
         replicas: Sequence[Replica],
         services: Services,
         meeting: MeetingPoint,
-        *,
-        feed: Feed,
-        inbox: Inbox[Mail],
-        threads: int,
-        budget: int = 1,
-        index: int | None = None,
-        failures: FailureOptions | None = None,
-        global_step: int = 0,
-        epoch: int = 0,
+        failures: FailureOptions,
+        start: Position | None = None,
     ) -> None:
-        options = FailureOptions() if failures is None else failures
-        self._index = index = rank if index is None else index
-        replica, source, collective = replicas[index], services.source, meeting.collective
-        self.moves = 0
-        self.longest_ms = 0.0
-        self.awaited: tuple[int, int] | None = None
-        self.task = ""
-        self.is_idle = False
-        self.has_left = False
-        self._times = RankTimes()
-        self._begun_s = self._left_s = 0.0
-        self._tasks = BarrierTasks(
-            replica, replicas, services.saver, services.evaluator, rank, index, meeting
-        )
-        self._goes_on = options.on_failure == "continue"
-        self._is_bound = False  # the other ranks wait for this one
-        self.rank = rank
-        self.replica = replica
-        self._replicas = replicas
-        self.inbox = inbox
-        self._lane = replica.lane
+        self.rank, self.replica, self.inbox = parts.rank, parts.replica, parts.inbox
+        replica, lane, source = parts.replica, parts.replica.lane, services.source
+        spans = None if services.timeline is None else services.timeline.ranks[parts.index]
+        self.activity = RankActivity(spans)
+        self._index, self._feed, self._pool = parts.index, parts.feed, parts.pool
+        self._services, self._meeting = services, meeting
+        self._post = services.requests.inbox.post
+        self._goes_on = failures.on_failure == "continue"
         # Where the others continue without a rank that raises, the batches since its last mean are dealt
         # again.
-        is_known = meeting.snapshots is not None or (self._goes_on and options.on_nan == "raise")
-        is_late = self._lane.is_async and collective.masks and not is_known
-        self.machine = WorkerMachine(rank, global_step)
-        with self._lane.on(self._lane.compute):
+        is_known = meeting.snapshots is not None or (self._goes_on and failures.on_nan == "raise")
+        is_late = lane.is_async and meeting.collective.masks and not is_known
+        global_step, epoch = (0, 0) if start is None else (start.global_step, start.last_epoch)
+        self.machine = WorkerMachine(self.rank, global_step)
+        with lane.on(lane.compute):
             captured = replica.captured
-            self._meter = open_meter(self._lane, None if captured is None else captured.watch)
-        self._meter.spans = None if services.timeline is None else services.timeline.ranks[index]
+            self._meter = open_meter(lane, None if captured is None else captured.watch, spans)
         self.current = worker_context.CurrentWorker(  # a resumed run may evaluate before its first step
-            rank,
+            self.rank,
             replica.device,
             replica.module,
             epoch=epoch,
@@ -176,40 +164,25 @@ class Worker:
         )
         self._calls = FirstCalls(replica.module, replica.function)
         self._add = self._add_compiled if self._calls.are_compiled else replica.add
-        self._batcher = MicroBatcher(feed, source, replica.width)
-        self._place = ErrorContext(self.current, self._lane, source)
-        self._retry = OomRetry(replica, self.current, self._meter, feed, self._place)
+        self._batcher = MicroBatcher(parts.feed, source, replica.width)
+        self._place = ErrorContext(self.current, lane, source)
+        self._retry = OomRetry(replica, self.current, self._meter, parts.feed, self._place)
         self._numbers = NanGuard(
-            replica, self.machine, self._meter, self._place, options.on_nan, is_late=is_late
+            replica, self.machine, self._meter, self._place, failures.on_nan, is_late=is_late
         )
-        self._feed = feed
-        self._gate, self._collective = meeting.gate, collective
-        self._joint = meeting.joint
-        self._snapshots = meeting.snapshots
-        self._post = services.requests.inbox.post
-        self._failures = services.failures
-        self._threads, self._budget = threads, budget
-        self._is_alone = False  # it trains alone, with the threads of all
-        self._crowded_ms = 0.0  # lost by these in the order under way
-        self._sample_ms = 0.0  # with its own threads
-        self._step_callbacks = tuple(services.step_callbacks)
+        self._tasks = BarrierTasks(parts.rank, parts.index, replicas, services, meeting)
+        self._is_bound = False  # the other ranks wait for this one
         self._part_loss: Tensor | None = None  # of the step that comes behind the gate (exact)
         self._fed = 0  # the machine's plans that the feed knows
 
     @property
     def step(self) -> Step | None:
         """The step that it is in, or was in last; None while it waits for orders or does a barrier task."""
-        return None if self.is_idle or self.task else self._place.step
+        return None if self.activity.is_idle or self.activity.task else self._place.step
 
     def times(self) -> RankTimes:
         """A copy of its times; any thread may ask."""
-        times, end_s = self._times, self._left_s or perf_counter()
-        return RankTimes(
-            dict(times.ms),
-            times.samples,
-            times.steps,
-            wall_ms=(end_s - self._begun_s) * 1e3 if self._begun_s else 0.0,
-        )
+        return self.activity.times()
 
     def run(self) -> None:
         """Work until ordered to leave; errors are reported, never raised.
@@ -219,34 +192,32 @@ class Worker:
         """
         error: str | None = None
         is_alone = False
-        self._begun_s = perf_counter()
+        lane = self.replica.lane
+        self.activity.begin()
         try:
-            set_own_threads(self._threads)
+            self._pool.begin()
             worker_context.bind(self.current)
             # Backward runs in this thread, not in autograd's one per device: no wake-up on the way, ranks
             # that share a device do not queue there, and a hook finds the thread's own state.
-            with (
-                self._lane.on(self._lane.compute),
-                torch.autograd.set_multithreading_enabled(False),
-                local_metrics(),
-            ):
+            with lane.on(lane.compute), torch.autograd.set_multithreading_enabled(False):
                 if self.replica.frozen is not None:
                     self.replica.frozen.begin()
                 self._post(WorkerReady(self.rank))
                 self._loop()
         except BaseException as cause:
-            keep_memory([self._lane])
-            explained = self._place.explain(cause, self.task)
+            keep_memory([lane])
+            explained = self._place.explain(cause, self.activity.task)
             is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
             if is_alone:
                 self._batcher.lose(self._index)
                 with suppress(Exception):  # a dead device tells nothing more
                     self._meter.settle()  # acknowledgments that wait for it
-            take = self._failures.hold if is_alone else self._failures.add
+            failures = self._services.failures
+            take = failures.hold if is_alone else failures.add
             error = take(explained, self.rank)
         finally:
             self.replica.leave()
-            self.has_left, self._left_s = True, perf_counter()
+            self.activity.leave()
             self._post(Exiting(self.rank, error, is_alone, self.machine.unreported_samples))
 
     def _loop(self) -> None:
@@ -282,18 +253,11 @@ class Worker:
     def _idle(self) -> None:
         """Wait for an order, or for a `Throttle` that lets it go on with the one that it has."""
         self._meter.settle()
-        self.is_idle, start_s = True, perf_counter()
+        self.activity.is_idle, start_s = True, perf_counter()
         self._read(self.inbox.get())
-        self.is_idle = False
-        self._spent(Activity.IDLE if self.machine.order is None else Activity.GATE, start_s)
+        self.activity.is_idle = False
+        self.activity.spent(Activity.IDLE if self.machine.order is None else Activity.GATE, start_s)
         self._meter.settle()
-
-    def _spent(self, activity: Activity, start_s: float) -> None:
-        """Count the time since then, which belongs to no step and no round."""
-        now_s = perf_counter()
-        self._times.add(activity, (now_s - start_s) * 1e3)
-        if self._meter.spans is not None:
-            self._meter.spans.add(activity, start_s, now_s)
 
     def _read(self, mail: Mail | None) -> None:
         # A note says only that there is something to look at, and the loop looks.
@@ -319,9 +283,8 @@ class Worker:
                 self._await_batch(start_s)
                 return
             if is_first:
-                if step.alone and not self._is_alone:
-                    self._is_alone, self._crowded_ms = True, 0.0
-                    set_own_threads(self._budget)
+                if step.alone:
+                    self._pool.begin_alone()
                 meter.begin(start_s)
                 replica.part = step.part
                 replica.learning_rate.advance(step.position, step.epoch, step.metrics)
@@ -336,7 +299,7 @@ class Worker:
             except torch.OutOfMemoryError as error:
                 full = without_frames(error)
             except CollectiveAborted:
-                if self._failures.first is None:
+                if self._services.failures.first is None:
                     raise
                 self._await_leave()  # another rank has failed before it came to a SyncBatchNorm
                 return
@@ -344,7 +307,7 @@ class Worker:
         self._feed.release()
         loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
         current.local_step += 1
-        if self._step_callbacks:
+        if self._services.step_callbacks:
             if replica.captured is not None and loss is not None:
                 loss = loss.clone()  # a graph writes to its own again, and a callback may keep it
             if replica.steps_at_gate:
@@ -352,12 +315,7 @@ class Worker:
             else:
                 self._call_back(loss, batcher.samples)
         meter.end(loss, batcher.samples, step, replica.take_norms(), replica.loss_weight)
-        if not step.alone:
-            self._sample_ms = meter.step_ms / batcher.samples
-        elif (late_ms := meter.step_ms - CROWDED * self._sample_ms * batcher.samples) > 0.0:
-            self._crowded_ms += late_ms
-            if self._crowded_ms > PATIENCE_MS:
-                set_own_threads(self._threads)  # for the rest of the order
+        self._pool.worked(meter.step_ms, batcher.samples, alone=step.alone)
         if meter.bad:
             self._numbers.check_losses()
         self.machine.trained(batcher.samples)
@@ -367,7 +325,7 @@ class Worker:
         """Call the callbacks of steps; an error of theirs is one of this step."""
         current = self.current
         current.samples = samples
-        for call in self._step_callbacks:
+        for call in self._services.step_callbacks:
             try:
                 call(current, loss)
             except BaseException as error:
@@ -386,30 +344,30 @@ class Worker:
         if self.inbox.is_empty() and not self._batcher.is_inside:
             self._meter.settle()
         if (step := self._place.step) is not None:
-            self.awaited = step.epoch, step.batches[self._batcher.taken]
+            self.activity.awaited = step.epoch, step.batches[self._batcher.taken]
         self._read(self.inbox.get())
-        self.awaited = None
+        self.activity.awaited = None
         self._meter.waited(perf_counter() - start_s)
 
     def _enter(self, action: Enter) -> None:
         self._meter.meet()
-        arrival, joint, window = action.arrival, self._joint, action.arrival.window
+        arrival, window = action.arrival, action.arrival.window
+        joint, collective = self._meeting.joint, self._meeting.collective
         if window is not None and not window.alone:
             self._advance_rates(arrival)  # the last arrival may take the step
         try:
             self._numbers.read()  # the verdict on the round before
             if self.replica.frozen is not None:
                 self.replica.frozen.met(self.current.epoch)
-            self._collective.prepare(self._index, self._numbers.judge)
+            collective.prepare(self._index, self._numbers.judge)
             self._numbers.decide()
             self._is_bound = True
-            outcome = self._gate.enter(self.machine.judged(arrival, self.replica.touched))
+            outcome = self._meeting.gate.enter(self.machine.judged(arrival, self.replica.touched))
             if window is not None and window.alone and joint is not None:
-                self._is_alone = False
-                set_own_threads(self._threads)
+                self._pool.begin()
                 reading = joint.copy_step(self._index, outcome)
             else:
-                reading = self._collective.average(self._index, outcome)
+                reading = collective.average(self._index, outcome)
                 if joint is not None:
                     reading = joint.timed(reading, outcome)
         except CollectiveAborted:
@@ -429,7 +387,7 @@ class Worker:
             self._advance_rates(arrival)
             if outcome.lr is not None:
                 self._set_lr(outcome.lr, outcome.global_step)
-        self.moves += 1
+        self.activity.moved()
         has_inner = order is not None and order.sync is not None and order.sync.inner
         done = self.machine.met(outcome)
         self._batcher.settle()
@@ -464,12 +422,12 @@ class Worker:
             if verdict is not None and not verdict.is_read:
                 numbers.read(is_reported=True)
             late = None if verdict is None else verdict.bad
-            self._count(sums)
+            self.activity.count(sums)
             work = sums.work(done, lr, group_lrs)
             if bad or late:
                 work = replace(work, bad=bad or late)
             longest_ms = work.busy_ms + work.data_ms - work.pace_ms * max(0, work.steps - 1)
-            self.longest_ms = max(self.longest_ms, longest_ms)
+            self.activity.longest_ms = max(self.activity.longest_ms, longest_ms)
             if outcome is None:
                 self._post(StepsDone(self.rank, done.plan, work, done.is_last))
                 return
@@ -490,15 +448,6 @@ class Worker:
 
         self._meter.close(post)
 
-    def _count(self, sums: meter.OrderSums) -> None:
-        times = self._times
-        times.add(Activity.STEP, sums.busy_ms)
-        times.add(Activity.DATA, sums.data_ms)
-        times.add(Activity.GATE, sums.wait_ms)
-        times.add(Activity.AVERAGE, sums.sync_ms)
-        times.steps += sums.steps
-        times.samples += sums.samples
-
     def _fit_feed(self) -> None:
         """Let the feed use the memory left, once all that training needs has been allocated."""
         captured = self.replica.captured
@@ -514,15 +463,15 @@ class Worker:
         self.current.lr = replica.learning_rate.value
         if not any(outcome.samples):
             return
-        if self._joint is not None:
-            self._joint.step(self._index, outcome)
+        if self._meeting.joint is not None:
+            self._meeting.joint.step(self._index, outcome)
         self._meter.stepped(replica.take_norms())
         if not arrival.samples:  # it had no part of the window, so `_step` has not counted it
             self._place.step = self.machine.window
             self.current.global_step = arrival.global_step
             self.current.local_step += 1
         # Without a part, too: a callback that writes to the model does it on all devices alike.
-        if self._step_callbacks:
+        if self._services.step_callbacks:
             self._call_back(loss, arrival.samples)
 
     def _set_lr(self, lr: float, position: int) -> None:
@@ -533,35 +482,33 @@ class Worker:
         """Execute a barrier task."""
         self._meter.settle()
         self._is_bound, start_s = True, perf_counter()
-        self.task = self._tasks.name(task)
-        self._post(self._tasks.serve(task, self._await_evaluation, self._moved))
+        self.activity.task = self._tasks.name(task)
+        self._post(self._tasks.serve(task, self._await_evaluation, self.activity.moved))
         self._numbers.bad = None  # it has copied a healthy replica
-        self.moves += 1
-        self.task = ""
+        self.activity.moved()
+        self.activity.task = ""
         self._is_bound = False
-        self._spent(ACTIVITIES[type(task)], start_s)
+        self.activity.spent(ACTIVITIES[type(task)], start_s)
         self._meter.settle()
 
     def _await_evaluation(self) -> bool:
         """Wait for a note; False where it was an order to leave."""
-        doing, self.task = self.task, f"{self.task}, waiting for data"
+        doing, self.activity.task = self.activity.task, f"{self.activity.task}, waiting for data"
         self._read(self.inbox.get())
-        self.task = doing
+        self.activity.task = doing
         return not self.machine.leaves
-
-    def _moved(self) -> None:
-        self.moves += 1
 
     def _await_leave(self) -> None:
         while not self.machine.leaves:
             self._read(self.inbox.get())
 
     def _put_snapshot(self, action: Snapshot) -> None:
-        assert self._snapshots is not None
+        snapshots = self._meeting.snapshots
+        assert snapshots is not None
         start_s = perf_counter()
         if self.replica.frozen is not None:
             self.replica.frozen.met(self.current.epoch)
-        self._snapshots.take(self._index, action.round)
+        snapshots.take(self._index, action.round)
         self._meter.averaged(start_s)
         self._numbers.judge()
         self._meter.send()
@@ -575,9 +522,10 @@ class Worker:
         self._meter.then(post)
 
     def _apply(self, action: Apply) -> None:
-        assert self._snapshots is not None
+        snapshots = self._meeting.snapshots
+        assert snapshots is not None
         start_s = perf_counter()
-        self._snapshots.apply(self._index, action.round, action.steps)
+        snapshots.apply(self._index, action.round, action.steps)
         self._meter.averaged(start_s)
         self._fit_feed()
         self.current.round = action.round

@@ -60,39 +60,44 @@ class Channel:
 
     Args:
         machines: Machines of the job.
-        received: Called as `received(machine, message)` with each message. Must not block.
-        ended: Called as `ended(machine, error)`, once for each machine, when nothing more comes from it: None
-            where it has closed its channel, else the error by which it was lost. Must not block.
-        sign: Makes a sign of life for a machine.
-        sign_s: Longest time between two of them.
+        sign_s: Longest time between two signs of life; None: by the machines' timeout.
 
     Threads:
-        `send` and `tell_all`: any; they do not block. The callbacks come from a thread for each link.
+        `send` and `tell_all`: any, behind `start`; they do not block.
     """
 
-    def __init__(
-        self,
-        machines: Machines,
-        received: Callable[[int, Any], None],
-        ended: Callable[[int, CollectiveError | None], None],
-        sign: Callable[[int], Sign],
-        sign_s: float,
-    ) -> None:
-        self._machines, self._group = machines, machines.open_group()
-        others = range(1, machines.count) if machines.leads else (0,)
-        sign_s = min(sign_s, machines.timeout_s / SIGNS)
-        self._links = {
-            other: _Link(other, machines, self._group, partial(sign, other), sign_s, received, ended)
-            for other in others
-        }
+    def __init__(self, machines: Machines, sign_s: float | None) -> None:
+        self._machines = machines
+        self._group: dist.ProcessGroup | None = machines.open_group()
+        self._sign_s = min(sign_s or machines.timeout_s, machines.timeout_s / SIGNS)
+        self._links: dict[int, _Link] = {}
 
     @property
     def others(self) -> Iterable[int]:
         """Machines at the other ends."""
-        return self._links.keys()
+        return range(1, self._machines.count) if self._machines.leads else (0,)
 
-    def start(self) -> None:
-        """Start the threads of all links."""
+    def start(
+        self,
+        received: Callable[[int, Any], None],
+        ended: Callable[[int, CollectiveError | None], None],
+        sign: Callable[[int], Sign],
+    ) -> None:
+        """Start the threads of all links. They call back, and must not be blocked there.
+
+        Args:
+            received: Called as `received(machine, message)` with each message.
+            ended: Called as `ended(machine, error)`, once for each machine, when nothing more comes from it:
+                None where it has closed its channel, else the error by which it was lost.
+            sign: Makes a sign of life for a machine.
+        """
+        assert self._group is not None
+        self._links = {
+            other: _Link(
+                other, self._machines, self._group, partial(sign, other), self._sign_s, received, ended
+            )
+            for other in self.others
+        }
         for link in self._links.values():
             link.start()
 
@@ -108,7 +113,8 @@ class Channel:
     def close(self) -> None:
         """Send all that was posted, and wait until the others have done so, too.
 
-        At most the timeout for a machine that says nothing; one that is lost is not waited for.
+        At most the timeout for a machine that says nothing; one that is lost is not waited for. May be called
+        again.
 
         Threads:
             Any but those of the links.
@@ -118,8 +124,9 @@ class Channel:
         for link in self._links.values():
             link.join()
             link.let_go()
-        self._machines.close_group(self._group)
-        del self._group  # the last reference holds its sockets
+        group, self._group = self._group, None  # the last reference holds its sockets
+        if group is not None:
+            self._machines.close_group(group)
 
     def threads(self) -> list[threading.Thread]:
         """Threads of the links, for diagnostics."""

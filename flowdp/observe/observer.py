@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowdp.engine.local_metrics import local_metrics
 from flowdp.engine.records import Record, Records
 from flowdp.engine.stacks import stacks
 from flowdp.errors import FlowdpError
@@ -148,10 +147,6 @@ class Observer:
         """The body of the thread."""
         if not begins():
             return
-        with local_metrics():
-            self._call_all(run, state)
-
-    def _call_all(self, run: object, state: Callable[[], object]) -> None:
         assert self._feed is not None
         self._call("on_train_start", run)
         while waiting := deque(self._feed.take()):

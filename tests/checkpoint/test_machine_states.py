@@ -45,8 +45,7 @@ class Pair:
     def __init__(self) -> None:
         self.road = Road()
         self.sender = StateSender(cast(Any, self.road))
-        self.collector = StateCollector(cast(Any, self.road))
-        self.collector.tell = self.sender.take
+        self.collector = StateCollector(cast(Any, self.road), self.sender.take)
         self.sender.thread.start()
 
     def keep(self, capture: int, *ranks: str, error: Exception | None = None) -> None:
@@ -87,7 +86,7 @@ def test_the_order_to_keep_them_may_come_behind_the_wish(pair: Pair) -> None:
         pair.sender.take(message)
         asked.set()
 
-    pair.collector.tell = tell
+    pair.collector = StateCollector(cast(Any, pair.road), tell)
     asks = threading.Thread(target=lambda: found.append(pair.collect(1)))
     asks.start()
     assert asked.wait(WAIT_S)
@@ -152,9 +151,8 @@ def test_a_lost_machine_is_a_passing_error() -> None:
     """The run ends by the lost machine, not by the file."""
     road = Road(machines=3)
     road.is_lost = True
-    collector = StateCollector(cast(Any, road))
     told: list[Any] = []
-    collector.tell = told.append
+    collector = StateCollector(cast(Any, road), told.append)
     with pytest.raises(CheckpointError, match="machine 1 was lost") as caught:
         collector.collect(2)
     assert isinstance(caught.value.__cause__, CollectiveError)

@@ -57,7 +57,16 @@ def never() -> bool:
 
 def tasks(own: Replica, *others: Replica, rank: int = 0, **given: Any) -> BarrierTasks:
     replicas = [own, *others] if rank == 0 else [*others, own]
-    return BarrierTasks(own, replicas, given.get("saver"), given.get("evaluator"), rank)
+    return served(replicas, rank, rank, **given)
+
+
+def served(
+    replicas: list[Replica], rank: int, index: int, team: Team | None = None, **given: Any
+) -> BarrierTasks:
+    parts = {"saver": Taker(), "evaluator": None, "team": team or Team((len(replicas),))} | given
+    return BarrierTasks(
+        rank, index, replicas, cast(Any, SimpleNamespace(**parts)), cast(Any, SimpleNamespace(settle=None))
+    )
 
 
 @pytest.mark.parametrize(("model", "has_model"), [(1, True), (0, False)])
@@ -80,9 +89,8 @@ def test_a_machine_that_follows_puts_down_what_is_of_use_there(keeps_ranks: bool
     """The model where it is the best, from its first rank; states of ranks where machine 0 asks for them."""
     taker, replicas = Taker(keeps_ranks=keeps_ranks), [replica(3.0), replica(3.0)]
     machines: Any = SimpleNamespace(index=1)
-    meeting: Any = SimpleNamespace(settle=None, team=Team((1, 2), machines))
-    for index, own in enumerate(replicas):
-        serve = BarrierTasks(own, replicas, cast(Any, taker), None, 1 + index, index, meeting)
+    for index in range(len(replicas)):
+        serve = served(replicas, 1 + index, index, Team((1, 2), machines), saver=taker)
         task = SaveState(0, 0, is_best)
         assert serve.serve(task, never, lambda: None) == StateSaved(1 + index)
     assert list(taker.parts) == ([1, 2] if keeps_ranks else [1] if is_best else [])
@@ -91,7 +99,7 @@ def test_a_machine_that_follows_puts_down_what_is_of_use_there(keeps_ranks: bool
 
 def test_of_random_numbers_alone_nothing_else_is_copied() -> None:
     taker, own = Taker(keeps_ranks=False, keeps_generators=True), replica(3.0)
-    serve = BarrierTasks(own, [own], cast(Any, taker), None, 1, 0)
+    serve = served([own], 1, 0, saver=taker)
     assert serve.serve(SaveState(0, 0), never, lambda: None) == StateSaved(1)
     assert taker.parts[1]() == {"generator": None}  # of a CPU
 
@@ -122,7 +130,6 @@ def test_a_rank_becomes_what_its_donor_is(on_card: bool) -> None:
     assert card.races == []
 
 
-@pytest.mark.parametrize("task", [Evaluate(0, 0), SaveState(0, 0)])
-def test_what_a_run_has_no_use_for_is_never_asked(task: Any) -> None:
+def test_what_a_run_has_no_use_for_is_never_asked() -> None:
     with pytest.raises(ProtocolError, match="rank 0 cannot do"):
-        tasks(replica(0.0)).serve(task, never, lambda: None)
+        tasks(replica(0.0)).serve(Evaluate(0, 0), never, lambda: None)

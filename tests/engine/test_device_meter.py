@@ -11,7 +11,7 @@ from flowdp.collective.base import Averaging
 from flowdp.device.streams import HostLane, StreamLane
 from flowdp.engine import device_meter as module
 from flowdp.engine.device_meter import PAGE, STEPS_AHEAD, DeviceMeter, open_meter
-from flowdp.engine.meter import HostMeter, OrderSums
+from flowdp.engine.meter import Meter, OrderSums
 from flowdp.machine.worker import Step
 from tests.engine.test_meter import closed, steps
 from tests.fakes import FakeCuda, FakeEvent
@@ -31,7 +31,7 @@ def lane(cuda: FakeCuda) -> StreamLane:
 
 
 def test_the_lane_decides(lane: StreamLane) -> None:
-    assert type(open_meter(HostLane(CPU))) is HostMeter
+    assert type(open_meter(HostLane(CPU))) is Meter
     assert type(open_meter(lane)) is DeviceMeter
 
 

@@ -26,21 +26,14 @@ WAIT_S = 60.0
 
 def worker(rank: int, **seen: Any) -> Any:
     """The part of a worker that is read: an idle one by default."""
-    given: dict[str, Any] = {
-        "has_left": False,
-        "awaited": None,
-        "step": None,
-        "task": "",
-        "moves": 0,
-        "longest_ms": 0.0,
-        "local_step": 0,
-        "throttled": None,
-    } | seen
+    shown = {"has_left": False, "awaited": None, "task": "", "moves": 0, "longest_ms": 0.0}
+    activity = {name: seen.pop(name, value) for name, value in shown.items()}
     return SimpleNamespace(
         rank=rank,
-        current=SimpleNamespace(local_step=given.pop("local_step"), device="cpu"),
-        machine=SimpleNamespace(throttled=given.pop("throttled")),
-        **given,
+        step=seen.pop("step", None),
+        current=SimpleNamespace(local_step=seen.pop("local_step", 0), device="cpu"),
+        machine=SimpleNamespace(throttled=seen.pop("throttled", None)),
+        activity=SimpleNamespace(**activity),
     )
 
 
@@ -53,11 +46,18 @@ class Named:
     def indices(self, epoch: int, batch: int) -> tuple[int, ...]:
         return tuple(range(100 * batch, 100 * batch + self.samples))
 
+    def waits_for(self) -> str:
+        return ""
+
 
 def diagnostics(*workers: Any, gate: Gate | None = None, samples: int = 4) -> Diagnostics:
     source: Any = Named(samples)
     return Diagnostics(
-        workers, gate or Gate(len(workers)), source, lambda: [threading.current_thread()], lambda n: ["e"] * n
+        workers,
+        gate or Gate(len(workers)),
+        [source],
+        lambda: [threading.current_thread()],
+        lambda n: ["e"] * n,
     )
 
 
@@ -103,7 +103,7 @@ def gate() -> Iterator[Gate]:
 
 def test_who_waits_in_the_gate_has_started(gate: Gate) -> None:
     seen = diagnostics(worker(0, step=STEP), worker(1, step=STEP), gate=gate)
-    assert seen.ranks()[0] == "at the gate in round 3, waiting for rank 1"
+    assert seen.ranks()[0] == "at the gate in round 3, waiting for ranks 1"
     assert not seen.have_all_started()
     assert diagnostics(worker(0, step=STEP), worker(1), gate=gate).have_all_started()
 
@@ -128,12 +128,12 @@ def test_what_moves_between_two_rounds_is_counted() -> None:
     seen = diagnostics(*ranks)
     before = seen.progress()
     assert seen.longest_ms() == 9.0
-    ranks[0].moves += 1  # a meeting, to which perhaps no rank has brought steps
+    ranks[0].activity.moves += 1  # a meeting, to which perhaps no rank has brought steps
     assert seen.progress() == before
-    ranks[1].task, ranks[1].moves = "evaluates", 1
+    ranks[1].activity.task, ranks[1].activity.moves = "evaluates", 1
     assert seen.progress() != before
     before = seen.progress()
-    ranks[1].moves += 1  # a batch of the evaluation
+    ranks[1].activity.moves += 1  # a batch of the evaluation
     assert seen.progress() != before
     before = seen.progress()
     ranks[0].current.local_step += 1

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ from flowdp import (
 from flowdp.collective import nccl
 from flowdp.collective.nccl import NcclMean
 from flowdp.engine import active_runs
+from flowdp.engine import build as build_module
 from flowdp.engine import engine as engine_module
 from flowdp.protocol.messages import Requested
 from tests.collective.fake_nccl import FakeNccl
@@ -184,7 +184,7 @@ def test_a_collective_that_hangs_on_the_devices_ends_the_run(
         return mean
 
     monkeypatch.setattr(nccl, "LIMIT_S", 0.05)
-    monkeypatch.setattr(engine_module, "open_collective", collective)
+    monkeypatch.setattr(build_module, "open_collective", collective)
     run = trainer(policy=policy, epochs=None, max_steps=10**9).start()
     with pytest.raises(CollectiveTimeout, match=r"averaging round \d over cpu, cpu began"):
         run.join(WAIT_S)
@@ -303,23 +303,3 @@ def test_two_threads_may_let_go_of_a_run_at_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine, "_letting_go", watched)
     monkeypatch.setattr(engine, "progress", slow)
     assert both(engine.let_go) == [None, None]
-
-
-def test_the_progress_of_a_run_that_is_let_go_of_between_two_looks() -> None:
-    class LetGo:
-        def __init__(self) -> None:
-            self.workers = [
-                SimpleNamespace(
-                    current=SimpleNamespace(local_step=3),
-                    machine=SimpleNamespace(throttled=None),
-                    replica=SimpleNamespace(pieces=1, captured=None),
-                )
-            ]
-
-        @property
-        def _progress(self) -> Any:
-            self.workers = []
-            return []
-
-    [rank] = engine_module.Engine.progress(LetGo())  # type: ignore[arg-type]
-    assert rank.steps == 3

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.tensor_source import TensorSource
-from flowdp.device.streams import HostLane, Lane, StreamLane
+from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.errors import CollectiveError, DataError, OutOfDeviceMemory, StepError
 from flowdp.machine.worker import Step
-from tests.data.cards import Card
 
 CPU = torch.device("cpu")
 
 
-def place(lane: Lane | None = None) -> ErrorContext:
+def place() -> ErrorContext:
     order = EpochOrder(40, 10, 0, shuffle=False, drop_last=False)
     source = TensorSource([torch.arange(40)], lambda parts: parts[0], order)
     current = CurrentWorker(1, CPU, nn.Linear(1, 1), local_step=7, sink=lambda *_: None)
-    return ErrorContext(current, lane or HostLane(CPU), source)
+    return ErrorContext(current, HostLane(CPU), source)
 
 
 def test_it_names_the_step() -> None:
@@ -58,30 +56,8 @@ def test_what_has_its_place_already_passes() -> None:
         assert place().explain(error) is error
 
 
-@pytest.mark.parametrize(
-    ("said", "needed", "free"),
-    [
-        ("Tried to allocate 20.00 MiB. GPU 0 has ... GiB of which 1.50 GiB is free.", 20 * 2**20, 3 * 2**29),
-        ("Tried to allocate 512 bytes", 512, None),
-        ("out of memory", None, None),
-        ("Tried to allocate 3 elephants", None, None),
-    ],
-)
-def test_the_numbers_are_those_of_torchs_message(said: str, needed: int | None, free: int | None) -> None:
-    error: Any = place().explain(torch.OutOfMemoryError(said))
+def test_what_torch_says_is_there() -> None:
+    error: Any = place().explain(torch.OutOfMemoryError("Tried to allocate 512 bytes"))
     assert isinstance(error, OutOfDeviceMemory)
-    assert (error.rank, error.needed_bytes, error.free_bytes) == (1, needed, free)
-    assert said in str(error)
-
-
-def test_a_device_is_asked_for_what_torch_does_not_say() -> None:
-    here = place(StreamLane(CPU, Card(total=1000, used=400)))
-    error: Any = here.explain(torch.OutOfMemoryError("out of memory"))
-    assert error.free_bytes == 600
-
-
-def test_a_tensor_of_another_device_is_what_the_loss_brought() -> None:
-    said = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
-    error = place().explain(RuntimeError(said))
-    assert "take it from the batch or the model" in str(error)
-    assert "take it from the batch" not in str(place().explain(RuntimeError("another one")))
+    assert error.rank == 1
+    assert "Tried to allocate 512 bytes" in str(error)

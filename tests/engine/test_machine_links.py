@@ -7,6 +7,7 @@ import pickle
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from flowdp.engine.requests import Requests
 from flowdp.errors import CollectiveAborted, ProtocolError, StepError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Phase
-from flowdp.network.channel import Sign
+from flowdp.network.channel import Channel, Sign
 from flowdp.network.machines import find_machines
 from flowdp.network.team import Team
 from flowdp.protocol.commands import AbortGate, Finish, Paused, Quarantined, RoundEnded, Send
@@ -55,13 +56,28 @@ class Machine:
         self.requests = Requests(Records(()), self.failures)
         self.inboxes = {rank: Inbox[Any](64, f"rank {rank}") for rank in self.team.ranks}
         self.link: LeaderLink | FollowerLink
+        self.gate = Gate(
+            self.team.world_size, None, lambda arrivals: self.link.ask(arrivals), self.team.ranks
+        )
+        self.channel = Channel(machines, 0.25)
+        services: Any = SimpleNamespace(
+            team=self.team,
+            channel=self.channel,
+            requests=self.requests,
+            failures=self.failures,
+            evaluator=None,
+            saver=SimpleNamespace(sender=None),
+        )
+        given = services, self.gate, self.sign
         if self.team.leads:
-            self.link = LeaderLink(self.team, self.requests, self.failures, 1.0)
+            self.link = LeaderLink(*given)
         else:
-            self.link = FollowerLink(self.team, self.requests, self.failures, 1.0, self.inboxes)
-        self.gate = self.link.gate = Gate(self.team.world_size, None, self.link.ask, self.team.ranks)
-        self.link.sign = lambda: Sign(10**machines.index, 5.0 * machines.index, machines.index != 2)
+            self.link = FollowerLink(*given, {rank: inbox.post for rank, inbox in self.inboxes.items()})
         self.link.start()
+
+    def sign(self) -> Sign:
+        index = self.machines.index
+        return Sign(10**index, 5.0 * index, index != 2)
 
     def enter(self, round: int, global_step: int) -> list[Any]:
         """All ranks of this machine come to a round; their outcomes or errors."""
@@ -87,7 +103,7 @@ def rounds(rank: int) -> dict[str, Any]:
     found["outcomes"] = [machine.enter(0, 0), machine.enter(1, 4)]
     if isinstance(link, LeaderLink):
         for other in (2, 3):
-            link.postbox(other).post(SyncNow(other))
+            link.order(other, SyncNow(other))
         link.relay(Paused(True))
         link.relay(Send(0, SyncNow(7)))  # an order goes its own way
         link.relay(FINISH)
@@ -103,7 +119,7 @@ def rounds(rank: int) -> dict[str, Any]:
         assert machine.requests.inbox.get(5.0) is None
     found["signs"] = link.signs
     machine.tick()
-    link.close()
+    machine.channel.close()
     found["names"] = [thread.name for thread in link.threads()]
     found["is_quiet"] = machine.requests.inbox.is_empty()
     found["error"] = machine.failures.first
@@ -167,7 +183,7 @@ def failure(rank: int) -> Any:
     machine.tick()
     machine.gate.abort("rank 2 failed")
     aborted = machine.enter(0, 0)
-    link.close()
+    machine.channel.close()
     first = machine.failures.first
     assert first is not None
     return {
@@ -206,7 +222,7 @@ def other_rounds(rank: int) -> Any:
         machine.link.ask((Arrival(2, 1, 0, 1, 8),))
         found = machine.next(), type(machine.failures.first)
     machine.tick()
-    machine.link.close()
+    machine.channel.close()
     return found
 
 
@@ -223,10 +239,10 @@ def leaves(rank: int, who: int) -> Any:
     machine = Machine()
     machine.tick()
     if rank == who:
-        machine.link.close()
+        machine.channel.close()
         return None
     fact = machine.next()
-    machine.link.close()
+    machine.channel.close()
     return fact, str(machine.failures.first)
 
 
@@ -247,7 +263,7 @@ def loses(rank: int, folder: str) -> Any:
     if rank == 1:
         os._exit(1)
     fact = machine.next()
-    machine.link.close()
+    machine.channel.close()
     (Path(folder) / "found").write_bytes(pickle.dumps((fact, str(machine.failures.first))))
     os._exit(0)
 

@@ -15,7 +15,7 @@ from flowdp.collective.base import Averaging
 from flowdp.device.streams import StreamLane
 from flowdp.engine import meter as module
 from flowdp.engine.device_meter import PAGE, DeviceMeter
-from flowdp.engine.meter import HostMeter, Meter, OrderSums
+from flowdp.engine.meter import Meter, OrderSums
 from flowdp.machine.worker import Done, Step
 from flowdp.policy.efficiency import Activity
 from flowdp.timeline.spans import RankSpans
@@ -37,7 +37,7 @@ def lane(cuda: FakeCuda) -> StreamLane:
 
 @pytest.fixture(params=["host", "device"])
 def meter(request: pytest.FixtureRequest, lane: StreamLane) -> Meter:
-    return HostMeter() if request.param == "host" else DeviceMeter(lane)
+    return Meter() if request.param == "host" else DeviceMeter(lane)
 
 
 def steps(meter: Meter, *losses: float, samples: int = 4) -> None:
@@ -139,7 +139,7 @@ def test_averaging_is_no_waiting(meter: Meter) -> None:
 
 
 def test_waits_for_data_are_told_apart_on_the_host() -> None:
-    meter = HostMeter()
+    meter = Meter()
     meter.waited(0.5)
     meter.waited(0.25)
     steps(meter, 1.0)
@@ -148,7 +148,7 @@ def test_waits_for_data_are_told_apart_on_the_host() -> None:
 
 def test_a_wait_inside_a_step_is_not_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "perf_counter", lambda: 10.75)
-    meter = HostMeter()
+    meter = Meter()
     meter.begin(10.0)
     meter.waited(0.5)
     meter.end(torch.tensor(1.0), 4, STEP)
@@ -160,7 +160,7 @@ def test_a_wait_inside_a_step_is_not_its_work(monkeypatch: pytest.MonkeyPatch) -
 def test_the_step_behind_a_mean_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [10.0]
     monkeypatch.setattr(module, "perf_counter", lambda: now_s[0])
-    meter = HostMeter()
+    meter = Meter()
     meter.meet()
     now_s[0] += 0.5
     meter.met(lambda: Averaging(100.0, None))
@@ -226,14 +226,14 @@ def test_norms_of_gradients_are_summed_but_those_of_a_scaled_loss_that_overflowe
 
 # ---------------------------------------------------------------- spans
 def test_spans_are_the_sums_in_their_places(meter: Meter) -> None:
-    meter.spans = RankSpans()
+    meter._spans = RankSpans()
     steps(meter, 1.0, 2.0)
     meter.meet()
     meter.met(lambda: Averaging(0.0, None))
     meter.stepped()
     meter.averaged(perf_counter())
     report = closed(meter, 2)
-    rows = {activity: meter.spans.read(activity) for activity in Activity}
+    rows = {activity: meter._spans.read(activity) for activity in Activity}
     assert rows[Activity.STEP][:, 3].tolist() == [1, 1, 0]
     assert rows[Activity.STEP][:, 2].sum() * 1e3 == pytest.approx(report.work.busy_ms)
     assert rows[Activity.GATE][:, 2].sum() * 1e3 == pytest.approx(report.wait_ms, abs=1e-6)
@@ -243,18 +243,18 @@ def test_spans_are_the_sums_in_their_places(meter: Meter) -> None:
 
 
 def test_without_a_timeline_nothing_is_recorded(meter: Meter) -> None:
-    assert meter.spans is None
+    assert meter._spans is None
     steps(meter, 1.0)
     closed(meter, 1)
 
 
 def test_the_host_waits_for_data_in_a_span_of_its_own() -> None:
-    meter = HostMeter()
-    meter.spans = RankSpans()
+    meter = Meter()
+    meter._spans = RankSpans()
     meter.begin(perf_counter())
     meter.waited(0.25)
     meter.end(None, 4, STEP)
-    [(start, end, busy, count)] = meter.spans.read(Activity.DATA).tolist()
+    [(start, end, busy, count)] = meter._spans.read(Activity.DATA).tolist()
     assert (end - start, busy, count) == (pytest.approx(0.25), pytest.approx(0.25), 1)
 
 

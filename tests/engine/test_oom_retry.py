@@ -19,7 +19,7 @@ import flowdp
 from flowdp import record_scalar
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
-from flowdp.engine.meter import HostMeter
+from flowdp.engine.meter import Meter
 from flowdp.engine.micro_batches import MicroBatch
 from flowdp.engine.oom_retry import OomRetry, without_frames
 from flowdp.errors import OutOfDeviceMemory
@@ -169,10 +169,9 @@ def test_one_sample_that_has_no_room(policy: str) -> None:
         devices=["cpu", "cpu"],
         progress=False,
     ).start()
-    with pytest.raises(OutOfDeviceMemory, match="one sample alone has no room") as caught:
+    with pytest.raises(OutOfDeviceMemory, match="cannot be cut into more parts than 4") as caught:
         run.join(60)
     error = caught.value
-    assert (error.needed_bytes, error.free_bytes) == (3 * 2**29, 12 * 2**20)
     assert isinstance(error.__cause__, torch.OutOfMemoryError)
     assert "raise full()" in error.__cause__.__notes__[0]
     for part in (f"rank {error.rank} on cpu", "epoch 0", "batch_size=[...]", "gradient_accumulation_steps"):
@@ -199,7 +198,7 @@ def own_step(worker: Any, batch: Any) -> None:
         ({"train_step": own_step}, "cannot be done in pieces"),
         (
             {"loss": no_cut, "reading": flowdp.ReadingOptions(collate_fn=lambda items: {"n": len(items)})},
-            "nothing in it is 4 samples long",
+            "its 4 samples cannot be cut into more parts than 1",
         ),
     ],
     ids=["optimizer", "train_step", "no tensors"],
@@ -246,7 +245,7 @@ class Alone:
     def __init__(self, module: nn.Module, loss: Callable[..., Any]) -> None:
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         self.replica = Replica(parts_of(module, optimizer), loss)
-        self.meter, self.feed = HostMeter(), Shrinking()
+        self.meter, self.feed = Meter(), Shrinking()
         self.current = CurrentWorker(0, CPU, module, sink=self.meter.scalar)
         source: Any = None
         place, feed = ErrorContext(self.current, self.replica.lane, source), self.feed

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from flowdp.checkpoint.writer import Checkpoint
 from flowdp.engine.records import KEPT_CHECKPOINTS, KEPT_ROUNDS, Record, Records
 from flowdp.policy.tally import EpochMetrics, Tally
 from flowdp.protocol.commands import Finish, RoundEnded
@@ -140,7 +141,7 @@ def test_who_gave_up_before_the_end_does_not_ask() -> None:
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(Checkpoint):
     version: int
 
 

@@ -36,7 +36,7 @@ ERRORS = [
     DataError("it failed", epoch=2, indices=[3, 4]),
     StepError("it failed", rank=3, device="cuda:1", epoch=1, step=7, indices=[5]),
     DeviceError("it failed"),
-    OutOfDeviceMemory("it failed", rank=2, needed_bytes=10, free_bytes=5),
+    OutOfDeviceMemory("it failed", rank=2),
     CollectiveError("it failed"),
     CollectiveAborted("it failed"),
     CollectiveTimeout("it failed"),

@@ -10,6 +10,7 @@ from flowdp.engine.failures import Failures
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import Services
+from flowdp.network.team import Team
 
 
 def services() -> Services:
@@ -17,6 +18,7 @@ def services() -> Services:
     requests = Requests(records, failures)
     given = dict.fromkeys(("shuffle", "drop_last", "collate_fn", "num_workers"))
     return Services(
+        team=Team((1,)),
         source=open_source(torch.ones(4, 1), batch_size=2, seed=0, epochs=1, **given),  # type: ignore[arg-type]
         records=records,
         failures=failures,
@@ -27,6 +29,7 @@ def services() -> Services:
 
 def test_a_run_needs_neither_evaluation_nor_signals_nor_callbacks() -> None:
     own = services()
+    assert own.sources == [own.source]
     assert own.evaluator is own.sigterm is None
     assert own.close_observer(None)
     assert own.fingerprint is not services().fingerprint

@@ -8,10 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
-
-from flowdp.engine.stacks import describe_rank, describe_run, stacks
-from flowdp.threads.gate import Waiting
+from flowdp.engine.stacks import stacks
 
 
 @contextmanager
@@ -71,55 +68,6 @@ def test_asking_for_stacks_keeps_nothing_alive() -> None:
     found, gone = look()
     assert len(found) == 2
     assert gone() is None
-
-
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        ({"has_left": True, "step": (0, 3)}, "has left"),
-        ({"step": (0, 3)}, "in a step (epoch 0, batch 3)"),
-        (
-            {"waiting": Waiting(12, (1,), decided=False), "step": (0, 3)},
-            "at the gate in round 12, waiting for rank 1",
-        ),
-        (
-            {"waiting": Waiting(12, (1, 3), decided=True)},
-            "at the gate in round 12, waiting for ranks 1, 3 to finish the averaging",
-        ),
-        (
-            {"waiting": Waiting(12, (), decided=True)},
-            "at the gate in round 12, whose averaging is being launched",
-        ),
-        (
-            {"waiting": Waiting(12, (), decided=False)},
-            "at the gate in round 12, waiting for other machines",
-        ),
-        ({"awaited": (0, 7), "step": (0, 7)}, "waiting for data: batch 7 of epoch 0"),
-        ({"task": "evaluates after epoch 2", "awaited": (0, 7)}, "evaluates after epoch 2"),
-        ({"idle": "no data"}, "idle: no data"),
-        ({}, "idle"),
-    ],
-)
-def test_what_a_rank_is_doing(facts: dict[str, object], words: str) -> None:
-    assert describe_rank(**facts) == words  # type: ignore[arg-type]
-
-
-def test_the_report_of_a_run_can_be_read() -> None:
-    ranks = ["in a step (epoch 0, batch 3)", "at the gate in round 12, waiting for rank 0"]
-    with thread_inside("flowdp-worker-0") as first, thread_inside("flowdp-worker-1") as second:
-        report = describe_run(
-            "it stands", ranks, stacks([first, second]), ["1.0 ms Tick() => -", "2.0 ms Tick() => -"]
-        )
-    lines = report.splitlines()
-    assert lines[0] == "it stands"
-    assert lines[1:3] == [f"  rank 0: {ranks[0]}", f"  rank 1: {ranks[1]}"]
-    assert lines[3:5] == ["", "flowdp-worker-0 is here:"]
-    assert sum("in loss_of_the_user" in line for line in lines) == 2
-    assert lines[-4:] == ["", "The last events:", "  1.0 ms Tick() => -", "  2.0 ms Tick() => -"]
-
-
-def test_a_run_without_events_says_nothing_of_them() -> None:
-    assert describe_run("running", ["idle"], {}, []) == "running\n  rank 0: idle"
 
 
 def test_this_thread_can_be_asked_too() -> None:

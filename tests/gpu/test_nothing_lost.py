@@ -23,7 +23,7 @@ from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.streams import Lane, StreamLane, open_lanes
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.engine import engine as engine_module
+from flowdp.engine import build as engine_module
 from flowdp.replica.replica import Replica
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda, FakeEvent

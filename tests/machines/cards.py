@@ -19,7 +19,7 @@ from flowdp.collective import nccl_machines, select
 from flowdp.collective.nccl_machines import NcclMachinesMean, open_nccl_machines
 from flowdp.collective.select import open_collective
 from flowdp.device.streams import Lane
-from flowdp.engine import engine
+from flowdp.engine import build
 from tests.collective.fake_nccl import FakeNcclOfMachines
 from tests.data.cards import Card, put_on_streams
 from tests.machines import exact, rounds
@@ -55,7 +55,7 @@ def main(backend: Any) -> None:
 
     put(trainer, "check_backend", lambda *_: None)  # which sees that the devices are none of CUDA's
     put(select, "open_nccl_machines", fake_nccl)
-    put(engine, "open_collective", noted)
+    put(build, "open_collective", noted)
     runtime = flowdp.RuntimeOptions(backend=backend)
     exact.main(EXACT, runtime=runtime)
     for case in ROUNDS[backend]:

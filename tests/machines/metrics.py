@@ -6,7 +6,6 @@ its numbers do not depend on who trained what.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,7 +27,6 @@ SAMPLES, JUDGED, INPUTS, CLASSES = 64, 203, 6, 3
 
 CASES = ("criterion", "given to the step", "of the model", "no mean", "few samples", "by steps", "weights")
 REFUSED = "one machine alone"
-BY_HAND = "compute() by hand"
 
 
 class Net(nn.Module):
@@ -150,68 +148,9 @@ def numbers(run: flowdp.Run) -> list[dict[str, Any]]:
     return [{"eval": dict(means), "arrays": one} for (means, _), one in zip(found, arrays, strict=True)]
 
 
-class ByHand(flowdp.Callback):
-    """A metric that machine 0 computes behind each epoch."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_epoch_end(self, record: flowdp.EpochMetrics) -> None:
-        metric = torchmetrics.SumMetric()
-        metric.update(record.epoch + 1.0)
-        self.values.append(float(metric.compute()))
-
-
-def by_hand() -> None:
-    """Compute metrics in the loss, in the evaluation's step and in a callback: each by its own count.
-
-    The machines have different numbers of devices, so that they do so in different numbers and order.
-    """
-    made: dict[tuple[str, int], Any] = {}
-    counts: dict[tuple[str, int], int] = {}
-    wrong: list[tuple[str, int, int, float]] = []
-
-    def count(what: str) -> float:
-        rank = flowdp.current_worker().rank
-        metric = made.setdefault((what, rank), torchmetrics.SumMetric())
-        metric.update(1.0)
-        counts[what, rank] = counts.get((what, rank), 0) + 1
-        value = float(metric.compute())
-        if value != counts[what, rank]:
-            wrong.append((what, rank, counts[what, rank], value))
-        return value
-
-    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        flowdp.record_scalar("steps", count("loss"))
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    def step(model: nn.Module, batch: Sequence[Tensor]) -> dict[str, Tensor | float]:
-        count("step")
-        return {"loss": F.cross_entropy(model(batch[0]), batch[1])}
-
-    callback = ByHand()
-    flowdp.Trainer(
-        Net(),
-        lambda params: torch.optim.SGD(params, lr=0.0),
-        loss,
-        dataset=data(SAMPLES, 1),
-        per_device_batch_size=4,
-        epochs=3,
-        devices=["cpu"] * (1 + int(os.environ["RANK"])),
-        policy="cadence",
-        evaluation=flowdp.EvaluationOptions(data(JUDGED, 2), step=step),
-        callbacks=[callback],
-        progress=False,
-    ).fit()
-    report("by hand", wrong=wrong[:10], computed=sum(counts.values()), values=callback.values)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for case in sys.argv[1:]:
-        if case == BY_HAND:
-            by_hand()
-            continue
         try:
             for index, one in enumerate(numbers(trainer(case, 2).start())):
                 report("evaluated", case=case, index=index, **one)

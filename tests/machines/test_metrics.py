@@ -12,7 +12,7 @@ from tests.vision import mend_torchvision
 mend_torchvision()
 pytest.importorskip("torchmetrics")
 
-from tests.machines.metrics import BY_HAND, CASES, REFUSED, numbers, trainer  # noqa: E402
+from tests.machines.metrics import CASES, REFUSED, numbers, trainer  # noqa: E402
 
 pytestmark = pytest.mark.posix
 
@@ -44,13 +44,3 @@ def test_the_numbers_are_those_of_one_device(job: Job, case: str) -> None:
 def test_a_metric_that_machine_0_never_has_is_an_error_on_all(job: Job) -> None:
     for one in job.wait_for("refused", MACHINES, lambda one: one["case"] == REFUSED):
         assert "updated on another machine and not on machine 0" in one["error"]
-
-
-def test_a_metric_that_is_computed_by_hand_asks_no_other_machine() -> None:
-    with Job("tests.machines.metrics", BY_HAND, processes=MACHINES) as job:
-        job.ended()
-        first, second = sorted(job.wait_for("by hand", MACHINES), key=lambda one: int(one["machine"]))
-        assert "SumMetric.compute() in a loss" in job.output()
-    assert first["wrong"] == second["wrong"] == []
-    assert first["computed"] > 0 < second["computed"]
-    assert (first["values"], second["values"]) == ([1.0, 2.0, 3.0], [])  # callbacks belong to machine 0

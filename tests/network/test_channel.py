@@ -33,14 +33,12 @@ class Ends:
         self.heard: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self.signs: SimpleQueue[tuple[int, Sign]] = SimpleQueue()
         self.ended: SimpleQueue[tuple[int, CollectiveError | None, float]] = SimpleQueue()
-        self.channel = Channel(
-            found,
+        self.channel = Channel(found, sign_s)
+        self.channel.start(
             lambda other, one: (self.signs if isinstance(one, Sign) else self.heard).put((other, one)),
             lambda other, error: self.ended.put((other, error, monotonic())),
             lambda other: Sign(found.index * 10 + other, 2.5, True),
-            sign_s,
         )
-        self.channel.start()
 
     def hear(self, count: int) -> list[tuple[int, Any]]:
         return [self.heard.get(timeout=HANG_S) for _ in range(count)]

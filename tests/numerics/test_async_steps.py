@@ -60,7 +60,7 @@ def test_no_local_step_is_lost(recorder, devices, cadence):
     expected = model.weight.detach()[0].clone()
     run = train(recorder, model, lambda model, batch: model(batch[1]).mean(), devices, cadence=cadence)
     records = list(run.metrics("round"))
-    data = run._engine._source.tensors[1]
+    data = run._engine._parts.services.source.tensors[1]
     left = [iter(recorder.of(rank)) for rank in range(devices)]
     for record in records:
         for steps, mine in zip(record.steps, left, strict=True):

@@ -155,7 +155,7 @@ def expected(
     meeting is one, if no rank has stepped since its snapshot.
     """
     made = Outer(options, {"weight": line().weight.detach()})
-    data = run._engine._source.tensors[1]  # type: ignore[attr-defined]
+    data = run._engine._parts.services.source.tensors[1]  # type: ignore[attr-defined]
     records = list(run.metrics("round"))  # to the end
     left = [iter(enumerate(recorder.of(rank))) for rank in range(len(run._engine.replicas))]
     for record in records:

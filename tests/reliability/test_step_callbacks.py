@@ -94,7 +94,7 @@ def test_the_others_go_on_without_a_rank_that_raises_there(recorder: StepRecorde
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_one_no_worker_has_anything_to_call(recorder: StepRecorder, policy: str) -> None:
     run = trainer(recorder, policy, 2, callbacks=[flowdp.EarlyStopping(), flowdp.EMA()]).start()
-    workers = run._engine.workers
+    workers = run._engine._parts.workers
     run.join(WAIT_S)
     assert all(worker._step_callbacks == () for worker in workers)
 

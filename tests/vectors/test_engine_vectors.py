@@ -28,11 +28,14 @@ from flowdp.device import worker_context
 from flowdp.device.streams import HostLane, open_lanes
 from flowdp.device.worker_context import CurrentWorker, bind
 from flowdp.engine.failures import Failures
-from flowdp.engine.meter import HostMeter, OrderSums
+from flowdp.engine.meter import Meter, OrderSums
+from flowdp.engine.rank_pool import RankPool
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import MeetingPoint, Services
-from flowdp.engine.worker_thread import Mail, Worker
+from flowdp.engine.worker_thread import Mail, RankParts, Worker
+from flowdp.network.team import Team
+from flowdp.options import FailureOptions
 from flowdp.protocol.messages import (
     Abort,
     Fact,
@@ -160,14 +163,14 @@ def _bound_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_context._local, "worker", None, raising=False)
 
 
-def fresh_worker() -> HostMeter:
+def fresh_worker() -> Meter:
     """Make the calling thread a worker's; returns the destination of its values."""
-    meter = HostMeter()
+    meter = Meter()
     bind(CurrentWorker(0, torch.device("cpu"), nn.Linear(1, 1), samples=1, sink=meter.scalar))
     return meter
 
 
-def drained(meter: HostMeter) -> dict[str, list[float]]:
+def drained(meter: Meter) -> dict[str, list[float]]:
     reports: list[OrderSums] = []
     meter.close(reports.append)
     return {name: [total, int(weight)] for name, (total, weight) in reports[0].scalars.items()}
@@ -234,6 +237,7 @@ class Rank:
         requests = Requests(records, failures)
         self.facts = requests.inbox
         services = Services(
+            team=Team((1,)),
             source=source,
             records=records,
             failures=failures,
@@ -241,7 +245,9 @@ class Rank:
             saver=Saver(None, {}, None, requests.fail),
         )
         meeting = MeetingPoint(gate=gate, collective=self.mean, snapshots=self.snapshots)
-        self.worker = Worker(0, [replica], services, meeting, feed=feed, inbox=self.inbox, threads=1)
+        pool = RankPool(1, 1)
+        parts = RankParts(rank=0, index=0, replica=replica, feed=feed, inbox=self.inbox, pool=pool)
+        self.worker = Worker(parts, [replica], services, meeting, FailureOptions())
         self.thread = threading.Thread(target=self.worker.run)
 
     def start(self, *orders: Mail) -> None:

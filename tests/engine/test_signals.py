@@ -1,6 +1,4 @@
-"""Tests of SIGTERM: the first requests a stop, the second goes to the earlier handler, restored at the
-end.
-"""
+"""Tests of SIGTERM, whose first one requests a stop, and of Ctrl-C in the body of a loop over records."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from types import FrameType
 
 import pytest
 
-from flowdp.engine import sigterm as sigterm_module
-from flowdp.engine.sigterm import SigtermStop
+from flowdp.engine.signals import SigtermStop, hearing_interrupts
 from flowdp.errors import OptionError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,23 +162,13 @@ def test_only_the_main_thread_can(earlier: Earlier) -> None:
     thread.join(60)
     assert len(said) == 1
     assert "main thread" in said[0]
-    assert sigterm_module._open == []
-
-
-def test_a_handler_that_is_not_pythons_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with monkeypatch.context() as patch:
-        patch.setattr(signal, "getsignal", lambda number: None)
-        with pytest.raises(OptionError, match="not written in Python"):
-            SigtermStop(lambda: None)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.posix
 def test_by_default_the_second_ends_the_process_and_a_forked_one_the_first() -> None:
     program = """
 import os, signal, threading, warnings
-from flowdp.engine.sigterm import SigtermStop
+from flowdp.engine.signals import SigtermStop
 
 asked = threading.Semaphore(0)
 stop = SigtermStop(asked.release)
@@ -203,3 +190,72 @@ print("not reached")
     assert child.stdout == f"{signal.SIGTERM:d} False\nTrue\n"
     assert child.returncode == -signal.SIGTERM
     assert child.stderr == "SIGTERM: the run stops after its round; another SIGTERM ends the process\n"
+
+
+# ---------------------------------------------------------------- Ctrl-C in a loop over records
+def test_interrupts_are_counted_and_raised_as_ever() -> None:
+    with hearing_interrupts() as outer:
+        with hearing_interrupts() as inner:
+            before = outer(), inner()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            assert (outer(), inner()) == (before[0] + 1, before[1] + 1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert outer() == before[0] + 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_another_handler_is_left_alone() -> None:
+    heard: list[int] = []
+
+    def own(number: int, _frame: object) -> None:
+        heard.append(number)
+
+    signal.signal(signal.SIGINT, own)
+    try:
+        with hearing_interrupts() as interrupts:
+            assert signal.getsignal(signal.SIGINT) is own
+            signal.raise_signal(signal.SIGINT)
+            assert interrupts() == 0
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert heard == [signal.SIGINT]
+
+
+def test_one_that_is_set_meanwhile_stays() -> None:
+    def own(_number: int, _frame: object) -> None: ...
+
+    try:
+        with hearing_interrupts():
+            signal.signal(signal.SIGINT, own)
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_in_another_thread_there_is_nothing_to_hear() -> None:
+    seen: list[object] = []
+
+    def listen() -> None:
+        with hearing_interrupts() as interrupts:
+            seen.extend([interrupts(), signal.getsignal(signal.SIGINT)])
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join(60)
+    assert seen == [0, signal.default_int_handler]
+
+
+def test_a_loop_that_ends_in_another_thread_leaves_the_handler_to_the_next() -> None:
+    loop = hearing_interrupts()
+    interrupts = loop.__enter__()
+    thread = threading.Thread(target=loop.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join(60)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert interrupts() > 0
+    with hearing_interrupts():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

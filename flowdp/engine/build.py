@@ -1,0 +1,241 @@
+"""Composition of a run's engine: every object is made whole, in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from contextvars import copy_context
+from functools import partial
+
+from flowdp.collective.async_mean import SnapshotMean
+from flowdp.collective.host import HostMean
+from flowdp.collective.select import open_collective
+from flowdp.data.open_feeds import open_feeds
+from flowdp.device.compiled import make_room
+from flowdp.device.cores import pool_sizes, thread_budget
+from flowdp.device.failed_device import keep_memory
+from flowdp.device.process_tuning import as_tuning
+from flowdp.engine.coordinator_thread import CoordinatorParts, CoordinatorShell
+from flowdp.engine.diagnostics import Diagnostics
+from flowdp.engine.engine import Engine, EngineParts
+from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink
+from flowdp.engine.rank_pool import RankPool
+from flowdp.engine.services import MeetingPoint, Services
+from flowdp.engine.worker_thread import Mail, RankParts, Worker
+from flowdp.machine.config import CoordinatorConfig
+from flowdp.machine.coordinator import Coordinator
+from flowdp.machine.event_log import EventLog
+from flowdp.machine.policies import ROUNDS
+from flowdp.options import Backend, FailureOptions, OuterOptions, RuntimeOptions
+from flowdp.policy.stall import StallWatch
+from flowdp.protocol.messages import Arrival
+from flowdp.replica.exact_replica import ExactReplica
+from flowdp.replica.joint_step import JointStep
+from flowdp.replica.replica import Replica
+from flowdp.threads.gate import Gate
+from flowdp.threads.inbox import Inbox
+
+__all__ = ["build_engine"]
+
+WORKER_INBOX = 64
+"""Orders, notes and requests that may wait for a worker: two orders, one request per abandoned round (their
+deadlines double), one note per batch waited for, one word per round that is late."""
+
+
+def build_engine(
+    config: CoordinatorConfig,
+    replicas: Sequence[Replica],
+    services: Services,
+    failures: FailureOptions,
+    runtime: RuntimeOptions,
+    outer: OuterOptions | None = None,
+) -> Engine:
+    """Build all objects of a run's threads; none is started.
+
+    Args:
+        config: The run, for its coordinator.
+        replicas: One per rank of this machine, equal.
+        services: What the threads share; closed at the end of the run.
+        failures: Errors, stalls and NaNs: which of them end the run.
+        runtime: Use of devices and process.
+        outer: The outer step of the means, of which each replica has the momentum then; None: there is none.
+
+    Raises:
+        CollectiveError: NCCL was asked for and does not work here.
+        DeviceError: The dataset could not be brought to a device.
+    """
+    team = services.team
+    make_room(len(replicas))
+    inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in team.ranks]
+    posts = {rank: inbox.post for rank, inbox in zip(team.ranks, inboxes, strict=True)}
+    link: LeaderLink | FollowerLink | None = None
+    machine: Coordinator | Follower = Coordinator(config)
+
+    def ask(arrivals: tuple[Arrival, ...]) -> None:
+        assert link is not None
+        link.ask(arrivals)
+
+    settings = ExitStack()
+    with ExitStack() as undo:
+        undo.callback(settings.close)
+        _close_at_end(services, settings)
+        meeting = _open_meeting(config, replicas, services, (runtime.backend, outer), ask, settings)
+        ranks = _open_ranks(config, replicas, services, runtime, inboxes, settings)
+        workers = [Worker(rank, replicas, services, meeting, failures, config.start) for rank in ranks]
+        threads = [
+            threading.Thread(  # in the settings of this one: torch.compile's belong to a thread
+                target=copy_context().run,
+                args=(worker.run,),
+                name=f"flowdp-worker-{worker.rank}",
+                daemon=True,
+            )
+            for worker in workers
+        ]
+        event_log = EventLog()
+        diagnostics = Diagnostics(
+            workers,
+            meeting.gate,
+            services.sources,
+            lambda: engine.threads(),
+            event_log.tail,
+            lambda: () if link is None else link.signs,
+            steps_at_gate=replicas[0].steps_at_gate,
+        )
+        if team.is_spread and team.leads:
+            link = LeaderLink(services, meeting.gate, diagnostics.sign)
+            others = (rank for rank in range(config.world_size) if rank not in team.ranks)
+            posts |= {rank: partial(link.order, rank) for rank in others}
+        elif team.is_spread:
+            link = FollowerLink(services, meeting.gate, diagnostics.sign, posts)
+            machine = Follower(config, team.ranks, link.send)
+        timeout_s = failures.stall_timeout
+        shell = CoordinatorShell(
+            CoordinatorParts(
+                machine=machine,
+                event_log=event_log,
+                posts=posts,
+                threads=threads,
+                watch=StallWatch(None if timeout_s is None else timeout_s * 1e3),
+                diagnostics=diagnostics,
+                link=link,
+            ),
+            services,
+            meeting,
+            closing=settings.close,
+        )
+        engine = Engine(
+            config,
+            EngineParts(
+                services=services,
+                replicas=replicas,
+                workers=workers,
+                feeds=[rank.feed for rank in ranks],
+                inboxes=inboxes,
+                threads=threads,
+                diagnostics=diagnostics,
+                shell=shell,
+                link=link,
+            ),
+            event_log,
+            as_tuning(runtime.tune_process),
+            settings,
+        )
+        undo.pop_all()
+    return engine
+
+
+def _close_at_end(services: Services, settings: ExitStack) -> None:
+    if services.team.machines is not None:
+        settings.callback(services.team.machines.closer())
+    for states in (services.saver.collector, services.saver.sender):
+        if states is not None:
+            settings.callback(states.give_back)
+    if services.channel is not None:
+        settings.callback(services.channel.close)
+
+
+def _open_meeting(
+    config: CoordinatorConfig,
+    replicas: Sequence[Replica],
+    services: Services,
+    means: tuple[Backend, OuterOptions | None],
+    ask: Callable[[tuple[Arrival, ...]], None],
+    settings: ExitStack,
+) -> MeetingPoint:
+    """Open the gate and the collective of the run, with `means`: their backend and outer step."""
+    team, lanes = services.team, [replica.lane for replica in replicas]
+    exact = [replica for replica in replicas if isinstance(replica, ExactReplica)]
+    averaged = [replica.averaged for replica in replicas]
+    collective = open_collective(
+        means[0],
+        config.policy,
+        averaged,
+        lanes,
+        lambda index: gate.finish(team.ranks[index]),
+        partial(services.requests.fail, is_awaited=False),
+        means[1],
+        team,
+        overlaps=config.overlaps,
+    )
+    settings.callback(collective.close)
+    if services.sigterm is not None:
+        settings.callback(services.sigterm.close)
+    joint = None
+    if exact:
+        joint = JointStep(exact, collective, lambda index: gate.finish(team.ranks[index]))
+    launch = collective.launch if joint is None else joint.launch
+    gate = Gate(config.world_size, launch, ask if team.is_spread else None, team.ranks)
+    is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
+    for replica, momentum in zip(replicas, collective.outer, strict=False):  # empty without outer
+        replica.outer = momentum
+    return MeetingPoint(
+        gate=gate,
+        collective=collective,
+        snapshots=SnapshotMean(averaged, lanes, collective.outer) if is_async else None,
+        settle=collective.settle if config.overlaps and isinstance(collective, HostMean) else None,
+        joint=joint,
+    )
+
+
+def _open_ranks(
+    config: CoordinatorConfig,
+    replicas: Sequence[Replica],
+    services: Services,
+    runtime: RuntimeOptions,
+    inboxes: Sequence[Inbox[Mail]],
+    settings: ExitStack,
+) -> list[RankParts]:
+    """Open what each rank has for itself: its feed, and the threads that it computes with."""
+    ranks, lanes = services.team.ranks, [replica.lane for replica in replicas]
+    batch = config.global_batch
+    feeds = open_feeds(
+        services.source,
+        lanes,
+        held=[(config.groups or (1,) * config.world_size)[rank] for rank in ranks],
+        # Room for twice an equal share of a global batch.
+        rows=None if batch is None else min(batch.size, -(-2 * batch.size // config.world_size)),
+        spans=() if services.timeline is None else services.timeline.ranks,
+        usage=runtime.memory_fraction,
+        depth=runtime.prefetch_depth,
+    )
+    for lane, feed in zip(lanes, feeds, strict=True):
+        settings.callback(lane.drain)
+        settings.callback(feed.close)
+    settings.callback(keep_memory, lanes)
+    tuning = as_tuning(runtime.tune_process)
+    # Where the bits do not depend on measured speed, they shall not depend on the size of a pool either.
+    sizes = pool_sizes(
+        [lane.device for lane in lanes], tuning, adapts=ROUNDS[config.policy].shares == "steps"
+    )
+    return [
+        RankParts(
+            rank=rank,
+            index=index,
+            replica=replicas[index],
+            feed=feeds[index],
+            inbox=inboxes[index],
+            pool=RankPool(sizes[index], thread_budget() if tuning.openmp else sizes[index]),
+        )
+        for index, rank in enumerate(ranks)
+    ]
