@@ -272,9 +272,9 @@ class ReadingOptions:
         drop_last: Leave out an epoch's last batch where it is not full. None is False.
         collate_fn: Makes a batch of a list of samples. None is torch's.
         num_workers: Processes that read the dataset. None is 0: a thread reads, in turn with the evaluation
-            and other runs of this process whose datasets share an object (an open file, the parts of a
-            split). It cannot see other readers: a loop of your own over the same dataset while the run goes
-            on, or a file that two datasets share as a global, needs processes here or there. Processes live
+            and other runs of this process, whose datasets may share an open file. It cannot see other
+            readers: a loop of your own over the same dataset while the run goes on needs processes here or
+            there. Processes live
             through all epochs, so that a change of the dataset between two epochs does not reach them; a
             warning names a number, text or flag of the dataset that was changed.
     """
