@@ -40,7 +40,6 @@ from flowdp.protocol.commands import (
     EpochEnded,
     EvaluationEnded,
     Finish,
-    RoundEnded,
     Send,
 )
 from flowdp.protocol.messages import (
@@ -1093,8 +1092,8 @@ def an_owed_evaluation_comes_behind_the_first_round(patch: Patch) -> None:
         init(self, tasks, position, *rest, **given)
         self._late, self._ended = self._ended, []  # type: ignore[attr-defined]
 
-    def ready(self: Barrier, record: RoundEnded, now_ms: float) -> None:
-        trained(self, record, now_ms)
+    def ready(self: Barrier) -> None:
+        trained(self)
         self._ended += self._late  # type: ignore[attr-defined]
         self._late = []  # type: ignore[attr-defined]
 
