@@ -83,7 +83,7 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "collective/local.py _Ahead.end: self._sent.record(self._out)": BLOCKS,
     "collective/local.py _Ahead.end: self._lane.comm.wait_event(self._sent)": BLOCKS,
     "collective/local_group.py _Rendezvous.wait: stream.wait_event(mark)": THREADS,
-    "collective/local_group.py _Rendezvous._mark_ready: mark.record(lane.current())": THREADS,
+    "collective/local_group.py _Rendezvous.put: mark.record(lane.current())": THREADS,
     "collective/local_group.py _Rendezvous._enqueue: lane.comm.wait_event(mark)": THREADS,
     "collective/local_group.py _Rendezvous._enqueue: mark.record(lane.comm)": THREADS,
     "collective/nccl_loop.py NcclLoop._launch: ready.record(stream)": LOOP,
@@ -165,7 +165,7 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "device/streams.py StreamLane._await: mark.record(other)": late("resident by hand"),
     "device/streams.py StreamLane._await: stream.wait_event(mark)": late("resident by hand"),
     "engine/evaluation.py to_lane: keep_for(lane.compute, tensors_of(moved))": [(EVALUATED, LATE)] * OFTEN,
-    "engine/device_meter.py DeviceMeter.wait_for: event.synchronize()": late("steered"),
+    "engine/meter.py Meter.wait_for: event.synchronize()": late("steered"),
     "engine/device_meter.py DeviceMeter._mark: event.record(self._lane.compute)": late("steered"),
     "engine/nan_guard.py NanGuard.judge: self._passed.record(self._lane.compute)": late("not finite") * OFTEN,
     "replica/factories.py build_models: lane.await_caller()": late("models of build_models"),
@@ -238,7 +238,6 @@ ELSEWHERE = {
     "device/cuda_graphs.py GraphPool.capture: lane.capturing.wait_event(self._before)": CAPTURED,
     "device/cuda_graphs.py GraphPool.capture: self._behind.record(lane.capturing)": CAPTURED,
     "device/cuda_graphs.py GraphPool.capture: here.wait_event(self._behind)": CAPTURED,
-    "engine/meter.py Meter.wait_for: event.synchronize()": "ranks on the CPU",
     "replica/joint_step.py JointStep.step: self._given.synchronize()": "a card beside a rank on the CPU",
 }
 """Edges to which no run here comes, and those that do."""
