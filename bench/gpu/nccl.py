@@ -27,15 +27,16 @@ SHARED_SINCE = 23000
 def measure_one(place: Place) -> Iterator[Finding]:
     """Create a communicator of one rank, check and time its means, and destroy it; abort another one."""
     place.needs_cuda("NCCL")
-    nccl = load([place.device])
+    nccl = load()
     yield Note(f"NCCL {nccl.get_version()}, torch built for {'.'.join(map(str, torch.cuda.nccl.version()))}")
     (replica,), lanes = open_replicas(place, 1, place.pick(100_000_000, 120_000))
     before = replica.memories[0].double().sum().item()
     with QUIET:
         side = Side(nccl, lanes[0], replica.flats)
     comms = CommunicatorSetup(nccl, lanes, [replica.flats]).wait()
-    mean = partial(sum_replicas, nccl, comms, [side], (3,), drift=False)
-    own = partial(launch_group, nccl, comms, [side.calls])
+    launch = partial(launch_group, nccl, comms)
+    mean = partial(sum_replicas, launch, [side], (3,), drift=False)
+    own = partial(launch, [side.calls])
     try:
         mean()
         others = [torch.empty_like(memory) for memory in replica.memories]
@@ -68,7 +69,7 @@ def measure_one(place: Place) -> Iterator[Finding]:
 def measure_several(ranks: int, place: Place) -> Iterator[Finding]:
     """Several ranks on one card: error of means, training with delayed streams, a rank leaving, bandwidth."""
     place.needs_cuda("NCCL")
-    if (version := load([place.device]).get_version()) < SHARED_SINCE:
+    if (version := load().get_version()) < SHARED_SINCE:
         raise Skipped(f"several ranks on one card need NCCL 2.30 or later, this one is {version}")
     devices = [place.device] * ranks
     away = deviation(devices, NcclMean)

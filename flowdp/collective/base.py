@@ -341,7 +341,10 @@ class BlockMean:
         shares = _Shares([weights[giver] for giver in givers])
         if any(flag is not None for flag in flags):
             shares = _DeviceShares(shares.weights, [flags[giver] for giver in givers], self._device)
-        squares = self._sums() if drift else None
+        squares = None
+        if drift:
+            squares = self._cells
+            self._squares.zero_()
         for block, sources, targets in self._brought():
             measured = squares if block.kind == "parameters" else None
             if block.rows is not None and self._kernels is not None:
@@ -353,9 +356,6 @@ class BlockMean:
                 self._maximum(sources, targets)
             else:
                 self._mean(sources, targets, givers, shares, measured, block.move)
-        if squares and isinstance(squares[0], _HostSum):
-            sums = [float(square) for square in squares]
-            return torch.tensor(sums, dtype=torch.float64, device=self._device)
         if drift and len(self._rows):
             self._squares.add_(self._rows.sum(0))
         return self._squares if drift else None
@@ -400,20 +400,13 @@ class BlockMean:
             return FAR_BLOCK if self._far else sys.maxsize
         return _block_size(self._device)
 
-    def _sums(self) -> Sequence[_Sum]:
-        """Sums for each member and for the mean, at zero."""
-        if _adds_on_host(self._device):
-            return [_HostSum() for _ in self._cells]
-        self._squares.zero_()
-        return self._cells
-
     def _mean(
         self,
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
         givers: Sequence[int],
         shares: _Shares,
-        squares: Sequence[_Sum] | None,
+        squares: Sequence[Tensor] | None,
         move: Move | None,
     ) -> None:
         dtype = arithmetic(sources[0].dtype)
@@ -450,7 +443,7 @@ class BlockMean:
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
         shares: _Shares,
-        squares: Sequence[_Sum] | None,
+        squares: Sequence[Tensor] | None,
         move: Move | None,
     ) -> None:
         """Two replicas lie on opposite sides of their mean, so the distance of one is that of both."""
@@ -565,26 +558,6 @@ class _DeviceShares(_Shares):
         if key not in self._cast:
             self._cast[key] = self._both[is_step].to(dtype).unbind()
         return self._cast[key]
-
-
-class _HostSum:
-    """A sum of numbers on the host: there, to read one costs less than to add two tensors of one each."""
-
-    def __init__(self) -> None:
-        self._value = 0.0
-
-    def __float__(self) -> float:
-        return self._value
-
-    def add_(self, square: Tensor, alpha: float = 1.0) -> None:
-        self._value += alpha * square.item()
-
-
-_Sum = Tensor | _HostSum
-
-
-def _adds_on_host(device: torch.device) -> bool:
-    return device.type == "cpu"
 
 
 def _kinds(flat: Flat) -> Iterator[tuple[_Kind, int, int]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowdp.collective.base import arithmetic
@@ -26,7 +27,7 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import flat_view
 from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import Lane
-from flowdp.errors import CollectiveError, FlowdpError, OptionError
+from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.options import Policy
 
@@ -257,12 +258,8 @@ class _Normalise(torch.autograd.Function):
         return F.batch_norm(values, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise FlowdpError(
-                "a gradient of a gradient (create_graph=True) does not go through SyncBatchNorm over several "
-                "devices; use GroupNorm, or plain BatchNorm"
-            )
         values, weight, mean, scale, count = ctx.saved_tensors
         shape = [1, -1, *(1 for _ in range(values.dim() - 2))]
         dims = _others(values)
@@ -276,11 +273,7 @@ class _Normalise(torch.autograd.Function):
         of_values = None
         if ctx.needs_input_grad[0]:
             shared: SharedStatistics = ctx.shared
-            if shared.group is None:
-                raise FlowdpError(
-                    "the backward of SyncBatchNorm adds up sums of all devices, and this one runs on one "
-                    "device alone: run it on all devices, inside of the function for `parallel`"
-                )
+            assert shared.group is not None, "the backward runs on one device alone, not in `parallel`"
             total = sums.double() * shared.weight
             _add_up(shared.group, total, f"backward of {ctx.name!r}")
             passed, passed_away = (total / (shared.weight * count)).to(mean.dtype)
@@ -292,11 +285,7 @@ class _Normalise(torch.autograd.Function):
 
 def _add_up(group: ProcessGroup, rows: Tensor, what: str) -> None:
     """Replace rows by their sum over the ranks; `what` must be equal on all ranks."""
-    try:
-        group._reduce(flat_view(rows), "sum", f"the {what} (SyncBatchNorm), shape {tuple(rows.shape)}").wait()
-    except CollectiveError as error:
-        error.add_note("flowdp: every device must call the same SyncBatchNorm layers, in the same order")
-        raise
+    group._reduce(flat_view(rows), "sum", f"the {what} (SyncBatchNorm), shape {tuple(rows.shape)}").wait()
 
 
 def _others(values: Tensor) -> list[int]:

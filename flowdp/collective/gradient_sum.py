@@ -14,7 +14,6 @@ __all__ = [
     "Gradients",
     "accumulate",
     "add_up",
-    "added",
     "has_hooks",
     "without_hooks",
 ]
@@ -43,17 +42,6 @@ def add_up(ranks: Sequence[Gradients]) -> Gradients:
         sums = torch._foreach_add([known for _, known, _ in both], [more for _, _, more in both])
         for (place, _, _), summed in zip(both, sums, strict=True):
             total[place] = summed
-    return total
-
-
-def added(ranks: Sequence[Gradients]) -> Gradients:
-    """Sum as `add_up` does, in the graph that is being made."""
-    total = list(ranks[0])
-    for gradients in ranks[1:]:
-        total = [
-            more if known is None else known if more is None else known + more
-            for known, more in zip(total, gradients, strict=True)
-        ]
     return total
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from flowdp.collective.base import Averaging, BlockMean, arithmetic, is_held, relative_drift
 from flowdp.collective.memory_mean import MemoryMean
 from flowdp.collective.outer import OuterMomentum
+from flowdp.collective.payload import PACKS
 from flowdp.device.flat_parameters import Flat
 from flowdp.network.machines import Pending, Reduction
 from flowdp.network.team import Team
@@ -100,9 +101,9 @@ class MachinesMean(MemoryMean):
         self._team, self._machines = team, team.machines
         self._outer_step = outer
         self._overlaps = overlaps
-        self._is_narrow = team.options.payload == "bf16"
+        self._pack = PACKS[team.options.payload]
         self._means = [torch.empty_like(flat.memory, dtype=_wide(flat), device="cpu") for flat in flats]
-        self._bases = self._copies() if self._is_narrow and is_difference else None
+        self._bases = self._copies() if team.options.payload != "full" and is_difference else None
         self._given: list[Tensor] = self._copies() if overlaps else []
         self._on_way: tuple[Pending, Sequence[_Sent], Outcome] | None = None
         self._rest: Outcome | None = None  # of the last mean, whose buffers did not travel
@@ -248,8 +249,7 @@ class MachinesMean(MemoryMean):
                 yield _Sent(buffers, buffers.double().mul_(weight) if weight else _zeros(buffers), "sum")
 
     def _outgoing_parameters(self, mean: Tensor, base: Tensor | None, weight: float) -> _Sent:
-        is_narrow = self._is_narrow and mean.dtype == torch.float32
-        if not is_narrow:
+        if mean.dtype != torch.float32:  # it travels as it is
             base = None
         if not weight:
             mean.zero_()
@@ -257,7 +257,7 @@ class MachinesMean(MemoryMean):
             mean.sub_(base).mul_(weight)
         else:
             mean.mul_(weight)
-        return _Sent(mean, mean.bfloat16() if is_narrow else mean, "sum", is_trained=True, base=base)
+        return _Sent(mean, self._pack(mean), "sum", is_trained=True, base=base)
 
     def _measure(self, memories: Sequence[Sequence[Tensor]], outcome: Outcome) -> float:
         """Measure distances from the mean, for each rank of this machine; returns the norm of the mean."""

@@ -9,11 +9,10 @@ gate when they are launched. Inner rounds have a communicator of each machine's 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
-from flowdp.collective.nccl import Group, NcclMean, load
-from flowdp.collective.nccl_setup import Members, nccl_errors
+from flowdp.collective.nccl import NcclMean, load
+from flowdp.collective.nccl_setup import Communicators, Members, nccl_errors
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.streams import Lane
 from flowdp.errors import CollectiveError
@@ -57,7 +56,7 @@ class NcclMachinesMean(NcclMean):
         outer: OuterOptions | None = None,
     ) -> None:
         self._team, self.first = team, team.ranks.start
-        self._own: list[Any] = []  # communicators of this machine alone
+        self._own: Communicators | None = None  # of this machine alone
         # Of parameters the host tells the gate: an inner round of one rank has no mean to replace what its
         # device rejects.
         self.masks = not isinstance(replicas[0], FlatReplica)
@@ -65,7 +64,7 @@ class NcclMachinesMean(NcclMean):
         self._is_alone = False
         if team.options.rounds > 1 and len(lanes) > 1:
             try:
-                self._own = self._open([replica.flats for replica in replicas], None)
+                self._own = self._open(hung, None)
             except BaseException:
                 self.abort()
                 raise
@@ -77,16 +76,21 @@ class NcclMachinesMean(NcclMean):
     def _fit(self, outcome: Outcome) -> None:
         """Nothing: the ranks of several machines end together."""
 
-    def _group(self, outcome: Outcome) -> Group:
+    def _group(self, outcome: Outcome) -> tuple[Communicators, Sequence[float]]:
         if outcome.inner:
-            return Group(self._own, [outcome.samples[rank] for rank in self._team.ranks])
-        return Group(self._comms, weights_of(outcome, self._team), self.first)
+            assert self._own is not None
+            return self._own, [outcome.samples[rank] for rank in self._team.ranks]
+        return self._comms, weights_of(outcome, self._team)
 
-    def _take(self, *, is_over: bool = True) -> list[Any]:
-        taken = super()._take(is_over=is_over)
-        with self._lock:
-            own, self._own = self._own, []
-        return taken + own
+    def abort(self) -> None:
+        """See `Collective.abort`."""
+        for comms in filter(None, (self._comms, self._own)):
+            comms.abort()
+
+    def close(self) -> None:
+        """See `Collective.close`."""
+        for comms in filter(None, (self._comms, self._own)):
+            comms.close()
 
 
 def weights_of(outcome: Outcome, team: Team) -> Sequence[float]:
@@ -122,7 +126,7 @@ def open_nccl_machines(
     """
     machines = team.machines
     assert machines is not None
-    nccl = _on_all(machines, partial(load, [lane.device for lane in lanes]))
+    nccl = _on_all(machines, load)
     name = machines.share(_on_all(machines, lambda: _named(nccl) if machines.leads else None))
     return _on_all(
         machines,

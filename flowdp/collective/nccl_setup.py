@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import ldexp
 from time import monotonic
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import arithmetic
+from flowdp.collective.watchdog import LIMIT_S, Watchdog
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
@@ -28,12 +30,14 @@ __all__ = [
     "REMAKING_S",
     "Call",
     "CommunicatorSetup",
+    "Communicators",
     "Members",
     "Side",
     "abort_all",
-    "abort_quietly",
+    "launch_group",
     "nccl_dtype",
     "nccl_errors",
+    "room_errors",
     "sum_replicas",
 ]
 
@@ -225,8 +229,7 @@ class Members:
 
 
 def sum_replicas(
-    nccl: Any,
-    comms: Sequence[Any],
+    launch: Callable[[Sequence[Sequence[Call]]], None],
     sides: Sequence[Side],
     samples: Sequence[float],
     *,
@@ -239,8 +242,7 @@ def sum_replicas(
     Equal samples need one pass over the parameters, behind the sum; others one more before it.
 
     Args:
-        nccl: cupy's module.
-        comms: Communicators of the ranks of this process.
+        launch: Launches the calls of the ranks of this process.
         sides: Their sides.
         samples: Weights of all ranks of the communicators.
         drift: Whether the distance from the mean is measured.
@@ -253,7 +255,7 @@ def sum_replicas(
     for index, (side, count) in enumerate(zip(sides, samples[first : first + len(sides)], strict=True)):
         with side.lane.on(side.lane.comm):
             side.scale(ldexp(count, -bits), drift=drift, equal=equal, bad=bad[index] if bad else None)
-    launch_group(nccl, comms, [side.calls for side in sides])
+    launch([side.calls for side in sides])
     for side in sides:
         with side.lane.on(side.lane.comm):
             side.divide(ldexp(max(samples), -bits), drift=drift, equal=equal)
@@ -392,7 +394,8 @@ class CommunicatorSetup:
             for rank, side in zip(ranks, sides, strict=True):
                 side.fill(rank + 1, rank % 2)
             with nccl_errors(self._nccl, f"take its first sums on {self._where()}"):
-                sum_replicas(self._nccl, self._comms, sides, samples, drift=True, first=ranks.start)
+                launch = partial(launch_group, self._nccl, self._comms)
+                sum_replicas(launch, sides, samples, drift=True, first=ranks.start)
             self._go(outside=True)
             mean = sum(count * (rank + 1) for rank, count in enumerate(samples)) / sum(samples)
             for rank, side in zip(ranks, sides, strict=True):
@@ -436,17 +439,127 @@ def abort_all(comms: Sequence[Any]) -> None:
         thread.join(max(0.0, end_s - monotonic()))
 
 
-def abort_quietly(comms: Sequence[Any]) -> None:
-    """Abort communicators while no thread of the process is inside a call on one, as NCCL wants it.
+class Communicators:
+    """Communicators of ranks of this process, for as long as nothing fails.
 
-    A call that hangs is no reason to wait for ever.
+    Args:
+        nccl: cupy's module.
+        lanes: Lanes of the ranks.
+        make: Makes the communicators.
+        hung: Called, on a thread of its own, when a launch does not end on the devices; they are released as
+            soon as it returns.
+
+    Attributes:
+        watchdog: Is told of each launch.
+
+    Threads:
+        `launch`, `renew`: one at a time. Others: any.
     """
-    is_quiet = QUIET.acquire(timeout=ABORT_S / 2) if comms else False
+
+    def __init__(
+        self,
+        nccl: Any,
+        lanes: Sequence[Lane],
+        make: Callable[[], list[Any]],
+        hung: Callable[[CollectiveError], object],
+    ) -> None:
+        self._nccl, self._lanes, self._hung = nccl, tuple(lanes), hung
+        self._lock = threading.Lock()  # guards the two below, which an abort and a close change
+        self._comms = make()
+        self._error: CollectiveError | None = None
+        self.watchdog = Watchdog([lane.device for lane in lanes], LIMIT_S, self._give_up)
+
+    def launch(self, calls: Sequence[Sequence[Call]]) -> None:
+        """Launch the calls of each rank here as one group.
+
+        Raises:
+            CollectiveError: They have been aborted or closed.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise type(self._error)(*self._error.args)
+            comms = list(self._comms)
+        launch_group(self._nccl, comms, calls)
+
+    def renew(self, make: Callable[[], list[Any]]) -> None:
+        """Abort all and make others, with `QUIET` held; nothing is made where they have been given up.
+
+        They are not destroyed: an abort does not wait, whatever the device of a rank that left is doing. All
+        of them are, for they share memory.
+        """
+        self.watchdog.forget()
+        abort_all(self._take())
+        comms = make() if self._error is None else []
+        with self._lock:
+            if self._error is None:
+                self._comms, comms = comms, []
+        abort_all(comms)  # of a run that has failed meanwhile
+
+    def abort(self, error: CollectiveError | None = None) -> None:
+        """Abort all while no thread of the process is inside a call on one, as NCCL wants it.
+
+        A call that hangs is no reason to wait for ever. Later launches raise the error.
+        """
+        comms = self._take(error or CollectiveError("NCCL was aborted or closed"))
+        is_quiet = QUIET.acquire(timeout=ABORT_S / 2) if comms else False
+        try:
+            abort_all(comms)
+        finally:
+            if is_quiet:
+                QUIET.release()
+            self.watchdog.close()
+
+    def close(self) -> None:
+        """Give them back behind the work of the devices; a second time does nothing."""
+        self.watchdog.close()
+        comms = self._take(CollectiveError("NCCL was aborted or closed"))
+        # The garbage collector may call this from a thread that holds QUIET, and then must not wait.
+        if QUIET.acquire(timeout=ABORT_S / 2):
+            try:
+                self._destroy(comms)
+            finally:
+                QUIET.release()
+        else:
+            threading.Thread(target=self._destroy_later, args=(comms,), name="flowdp-nccl-close").start()
+
+    def _destroy_later(self, comms: list[Any]) -> None:
+        with QUIET:
+            self._destroy(comms)
+
+    def _destroy(self, comms: list[Any]) -> None:
+        try:
+            with ExitStack() as draining:  # of every lane, also where the device of one is dead
+                for lane in self._lanes:
+                    draining.callback(lane.drain)
+            while comms:
+                comms.pop(0).destroy()  # the last one frees the memory of all
+        except BaseException:
+            abort_all(comms)  # else the garbage collector destroys them, at any time
+            raise
+
+    def _give_up(self, error: CollectiveError) -> None:
+        """Report a hang first: ranks, once released, go on with numbers that are none."""
+        try:
+            self._hung(error)
+        finally:
+            self.abort(error)
+
+    def _take(self, error: CollectiveError | None = None) -> list[Any]:
+        with self._lock:
+            self._error = self._error or error
+            comms, self._comms = self._comms, []
+        return comms
+
+
+@contextmanager
+def room_errors() -> Iterator[None]:
+    """Turn a lack of memory into a `CollectiveError`."""
     try:
-        abort_all(comms)
-    finally:
-        if is_quiet:
-            QUIET.release()
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CollectiveError(
+            f"no room for NCCL beside the replicas; backend='local' does without: {error}"
+        ) from error
 
 
 @contextmanager

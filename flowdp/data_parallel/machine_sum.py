@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import SharedStatistics
+from flowdp.collective.payload import PACKS
 from flowdp.device.streams import HostLane
 from flowdp.errors import CollectiveError, FlowdpError, OptionError
 from flowdp.network.machines import Machines, Reduction
@@ -94,7 +95,7 @@ class MachineSum:
         equal_machines([module], [HostLane(next(module.parameters()).device)], machines)
         self._machines = machines
         self._module = module
-        self._is_narrow = payload == "bf16"
+        self._pack = PACKS[payload]
         self._averages = averages
         self._is_syncing = True
         self._size = 1  # samples of the last call
@@ -180,9 +181,8 @@ class MachineSum:
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._trained]
         is_wide = any(one.dtype in (torch.float64, torch.complex128) for one in gradients)
         row = _row(gradients, torch.float64 if is_wide else torch.float32)
-        dtype = torch.bfloat16 if self._is_narrow and not is_wide else row.dtype
-        is_there = torch.tensor([one.grad is not None for one in self._trained], dtype=dtype)
-        sent = torch.cat([row.mul_(samples).to("cpu", dtype), is_there])
+        is_there = row.new_tensor([one.grad is not None for one in self._trained])
+        sent = self._pack(torch.cat([row.mul_(samples), is_there])).cpu()
         # As data: a graph may have saved a buffer, so the writes are not counted, as a batch norm's own.
         layers = [part for part, is_one in zip(self._layers, changed, strict=True) if is_one]
         buffers = [one.data for part in layers for one in part.buffers(recurse=False)]

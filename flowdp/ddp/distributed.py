@@ -15,7 +15,6 @@ from flowdp.ddp.buckets import BUCKET_BYTES, broadcast_all
 from flowdp.ddp.structure import check_same_structure, check_separate_memory
 from flowdp.ddp.synchronizer import GradientSynchronizer, Strategy
 from flowdp.device.structure import structure
-from flowdp.errors import OptionError
 from flowdp.modules.stand_in import StandInModule
 
 __all__ = ["DistributedDataParallel"]
@@ -53,8 +52,8 @@ class DistributedDataParallel(StandInModule):
         process_group: The group given.
 
     Raises:
-        OptionError: The replicas differ in structure, share memory, or lie on another device than the group;
-            every rank raises it and names the tensor.
+        OptionError: The replicas differ in structure or share memory; every rank raises it and names the
+            tensor.
         CollectiveError: Another rank failed, or made no such call within the timeout.
     """
 
@@ -109,11 +108,7 @@ class DistributedDataParallel(StandInModule):
             OptionError: As in the constructor.
         """
         group = self.process_group
-        structures = group.all_gather_object(_structure(self.module, group.device))
-        for rank, found in enumerate(structures):
-            if isinstance(found, str):
-                raise OptionError(f"on rank {rank}, {found}")
-        check_same_structure(structures)
+        check_same_structure(group.all_gather_object(structure(self.module)))
         if group.backend == "local":
             check_separate_memory(group.all_gather_object(self.module))
         tensors: list[Tensor] = [*self.module.parameters(), *self.module.buffers()]
@@ -145,17 +140,3 @@ class DistributedDataParallel(StandInModule):
             yield
         finally:
             synchronizer.automatic, self._is_syncing = before
-
-
-def _structure(module: nn.Module, device: torch.device) -> dict[str, str] | str:
-    """The structure of a module, or the text of an error for all ranks to raise."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        is_there = tensor.device.type == device.type
-        if device.type == "cuda" and device.index is not None:
-            is_there = tensor.device == device
-        if not is_there:
-            return f"{name!r} lies on {tensor.device} and the group on {device}; move the module first"
-    try:
-        return structure(module)
-    except OptionError as error:
-        return str(error)

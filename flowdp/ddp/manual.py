@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from flowdp.checks import check_loop_backend
 from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm, taking_part
 from flowdp.collective.local_group import group_lanes
-from flowdp.collective.memory_mean import SMALL
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import Op, flat_view, reduce_all, split_equally, write_back
@@ -95,9 +94,12 @@ class Ddp:
         self._norms = [SharedStatistics(model) for model in models]
         self._calls: list[FirstCalls] = []  # made for the first function that `parallel` is given
         self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
-        self._nccl = self._open_nccl(backend) if len(models) > 1 else None
+        self._nccl: NcclLoop | None = None
         with ExitStack() as stack:
             if len(models) > 1:
+                self._nccl = self._open_nccl(backend)
+                if self._nccl is not None:
+                    stack.callback(self._nccl.close)
                 stack.enter_context(prepared_torch())
                 make_room(len(models))
                 if self._kinds == {"cpu"}:
@@ -107,8 +109,6 @@ class Ddp:
                 self._crew = Crew(names, partial(_thread_context, self.devices, threads))
                 stack.callback(self._crew.close)
             self._close = weakref.finalize(self, stack.pop_all().close)
-            self._close.atexit = False  # a call that hangs would delay the end of the process
-        self._give_back = None if self._nccl is None else weakref.finalize(self, self._nccl.close)
 
     @classmethod
     def wrap(
@@ -252,8 +252,6 @@ class Ddp:
     def close(self) -> None:
         """End the threads and release NCCL; further calls do nothing."""
         self._close()
-        if self._give_back is not None:
-            self._give_back()
 
     def __enter__(self) -> Ddp:
         return self
@@ -308,16 +306,11 @@ class Ddp:
             return
         home = self.devices[0]
         near = [carry(own, home) for own in gradients]
-        rows = list(zip(*near, strict=True))
-        flats = [[flat_view(tensor) for tensor in row] for row in rows]
-        pieces = [piece for row in flats for piece in split_equally(row)]
-        if self._crew and home.type == "cpu" and sum(row[0].numel() for row in flats) > SMALL:
-            count = len(self.models)
-            self._crew.run([partial(_reduce_pieces, pieces[at::count], op, shares) for at in range(count)])
-        else:
-            _reduce_pieces(pieces, op, shares)
-        for row, flat_row in zip(rows, flats, strict=True):
-            for tensor, flat in zip(row, flat_row, strict=True):
+        for column in zip(*near, strict=True):
+            flats = [flat_view(tensor) for tensor in column]
+            for piece in split_equally(flats):
+                reduce_all(piece, op, shares)
+            for tensor, flat in zip(column, flats, strict=True):
                 write_back(flat, tensor)
         for own, moved, device in zip(gradients, near, self.devices, strict=True):
             if moved[0] is not own[0]:
@@ -382,12 +375,6 @@ def _thread_context(devices: Sequence[torch.device], threads: Sequence[int], ran
     # Backward runs in this thread, not in autograd's one per device, which replicas may share.
     with torch.autograd.set_multithreading_enabled(False):
         yield
-
-
-def _reduce_pieces(pieces: Sequence[Sequence[Tensor]], op: Op, shares: Sequence[float] | None) -> None:
-    with torch.no_grad():
-        for piece in pieces:
-            reduce_all(piece, op, shares)
 
 
 def _current_stream(device: torch.device) -> AbstractContextManager[Any]:

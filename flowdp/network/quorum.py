@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -156,12 +156,6 @@ def check_place(lighthouse: str | None) -> str:
         raise OptionError(
             "run_elastic makes torch.distributed's default group itself, for each set of machines, and there "
             "is one already: leave init_process_group out, or destroy the group before"
-        )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise OptionError(
-            f"run_elastic finds the other machines through the lighthouse, and a launcher has made this "
-            f"process one of {os.environ['WORLD_SIZE']} (WORLD_SIZE): start one process on each machine "
-            "without torchrun, or leave run_elastic out and use torchrun --max-restarts"
         )
     return address
 
@@ -424,22 +418,12 @@ def _open_store(host: str) -> Any:
 
 def _late(answer: World | None, trouble: str, least: int, first: int, timeout_s: float) -> str:
     """Reason for which no world has come about."""
-    if trouble:
-        return f"no quorum within {timeout_s:g} s: the lighthouse does not answer: {trouble}"
-    if answer is None:
-        return (
-            f"no quorum within {timeout_s:g} s: the lighthouse waits for other machines, or for more of them"
-        )
-    training = [one.host for one in answer.members if one.world]
-    if training:
-        return (
-            f"no quorum within {timeout_s:g} s: {_listed(training)} still trains with machines that are lost"
-        )
-    wanted = first if all(not one.lives for one in answer.members) else least
-    hosts = _listed([one.host for one in answer.members])
-    came = "1 machine" if len(answer.members) == 1 else f"{len(answer.members)} machines"
-    return f"{came} came within {timeout_s:g} s ({hosts}), and {wanted} are wanted"
-
-
-def _listed(hosts: Sequence[str]) -> str:
-    return ", ".join(sorted(hosts))
+    reason = f"the lighthouse does not answer: {trouble}" if trouble else "it waits for other machines"
+    if answer is not None and not trouble:
+        training = [one.host for one in answer.members if one.world]
+        wanted = first if all(not one.lives for one in answer.members) else least
+        count, hosts = len(answer.members), ", ".join(sorted(one.host for one in answer.members))
+        reason = f"of {wanted} machines {count} came ({hosts})"
+        if training:
+            reason = f"{', '.join(sorted(training))} still trains with machines that are lost"
+    return f"no quorum within {timeout_s:g} s: {reason}"

@@ -14,4 +14,4 @@ def no_watchdogs() -> Iterator[None]:
     """End those that a test did not end by close or abort."""
     yield
     while fake_world.WATCHED:
-        fake_world.WATCHED.pop()._watchdog.close()
+        fake_world.WATCHED.pop()._comms.watchdog.close()

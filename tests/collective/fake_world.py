@@ -23,7 +23,7 @@ from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 from tests.collective.fake_nccl import FakeNccl
-from tests.fakes import FakeCuda, FakeEvent, FakeStream
+from tests.fakes import FakeCuda, FakeStream
 
 Make = Callable[["FakeWorld"], Collective]
 
@@ -211,26 +211,6 @@ WAYS: dict[str, tuple[Make, tuple[int, ...]]] = {
 
 
 # ---------------------------------------------------------------- removed edges
-def without_waits(monkeypatch: pytest.MonkeyPatch, events: Callable[[], Sequence[Any]]) -> None:
-    """Make streams ignore these events."""
-    real = FakeStream.wait_event
-
-    def wait_event(stream: FakeStream, event: FakeEvent) -> None:
-        if not any(event is removed for removed in events()):
-            real(stream, event)
-
-    monkeypatch.setattr(FakeStream, "wait_event", wait_event)
-
-
-def without_synchronize(monkeypatch: pytest.MonkeyPatch, events: Callable[[], Sequence[Any]]) -> None:
-    """Make the host ignore these events."""
-    real = FakeEvent.synchronize
-
-    def synchronize(event: FakeEvent) -> None:
-        if not any(event is removed for removed in events()):
-            real(event)
-
-    monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
 
 
 def book_on_host(monkeypatch: pytest.MonkeyPatch, world: FakeWorld) -> None:

@@ -15,10 +15,7 @@ from tests.collective.fake_world import (
     FakeWorld,
     host_mean,
     in_threads,
-    without_synchronize,
-    without_waits,
 )
-from tests.fakes import FakeEvent
 
 CPU = torch.device("cpu")
 
@@ -346,33 +343,3 @@ def test_what_is_made_first_is_made_while_nobody_launches(monkeypatch):
     world.hold(0)
     assert seen == [True]
     assert not QUIET.locked()
-
-
-def test_without_taken_the_mean_is_too_early(world, monkeypatch):
-    without_waits(monkeypatch, lambda: world.snapshots._is_down)
-    world.hold(2)
-    assert any(race.startswith("slot") for race in world.cuda.races)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_without_applied_a_mean_is_overwritten_that_a_slow_rank_still_adds(world, monkeypatch, waits):
-    """A rank that captures again has applied the mean; a rank that takes no part says nothing."""
-    if not waits:
-        without_waits(monkeypatch, lambda: world.snapshots._is_applied)
-    world.take(2, [0, 1])
-    world.average(2, [1, 1, 0])
-    assert any(race.startswith("mean") for race in world.cuda.races) is not waits
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_rank_waits_for_the_mean_by_itself(world, monkeypatch, waits):
-    """Not only through the helper, which waits for the drift before it reports the mean."""
-    ends = [end for _, end in world.snapshots._marks]
-    without_synchronize(monkeypatch, lambda: ends)
-    monkeypatch.setattr(FakeEvent, "elapsed_time", lambda *_: 1.0)
-    if not waits:
-        without_waits(monkeypatch, lambda: ends)
-    world.take(2, [0, 1, 2])
-    world.average(2, WEIGHTS)
-    world.apply(2, [0, 1, 2])
-    assert any(race.startswith("mean") for race in world.cuda.races) is not waits

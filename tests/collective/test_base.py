@@ -100,9 +100,7 @@ def test_parts_change_no_bit(samples, parts, drift):
 
 
 @pytest.mark.parametrize("samples", SAMPLES)
-@pytest.mark.parametrize("on_host", [True, False])
-def test_measuring_the_drift_changes_no_bit(samples, on_host, monkeypatch):
-    monkeypatch.setattr(base, "_adds_on_host", lambda device: on_host)
+def test_measuring_the_drift_changes_no_bit(samples):
     sources = memories(len(samples))
     bare, none = averaged(sources, samples)
     measured, squares = averaged(sources, samples, drift=True)

@@ -167,7 +167,6 @@ def test_the_argument_is_that_of_the_source():
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "BLOCK", 256)
-    monkeypatch.setattr(base, "_adds_on_host", lambda device: False)
     for module in (on_streams, local, async_mean):
         monkeypatch.setattr(module, "kernels_on", lambda device, members: cpu_kernels(members))
 

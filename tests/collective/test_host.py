@@ -23,8 +23,6 @@ from tests.collective.fake_world import (
     book_on_host,
     host_mean,
     in_threads,
-    without_synchronize,
-    without_waits,
 )
 
 
@@ -296,26 +294,6 @@ def world(monkeypatch) -> FakeWorld:
     world.hold([1, 2, 3], steps=1)
     assert world.cuda.races == []
     return world
-
-
-def test_without_ready_the_copy_down_is_too_early(monkeypatch, world):
-    without_waits(monkeypatch, lambda: world.mean._ready)
-    world.hold([1, 2, 3], steps=1)
-    assert any(race.startswith("rank") for race in world.cuda.races)
-
-
-def test_without_the_mark_the_host_reads_too_early(monkeypatch, world):
-    copies = [copies.down[1] for ring in world.mean._copies for copies in ring]
-    without_synchronize(monkeypatch, lambda: copies)
-    world.hold([1, 2, 3], steps=1)
-    assert any(race.startswith("pinned memory") for race in world.cuda.races)
-
-
-def test_without_the_other_mark_the_next_step_is_too_early(monkeypatch, world):
-    copies = [copies.up[1] for ring in world.mean._copies for copies in ring]
-    without_waits(monkeypatch, lambda: copies)
-    world.hold([1, 2, 3], steps=1)
-    assert any(race.startswith("rank") for race in world.cuda.races)
 
 
 def test_copies_are_made_once_and_while_nobody_launches(monkeypatch):

@@ -13,7 +13,7 @@ from flowdp.collective.local_group import group_lanes, local_groups
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError
-from tests.collective.fake_world import in_threads, without_waits
+from tests.collective.fake_world import in_threads
 from tests.fakes import FakeCuda
 
 CPU = torch.device("cpu")
@@ -280,24 +280,6 @@ def test_streams_are_ordered(card, kind):
     for _ in range(3):
         assert card.step(kind) == [[2.0]] * 3
     assert card.cuda.races == []
-
-
-@pytest.mark.parametrize("taken", ["the ranks' marks", "the end's marks"])
-def test_each_edge_is_needed(card, taken, monkeypatch):
-    marks: list[Any] = []
-    real = local_group._Rendezvous._enqueue
-
-    def enqueue(table: Any, call: Any, jobs: Any) -> None:
-        if taken == "the ranks' marks":
-            marks.extend(call.ready)
-        real(table, call, jobs)
-        if taken == "the end's marks":
-            marks.extend(call.done)
-
-    monkeypatch.setattr(local_group._Rendezvous, "_enqueue", enqueue)
-    without_waits(monkeypatch, lambda: marks)
-    card.step()
-    assert card.cuda.races
 
 
 def test_a_copy_between_cards_finds_the_comm_streams_of_both(card, monkeypatch):

@@ -86,7 +86,7 @@ class World:
             barrier = threading.Barrier(len(ranks), timeout=60.0)
             self.mean = HostMean(self.replicas, self.lanes, lambda _: barrier.wait(), outer, self.team)
         else:
-            nccl_machines.load = lambda devices: self.nccl
+            nccl_machines.load = lambda: self.nccl
             if loads is not None:
                 self.nccl = loads(self)
             self.mean = open_nccl_machines(self.replicas, self.lanes, self.team, lambda _: None, outer)
@@ -190,7 +190,7 @@ def refusals(index: int) -> dict[str, Any]:
         nccl_machines.load = refuse
         return world.nccl
 
-    def refuse(devices: Any) -> Any:
+    def refuse() -> Any:
         raise CollectiveError("cupy is not there")
 
     def broken(world: World) -> Broken:

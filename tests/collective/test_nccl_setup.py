@@ -3,6 +3,7 @@
 import random
 import threading
 from collections import Counter
+from functools import partial
 from time import monotonic
 
 import pytest
@@ -217,14 +218,14 @@ def test_a_sum_needs_all_ranks():
     comms = world.opening.wait()
     sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
     with pytest.raises(AssertionError, match=r"only ranks \[0, 1\] of 3"):
-        sum_replicas(world.nccl, comms[:2], sides[:2], [1, 2], drift=False)
+        sum_replicas(partial(launch_group, world.nccl, comms[:2]), sides[:2], [1, 2], drift=False)
 
 
 def test_weights_are_exact_and_their_sum_is():
     world = Group()
     comms = world.opening.wait()
     sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
-    sum_replicas(world.nccl, comms, sides, [3, 0, 7], drift=True)
+    sum_replicas(partial(launch_group, world.nccl, comms), sides, [3, 0, 7], drift=True)
     weight, square, mean_square = sides[1].tail.tolist()
     assert weight == 10 / 16
     parameters = [[rank[0].memory[:200].double(), rank[1].memory.double()] for rank in [flats(0), flats(2)]]
@@ -251,7 +252,7 @@ def test_how_often_a_mean_passes_over_the_parameters(samples, drift, passes):
     sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
     counted = Passes(world.flats[0][0].memory)
     with counted:
-        sum_replicas(world.nccl, comms, sides, samples, drift=drift)
+        sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=drift)
     assert counted.names == passes
     assert all(torch.equal(flats[0].memory, torch.ones(200)) for flats in world.flats)
 
@@ -267,7 +268,7 @@ def test_what_is_summed_wider_is_divided_on_its_way_back(samples, passes):
     sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
     counted = Passes(world.flats[0][0].memory, sides[0]._carried[0].work)
     with counted:
-        sum_replicas(world.nccl, comms, sides, samples, drift=False)
+        sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=False)
     assert counted.names == passes
 
 
@@ -306,7 +307,7 @@ def test_a_launch_makes_no_memory(monkeypatch):
     for samples in ([3, 0, 7], [4, 4, 4]):
         for drift in (True, False):
             with Watch():
-                sum_replicas(world.nccl, comms, sides, samples, drift=drift, bad=bad)
+                sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=drift, bad=bad)
     assert made == []
 
 
@@ -331,5 +332,5 @@ def test_a_constant_buffer_keeps_its_bits_over_thousands_of_rounds():
     comms = world.opening.wait()
     for _ in range(2000):
         samples = [draw.randint(0, 4096), draw.randint(1, 4096), draw.randint(1, 77)]
-        sum_replicas(world.nccl, comms, sides, samples, drift=False)
+        sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=False)
     assert all(torch.equal(rank[0].memory[64:], constant) for rank in world.flats)

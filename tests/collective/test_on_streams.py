@@ -21,7 +21,6 @@ from tests.collective.fake_world import (
     book_on_host,
     device_mean,
     host_mean,
-    without_waits,
 )
 from tests.threads.test_gate import waits_in
 
@@ -30,12 +29,6 @@ from tests.threads.test_gate import waits_in
 def short_blocks(monkeypatch):
     """Blocks so short that a flat has several, the last one shorter."""
     monkeypatch.setattr(base, "BLOCK", 256)
-
-
-@pytest.fixture(autouse=True)
-def device_sums(monkeypatch):
-    """Squares are summed as on a device, without the host."""
-    monkeypatch.setattr(base, "_adds_on_host", lambda device: False)
 
 
 @pytest.fixture(params=WAYS)
@@ -302,41 +295,6 @@ def test_the_sum_of_squares_of_an_early_round_is_not_a_later_rounds(world):
     second = world.hold([1, 1, 1], drift=True)
     assert all(result.drift < 1e-3 for result in world.read(second))  # they were equal already
     assert all(result.drift > 0.1 for result in world.read(first))
-
-
-# ---------------------------------------------------------------- every edge is needed
-EDGES = {
-    "one card": ("ready", "done"),
-    "two cards": ("ready", "done", "own done", "another's done"),
-    "three cards": ("ready", "done", "own done", "another's done"),
-    "nccl": ("ready", "done"),
-}
-
-
-def removed(world: FakeWorld, edge: str) -> list[object]:
-    if edge == "ready":
-        return world.mean._ready
-    workers = world.mean._latest.workers or (0,)
-    chosen = {"done": workers, "own done": workers[:1], "another's done": workers[1:2]}[edge]
-    return [marks.done[worker] for marks in world.mean._marks for worker in chosen]
-
-
-@pytest.mark.parametrize(("way", "edge"), [(way, edge) for way, edges in EDGES.items() for edge in edges])
-def test_without_an_edge_there_is_a_race(monkeypatch, way, edge):
-    world = FakeWorld(*WAYS[way])
-    world.hold([1, 2, 3], steps=1)
-    assert world.cuda.races == []
-    without_waits(monkeypatch, lambda: removed(world, edge))
-    world.hold([1, 2, 3], steps=1)
-    assert any("rank" in race for race in world.cuda.races)
-
-
-@pytest.mark.parametrize("member", [0, 1, 2])
-def test_a_worker_waits_for_every_member(monkeypatch, member):
-    world = FakeWorld(device_mean, (0, 1, 1))
-    without_waits(monkeypatch, lambda: [world.mean._ready[member]])
-    world.hold([1, 2, 3], steps=1)
-    assert any(race.startswith(f"rank {member}") for race in world.cuda.races)
 
 
 def test_a_row_is_read_only_when_it_has_arrived(monkeypatch):

@@ -88,7 +88,6 @@ def test_buffers_counts_and_moving_averages_have_no_state() -> None:
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(base, "BLOCK", 256)
-    monkeypatch.setattr(base, "_adds_on_host", lambda device: False)
     if request.param == "host, all members":
         monkeypatch.setattr(memory_mean, "SMALL", 0)
     return str(request.param)

@@ -34,12 +34,10 @@ BASE = nn.Sequential(
 ).double()
 
 
-@pytest.fixture(params=["alone", "together", "nccl"], autouse=True)
+@pytest.fixture(params=["alone", "nccl"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeNccl]]:
-    """The ways to average: in the calling thread, as for small models; by all threads; on a fake NCCL."""
-    if request.param == "together":
-        monkeypatch.setattr(ddp_module, "SMALL", 0)
-        monkeypatch.setattr(reduction, "BLOCK", 2)
+    """The ways to average: in the calling thread; on a fake NCCL."""
+    monkeypatch.setattr(reduction, "BLOCK", 2)
     cuda, made = FakeCuda(), list[FakeNccl]()
     if request.param == "nccl":
 

@@ -27,7 +27,7 @@ from flowdp import (
     Trainer,
     current_worker,
 )
-from flowdp.collective import nccl
+from flowdp.collective import nccl_setup
 from flowdp.collective.nccl import NcclMean
 from flowdp.engine import active_runs
 from flowdp.engine import build as build_module
@@ -183,7 +183,7 @@ def test_a_collective_that_hangs_on_the_devices_ends_the_run(
         mean._marks[2].done[1].passed = made[0].wake  # of the third round; an abort opens it
         return mean
 
-    monkeypatch.setattr(nccl, "LIMIT_S", 0.05)
+    monkeypatch.setattr(nccl_setup, "LIMIT_S", 0.05)
     monkeypatch.setattr(build_module, "open_collective", collective)
     run = trainer(policy=policy, epochs=None, max_steps=10**9).start()
     with pytest.raises(CollectiveTimeout, match=r"averaging round \d over cpu, cpu began"):

@@ -46,7 +46,7 @@ def main(backend: Any) -> None:
 
     def fake_nccl(replicas: Any, lanes: Sequence[Lane], team: Any, *more: Any) -> NcclMachinesMean:
         fake = FakeNcclOfMachines(card, lanes, team.ranks, team.world_size)
-        put(nccl_machines, "load", lambda devices: fake)
+        put(nccl_machines, "load", lambda: fake)
         return open_nccl_machines(replicas, lanes, team, *more)
 
     def noted(*given: Any, **options: Any) -> Any:

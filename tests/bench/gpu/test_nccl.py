@@ -26,7 +26,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     made = FakeNccl(cuda, lanes)
     monkeypatch.setattr(made, "get_version", lambda: nccl.SHARED_SINCE)
     for module in (nccl, collective):
-        monkeypatch.setattr(module, "load", lambda _: made)
+        monkeypatch.setattr(module, "load", lambda: made)
     for module in (averaging, checks):
         monkeypatch.setattr(module, "lanes_of", lambda devices: lanes[: len(devices)])
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
@@ -115,8 +115,8 @@ def test_a_rank_whose_leaving_brings_faults_ends_the_part(
 def test_one_rank_that_changes_its_replica(fake: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     own = nccl.sum_replicas
 
-    def shifting(module: Any, comms: Any, sides: Any, samples: Any, *, drift: bool) -> None:
-        own(module, comms, sides, samples, drift=drift)
+    def shifting(launch: Any, sides: Any, samples: Any, *, drift: bool) -> None:
+        own(launch, sides, samples, drift=drift)
         sides[0].scale(2.0, drift=False)
 
     monkeypatch.setattr(nccl, "sum_replicas", shifting)
