@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowdp.collective.base import arithmetic
@@ -27,7 +26,7 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.reduction import flat_view
 from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import Lane
-from flowdp.errors import OptionError
+from flowdp.errors import FlowdpError, OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.options import Policy
 
@@ -258,8 +257,12 @@ class _Normalise(torch.autograd.Function):
         return F.batch_norm(values, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise FlowdpError(
+                "a gradient of a gradient (create_graph=True) does not go through SyncBatchNorm over several "
+                "devices; use GroupNorm, or plain BatchNorm"
+            )
         values, weight, mean, scale, count = ctx.saved_tensors
         shape = [1, -1, *(1 for _ in range(values.dim() - 2))]
         dims = _others(values)

@@ -10,6 +10,9 @@ import atexit
 import ctypes
 import os
 import socket
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -50,6 +53,9 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 START_S = 600.0
 """Seconds for which a machine waits for another one at the start of a run: that may still read its data."""
 
+STORE_S = 2.0
+"""Seconds for which the store is waited for: with a frozen machine 0, which keeps it, it never answers."""
+
 LOOK_S = 1.0
 """Time after which a machine that waits for a sum looks whether one has been lost."""
 
@@ -57,6 +63,10 @@ SUM = "a sum"
 
 _stuck: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
 """Sums that were given up, with their groups: one that is freed would wait for them, up to its timeout."""
+
+_dropped: deque[list[dist.ProcessGroup]] = deque()
+"""Groups of `Machines` that were dropped. The garbage collector, which finds these at any moment, leaves them
+to the next that opens some: torch.distributed keeps a table of groups, which it may be reading just then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,8 @@ class Machines:
         self._is_given_up = False  # one writer sets it, once
         self._begun: list[dist.Work] = []  # reductions that may be on their way
         _stuck[:] = _pending()
+        _close_dropped()
+        weakref.finalize(self, _dropped.append, self._groups).atexit = False
         self._open()
         try:
             hosts = self.gather(socket.gethostname())
@@ -121,6 +133,7 @@ class Machines:
         """Open the lobby, where machines wait long for each other, and the group of sums."""
         try:
             self._lobby = self.open_group(max(self.timeout_s, START_S))
+            self._lobby_name = self._lobby.group_name
             self._sums = self.open_group()
         except BaseException:
             self.close()
@@ -193,10 +206,16 @@ class Machines:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Context whose errors end the calls of the other machines at once, also if this process goes on."""
+        """Context that tells the other machines an error inside: their calls, which it ends, name it.
+
+        It ends the lobby, so that they hear of it at once, also where this process goes on.
+        """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, CollectiveError):  # of another machine, most likely, which has told
+                told = format_error(error)
+                _ask(lambda: _store().set(self._key(self.index), told), None)
             if self._lobby is not None:
                 self.close_group(self._lobby)
             raise
@@ -208,7 +227,7 @@ class Machines:
             CollectiveError: A machine was lost, or does not come.
         """
         values: list[Any] = [None] * self.count
-        self._call(
+        self._meet(
             "gathering values", lambda: dist.all_gather_object(values, value, group=_opened(self._lobby))
         )
         return values
@@ -220,7 +239,7 @@ class Machines:
             CollectiveError: A machine was lost, or does not come.
         """
         box = [value]
-        self._call(
+        self._meet(
             "sharing a value", lambda: dist.broadcast_object_list(box, src=0, group=_opened(self._lobby))
         )
         return box[0]
@@ -231,7 +250,7 @@ class Machines:
         Raises:
             CollectiveError: A machine was lost, or does not come.
         """
-        self._call(
+        self._meet(
             "sharing tensors",
             lambda: [dist.broadcast(one, src=0, group=_opened(self._lobby)) for one in tensors],
         )
@@ -315,17 +334,43 @@ class Machines:
         while self._groups:
             self.close_group(self._groups[-1])
 
-    def _call(self, what: str, work: Callable[[], object]) -> None:
+    def _meet(self, what: str, work: Callable[[], object]) -> None:
+        """Make a call of the time before a run, whose failure names the error that another machine told."""
+        self._call(what, work, lambda: _ask(self._told, ""))
+
+    def _call(self, what: str, work: Callable[[], object], told: Callable[[], str] = str) -> None:
         check_world(self._world)
         try:
             work()
         except Exception as error:
             error.__traceback__ = None  # its frames hold the group, and so the sockets
+            failed = told()
             # What torch.distributed raises is a RuntimeError; another one is of a value that cannot travel.
-            raise (MachineLostError if isinstance(error, RuntimeError) else CollectiveError)(
+            is_lost = not failed and isinstance(error, RuntimeError)
+            reason = failed or f"one was lost, or did not come in time: {format_error(error)}"
+            raise (MachineLostError if is_lost else CollectiveError)(
                 f"{what} between the {self.count} machines of this job failed on {self.names[self.index]}: "
-                f"one was lost or has failed, or did not come in time: {format_error(error)}"
+                f"{reason}"
             ) from error
+
+    def _told(self) -> str:
+        """The errors that other machines have told; "" where none has."""
+        return "; ".join(
+            f"{name} failed: {_store().get(self._key(index)).decode()}"
+            for index, name in enumerate(self.names)
+            if index != self.index and _store().check([self._key(index)])
+        )
+
+    def _key(self, index: int) -> str:
+        """Place of a machine's error in the store of torch.distributed."""
+        return f"flowdp/{self._lobby_name}/{index}"
+
+
+def _close_dropped() -> None:
+    with suppress(IndexError):  # there are no more
+        while True:
+            for group in _dropped.popleft():
+                _destroy(group)
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
@@ -362,6 +407,31 @@ def _meet_in_default_group() -> None:
         work = dist.all_reduce(torch.zeros(1), async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=START_S))
+
+
+def _store() -> Any:
+    """The store by which the processes of the job have found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _ask(question: Callable[[], Answer], otherwise: Answer) -> Answer:
+    """Ask the store, which may be gone with the machine that keeps it, or frozen.
+
+    Its calls have no timeout of their own, so one that is not answered is left to a daemon thread.
+
+    Returns:
+        The answer; `otherwise`, where none comes.
+    """
+    answers = [otherwise]
+
+    def ask() -> None:
+        with suppress(Exception):
+            answers.append(question())
+
+    thread = threading.Thread(target=ask, name="flowdp-store", daemon=True)
+    thread.start()
+    thread.join(STORE_S)
+    return answers[-1]
 
 
 def world_here() -> object:
