@@ -13,6 +13,7 @@ from flowdp.collective import nccl_setup
 from flowdp.collective.nccl_setup import (
     CommunicatorSetup,
     Side,
+    launch_group,
     sum_replicas,
 )
 from flowdp.device.flat_parameters import Flat
