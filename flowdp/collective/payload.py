@@ -1,4 +1,4 @@
-"""What travels between machines in the place of flat memory: the seam for a compression.
+"""Memory on its way between machines, and the seam for a compression of it.
 
 Memory is packed just before `torch.distributed` sums it over the machines; the sum is copied back into it. So
 what a pack returns has as many elements, in any dtype, and its sum stands for that of the memories.
