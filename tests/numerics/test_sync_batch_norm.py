@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flowdp
-from flowdp import FlowdpError, OptionError
+from flowdp import OptionError
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
 from tests.collective.fake_world import in_threads
