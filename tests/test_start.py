@@ -145,7 +145,7 @@ def test_a_dataset_is_opened_by_a_check_and_not_before() -> None:
     [
         ({"dataset": Counted(0)}, "the dataset is empty"),
         ({"evaluation": Counted(0)}, "evaluation: the dataset is empty"),
-        ({"reading": ReadingOptions(num_workers=2)}, "num_workers=2 has no use for a dataset of tensors"),
+        ({"reading": ReadingOptions(num_workers=2)}, "num_workers=2 have no use for it"),
     ],
 )
 def test_a_wrong_dataset_is_named_before_a_thread_starts(
