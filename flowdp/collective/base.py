@@ -254,6 +254,7 @@ class BlockMean:
         parts: Number of parts.
         far: Sources on other devices, by index. They are brought over block by block.
         outer: Outer step of the parameters; None: they become the plain mean.
+        is_cut: Of parameters that are cut, it reduces the span that has its number, for the first target.
         kernels: Kernels for this number of members on that device; None: torch alone.
         carrier: Copies what is far.
 
@@ -274,6 +275,7 @@ class BlockMean:
         parts: int = 1,
         far: Collection[int] = (),
         outer: OuterMomentum | None = None,
+        is_cut: bool = False,
         kernels: Kernels | None = None,
         carrier: Carrier | None = None,
     ) -> None:
@@ -297,14 +299,18 @@ class BlockMean:
             is_fused = kernels is not None and not state and kernels.take([*ours, *theirs])
             for kind, start, stop in _kinds(flat):
                 first, last = _bounds(start, stop, part, parts)
+                to = places
+                if is_cut and flat.spans > 1 and start < flat.split:
+                    own = flat.span(part)
+                    first, last, to = own.start, own.stop, places[:1]
                 is_in_one = is_fused and kind in ("parameters", "unmeasured")
                 moved = state if kind == "parameters" else ()
                 for tensors in _cut([*ours, *theirs, *moved], first, last, self._size(is_in_one)):
                     block = _Block(
                         kind,
                         tensors[: len(ours)],
-                        [tensors[at] for at in places if at not in sent],
-                        [tensors[at] for at in places if at in sent],
+                        [tensors[at] for at in to if at not in sent],
+                        [tensors[at] for at in to if at in sent],
                         outer.move(*tensors[-2:]) if outer is not None and moved else None,
                     )
                     if is_in_one and kernels is not None:

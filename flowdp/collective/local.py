@@ -53,11 +53,15 @@ class DeviceMean(StreamedMean):
     ) -> None:
         super().__init__(replicas, lanes, width=len(replicas) + 1, outer=outer)
         self._plan: tuple[Sequence[int], dict[int, BlockMean]] = ((), {})
+        self._is_cut = any(flat.spans > 1 for flat in replicas[0].flats)
+        self._done = [lane.event() for lane in lanes]  # of the spans
         if len(lanes) > 1 and not by_torch:
             self._load_kernels()
 
     def _workers(self, outcome: Outcome) -> Sequence[int]:
-        """The first member on each card."""
+        """The first member on each card; all of them, where each has a span."""
+        if self._is_cut:
+            return outcome.members
         first: dict[torch.device, int] = {}
         for member in outcome.members:
             first.setdefault(self._lanes[member].device, member)
@@ -73,6 +77,8 @@ class DeviceMean(StreamedMean):
         means = self._plan[1]
         rows = {}
         for part, worker in enumerate(workers):
+            if self._is_cut:  # into its own memory
+                members = (worker, *(member for member in outcome.members if member != worker))
             samples = [outcome.samples[member] for member in members]
             bad = [self._bad[member] for member in members]
             with self._at(part, workers):
@@ -81,7 +87,35 @@ class DeviceMean(StreamedMean):
                 squares = means[worker].reduce(samples, drift=outcome.drift, bad=bad)
             if squares is not None:
                 rows[worker] = squares
+        if self._is_cut:
+            self._meet()
         return rows
+
+    def add_up(self, numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See `StreamedMean.add_up`."""
+        self._meet()
+        sums = []
+        for rank, number in enumerate(numbers):
+            with self._at(rank, range(len(numbers))):
+                sums.append(torch.stack([one.to(number.device) for one in numbers]).sum())
+        return sums
+
+    def spread(self, replicas: Sequence[FlatTensors]) -> None:
+        """See `StreamedMean.spread`."""
+        for rank, own in enumerate(replicas):
+            with self._at(rank, range(len(replicas))):
+                for other in replicas:
+                    for mine, theirs in zip(own.flats, other.flats, strict=True):
+                        if other is not own and mine.split:
+                            theirs.memory[mine.span(rank)].copy_(mine.memory[mine.span(rank)])
+
+    def _meet(self) -> None:
+        """Let the comm streams of all ranks wait for each other."""
+        for lane, done in zip(self._lanes, self._done, strict=True):
+            done.record(lane.comm)
+        for lane in self._lanes:
+            for done in self._done:
+                lane.comm.wait_event(done)
 
     @contextmanager
     def _at(self, part: int, workers: Sequence[int]) -> Iterator[None]:
@@ -107,6 +141,7 @@ class DeviceMean(StreamedMean):
             part=part,
             parts=parts,
             far=[at for at, member in enumerate(members) if self._lanes[member].device != here],
+            is_cut=self._is_cut,
             kernels=None if self._kernels[worker] is None else kernels_on(here, len(members)),
             carrier=_Ahead(self._lanes[worker], others, part, parts) if others else None,
         )

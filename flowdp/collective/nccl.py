@@ -35,8 +35,10 @@ from flowdp.collective.nccl_setup import (
     CommunicatorSetup,
     Members,
     Side,
+    gather_calls,
     nccl_errors,
     room_errors,
+    sum_call,
     sum_replicas,
 )
 from flowdp.collective.on_streams import StreamedMean
@@ -117,12 +119,12 @@ class NcclMean(StreamedMean):
         with room_errors():
             with QUIET:
                 self._sides = [
-                    Side(self._nccl, lane, replica.flats)
-                    for lane, replica in zip(lanes, replicas, strict=True)
+                    Side(self._nccl, lane, replica.flats, rank)
+                    for rank, (lane, replica) in enumerate(zip(lanes, replicas, strict=True))
                 ]
             self._comms = self._open(hung, members)
 
-    def launch(self, outcome: Outcome) -> None:
+    def launch(self, outcome: Outcome, behind: Callable[[], object] = lambda: None) -> None:
         """See `Collective.launch`.
 
         The first time after ranks have left it takes a second or two, and waits for the devices.
@@ -132,7 +134,7 @@ class NcclMean(StreamedMean):
                 left.
         """
         self._fit(outcome)
-        super().launch(outcome)
+        super().launch(outcome, behind)
 
     def _fit(self, outcome: Outcome) -> None:
         """Make communicators for the members of a round, where ranks have left."""
@@ -201,6 +203,20 @@ class NcclMean(StreamedMean):
             )
         # One row for all: they hold the same bits, and one copy to the host is enough.
         return {workers[0]: self._sides[workers[0]].tail} if outcome.drift else {}
+
+    def add_up(self, numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See `StreamedMean.add_up`."""
+        pairs = zip(self._lanes, numbers, strict=True)
+        with nccl_errors(self._nccl, "add up the norms"):
+            self._comms.launch([[sum_call(self._nccl, lane, number)] for lane, number in pairs])
+        return numbers
+
+    def spread(self, replicas: Sequence[FlatTensors]) -> None:
+        """See `StreamedMean.spread`."""
+        places = enumerate(zip(self._lanes, replicas, strict=True))
+        calls = [gather_calls(self._nccl, lane, replica.flats, rank) for rank, (lane, replica) in places]
+        with nccl_errors(self._nccl, "give each rank's parameters to the others"):
+            self._comms.launch(calls)
 
     def _group(self, outcome: Outcome) -> tuple[Communicators, Sequence[float]]:
         """The communicators of the ranks that take the mean of a round together, and the weights of these."""

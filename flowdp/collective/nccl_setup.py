@@ -34,10 +34,12 @@ __all__ = [
     "Members",
     "Side",
     "abort_all",
+    "gather_calls",
     "launch_group",
     "nccl_dtype",
     "nccl_errors",
     "room_errors",
+    "sum_call",
     "sum_replicas",
 ]
 
@@ -71,11 +73,34 @@ def nccl_dtype(nccl: Any, dtype: torch.dtype) -> int:
     return int(getattr(nccl, "NCCL_" + str(dtype).removeprefix("torch.").upper()))
 
 
-def sum_call(nccl: Any, lane: Lane, memory: Tensor, *, takes_max: bool = False) -> Call:
-    """The call that sums memory over all ranks in place, or takes their maximum."""
-    arguments = memory.data_ptr(), memory.data_ptr(), memory.numel(), nccl_dtype(nccl, memory.dtype)
+def sum_call(
+    nccl: Any, lane: Lane, memory: Tensor, part: Tensor | None = None, *, takes_max: bool = False
+) -> Call:
+    """The call that sums memory over all ranks in place.
+
+    Args:
+        nccl: cupy's module.
+        lane: Lane of the rank.
+        memory: Its memory.
+        part: The part of it that this rank is to have the sum of; None, or the memory: all.
+        takes_max: The maximum instead of the sum.
+    """
+    part = memory if part is None else part
+    arguments = memory.data_ptr(), part.data_ptr(), part.numel(), nccl_dtype(nccl, memory.dtype)
     operation = int(nccl.NCCL_MAX if takes_max else nccl.NCCL_SUM)
-    return "allReduce", (*arguments, operation, _handle(lane))
+    name = "allReduce" if part is memory else "reduceScatter"
+    return name, (*arguments, operation, _handle(lane))
+
+
+def gather_calls(nccl: Any, lane: Lane, flats: Sequence[Flat], rank: int) -> list[Call]:
+    """The calls by which all ranks get each one's span of the flats that are cut."""
+    calls: list[Call] = []
+    for flat in flats:
+        if flat.spans > 1 and flat.split:
+            memory, own = flat.memory, flat.memory[flat.span(rank)]
+            arguments = own.data_ptr(), memory.data_ptr(), own.numel(), nccl_dtype(nccl, memory.dtype)
+            calls.append(("allGather", (*arguments, _handle(lane))))
+    return calls
 
 
 def launch_group(nccl: Any, comms: Sequence[Any], calls: Sequence[Sequence[Call]]) -> None:
@@ -99,6 +124,8 @@ class _Carried:
     Attributes:
         counts: Whether it takes the maximum.
         drifts: Whether its distance from the mean counts: parameters.
+        mean: What this rank has the mean of: the memory, or its span of it.
+        summed: The same of `work`.
     """
 
     def __init__(
@@ -108,9 +135,12 @@ class _Carried:
         *,
         counts: bool = False,
         drifts: bool = False,
+        span: slice | None = None,
     ) -> None:
-        self.memory = memory
-        self.work = memory if memory.dtype == wide else torch.empty_like(memory, dtype=wide)
+        self.memory = self.mean = memory
+        self.work = self.summed = memory if memory.dtype == wide else torch.empty_like(memory, dtype=wide)
+        if span is not None:
+            self.mean, self.summed = memory[span], self.work[span]
         self.is_staged = self.work is not memory
         self.counts = counts
         self.drifts = drifts
@@ -128,14 +158,16 @@ class Side:
         calls: The calls of a sum.
     """
 
-    def __init__(self, nccl: Any, lane: Lane, flats: Sequence[Flat]) -> None:
+    def __init__(self, nccl: Any, lane: Lane, flats: Sequence[Flat], rank: int = 0) -> None:
         self.lane = lane
         with lane.on(lane.comm):
-            self._carried = [part for flat in flats for part in _parts(flat) if part.memory.numel()]
+            self._carried = [part for flat in flats for part in _parts(flat, rank) if part.memory.numel()]
             self.tail = torch.zeros(3, dtype=torch.float64, device=flats[0].memory.device)
             self._norm = torch.zeros((), dtype=torch.float64, device=self.tail.device)
         self._weight, self._square, self._mean_square = self.tail.unbind()
-        self.calls = [sum_call(nccl, lane, part.work, takes_max=part.counts) for part in self._carried]
+        self.calls = [
+            sum_call(nccl, lane, one.work, one.summed, takes_max=one.counts) for one in self._carried
+        ]
         self.calls.append(sum_call(nccl, lane, self.tail[:2]))
 
     def scale(self, weight: float, *, drift: bool, equal: bool = False, bad: Tensor | None = None) -> None:
@@ -170,12 +202,12 @@ class Side:
                 if equal and carried.drifts:
                     carried.weight.div_(weight)  # how many there are
                 if carried.is_staged and not (drift and carried.drifts):
-                    torch.div(carried.work, carried.weight, out=carried.memory)
+                    torch.div(carried.summed, carried.weight, out=carried.mean)
                     continue
-                carried.work.div_(carried.weight)
+                carried.summed.div_(carried.weight)
                 self._add_square(carried, self._mean_square, 1.0, drift)
             if carried.is_staged:
-                carried.memory.copy_(carried.work)
+                carried.mean.copy_(carried.summed)
 
     def fill(self, value: float, count: int) -> None:
         """Give floats one value and integers another."""
@@ -202,14 +234,15 @@ class Side:
             to.addcmul_(self._norm, self._norm, value=weight)
 
 
-def _parts(flat: Flat) -> Iterator[_Carried]:
+def _parts(flat: Flat, rank: int) -> Iterator[_Carried]:
     """Parameters; buffers in float64, from which a constant comes out as it went in; integers and flags."""
     memory = flat.memory
     if flat.counts:
         memory = memory.view(torch.uint8) if memory.dtype == torch.bool else memory
         yield _Carried(memory, torch.int32 if memory.dtype == torch.int16 else memory.dtype, counts=True)
     else:
-        yield _Carried(memory[: flat.split], arithmetic(memory.dtype), drifts=flat.is_measured)
+        span = flat.span(rank) if flat.spans > 1 else None
+        yield _Carried(memory[: flat.split], arithmetic(memory.dtype), drifts=flat.is_measured, span=span)
         yield _Carried(memory[flat.split :], torch.float64)
 
 
@@ -384,7 +417,9 @@ class CommunicatorSetup:
                 [_stand_in(lane, flat) for flat in own]
                 for lane, own in zip(self._lanes, self._flats, strict=True)
             ]
-            sides = [Side(self._nccl, *place) for place in zip(self._lanes, flats, strict=True)]
+            places = list(zip(self._lanes, flats, self._ranks, strict=True))
+            sides = [Side(self._nccl, *place) for place in places]
+        gathers = [gather_calls(self._nccl, *place) for place in places]
         ranks, size = self._ranks, len(sides) if self._members is None else self._members.size
         wrong: list[str] = []  # told behind both sums: another machine waits for this one in the second
         for samples in (range(1, size + 1), range(size)):
@@ -396,6 +431,8 @@ class CommunicatorSetup:
             with nccl_errors(self._nccl, f"take its first sums on {self._where()}"):
                 launch = partial(launch_group, self._nccl, self._comms)
                 sum_replicas(launch, sides, samples, drift=True, first=ranks.start)
+                if any(gathers):
+                    launch(gathers)
             self._go(outside=True)
             mean = sum(count * (rank + 1) for rank, count in enumerate(samples)) / sum(samples)
             for rank, side in zip(ranks, sides, strict=True):
@@ -422,11 +459,11 @@ class CommunicatorSetup:
 
 def _stand_in(lane: Lane, flat: Flat) -> Flat:
     """A flat that may be written over, in memory of `compute`, which training uses again afterwards."""
-    split = min(flat.split, CHECKED)
+    split = min(flat.split, CHECKED // flat.spans * flat.spans)
     length = split + min(flat.memory.numel() - flat.split, CHECKED)
     with lane.on(lane.compute):
         memory = torch.empty(length, dtype=flat.memory.dtype, device=flat.memory.device)
-    return Flat(memory, split)
+    return Flat(memory, split, spans=flat.spans)
 
 
 def abort_all(comms: Sequence[Any]) -> None:

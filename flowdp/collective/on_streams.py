@@ -12,7 +12,7 @@ Only a reader waits on the host, and by then the device has long passed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from torch import Tensor, float64
@@ -107,8 +107,8 @@ class StreamedMean(ABC):
                     flat.memory.masked_fill_(bad, 0.0)
         self._ready[rank].record(self._lanes[rank].compute)
 
-    def launch(self, outcome: Outcome) -> None:
-        """See `Collective.launch`."""
+    def launch(self, outcome: Outcome, behind: Callable[[], object] = lambda: None) -> None:
+        """See `Collective.launch`; `behind` enqueues more on the comm streams, as a part of the round."""
         if not is_held(outcome):
             return
         marks = self._marks[self._held % ROUNDS]
@@ -121,6 +121,7 @@ class StreamedMean(ABC):
                     comm.wait_event(self._ready[member])
                 marks.start[worker].record(comm)
             reports = self._enqueue(outcome, marks.workers)
+            behind()
             for worker in marks.workers:
                 marks.done[worker].record(self._lanes[worker].comm)
             for reporter, report in reports.items():
@@ -181,6 +182,14 @@ class StreamedMean(ABC):
             Numbers that some workers report: float64 on their device, at most `width`. They are written
             anew in the next round. Empty where the drift is not measured.
         """
+
+    @abstractmethod
+    def add_up(self, numbers: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Enqueue the sum of one number of each rank, for each; behind a mean. The numbers may change."""
+
+    @abstractmethod
+    def spread(self, replicas: Sequence[FlatTensors]) -> None:
+        """Enqueue that all ranks get each one's span of these memories; behind a mean."""
 
     def _launched(  # noqa: B027 - most have nothing to report
         self, outcome: Outcome, start: Sequence[Event], done: Sequence[Event]

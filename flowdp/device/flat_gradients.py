@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import add, attrgetter, is_, ne, sub
 
 import torch
@@ -51,6 +52,7 @@ class FlatGradients:
         self._parts = [
             home[: flat.split] for flat, home in zip(replica.flats, self.homes, strict=True) if flat.split
         ]
+        self._stepped = self._parts  # of them, what the optimizer steps
         self._thawable = replica.thawable
         by_dtype = {home.dtype: home for home in self.homes}
         self.parameters: list[nn.Parameter] = []
@@ -122,7 +124,7 @@ class FlatGradients:
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients."""
-        for part in (*self._parts, *self._thawed()):
+        for part in (*self._stepped, *self._thawed()):
             part.mul_(factor)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -137,14 +139,14 @@ class FlatGradients:
 
     def clamp(self, max_value: float) -> None:
         """Clip each gradient to at most this absolute value; of complex ones real and imaginary part."""
-        for part in (*self._parts, *self._thawed()):
+        for part in (*self._stepped, *self._thawed()):
             part.clamp_(-max_value, max_value)
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients. Float64, shape []."""
         blocks = [
             torch.linalg.vector_norm(block, dtype=self._sums_in(part.dtype)).double()
-            for part in (*self._parts, *self._thawed())
+            for part in (*self._stepped, *self._thawed())
             for block in part.split(BLOCK)
         ]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(blocks))
@@ -190,6 +192,8 @@ class SharedGradients(FlatGradients, FlatTensors):
         weight: Weight of the losses, per sample. Float64, shape [].
         touched: A byte each: whether losses name a weight, then whether each parameter is touched. `gather`
             sets it.
+        square: The square of the norm of the rank's span, by `measure`. Float64, shape [].
+        sum_of_squares: Those of all ranks together, where each has a span; None: this one has all.
 
     Raises:
         OptionError: Two parameters of the module are two objects over one memory.
@@ -197,6 +201,9 @@ class SharedGradients(FlatGradients, FlatTensors):
     Threads:
         The owner of the replica.
     """
+
+    square: Tensor
+    sum_of_squares: Tensor | None = None
 
     def __init__(self, replica: FlatReplica, module: nn.Module) -> None:
         self.rank = replica.rank
@@ -217,6 +224,25 @@ class SharedGradients(FlatGradients, FlatTensors):
     def trained(self) -> list[Tensor]:
         """The gradients; see `FlatTensors.trained`."""
         return self._parts
+
+    def cut(self) -> None:
+        """Cut them into the spans of the replica, each of which one rank alone has to have the mean of."""
+        *twins, extra = self.flats
+        pairs = zip(twins, self._replica.flats, strict=True)
+        self.flats = (*(replace(twin, spans=flat.spans) for twin, flat in pairs), extra)
+
+    def own_span(self) -> None:
+        """Clip and scale the rank's own span alone: elsewhere is no mean."""
+        self._stepped = [flat.memory[flat.span(self.rank)] for flat in self.flats[:-1] if flat.split]
+        self.square = self.sum_of_squares = torch.zeros_like(self.weight)
+
+    def measure(self) -> None:
+        """Take the square of the norm of the rank's own span."""
+        torch.square(super().norm(), out=self.square)
+
+    def norm(self) -> Tensor:
+        """See `FlatGradients.norm`."""
+        return super().norm() if self.sum_of_squares is None else self.sum_of_squares.sqrt()
 
     def gather(self) -> None:
         """Copy in buffers, and gradients outside of flat memory; mark touched parameters. See `collect`."""
@@ -271,7 +297,7 @@ class SharedGradients(FlatGradients, FlatTensors):
         """Divide the gradients that this rank steps by the weight, where a loss has named one."""
         if is_weighted:
             weight = torch.where(self.weight == 0, 1.0, self.weight)  # a mean over nothing has no gradient
-            for part in self._parts:
+            for part in self._stepped:
                 part.div_(weight)
 
     def _tell(self, touched: bytes) -> None:

@@ -40,11 +40,18 @@ class Flat:
         memory: The tensors, one behind the other. Shape (elements,).
         split: Where the parameters end and the buffers begin, in elements.
         is_measured: Whether the distance of its parameters from a mean is part of the drift.
+        spans: Equal parts into which the parameters are cut, one for each rank; 1: they are not.
     """
 
     memory: Tensor
     split: int
     is_measured: bool = True
+    spans: int = 1
+
+    def span(self, rank: int) -> slice:
+        """The part of the parameters that is this rank's."""
+        length = self.split // self.spans
+        return slice(rank * length, (rank + 1) * length)
 
     @property
     def counts(self) -> bool:
@@ -163,6 +170,7 @@ class FlatReplica(FlatTensors):
         module: The replica. Its parameters and buffers are re-pointed, values kept.
         rank: Named in errors.
         may_thaw: Whether a frozen parameter may be trained later: there is no other replica to differ from.
+        spans: Equal parts, each a multiple of `ALIGNMENT`, that the parameters can be cut into.
 
     Attributes:
         rank: As given.
@@ -176,8 +184,9 @@ class FlatReplica(FlatTensors):
     Threads: the owner of the replica, unless a method says otherwise.
     """
 
-    def __init__(self, module: nn.Module, rank: int = 0, *, may_thaw: bool = False) -> None:
+    def __init__(self, module: nn.Module, rank: int = 0, *, may_thaw: bool = False, spans: int = 1) -> None:
         self.rank = rank
+        self._spans = spans
         frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
         self.thawable = tuple(frozen.values()) if may_thaw else ()
         self._frozen = {} if may_thaw else frozen
@@ -244,7 +253,7 @@ class FlatReplica(FlatTensors):
             places.append((start, start + length))
             end = start + -(-length // step) * step
             if _is_parameter(location):
-                split = end
+                split = -(-end // (step * self._spans)) * step * self._spans
         memory = torch.zeros(max(end, split), dtype=dtype, device=locations[0].tensor.device)
         for location, (start, stop) in zip(locations, places, strict=True):
             tensor, spec = location.tensor, location.spec
@@ -253,7 +262,7 @@ class FlatReplica(FlatTensors):
             tensor.data = view
             self._locations.append(location)
             self._views.append(view)
-        return Flat(memory, split)
+        return Flat(memory, split, spans=self._spans)
 
     def gather(self) -> None:
         """Copy in tensors that the module moved out of the flat memory, before a mean.
@@ -317,12 +326,12 @@ class FlatReplica(FlatTensors):
 
     def keep_buffers(self) -> None:
         """Note the buffers as they are now: one copy for each dtype."""
-        buffers = self._buffers()
+        spans = self._buffers()
         if not self._kept:
-            self._kept = [torch.empty_like(span) for span in buffers]
+            self._kept = [torch.empty_like(span) for span in spans]
         for outside, view in self._outside():
             view.copy_(outside)
-        for kept, span in zip(self._kept, buffers, strict=True):
+        for kept, span in zip(self._kept, spans, strict=True):
             kept.copy_(span)
 
     def put_back_buffers(self) -> None:

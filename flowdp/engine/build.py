@@ -10,6 +10,7 @@ from functools import partial
 
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.host import HostMean
+from flowdp.collective.on_streams import StreamedMean
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
 from flowdp.device.compiled import make_room
@@ -33,6 +34,7 @@ from flowdp.protocol.messages import Arrival
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.joint_step import JointStep
 from flowdp.replica.replica import Replica
+from flowdp.replica.span_step import SpanStep, cut_gradients
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 
@@ -166,6 +168,7 @@ def _open_meeting(
     """Open the gate and the collective of the run, with `means`: their backend and outer step."""
     team, lanes = services.team, [replica.lane for replica in replicas]
     exact = [replica for replica in replicas if isinstance(replica, ExactReplica)]
+    is_cut = cut_gradients(exact)
     averaged = [replica.averaged for replica in replicas]
     collective = open_collective(
         means[0],
@@ -181,8 +184,10 @@ def _open_meeting(
     settings.callback(collective.close)
     if services.sigterm is not None:
         settings.callback(services.sigterm.close)
-    joint = None
-    if exact:
+    joint: JointStep | SpanStep | None = None
+    if is_cut and isinstance(collective, StreamedMean):  # not in the host's memory
+        joint = SpanStep(exact, collective)
+    elif exact:
         joint = JointStep(exact, collective, lambda index: gate.finish(team.ranks[index]))
     launch = collective.launch if joint is None else joint.launch
     gate = Gate(config.world_size, launch, ask if team.is_spread else None, team.ranks)

@@ -21,6 +21,7 @@ from flowdp.engine.signals import SigtermStop
 from flowdp.network.channel import Channel
 from flowdp.network.team import Team
 from flowdp.replica.joint_step import JointStep
+from flowdp.replica.span_step import SpanStep
 from flowdp.threads.gate import Gate
 from flowdp.timeline.timeline import Timeline
 
@@ -80,4 +81,4 @@ class MeetingPoint:
     collective: Collective
     snapshots: SnapshotMean | None = None
     settle: Callable[[int], None] | None = None
-    joint: JointStep | None = None
+    joint: JointStep | SpanStep | None = None

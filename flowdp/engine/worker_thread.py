@@ -65,6 +65,7 @@ from flowdp.protocol.messages import (
     WorkerReady,
 )
 from flowdp.protocol.position import Position
+from flowdp.replica.joint_step import JointStep
 from flowdp.replica.replica import Replica
 from flowdp.threads.inbox import Inbox
 
@@ -363,12 +364,12 @@ class Worker:
             self._numbers.decide()
             self._is_bound = True
             outcome = self._meeting.gate.enter(self.machine.judged(arrival, self.replica.touched))
-            if window is not None and window.alone and joint is not None:
+            if window is not None and window.alone and isinstance(joint, JointStep):
                 self._pool.begin()
                 reading = joint.copy_step(self._index, outcome)
             else:
                 reading = collective.average(self._index, outcome)
-                if joint is not None:
+                if isinstance(joint, JointStep):
                     reading = joint.timed(reading, outcome)
         except CollectiveAborted:
             # Another rank failed, and the coordinator knows: its order to leave is on its way.

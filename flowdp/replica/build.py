@@ -123,7 +123,8 @@ def build_replicas(
     modules = build_models(config.model, lanes)
     check_sync_batch_norm(modules[0], config.policy, devices)
     averages = ROUNDS[config.policy].averages
-    flats = equal_start(modules, lanes, may_thaw=world_size == 1)
+    is_cut = averages == "gradients" and not team.is_spread and all(lane.is_async for lane in lanes)
+    flats = equal_start(modules, lanes, may_thaw=world_size == 1, spans=world_size if is_cut else 1)
     if team.machines is not None:
         equal_machines(modules, lanes, team.machines)
     is_parted = world_size > 1 or (config.sizes.window or 0) > max(config.sizes.parts, default=0)

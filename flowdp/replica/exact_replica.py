@@ -2,7 +2,8 @@
 
 The gradient that a rank brings is the mean over the samples of its part (`WindowReplica`), so the mean of
 the ranks' gradients, weighted by their samples, is that of the whole window. Weights that losses name are
-averaged with the gradients, which are divided by them. Who steps the parameters, `JointStep` says.
+averaged with the gradients, which are divided by them. Who steps which parameters, `JointStep` and `SpanStep`
+say.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.streams import QUIET
 from flowdp.graphs.base import Computed, Factors
 from flowdp.protocol.messages import Checksum, Outcome, SampleRange
-from flowdp.replica.flat_optimizer import refuse_state
+from flowdp.replica.factories import each_of
+from flowdp.replica.flat_optimizer import FlatOptimizer, refuse_state
 from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
 from flowdp.replica.window_replica import WindowReplica
 
@@ -35,6 +37,7 @@ class ExactReplica(WindowReplica):
 
     Attributes:
         owner: The replica that steps all parameters, for all ranks; None: there is none.
+        whole_state: Method for the `state_dict()` of the optimizer, where the ranks have parts of its state.
 
     Args:
         parts: Objects and settings of this rank.
@@ -52,6 +55,7 @@ class ExactReplica(WindowReplica):
     gradients: SharedGradients
     steps_at_gate = True
     _is_part = True
+    whole_state: WeakMethod[Callable[[], dict[str, Any]]] | None = None
     _owner: Callable[[], ExactReplica | None] | None = None  # weak
 
     def __init__(
@@ -149,6 +153,40 @@ class ExactReplica(WindowReplica):
             self.flat.refresh()
         self.gradients.clear()
 
+    # ------------------------------------------------------------------ spans
+    @property
+    def can_have_span(self) -> bool:
+        """Whether it can step a part of the flat memory alone, whatever parameters lie there."""
+        # An overflow of a scaled loss is found in all gradients.
+        return (
+            self.lane.is_async
+            and all(flat.spans > 1 for flat in self.flat.flats)
+            and self._scaler is None
+            and self._flat_optimizer is not None
+            and self._flat_optimizer.unfit() is None
+        )
+
+    def own_span(self) -> FlatOptimizer:
+        """Step the rank's span of the flat memory alone; returns what has the state of that.
+
+        Threads:
+            The one that builds, before the workers run.
+        """
+        assert self._flat_optimizer is not None
+        self.lane.drain()
+        with self.lane.on(self.lane.comm):
+            self.gradients.own_span()
+            self._flat_optimizer.own_span(self.flat.rank)
+        self.lane.drain()
+        return self._flat_optimizer
+
+    def step_span(self, touched: Sequence[bool]) -> None:
+        """Step it, on the current stream; the gradients there are the mean of all ranks', and settled."""
+        assert self._flat_optimizer is not None
+        self._optimize(self._flat_optimizer.prepare(touched))
+        self._flat_optimizer.finish()
+
+    # ------------------------------------------------------------------ another one steps
     @property
     def owner(self) -> ExactReplica | None:
         """See the class."""
@@ -189,10 +227,11 @@ class ExactReplica(WindowReplica):
         self.gradients.clear()
 
     def optimizer_states(self) -> Any:
-        """See `Replica.optimizer_states`; the owner has the state."""
+        """See `Replica.optimizer_states`; the state is that of all owners."""
         if (owner := self.owner) is not None and owner is not self:
             return owner.optimizer_states()
-        return super().optimizer_states()
+        whole = None if self.whole_state is None else self.whole_state()
+        return super().optimizer_states() if whole is None else each_of(self.optimizers, lambda _: whole())
 
     def checksum(self) -> Callable[[], Checksum]:
         """Sum the bits of the parameters; returns a function that reads the sum when it is there."""

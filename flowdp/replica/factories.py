@@ -169,7 +169,7 @@ def _hooked(module: nn.Module) -> str | None:
 
 
 def equal_start(
-    modules: Sequence[nn.Module], lanes: Sequence[Lane], *, may_thaw: bool = False
+    modules: Sequence[nn.Module], lanes: Sequence[Lane], *, may_thaw: bool = False, spans: int = 1
 ) -> list[FlatReplica]:
     """Flatten the replicas and give all of them rank 0's values, frozen parameters included.
 
@@ -177,6 +177,7 @@ def equal_start(
         modules: One per rank of this machine.
         lanes: Their lanes.
         may_thaw: See `FlatReplica`.
+        spans: See `FlatReplica`.
 
     Raises:
         OptionError: The replicas differ in structure, or nothing in them can be trained.
@@ -190,7 +191,7 @@ def equal_start(
     replicas: list[FlatReplica] = []
     for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True)):
         with lanes[0].on(lanes[0].compute), lane.on(lane.compute):
-            replicas.append(FlatReplica(module, rank, may_thaw=may_thaw))
+            replicas.append(FlatReplica(module, rank, may_thaw=may_thaw, spans=spans))
             _restore_chunks(module)
             if rank > 0:
                 replicas[rank].copy_from(replicas[0])

@@ -7,6 +7,9 @@ into the replica's optimizer, as views, whenever it is asked for, and read from 
 
 A parameter without a gradient is not stepped, as in torch. So a run whose parameters
 do not all have one is divided, for good, and each of its parts is stepped when it has gradients.
+
+Where ranks divide the flat memory, each has a twin for its span alone. The replica's optimizer then has no
+state: `joined_state` has that of all, in torch's form.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import ALIGNMENT, FlatReplica
-from flowdp.errors import FlowdpError
+from flowdp.errors import FlowdpError, OptionError
 
-__all__ = ["FlatOptimizer", "group_keys", "obstacle", "refuse_state"]
+__all__ = ["FlatOptimizer", "group_keys", "joined_state", "obstacle", "refuse_state"]
 
 log = logging.getLogger("flowdp")
 
@@ -68,7 +71,7 @@ class _Run:
     Attributes:
         start: First parameter, as the gradients count them.
         stop: The one behind the last.
-        begin: Where the first one lies in the memory of its dtype, in elements.
+        begin: Where the first one lies in the memory of its dtype, or the span begins, in elements.
         flat: All of them, with the gaps between. Shape (elements,).
         gradient: Gradients of all of them. Shape (elements,).
         is_on: Whether they have gradients in this step.
@@ -138,8 +141,11 @@ class FlatOptimizer:
             flat.memory.dtype: (flat.memory, home)
             for flat, home in zip(replica.flats, gradients.homes, strict=True)
         }
+        self._flats = replica.flats
+        self._spans: dict[torch.dtype, slice] = {}  # what this rank steps; empty: all
         self._names = ELEMENTWISE[type(own)]
         self._twin: Optimizer | None = None
+        self.is_joining = False  # the state is asked for by `joined_state`
         self._is_ahead = False  # the twin has stepped since the replica's optimizer got its state
         self._is_apart = False  # the replica's optimizer steps for itself, for good
         self._seen: list[object] = []  # see `_look`
@@ -188,7 +194,7 @@ class FlatOptimizer:
             self._choose(touched)
         pointers = [parameter.data_ptr() for parameter in self._parameters]
         self._moved = []
-        if pointers != self._pointers:
+        if pointers != self._pointers and not self._spans:  # else ranks copy them in and out at their meeting
             self._moved = [at for at in self._members if pointers[at] != self._pointers[at]]
             for at in self._moved:
                 self._views[at].copy_(self._parameters[at].data)
@@ -220,7 +226,7 @@ class FlatOptimizer:
         once for each.
         """
         with self._lock:
-            if self._twin is None or not self._is_ahead:
+            if self._twin is None or not self._is_ahead or self._spans:
                 return
             state, own = self._twin.state, self._own.state
             for run in chain.from_iterable(self._runs):
@@ -257,7 +263,7 @@ class FlatOptimizer:
         own, twin = self._own, self._twin
         if twin is None or _has_hooks(own):
             return False
-        if self._strays or self._moved:
+        if self._spans or self._strays or self._moved:
             return False
         if any(view.dtype is torch.float64 for view in self._views):
             return False  # a rate on the device is float32
@@ -307,6 +313,65 @@ class FlatOptimizer:
             for group, options in zip(twin.param_groups, before, strict=True):
                 group.update(options)
 
+    # ---------------------------------------------------------------- spans
+    @property
+    def is_cut(self) -> bool:
+        """Whether it steps a span alone."""
+        return bool(self._spans)
+
+    def own_span(self, rank: int) -> None:
+        """Step this rank's span of the flat memory alone, and have the state of that.
+
+        Streams:
+            On the current one, which has to wait for those that made the state.
+        """
+        self._spans = {flat.memory.dtype: flat.span(rank) for flat in self._flats}
+        self._rebuild()
+
+    def unfit(self) -> str | None:
+        """Why it has to step its parameters one by one by now; None: it has not."""
+        own = self._own
+        return (
+            "hooks were registered on it" if _has_hooks(own) else _unfit_options(own) or self._unfit_state()
+        )
+
+    def pieces(self) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+        """State of the span: a parameter, where a part of it begins, and the state of that part."""
+        if self._twin is None:  # a state was loaded
+            self._rebuild()
+        assert self._twin is not None
+        for run in chain.from_iterable(self._runs):
+            if found := self._twin.state.get(run.flat):
+                for at in range(run.start, run.stop):
+                    mine, its = self._part(run, at)
+                    state = {
+                        name: value[mine] if name in self._names else self._own_number(value)
+                        for name, value in found.items()
+                    }
+                    yield at, its.start, state
+
+    def _join(self, at: int, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """The state of a parameter from its parts and where they begin."""
+        view, memory = self._views[at], parts[0][1]
+        if len(parts) > 1:
+            memory = torch.empty(view.numel(), dtype=memory.dtype)
+            for start, part in parts:
+                memory[start : start + len(part)].copy_(part)
+        return memory.as_strided(view.shape, view.stride())
+
+    def _holds(self, at: int) -> bool:
+        """Whether a part of a parameter is in the span."""
+        view = self._views[at]
+        span, start = self._spans.get(view.dtype), view.storage_offset()
+        return span is None or span.start - max(view.numel(), 1) < start < span.stop
+
+    def _part(self, run: _Run, at: int) -> tuple[slice, slice]:
+        """The part of a parameter that is in a run: as a slice of the run, and of the parameter's memory."""
+        start = int(self._views[at].storage_offset())
+        begin = max(start, run.begin)
+        end = min(start + self._views[at].numel(), run.begin + run.flat.numel())
+        return slice(begin - run.begin, end - run.begin), slice(begin - start, end - start)
+
     # ---------------------------------------------------------------- the twin
     def _look(self) -> list[object]:
         """Properties of the groups whose change makes another twin necessary."""
@@ -315,11 +380,22 @@ class FlatOptimizer:
     def _rebuild(self) -> None:
         """Make a twin that has the groups and the state of the replica's optimizer."""
         own = self._own
+        if self._spans and self._twin is not None:
+            raise OptionError(
+                "policy='exact' on several CUDA devices: hooks were registered on the optimizer during the "
+                "run, or its groups or their eps were changed, while each device steps a part of its "
+                "parameters: let the factory of the optimizer do that"
+            )
         self.publish()
         self.reload()
         self._seen = self._look()
         self._strays = self._find_strays()
-        why = "it has hooks" if _has_hooks(own) else _unfit_options(own) or self._unfit_state()
+        why = self.unfit()
+        if why is not None and self._spans:  # a state was loaded
+            raise OptionError(
+                f"policy='exact' on several CUDA devices: {why}, since a state was loaded into the optimizer "
+                "during the run, while each device steps a part of its parameters"
+            )
         if why is not None:
             log.debug("the optimizer steps its parameters one by one: %s", why)
             self._is_apart = True
@@ -330,6 +406,7 @@ class FlatOptimizer:
         groups: list[dict[str, Any]] = []
         for group in own.param_groups:
             members = sorted(places[one] for one in group["params"] if one in places)
+            members = list(filter(self._holds, members))
             self._runs.append(list(self._runs_of(members)))
             groups.append({**group, **options, "params": []})
         kinds = inspect.signature(type(own)).parameters
@@ -341,6 +418,8 @@ class FlatOptimizer:
         self._all_on = True
         for run in chain.from_iterable(self._runs):
             self._absorb(run)
+        for parameter in self._parameters if self._spans else ():
+            own.state.pop(parameter, None)
         for stray in self._strays:
             if found := own.state.get(stray):
                 self._twin.state[stray] = {
@@ -382,6 +461,8 @@ class FlatOptimizer:
         step = ALIGNMENT // first.dtype.itemsize
         begin = int(first.storage_offset())
         end = -(-(int(last.storage_offset()) + last.numel()) // step) * step
+        if span := self._spans.get(first.dtype):
+            begin, end = max(begin, span.start), min(end, span.stop)
         flat = nn.Parameter(memory[begin:end])
         flat.grad = gradient = home[begin:end]
         return _Run(start, stop, begin, flat, gradient)
@@ -435,6 +516,10 @@ class FlatOptimizer:
             mine[name] = torch.zeros(run.flat.numel(), dtype=value.dtype, device=run.flat.device)
             for at in range(run.start, run.stop):
                 saved = self._state_of(at)[name]
+                if self._spans:
+                    ours, its = self._part(run, at)
+                    mine[name][ours].copy_(self._in_memory(saved, at)[its])
+                    continue
                 view = self._cut(mine[name], run, at)
                 view.copy_(saved)
                 self._own.state[self._parameters[at]][name] = view
@@ -445,6 +530,12 @@ class FlatOptimizer:
         view = self._views[at]
         start = value.storage_offset() + view.storage_offset() - run.begin
         return value.as_strided(view.shape, view.stride(), start)
+
+    def _in_memory(self, value: Tensor, at: int) -> Tensor:
+        """A parameter's state as its elements lie in memory. Shape (elements,)."""
+        view = self._views[at]
+        dense = torch.empty_strided(view.shape, view.stride(), dtype=value.dtype, device=value.device)
+        return dense.copy_(value).as_strided((view.numel(),), (1,))
 
     def _twin_number(self, value: Tensor) -> Tensor:
         """A number of the state as the twin keeps it."""
@@ -479,12 +570,47 @@ class FlatOptimizer:
         return None
 
 
+def joined_state(owners: Sequence[FlatOptimizer]) -> dict[str, Any]:
+    """The `state_dict()` of an optimizer whose state the ranks have in spans.
+
+    Args:
+        owners: In the order of the ranks.
+
+    Returns:
+        As torch's: state that one rank has as a whole is a view of it, and the host has the other.
+
+    Threads:
+        Any, while no rank steps; the devices have done all steps.
+    """
+    first = owners[0]
+    first.is_joining = True
+    whole: dict[str, Any] = first._own.state_dict()
+    first.is_joining = False
+    parts: dict[Tensor, list[tuple[int, int, dict[str, Tensor]]]] = {}
+    for owner in owners:
+        for piece in owner.pieces():
+            parts.setdefault(first._parameters[piece[0]], []).append(piece)
+    listed = chain.from_iterable(group["params"] for group in first._own.param_groups)
+    for number, parameter in enumerate(listed):
+        if found := parts.get(parameter):
+            at, _, any_part = found[0]
+            whole["state"][number] = {
+                name: first._join(at, [(start, state[name]) for _, start, state in found])
+                if name in first._names
+                else value
+                for name, value in any_part.items()
+            }
+    return whole
+
+
 def _publish(flat: FlatOptimizer | None) -> None:
     if flat is None:
         raise FlowdpError(
             "the replica of this optimizer is gone with its run, and its state, too: take it from the run, "
             "run.join().optimizer_state, or from a checkpoint"
         )
+    if flat.is_cut and not flat.is_joining:
+        refuse_state()
     flat.publish()
 
 
@@ -495,8 +621,8 @@ def refuse_state(*_: object) -> NoReturn:
         FlowdpError: Always.
     """
     raise FlowdpError(
-        "policy='exact': another device has the state of this optimizer: take it from a checkpoint, "
-        "run.checkpoint(), or behind the run, run.join().optimizer_state"
+        "policy='exact': the devices share the state of the optimizer, and this one has a part of it, or "
+        "none: take it from a checkpoint, run.checkpoint(), or behind the run, run.join().optimizer_state"
     )
 
 

@@ -4,8 +4,8 @@ Where a rank trains on the CPU, or ranks on cards of different kinds, one rank o
 parameters: it alone steps them, and all others receive the new values. So the replicas are equal by
 construction, and the state of the optimizer is there once. A small model on the CPU is stepped by the last
 arrival at the gate, for all ranks, while they stand there. On cards of one kind, which come to the same bits,
-each rank steps all. All machines step by the same mean gradient; where their devices round differently, their
-replicas differ by these roundings.
+each rank steps all; where the optimizer allows it, they step spans instead (`SpanStep`). All machines step by
+the same mean gradient; where their devices round differently, their replicas differ by these roundings.
 
 Source: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), here with one owner.
 """

@@ -63,6 +63,7 @@ class FakeNccl:
         fails: Whether the hung call then fails.
         hanging: Set when a group hangs.
         deaf: Whether an abort has no effect, only `wake`.
+        lost: Kinds of calls whose results do not arrive.
         broken: Whether the last rank's numbers do not reach the others.
     """
 
@@ -82,6 +83,7 @@ class FakeNccl:
         self.fails = True
         self.deaf = False
         self.broken = False
+        self.lost: set[str] = set()
         self.hanging = threading.Event()
         self.wake = threading.Event()
         self._cuda = cuda
@@ -109,6 +111,16 @@ class FakeNccl:
             def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None:
                 assert root == 0
                 self._put(send, recv, count, dtype, None, stream, "broadcast")
+
+            def reduceScatter(
+                self, send: int, recv: int, count: int, dtype: int, op: int, stream: int
+            ) -> None:
+                assert recv == send + self.rank * count * np.dtype(DTYPES[dtype]).itemsize
+                self._put(send, send, self.ndev * count, dtype, op, stream, "reduceScatter")
+
+            def allGather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:
+                assert send == recv + self.rank * count * np.dtype(DTYPES[dtype]).itemsize
+                self._put(recv, recv, self.ndev * count, dtype, None, stream, "allGather")
 
             def _put(
                 self, send: int, recv: int, count: int, dtype: int, op: Any, stream: int, kind: str
@@ -185,15 +197,21 @@ class FakeNccl:
             _, _, count, dtype, op, _, kind = calls[0]
             arrays, tensors = zip(*(_at(call[1], count, DTYPES[dtype]) for call in calls), strict=True)
             given = arrays[:-1] if self.broken else arrays
+            span = count // ndev
             if kind == "broadcast":
                 result = given[0].copy()
+            elif kind == "allGather":
+                result = np.concatenate([one[span * at : span * at + span] for at, one in enumerate(arrays)])
             else:
                 result = self._across(self._reduced(given, dtype, op), dtype, op, ndev)
             for call, array, tensor in zip(calls, arrays, tensors, strict=True):
                 rank = call[0].rank
-                is_written = kind.startswith("all") or (rank == 0) == (kind == "reduce")
-                if is_written and not (self.broken and call is calls[-1]):
-                    array[:] = result
+                is_written = (
+                    kind.startswith("all") or kind == "reduceScatter" or (rank == 0) == (kind == "reduce")
+                )
+                if is_written and not (self.broken and call is calls[-1]) and kind not in self.lost:
+                    own = slice(span * rank, span * rank + span) if kind == "reduceScatter" else slice(None)
+                    array[own] = result[own]
                 touched = ([], [tensor]) if is_written else ([tensor], [])
                 self._cuda.access(self._streams[call[5]], kind, *touched)
 

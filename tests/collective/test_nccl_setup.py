@@ -4,6 +4,7 @@ import random
 import threading
 from collections import Counter
 from functools import partial
+from itertools import chain
 from time import monotonic
 
 import pytest
@@ -13,6 +14,7 @@ from flowdp.collective import nccl_setup
 from flowdp.collective.nccl_setup import (
     CommunicatorSetup,
     Side,
+    gather_calls,
     launch_group,
     sum_replicas,
 )
@@ -321,6 +323,47 @@ def test_aborts_run_side_by_side(monkeypatch):
 
     nccl_setup.abort_all([Comm(), Comm()])
     assert not both.broken
+
+
+SPANS = 12 * 16
+
+
+def cut_flats(rank: int) -> list[Flat]:
+    return [
+        Flat(torch.cat([torch.full((SPANS,), rank + 1.0), torch.ones(5)]), SPANS, spans=3),
+        Flat(torch.full((2 * SPANS,), rank + 1.0).bfloat16(), 2 * SPANS, spans=3),
+        Flat(torch.ones(8), 8),
+    ]
+
+
+def test_each_rank_gets_the_mean_of_its_span_and_the_spans_of_all():
+    world = Group()
+    world.flats = [cut_flats(rank) for rank in range(3)]
+    places = list(zip(world.lanes, world.flats, range(3), strict=True))
+    world.opening = CommunicatorSetup(world.nccl, world.lanes, world.flats)
+    comms = world.opening.wait()
+    sides = [Side(world.nccl, *place) for place in places]
+    for samples in ([1, 1, 1], [3, 0, 7]):
+        for flats, fresh in zip(world.flats, map(cut_flats, range(3)), strict=True):
+            for mine, new in zip(flats, fresh, strict=True):
+                mine.memory.copy_(new.memory)
+        mean = sum(count * (rank + 1) for rank, count in enumerate(samples)) / sum(samples)
+        sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=False)
+        for rank, flats in enumerate(world.flats):
+            for flat in flats[:2]:
+                assert flat.memory[flat.span(rank)].float().sub(mean).abs().max() < 0.01
+        launch_group(world.nccl, comms, [gather_calls(world.nccl, *place) for place in places])
+        for flat in chain.from_iterable(flats[:2] for flats in world.flats):
+            assert flat.memory[: flat.split].float().sub(mean).abs().max() < 0.01
+    assert all(torch.equal(flats[0].memory[SPANS:], torch.ones(5)) for flats in world.flats)
+
+
+@pytest.mark.parametrize("kind", ["reduceScatter", "allGather"])
+def test_spans_that_do_not_arrive_are_found_by_value(kind):
+    world = Group()
+    world.nccl.lost = {kind}
+    with pytest.raises(CollectiveError, match=r"gives rank \d wrong sums"):
+        CommunicatorSetup(world.nccl, world.lanes, [cut_flats(rank) for rank in range(3)]).wait()
 
 
 def test_a_constant_buffer_keeps_its_bits_over_thousands_of_rounds():

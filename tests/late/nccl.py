@@ -71,6 +71,16 @@ class LateNccl:
             def allReduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
                 self._put("allReduce", recv, count, dtype, op, stream)
 
+            def reduceScatter(
+                self, send: int, recv: int, count: int, dtype: int, op: int, stream: int
+            ) -> None:
+                assert recv == send + self._offset(count, dtype), "not in place"
+                self._put("reduceScatter", send, self.size * count, dtype, op, stream)
+
+            def allGather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:
+                assert send == recv + self._offset(count, dtype), "not in place"
+                self._put("allGather", recv, self.size * count, dtype, nccl.NCCL_SUM, stream)
+
             def reduce(
                 self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int
             ) -> None:
@@ -86,6 +96,9 @@ class LateNccl:
                 with nccl.cuda.lock:
                     memory = nccl.cuda.memory.at(address, count, DTYPES[dtype])
                 nccl._calls.append(Call(self.rank, memory, nccl.cuda.stream_of(stream), (kind, op)))
+
+            def _offset(self, count: int, dtype: int) -> int:
+                return self.rank * count * DTYPES[dtype].itemsize
 
             def abort(self) -> None:
                 self.is_open = False
@@ -157,6 +170,11 @@ class Sum:
     def write(self) -> None:
         """Write the result of all."""
         read = [rows for rows in self._read if rows is not None]
+        if self._name == "allGather":
+            spans = [rows.chunk(len(read))[rank] for rank, rows in enumerate(read)]
+            for rows in self._rows:
+                rows.copy_(torch.cat(spans))
+            return
         total, *rest = read
         if total.dtype.itemsize < 4 and total.is_floating_point():
             total = total.float()
@@ -165,6 +183,11 @@ class Sum:
                 total += rows
             else:
                 torch.maximum(total, rows, out=total)
+        if self._name == "reduceScatter":
+            for rank, (rows, span) in enumerate(zip(self._rows, total.chunk(len(read)), strict=True)):
+                rows.fill_(torch.nan)  # nothing may depend on what else is there
+                rows.chunk(len(read))[rank].copy_(span)
+            return
         for rows in self._rows[:1] if self._name == "reduce" else self._rows:
             rows.copy_(total)
 

@@ -30,6 +30,7 @@ GATHERED = Case("sync", "local", (0, 0), "gathered")
 EVALUATED = Case("sync", "local", (0, 0), evaluated="made")
 EXACT = Case("exact", "local", (0, 0), "streamed")
 UNLIKE = Case("exact", "local", (0, 1), "streamed", are_unlike=True)
+CLIPPED = Case("exact", "local", (0, 1), options={"max_grad_norm": 0.1})
 
 
 def late(name: str) -> list[Trial]:
@@ -82,6 +83,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "collective/local.py _Ahead.send: self._out.wait_event(self._summed[slot])": BLOCKS,
     "collective/local.py _Ahead.end: self._sent.record(self._out)": BLOCKS,
     "collective/local.py _Ahead.end: self._lane.comm.wait_event(self._sent)": BLOCKS,
+    "collective/local.py DeviceMean._meet: done.record(lane.comm)": [(CLIPPED, LATE)],
+    "collective/local.py DeviceMean._meet: lane.comm.wait_event(done)": [(CLIPPED, LATE)],
     "collective/local_group.py _Rendezvous.wait: stream.wait_event(mark)": THREADS,
     "collective/local_group.py _Rendezvous.put: mark.record(lane.current())": THREADS,
     "collective/local_group.py _Rendezvous._enqueue: lane.comm.wait_event(mark)": THREADS,

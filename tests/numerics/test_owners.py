@@ -139,7 +139,7 @@ def test_the_state_is_there_once(name: str) -> None:
     count = len(list(net().parameters()))
     assert len(first.state_dict()["state"]) == count
     for other in others:
-        with pytest.raises(flowdp.FlowdpError, match="another device has the state"):
+        with pytest.raises(flowdp.FlowdpError, match="the devices share the state of the optimizer"):
             other.state_dict()
     assert list(result.optimizer_state["state"]) == list(range(count))
 

@@ -1,0 +1,358 @@
+"""Exact steps of several cards, each of which steps a span of the parameters: as one device takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import flowdp
+from flowdp.errors import StepError
+from flowdp.replica.flat_optimizer import ELEMENTWISE
+from flowdp.replica.span_step import SpanStep
+from tests.data.cards import Card, put_on_streams
+from tests.numerics.test_exact import apart, check_equal
+from tests.numerics.test_owners import OPTIMIZERS, STEPS, Make, Unlike, X, Y, exact, mse, net, windows
+
+EACH = [name for name in OPTIMIZERS if name not in ("Adafactor", "Muon")]
+EQUAL, UNEQUAL = (1.0, 1.0, 1.0), (0.5, 0.4, 0.1)
+
+
+@pytest.fixture(autouse=True)
+def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Fake streams alone, on which every replica is watched."""
+    card = Card()
+    put_on_streams(card, monkeypatch.setattr)
+    yield "streams"
+    assert not card.races
+
+
+def shared(ratios: Any) -> dict[str, Any]:
+    tuning = flowdp.ProcessTuning(openmp=False)
+    return {"runtime": flowdp.RuntimeOptions(partition_ratios=ratios, tune_process=tuning)}
+
+
+def with_spans(run: flowdp.Run) -> flowdp.Run:
+    assert isinstance(run._engine.workers[0]._joint, SpanStep)
+    return run
+
+
+class Idle(nn.Sequential):
+    """A model with a layer that has a part in some windows, and one in none."""
+
+    def __init__(self) -> None:
+        super().__init__(*net())
+        self.often, self.never = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x)
+
+
+def idle_net() -> Idle:
+    torch.manual_seed(4)
+    return Idle()
+
+
+def at_times(model: nn.Module, batch: Any) -> Any:
+    """A loss with a weight, in which a layer takes part in the samples that begin with a large number."""
+    x, y = batch
+    weight = x[:, 1].abs().sum()
+    output = nn.Sequential(*list(model)[:5])(x)  # type: ignore[call-overload]
+    output = output + model.often(output) * (x[:, :1] > 1.0) if bool((x[:, 0] > 1.0).any()) else output
+    return {"loss": (nn.functional.mse_loss(output, y, reduction="sum")) / weight, "weight": weight}
+
+
+def groups_of(make: Make, model: Any) -> Any:
+    """The optimizer with two groups, whose parameters take turns in the model."""
+
+    def made(params: Any) -> optim.Optimizer:
+        listed = list(params)
+        return make([{"params": listed[::2], "lr": 0.003}, {"params": listed[1::2]}])
+
+    return made
+
+
+def plain(make: Make, model: nn.Module, loss: Any = mse, clip: Any = None, value: Any = None) -> nn.Module:
+    optimizer = make(model.parameters())
+    for _, index in zip(range(STEPS), windows(), strict=False):
+        named = loss(model, (X[index], Y[index]))
+        (named["loss"] if isinstance(named, dict) else named).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), value)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("ratios", [(1.0, 1.0), UNEQUAL, (1.0, 2.0, 3.0, 4.0)], ids=len)
+@pytest.mark.parametrize("name", EACH)
+def test_every_optimizer(name: str, ratios: Any) -> None:
+    assert type(OPTIMIZERS[name](net().parameters())) in ELEMENTWISE
+    model, make = net(), OPTIMIZERS[name]
+    run = with_spans(exact(make, len(ratios), model, **shared(ratios)).start())
+    run.join()
+    assert apart(model, plain(make, net())) < 1e-12
+    check_equal(run)
+
+
+@pytest.mark.parametrize("clip", [{"max_grad_norm": 0.3}, {"max_grad_value": 0.01}], ids=["norm", "value"])
+@pytest.mark.parametrize("name", EACH)
+def test_groups_and_clipping(name: str, clip: dict[str, float]) -> None:
+    model = net()
+    make = groups_of(OPTIMIZERS[name], model)
+    run = with_spans(exact(make, 3, model, **shared(EQUAL), **clip).start())
+    run.join()
+    expected = plain(make, net(), clip=clip.get("max_grad_norm"), value=clip.get("max_grad_value"))
+    assert apart(model, expected) < 1e-12
+    check_equal(run)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_weights_of_losses_and_parameters_without_a_gradient(name: str) -> None:
+    model, make = idle_net(), OPTIMIZERS[name]
+    trainer = flowdp.Trainer(
+        model, make, at_times, dataset=(X, Y), batch_size=13, per_device_batch_size=4, max_steps=STEPS,
+        devices=["cpu"] * 3, policy="exact", progress=False, max_grad_norm=0.5,
+        failures=flowdp.FailureOptions(check_loss=False), **shared(UNEQUAL),
+    )  # fmt: skip
+    run = with_spans(trainer.start())
+    run.join()
+    expected = plain(make, idle_net(), at_times, clip=0.5)
+    assert apart(model, expected) < 1e-12
+    assert torch.equal(model.never.weight, idle_net().never.weight)
+    check_equal(run)
+
+
+def test_replicas_of_unlike_kinds_are_equal_to_the_bit() -> None:
+    run = with_spans(exact(Unlike(), 3, callbacks=[flowdp.EMA(0.9)]).start())
+    run.join()
+    check_equal(run)
+    first, *others = [replica.average.flats[0].memory for replica in run._engine.replicas]
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_the_state_is_there_once(name: str) -> None:
+    run = with_spans(exact(OPTIMIZERS[name], 3).start())
+    result = run.join()
+    replicas = run._engine.replicas
+    length = replicas[0].flat.flats[0].split
+    names = ELEMENTWISE[type(replicas[0].optimizer)]
+    for replica in replicas:
+        assert not replica.optimizer.state
+        twin = replica._flat_optimizer._twin
+        for each in names & {key for state in twin.state.values() for key in state}:
+            assert sum(state[each].numel() for state in twin.state.values()) <= length // 3
+    state = result.optimizer_state["state"]
+    assert list(state) == list(range(len(list(net().parameters()))))
+    expected = net()
+    optimizer = OPTIMIZERS[name](expected.parameters())
+    for _, index in zip(range(STEPS), windows(), strict=False):
+        mse(expected, (X[index], Y[index])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for number, entry in optimizer.state_dict()["state"].items():
+        for key, value in entry.items():
+            assert torch.allclose(state[number][key].double(), value.double(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "ASGD"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 1), (1, 3), (3, 2)])
+def test_a_checkpoint_goes_on_with_other_spans(name: str, before: int, after: int, tmp_path: Any) -> None:
+    make, model = OPTIMIZERS[name], net()
+    folder = flowdp.CheckpointOptions(tmp_path, every=20, unit="step")
+    exact(make, before, max_steps=20, checkpoint=folder).fit()
+    exact(make, after, model, checkpoint=folder, resume=True).fit()
+    assert apart(model, plain(make, net())) < 1e-12
+
+
+def test_a_run_that_is_cut_goes_on_to_the_bit(tmp_path: Any) -> None:
+    make, model, whole = OPTIMIZERS["AdamW"], net(), net()
+    folder = flowdp.CheckpointOptions(tmp_path, every=20, unit="step")
+    exact(make, 3, max_steps=20, checkpoint=folder).fit()
+    exact(make, 3, model, checkpoint=folder, resume=True).fit()
+    exact(make, 3, whole).fit()
+    assert apart(model, whole) == 0.0
+
+
+class Moves(nn.Sequential):
+    """A model whose forward moves its parameters out of the flat memory."""
+
+    def forward(self, x: Any) -> Any:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clone()
+        return super().forward(x)
+
+
+def test_parameters_that_a_forward_moves() -> None:
+    make, model = OPTIMIZERS["AdamW"], Moves(*net())
+    with_spans(exact(make, 3, model).start()).join()
+    assert apart(model, plain(make, Moves(*net()))) < 1e-12
+
+
+@pytest.mark.parametrize("ratios", [(1.0, 1.0), (1.0, 2.0, 3.0, 4.0)], ids=len)
+def test_a_model_smaller_than_the_spans(ratios: Any) -> None:
+    """Some ranks own padding alone."""
+    make = OPTIMIZERS["AdamW"]
+
+    def small() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Linear(6, 4, bias=False).double()
+
+    model = small()
+    run = with_spans(exact(make, len(ratios), model, **shared(ratios), max_grad_norm=0.3).start())
+    run.join()
+    assert apart(model, plain(make, small(), clip=0.3)) < 1e-12
+    check_equal(run)
+
+
+def test_schedules_and_a_rate_that_is_set_on_the_way() -> None:
+    """The last arrival sets it for all, before it steps."""
+    handle: list[flowdp.Run] = []
+    rates: list[list[float]] = [[], [], []]
+
+    class Sets(flowdp.Callback):
+        def on_step(self, worker: Any, loss: Tensor | None) -> None:
+            rates[worker.rank].append(worker.lr)
+            if worker.rank == 1 and worker.local_step == 10:
+                handle[0].set_lr(0.004)
+
+    model, make = net(), OPTIMIZERS["AdamW"]
+    trainer = exact(make, 3, model, callbacks=[Sets()])
+    run = trainer.start()
+    handle.append(run)
+    with_spans(run).join()
+    assert rates[0] == rates[1] == rates[2]
+    assert set(rates[0]) == {0.01, 0.004}
+    expected = net()
+    optimizer = make(expected.parameters())
+    for lr, index in zip(rates[0], windows(), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        mse(expected, (X[index], Y[index])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert apart(model, expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "hooks"])
+def test_other_optimizers_step_everything_everywhere(name: str) -> None:
+    make = OPTIMIZERS["AdamW" if name == "hooks" else name]
+
+    def made(params: Any) -> optim.Optimizer:
+        optimizer = make(params)
+        if name == "hooks":
+            optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    model = net()
+    run = exact(made, 2, model).start()
+    assert not isinstance(run._engine.workers[0]._joint, SpanStep)
+    run.join()
+    assert apart(model, plain(make, net())) < 1e-12
+
+
+def test_a_hook_that_comes_during_the_run_is_refused() -> None:
+    made: list[optim.Optimizer] = []
+
+    def make(params: Any) -> optim.Optimizer:
+        made.append(optim.AdamW(params, lr=0.01))
+        return made[-1]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if flowdp.current_worker().local_step == 5:
+            made[0].register_step_post_hook(lambda *_: None)
+        return mse(model, batch)
+
+    trainer = flowdp.Trainer(
+        net(), make, loss, dataset=(X, Y), batch_size=13, max_steps=STEPS, devices=["cpu"] * 2,
+        policy="exact", progress=False, failures=flowdp.FailureOptions(check_loss=False),
+    )  # fmt: skip
+    with pytest.raises(StepError, match="hooks were registered on the optimizer during the run"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("changes", ["hooks", "form"])
+def test_a_state_that_is_loaded_during_the_run_has_to_fit(changes: str) -> None:
+    made: list[optim.Optimizer] = []
+
+    def make(params: Any) -> optim.Optimizer:
+        made.append(optim.SGD(params, lr=0.01, momentum=0.9))
+        return made[-1]
+
+    class Loads(flowdp.Callback):
+        def on_step(self, worker: Any, loss: Tensor | None) -> None:
+            optimizer = made[worker.rank]
+            if worker.local_step == 5:
+                state = optim.SGD(optimizer.param_groups[0]["params"], lr=0.01, momentum=0.9).state_dict()
+                if changes == "form":
+                    state["state"] = {0: {"momentum_buffer": torch.zeros(3, dtype=torch.float64)}}
+                optimizer.load_state_dict(state)
+                if changes == "hooks":
+                    optimizer.register_step_post_hook(lambda *_: None)
+
+    what = {"hooks": "hooks were registered on it", "form": "its state has 'momentum_buffer' in another form"}
+    with pytest.raises(StepError, match=what[changes]):
+        exact(make, 2, callbacks=[Loads()]).fit()
+
+
+def test_the_state_of_one_device_is_an_error() -> None:
+    """It would be a part, and to load it would lose the rest."""
+    made: list[optim.Optimizer] = []
+
+    def make(params: Any) -> optim.Optimizer:
+        made.append(optim.AdamW(params, lr=0.01))
+        return made[-1]
+
+    class Saves(flowdp.Callback):
+        def on_step(self, worker: Any, loss: Tensor | None) -> None:
+            if worker.local_step == 5:
+                made[worker.rank].state_dict()
+
+    with pytest.raises(StepError, match="the devices share the state of the optimizer"):
+        exact(make, 2, callbacks=[Saves()]).fit()
+
+
+def test_a_rank_with_nans_is_left_out_of_its_window() -> None:
+    """Its gradient is masked on the device; all take the step of the others."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = flowdp.current_worker()
+        is_odd = worker.rank == 1 and worker.global_step == 5
+        return mse(model, batch) * (torch.nan if is_odd else 1.0)
+
+    model = net()
+    trainer = flowdp.Trainer(
+        model, partial(optim.AdamW, lr=0.01), loss, dataset=(X, Y), batch_size=13, per_device_batch_size=4,
+        max_steps=STEPS, devices=["cpu"] * 3, policy="exact", progress=False,
+        failures=flowdp.FailureOptions(check_loss=False), **shared(UNEQUAL),
+    )  # fmt: skip
+    run = with_spans(trainer.start())
+    assert run.join().global_step == STEPS
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    check_equal(run)
+
+
+@pytest.mark.parametrize("ratios", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
+def test_parameters_in_bfloat16(ratios: Any) -> None:
+    """Their mean is taken in float32, and every replica gets the rounded one."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return mse(model, (batch[0].bfloat16(), batch[1].bfloat16()))
+
+    model, make = net().bfloat16(), OPTIMIZERS["SGD"]
+    trainer = flowdp.Trainer(
+        model, make, loss, dataset=(X, Y), batch_size=13, per_device_batch_size=4, max_steps=STEPS,
+        devices=["cpu"] * 3, policy="exact", progress=False,
+        failures=flowdp.FailureOptions(check_loss=False), **shared(ratios),
+    )  # fmt: skip
+    run = with_spans(trainer.start())
+    run.join()
+    check_equal(run)
+    assert apart(model, plain(make, net().bfloat16(), loss)) < 0.05
