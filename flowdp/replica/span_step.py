@@ -91,9 +91,10 @@ class SpanStep:
         return joined_state(self._owners)
 
     def _step(self, outcome: Outcome) -> None:
-        first = self._replicas[0]
+        first, window = self._replicas[0], outcome.window
+        assert window is not None
         with first.lane.on(first.lane.comm):
-            touched, is_weighted = first.gradients.look(outcome.touched)
+            touched, is_weighted = first.gradients.look(window.touched)
         for replica in self._replicas:
             with replica.lane.on(replica.lane.comm):
                 if outcome.lr is not None:
