@@ -333,14 +333,14 @@ class Sees:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: dict[int, list[Tensor]] = {}
-        take = ExactReplica.take_step
+        take = ExactReplica.meet
 
         def slow(replica: ExactReplica, outcome: Any) -> None:
             if replica.owner is replica:
                 sum(range(40_000))
             take(replica, outcome)
 
-        monkeypatch.setattr(ExactReplica, "take_step", slow)
+        monkeypatch.setattr(ExactReplica, "meet", slow)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         rank = flowdp.current_worker().rank
