@@ -34,6 +34,9 @@ __all__ = ["FORMAT", "UNFINISHED", "plain", "read", "remove", "write"]
 FORMAT = 1
 """Version of the format; it grows when an older flowdp cannot read the file."""
 
+FOLDER = 0x10
+"""Attribute of a record that is a folder: torch reads nothing of it, and returns memory that nobody wrote."""
+
 UNFINISHED = ".tmp"
 """Suffix of a file that is being written."""
 
@@ -115,6 +118,8 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(record.external_attr & FOLDER for record in archive.infolist()):
+                raise ValueError("a record of it is marked as a folder")
             if (damaged := archive.testzip()) is not None:
                 raise ValueError(f"the checksum of its record {damaged!r} is wrong")
         return _checked(torch.load(path, weights_only=True, map_location="cpu"))

@@ -200,6 +200,16 @@ def test_torch_alone_reads_a_damaged_file_as_other_numbers(path: Path) -> None:
     assert weight[0, 1].item() != checkpoint()["model"]["weight"][0, 1].item()
 
 
+def test_a_record_that_is_marked_as_a_folder_is_refused(path: Path) -> None:
+    """Its checksum is right, and torch would return memory that nobody has written."""
+    content = bytearray(path.read_bytes())
+    entry = content.index(b"PK\x01\x02")
+    content[entry + 38] |= 0x10
+    path.write_bytes(content)
+    assert zipfile.ZipFile(path).testzip() is None
+    assert "marked as a folder" in refusal(path)
+
+
 def test_a_process_that_writes_without_checksums_gets_them_here(path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
