@@ -26,7 +26,6 @@ FREE_FILES = {
     "test_doors.py": "one run through each door",
     "test_exit.py": "how processes end that have a run",
     "data_parallel/test_patterns.py": "loops as people write them, against plain PyTorch",
-    "data_parallel/test_pattern_containers.py": "the same: what forward puts into the caller's containers",
     "data_parallel/test_pattern_state.py": "the same: what a model keeps",
     "data_parallel/test_pattern_graphs.py": "the same: what loops do with graphs",
     "data_parallel/test_pattern_hooks.py": "the same: what watches a model",

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_flatten_with_path
 import flowdp
 
 __all__ = [
-    "ALL",
-    "CUT",
     "Make",
     "Shares",
     "Side",
@@ -32,7 +30,6 @@ __all__ = [
     "spread",
     "square",
     "train",
-    "where_cut",
 ]
 
 TOLERANCE = 1e-11
@@ -56,12 +53,9 @@ class Shares:
         return {"devices": ["cpu"] * self.devices, "partition_ratios": self.ratios, "progress": False}
 
 
-CUT = (Shares(2), Shares(2, (1.0, 1.0)), Shares(3), Shares(3, (2.0, 1.0, 1.0)))
-# One device does nothing but call the module: it shows that a loop is one that `setup` can run.
-ALL = (Shares(1), *CUT)
+CUT = (Shares(2), Shares(3, (2.0, 1.0, 1.0)))
 
-everywhere = pytest.mark.parametrize("shares", ALL, ids=str)
-where_cut = pytest.mark.parametrize("shares", CUT, ids=str)
+everywhere = pytest.mark.parametrize("shares", CUT, ids=str)
 
 
 @dataclass

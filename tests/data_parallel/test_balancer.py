@@ -66,11 +66,6 @@ def test_equal_until_measured_and_then_by_throughput() -> None:
     assert made.cut(14) == (4, 10)
 
 
-def test_a_hint_counts_until_something_is_measured() -> None:
-    made, _, _ = paced(3, speed_hint=(1, 2.0))
-    assert made.ratios == pytest.approx((0.4, 0.2, 0.4))
-
-
 def test_several_calls_of_a_step_are_one_measurement() -> None:
     made, watches, summing = paced()
     made.note_work((6, 2))
@@ -94,13 +89,6 @@ def test_steps_that_the_devices_have_not_passed_are_learned_later_with_their_own
     made.note_work((1, 1))
     made.step()
     assert made.throughput == pytest.approx((0.7 * 2 + 0.3 * 4, 4.0))
-
-
-def test_a_step_without_samples_teaches_nothing() -> None:
-    made, watches, summing = paced()
-    made.note_work((0, 0))
-    made.step()
-    assert [watch.laps for watch in (*watches, summing)] == [0, 0, 0]
 
 
 # ---------------------------------------------------------------- windows
@@ -164,12 +152,6 @@ def test_a_share_suffices_for_batch_norm_while_it_is_trained() -> None:
     model[1] = nn.BatchNorm1d(2)
     made, _, _ = paced(model=model, speed_hint=(1, 30.0))
     assert made.cut(31) == (29, 2)
-
-
-@pytest.mark.parametrize("norm", [nn.InstanceNorm1d, nn.SyncBatchNorm])
-def test_what_normalises_otherwise_needs_no_more_than_one_sample(norm: Any) -> None:
-    made, _, _ = paced(model=nn.Sequential(norm(2)))
-    assert made.cut(3) == (2, 1)
 
 
 def test_batch_norm_is_told_of_once_and_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:

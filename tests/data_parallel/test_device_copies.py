@@ -96,9 +96,9 @@ class Cast(nn.Module):
         return x.float()
 
 
-@pytest.mark.parametrize("has_graph", [True, False], ids=["a graph lives", "none"])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_reaches_the_other_devices_at_the_next_call(way: Way, write: str, has_graph: bool) -> None:
+def test_a_write_reaches_the_other_devices_at_the_next_call(way: Way, write: str) -> None:
+    has_graph = list(WRITES).index(write) % 2 == 0  # for every other one of them
     module: Any = mlp()
     with way(module) as replicas:
         x = numbers(4, 6)
@@ -119,18 +119,6 @@ def test_a_write_reaches_the_other_devices_at_the_next_call(way: Way, write: str
             one.sin().mean().backward()
         for mine, other in zip(gradients(module), gradients(twin), strict=True):
             torch.testing.assert_close(mine, other)
-
-
-def test_copies_are_made_for_training_in_a_call_of_inference_too(way: Way) -> None:
-    module: Any = mlp()
-    with way(module) as replicas:
-        module.append(nn.Linear(3, 3).double())
-        with torch.inference_mode():
-            outputs(replicas, numbers(4, 6))
-        twin: Any = copy.deepcopy(module)
-        call(replicas, numbers(4, 6)).backward()
-        twin(numbers(4, 6)).sin().mean().backward()
-        assert_equal(gradients(module), gradients(twin))
 
 
 # ---------------------------------------------------------------- graphs
@@ -173,35 +161,16 @@ def test_a_step_between_them_is_torchs_own_error(way: Way) -> None:
                 first.sum().backward()
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_what_is_frozen_for_another_call_before_a_backward_has_its_whole_gradient(
-    way: Way, grad: bool
-) -> None:
+def test_what_is_frozen_for_another_call_before_a_backward_has_its_whole_gradient(way: Way) -> None:
     module: Any = mlp()
     twin: Any = copy.deepcopy(module)
     with way(module) as replicas:
         for net, do in ((module, lambda x: outputs(replicas, x)), (twin, twin)):
             first = do(numbers(4, 6))
             net[0].requires_grad_(False)
-            with torch.set_grad_enabled(grad):
-                second = do(numbers(4, 6, seed=6))
+            second = do(numbers(4, 6, seed=6))
             net[0].requires_grad_(True)
             (first.sin().mean() + second.sum()).backward()
-        assert_equal(gradients(module), gradients(twin))
-
-
-def test_what_is_trained_for_another_call_before_a_backward_gets_none_of_it(way: Way) -> None:
-    module: Any = mlp()
-    twin: Any = copy.deepcopy(module)
-    with way(module) as replicas:
-        for net, do in ((module, lambda x: outputs(replicas, x)), (twin, twin)):
-            net[0].requires_grad_(False)
-            first = do(numbers(4, 6))
-            net[0].requires_grad_(True)
-            second = do(numbers(4, 6, seed=6))
-            first.sin().mean().backward()
-            assert net[0].weight.grad is None
-            second.sum().backward()
         assert_equal(gradients(module), gradients(twin))
 
 
@@ -399,15 +368,3 @@ def test_the_rest_goes_by_copies(why: str) -> None:
         assert_equal(gradients(module), gradients(twin))
         assert [kind for kind, _ in taken(replicas)] == ["broadcast"]
         module.zero_grad()  # a graph of gradients is a cycle, through them
-
-
-def test_gradients_that_are_asked_for_go_over_nccl() -> None:
-    module: Any = mlp()
-    twin: Any = copy.deepcopy(module)
-    with wired(module) as replicas:
-        x = numbers(4, 6)
-        taken(replicas)
-        mine = torch.autograd.grad(call(replicas, x), [module[2].weight, module[0].bias])
-        other = torch.autograd.grad(twin(x).sin().mean(), [twin[2].weight, twin[0].bias])
-        assert_equal(mine, other)
-        assert [kind for kind, _ in taken(replicas)] == ["broadcast", "reduce"]

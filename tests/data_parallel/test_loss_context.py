@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.data_parallel.loss_context import BatchPlan, Inputs, check_tags
+from flowdp.data_parallel.loss_context import Inputs
 from flowdp.errors import OptionError
 from tests.loops import mlp
 
@@ -58,47 +58,3 @@ def test_fields_that_a_batch_does_not_have() -> None:
         Inputs(["image", "pixels"], Masked()).of(BATCH)
     with pytest.raises(OptionError, match="at least one"):
         Inputs([], Masked())
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.head = nn.Linear(1, 1), nn.Linear(1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.encoder(self.encoder(x)))
-        return out
-
-
-def test_submodules_are_heard_call_by_call() -> None:
-    model = Twice()
-    plan = BatchPlan(Inputs(None, model), ("encoder", "head"))
-    loss, out, traces = plan.results(model, torch.ones(3, 1))
-    assert loss is None
-    assert [len(traces[name]) for name in ("encoder", "head")] == [2, 1]
-    assert torch.equal(traces["encoder"][1], model.encoder(traces["encoder"][0]))
-    assert traces["head"][0] is out
-    model(torch.ones(1, 1))
-    assert len(traces["encoder"]) == 2, "and not afterwards"
-    with pytest.raises(RuntimeError):
-        plan.results(model, torch.ones(3, 2))
-    assert not model.encoder._forward_hooks
-
-
-def test_a_submodule_that_is_not_called_is_silent() -> None:
-    class Encoding(Twice):
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.encoder(x)
-            return out
-
-    model = Encoding()
-    assert BatchPlan(Inputs(None, model), ("head",)).results(model, torch.ones(1, 1)).traces == {"head": []}
-
-
-def test_names_of_submodules() -> None:
-    assert check_tags("head") == ("head",)
-    assert check_tags(["encoder", "head"]) == ("encoder", "head")
-    with pytest.raises(OptionError, match="tags must be a sequence of names of submodules, not None"):
-        check_tags(None)
-    with pytest.raises(AttributeError, match="decoder"):
-        BatchPlan(Inputs(None, Twice()), ("decoder",)).results(Twice(), torch.ones(3, 1))

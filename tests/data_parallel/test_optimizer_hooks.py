@@ -7,12 +7,12 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW
 
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.errors import OptionError
-from tests.loops import assert_equal, mlp
+from tests.loops import mlp
 
 
 class Steps:
@@ -37,32 +37,7 @@ def grad(module: nn.Module, value: float = 1.0) -> None:
         parameter.grad = torch.full_like(parameter, value)
 
 
-def values(module: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in module.parameters()]
-
-
 # ---------------------------------------------------------------- steps
-def test_a_step_of_either_kind_counts() -> None:
-    module = mlp()
-    hooks, steps = hooks_of(module)
-    before = values(module)
-    for step in (hooks.optimizers[0].step, lambda: hooks.step(None, None)):
-        grad(module, 3.0)
-        step()
-    assert_equal(values(module), [value - 2 * 0.5 * 3 for value in before])
-    assert steps.count == 2
-
-
-def test_the_first_optimizer_counts() -> None:
-    module = mlp()
-    hooks, steps = hooks_of(module)
-    one, other = SGD(module[0].parameters(), 0.5), SGD(module[2].parameters(), 0.5)
-    hooks.use([one, other])
-    grad(module)
-    other.step()
-    assert steps.count == 0
-    one.step()
-    assert steps.count == 1
 
 
 def test_optimizers_that_are_replaced_count_no_longer() -> None:
@@ -101,13 +76,6 @@ def test_the_one_that_is_told_of_steps_is_not_kept() -> None:
 
 
 # ---------------------------------------------------------------- norm, rate, scale
-def test_a_step_clips() -> None:
-    module = nn.Linear(1, 1, bias=False)
-    hooks, _ = hooks_of(module)
-    before = module.weight.item()
-    grad(module, 100.0)
-    hooks.step(None, 0.25)
-    assert module.weight.item() == pytest.approx(before - 0.5 * 0.25)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.25])
@@ -125,15 +93,6 @@ def test_a_scaler_unscales_once_and_skips_what_is_not_finite(max_norm: float | N
     assert module.weight.item() == pytest.approx(before - 0.5 * (max_norm or 1.0))
     assert scaler.get_scale() == 4.0
     assert steps.count == 1
-
-
-def test_the_rate_of_the_first_group_and_the_others_in_proportion() -> None:
-    model = mlp()
-    hooks, _ = hooks_of(model)
-    groups = [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters(), "lr": 0.4}]
-    hooks.use([SGD(groups), SGD(model.parameters(), 0.1)])
-    hooks.set_lr(0.1)
-    assert [g["lr"] for o in hooks.optimizers for g in o.param_groups] == pytest.approx([0.1, 0.2, 0.05])
 
 
 def test_a_group_that_is_held_still_stays_so_where_a_rate_is_set() -> None:

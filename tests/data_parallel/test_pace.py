@@ -89,17 +89,6 @@ def test_the_first_device_alone(clock: Clock, caplog: pytest.LogCaptureFixture) 
     assert told.startswith("calls of Net go to cpu alone: a step takes 1.50 times as long when")
 
 
-@faster
-def test_cutting_pays(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    lanes: Any = [FakeLane(), FakeLane()]
-    own = Pace(lanes, "Net")
-    stepped(own, clock, SETTLED)
-    assert own.is_cut
-    assert not own.is_settled
-    assert str(own) == "a step takes 0.60 times as long when its batches are cut"
-    assert not caplog.records
-
-
 @slower
 def test_the_host_waits_for_devices_at_the_edges_of_what_is_timed_alone(clock: Clock) -> None:
     lanes: Any = [FakeLane(), FakeLane()]
@@ -248,30 +237,3 @@ def test_fixed_shares_and_windows_of_whole_batches_stay(
     dp = setup(Counting(), **options)
     assert train(dp, clock, SETTLED + 5) == [True] * (SETTLED + 5)
     assert repr(dp) == "<DataParallel of Counting on cpu, cpu>"
-
-
-@slower
-def test_without_an_optimizer_each_call_is_a_step(setup: Any, clock: Clock) -> None:
-    model = Counting()
-    dp = setup(model, trains=False)
-    ways = []
-    for _ in range(SETTLED + 5):
-        seen = len(model.seen)
-        clock.now_s += clock.took_s[dp._pace.is_cut]
-        with torch.no_grad():
-            dp(numbers(8, 6))
-        ways.append(len(model.seen) - seen == 2)
-    assert ways == [True] * (TRIAL + 1) + [False] * (TRIAL + 5)
-
-
-@slower
-def test_all_calls_of_a_settled_loop_are_done_alone(setup: Any, clock: Clock) -> None:
-    dp = setup(Counting())
-    train(dp, clock, SETTLED)
-    assert dp._pace.is_settled
-    dp.module.seen.clear()
-    assert dp.call("forward", numbers(8, 6)).shape == (8, 3)
-    assert dp.shard_sizes == (8, 0)
-    with torch.no_grad():
-        assert dp.predict(numbers(16, 6), 8).shape == (16, 3)
-    assert dp.module.seen == [8, 8, 8]

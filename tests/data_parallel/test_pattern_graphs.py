@@ -53,19 +53,6 @@ def gan_of_two_backwards(g: Side, d: Side) -> None:
         g.step()
 
 
-def gan_of_one_batch(g: Side, d: Side) -> None:
-    """Real and fake samples in one call of the critic."""
-    for step in range(STEPS):
-        fake = g.model(draw(8, 4, seed=step))
-        scores = d.model(torch.cat([fake.detach(), draw(8, seed=step)]))
-        (F.softplus(scores[:8]).mean() + F.softplus(-scores[8:]).mean()).backward()
-        d.step()
-        d.model.requires_grad_(False)
-        F.softplus(-d.model(fake)).mean().backward()
-        d.model.requires_grad_(True)
-        g.step()
-
-
 def gan_of_one_backward(g: Side, d: Side) -> None:
     """Both losses in one graph: the critic is frozen for the generator's."""
     for step in range(STEPS):
@@ -90,31 +77,6 @@ def wgan_gp(g: Side, d: Side) -> None:
         (-d.model(fake).mean()).backward()
         d.optimizer.zero_grad()
         g.step()
-
-
-def r1(g: Side, d: Side) -> None:
-    for step in range(STEPS):
-        real = draw(8, seed=step).requires_grad_()
-        scores = d.model(real)
-        (slope,) = torch.autograd.grad(scores.sum(), real, create_graph=True)
-        loss = F.softplus(-scores).mean() + 5 * slope.square().sum(1).mean()
-        (loss + F.softplus(d.model(g.model(draw(8, 4, seed=step)).detach())).mean()).backward()
-        d.step()
-        with torch.no_grad():
-            g.model(draw(3, 4))
-
-
-def path_length(g: Side, d: Side) -> None:
-    """A penalty on the slope of the second model, along latents that the first has made."""
-    for step in range(STEPS):
-        latents = g.model(draw(8, 4, seed=step))
-        images = d.model(latents)
-        noise = draw(8, 1, seed=step + 3)
-        (slope,) = torch.autograd.grad((images * noise).sum(), latents, create_graph=True)
-        lengths = slope.square().sum(1).sqrt()
-        ((lengths - 0.3).square().mean() + square(images)).backward()
-        g.step()
-        d.step()
 
 
 def one_inside_the_other(g: Side, d: Side) -> None:
@@ -161,11 +123,8 @@ def distilled(g: Side, d: Side) -> None:
     "loop",
     [
         gan_of_two_backwards,
-        gan_of_one_batch,
         gan_of_one_backward,
         wgan_gp,
-        r1,
-        path_length,
         one_inside_the_other,
         cycle,
         distilled,
@@ -177,10 +136,6 @@ def test_two_models(loop: Callable[[Side, Side], None], shares: Shares) -> None:
 
 
 # ---------------------------------------------------------------- backwards
-def kept_graph(side: Side) -> None:
-    y = side.model(draw())
-    square(y).backward(retain_graph=True)
-    y.abs().mean().backward()
 
 
 def kept_graph_with_a_call_between(side: Side) -> None:
@@ -196,13 +151,6 @@ def two_losses_of_two_calls(side: Side) -> None:
     square(first).backward()
 
 
-def gradient_of_the_input(side: Side) -> Tensor:
-    """Nothing may arrive at the parameters."""
-    x = draw().requires_grad_()
-    (slope,) = torch.autograd.grad(square(side.model(x)), x)
-    return slope
-
-
 def attack(side: Side) -> Tensor:
     """Steps along the gradient of the input, then training on the result."""
     x = draw()
@@ -212,10 +160,6 @@ def attack(side: Side) -> Tensor:
         x = x + 0.1 * slope.sign()
     square(side.model(x.detach()) - 1).backward()
     return x
-
-
-def gradient_of_the_parameters(side: Side) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(square(side.model(draw())), list(side.model.parameters()))
 
 
 def some_of_the_gradients(side: Side) -> list[Tensor | None]:
@@ -231,12 +175,6 @@ def penalty_on_the_gradients(side: Side) -> None:
     (loss + 0.1 * sum(slope.square().sum() for slope in slopes)).backward()
 
 
-def hessian_vector_product(side: Side) -> tuple[Tensor, ...]:
-    parameters = list(side.module.parameters())
-    slopes = torch.autograd.grad(square(side.model(draw())), parameters, create_graph=True)
-    return torch.autograd.grad(sum((slope * 0.3).sum() for slope in slopes), parameters)
-
-
 def third_order(side: Side) -> tuple[Tensor, ...]:
     x = draw().requires_grad_()
     y = side.model(x).sin().sum()
@@ -244,15 +182,6 @@ def third_order(side: Side) -> tuple[Tensor, ...]:
         (slope,) = torch.autograd.grad(y, x, create_graph=True)
         y = slope.square().sum()
     return torch.autograd.grad(y, list(side.module.parameters()), materialize_grads=True)
-
-
-def jacobian(side: Side) -> Any:
-    return torch.autograd.functional.jacobian(side.model, draw(4))
-
-
-def given_gradient(side: Side) -> None:
-    y = side.model(draw())
-    y.backward(draw(8, 3, seed=4))
 
 
 def several_roots(side: Side) -> None:
@@ -300,18 +229,12 @@ def sharpness_aware(side: Side) -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        kept_graph,
         kept_graph_with_a_call_between,
         two_losses_of_two_calls,
-        gradient_of_the_input,
         attack,
-        gradient_of_the_parameters,
         some_of_the_gradients,
         penalty_on_the_gradients,
-        hessian_vector_product,
         third_order,
-        jacobian,
-        given_gradient,
         several_roots,
         output_changed_in_place,
         part_of_the_output,
@@ -412,38 +335,6 @@ def test_a_target_network(shares: Shares) -> None:
     check(loop, shares, mlp)
 
 
-class Failing(nn.Module):
-    """A forward that fails where the loop wants it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
-        if self.fails:
-            raise ValueError("wanted")
-        return y
-
-
-@everywhere
-def test_a_loop_goes_on_after_an_error_in_forward(shares: Shares) -> None:
-    def loop(side: Side) -> list[Tensor]:
-        module: Any = side.module
-        seen = train(side, 2)
-        y = side.model(draw())
-        module.fails = True
-        with pytest.raises(ValueError, match="wanted"):
-            side.model(draw(seed=1))
-        module.fails = False
-        square(y).backward()
-        side.step()
-        return seen + train(side, 2)
-
-    check(loop, shares, Failing)
-
-
 # ---------------------------------------------------------------- kinds of models
 class Tied(nn.Module):
     """A weight under two names, and a layer that is called twice."""
@@ -463,10 +354,8 @@ class Tied(nn.Module):
 class Sequence(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        kinds = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
-        self.kind = kind
         self.cells = nn.LSTMCell(3, 4) if kind == "cells" else None
-        self.layers = kinds[kind](3, 4, num_layers=2, batch_first=True) if kind in kinds else None
+        self.layers = nn.LSTM(3, 4, num_layers=2, batch_first=True) if kind == "lstm" else None
         self.out = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -523,19 +412,6 @@ class Checkpointed(nn.Module):
         return y
 
 
-class Forked(nn.Module):
-    """Outputs of several kinds, some without a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head, self.other = nn.Linear(6, 4), nn.Linear(4, 3), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        y = torch.tanh(self.body(x))
-        logits = self.head(y)
-        return {"logits": logits, "best": logits.argmax(1), "pair": (self.other(y), y.detach()), "name": "f"}
-
-
 def with_weight_norm() -> nn.Module:
     model = mlp()
     parametrizations.weight_norm(model.get_submodule("0"))
@@ -548,35 +424,21 @@ def with_spectral_norm() -> nn.Module:
     return model
 
 
-def with_orthogonal() -> nn.Module:
-    model = mlp()
-    parametrizations.orthogonal(model.get_submodule("2"))
-    return model
-
-
 def with_old_weight_norm() -> nn.Module:
     model = mlp()
     nn.utils.weight_norm(model.get_submodule("0"))
     return model
 
 
-def with_old_spectral_norm() -> nn.Module:
-    model = mlp()
-    nn.utils.spectral_norm(model.get_submodule("0"))
-    return model
-
-
 MODELS: dict[str, Make] = {
     "tied": Tied,
-    **{kind: functools.partial(Sequence, kind) for kind in ("lstm", "gru", "rnn", "cells")},
+    **{kind: functools.partial(Sequence, kind) for kind in ("lstm", "cells")},
     "transformer": Transformer,
     "partly trained": Partial,
     "checkpointed": Checkpointed,
     "weight norm": with_weight_norm,
     "spectral norm": with_spectral_norm,
-    "orthogonal": with_orthogonal,
     "old weight norm": with_old_weight_norm,
-    "old spectral norm": with_old_spectral_norm,
 }
 
 
@@ -593,41 +455,18 @@ def two_calls(side: Side) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-@pytest.mark.parametrize("loop", [train, two_calls])
 @pytest.mark.parametrize("kind", MODELS)
 @everywhere
-def test_kinds_of_models(kind: str, loop: Callable[[Side], list[Tensor]], shares: Shares) -> None:
-    check(loop, shares, MODELS[kind])
+def test_kinds_of_models(kind: str, shares: Shares) -> None:
+    check(two_calls, shares, MODELS[kind])
 
 
-@pytest.mark.parametrize("uses", ["logits", "pair", "both"])
 @everywhere
-def test_outputs_of_several_kinds(shares: Shares, uses: str) -> None:
-    def loop(side: Side) -> list[Any]:
-        seen = []
-        for step in range(STEPS):
-            outputs = side.model(draw(7, seed=step))
-            loss = torch.zeros((), dtype=torch.float64)
-            if uses != "pair":
-                loss = loss + F.cross_entropy(outputs["logits"], outputs["best"])
-            if uses != "logits":
-                loss = loss + square(outputs["pair"][0])
-            loss.backward()
-            assert not outputs["pair"][1].requires_grad
-            seen.append(outputs)
-            side.step()
-        return seen
-
-    check(loop, shares, Forked)
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-@everywhere
-def test_autocast(shares: Shares, scaled: bool) -> None:
+def test_autocast(shares: Shares) -> None:
     """Parts of 16 bits round otherwise than the whole: gradients agree in the digits that they have."""
 
     def loop(side: Side) -> list[Tensor]:
-        scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=8.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         seen = []
         for step in range(3):
             with torch.autocast("cpu", torch.bfloat16):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flowdp
 from flowdp import DataError, DataParallel, FlowdpError, OptionError
-from flowdp.data_parallel.predict import batches_of
 from tests.loops import mlp, numbers
 
 X = numbers(23, 6)
@@ -99,14 +97,6 @@ class Padded(nn.Module):
         return x * 2
 
 
-def test_outputs_of_other_shapes_are_not_joined() -> None:
-    with (
-        flowdp.setup(Padded(), devices=["cpu", "cpu"]) as dp,
-        pytest.raises(FlowdpError, match=r"for \[4, 4\] samples"),
-    ):
-        dp.predict([torch.ones(4, 3), torch.ones(4, 2)])
-
-
 def test_numbers_over_batches_of_unequal_size() -> None:
     class Counting(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -125,11 +115,6 @@ def test_samples_along_another_dim() -> None:
     torch.testing.assert_close(found, X.T * 2)
 
 
-def test_arrays_are_cut_into_batches() -> None:
-    found = batches_of(np.arange(5), 2)
-    assert [batch.tolist() for batch in found] == [[0, 1], [2, 3], [4]]
-
-
 # ---------------------------------------------------------------- models that are not trained
 def test_a_model_without_an_optimizer_keeps_its_mode_and_does_not_step(dp: DataParallel) -> None:
     model = mlp().eval()
@@ -144,13 +129,6 @@ def test_a_model_without_an_optimizer_keeps_its_mode_and_does_not_step(dp: DataP
         assert sum(other.chunk_ratios) == pytest.approx(1.0)
         other.set_optimizer(SGD(model.parameters(), 0.1))
         other.step()
-
-
-def test_the_shares_follow_the_speed_without_an_optimizer() -> None:
-    with flowdp.setup(mlp(), devices=["cpu", "cpu"]) as dp:
-        for _ in range(3):
-            dp(X)
-        assert all(dp.throughput)
 
 
 @pytest.mark.parametrize("model", [nn.ReLU(), mlp().requires_grad_(False)])

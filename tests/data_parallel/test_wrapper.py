@@ -7,9 +7,7 @@ import gc
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import register_dataclass
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import flowdp
-from flowdp import CadenceOptions, DataParallel, FlowdpError, OptionError
+from flowdp import CadenceOptions, DataParallel, OptionError
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
 from tests.data.cards import Card
@@ -127,7 +124,7 @@ def test_trees_go_in_and_out(setup: Setup) -> None:
     assert_equal(gradients(model), gradients(twin))
 
 
-@pytest.mark.parametrize("samples", [0, 1, 2, 7])
+@pytest.mark.parametrize("samples", [0, 1, 7])
 def test_a_batch_of_any_length(setup: Setup, samples: int) -> None:
     model = mlp()
     dp = setup(model)
@@ -179,20 +176,6 @@ def test_shares_follow_the_hint(setup: Setup) -> None:
     dp(numbers(9, 6))
     assert dp.shard_sizes == (3, 6)
     assert dp.chunk_ratios == pytest.approx((1 / 3, 2 / 3))
-
-
-def test_recurrent_layers(setup: Setup) -> None:
-    torch.manual_seed(0)
-    model = nn.LSTM(6, 4, batch_first=True).double()
-    twin = copy.deepcopy(model)
-    dp = setup(model)
-    first = lambda module, x: module(x)[0]  # noqa: E731 - the state has the batch in the middle
-    dp.call(first, numbers(6, 5, 6)).square().sum().backward()
-    first(twin, numbers(6, 5, 6)).square().sum().backward()
-    assert_equal(gradients(model), gradients(twin))
-    if dp.is_distributed:
-        with pytest.raises(FlowdpError, match=r"output\[1\]\[0\] cannot be gathered"):
-            dp(numbers(6, 5, 6))
 
 
 # ---------------------------------------------------------------- steps
@@ -247,21 +230,6 @@ def test_no_sync_and_steps_of_ours(setup: Setup, set_to_none: bool) -> None:
     assert not any(gradients(model))
 
 
-def test_a_step_sums_what_no_backward_has(setup: Setup) -> None:
-    model = mlp()
-    twin = copy.deepcopy(model)
-    dp = setup(model)
-    for take in (dp.step, dp.optimizers[0].step):
-        with dp.no_sync():
-            loss_of(dp).backward()
-        take()
-        dp.zero_grad()
-        loss_of(twin).backward()
-        SGD(twin.parameters(), 0.1).step()
-        twin.zero_grad()
-    assert_equal(values(model), values(twin))
-
-
 def test_clipping_by_hand_is_of_all(setup: Setup) -> None:
     model = mlp()
     twin = copy.deepcopy(model)
@@ -274,18 +242,13 @@ def test_clipping_by_hand_is_of_all(setup: Setup) -> None:
     assert_equal(gradients(model), gradients(twin))
 
 
-@pytest.mark.parametrize("way", ["optimizer", "gradients"])
-def test_gradients_that_are_zeroed_in_place_are_so_everywhere(setup: Setup, way: str) -> None:
+def test_gradients_that_are_zeroed_in_place_are_so_everywhere(setup: Setup) -> None:
     model = mlp()
     twin = copy.deepcopy(model)
     dp = setup(model)
     with dp.no_sync():
         loss_of(dp).backward()
-        if way == "optimizer":
-            dp.optimizers[0].zero_grad(set_to_none=False)
-        else:
-            for parameter in model.parameters():
-                torch.mul(parameter.grad, 0.0, out=parameter.grad)  # type: ignore[arg-type]
+        dp.optimizers[0].zero_grad(set_to_none=False)
         loss_of(dp, seed=1).backward()
     loss_of(dp, seed=2).backward()
     for seed in (1, 2):
@@ -360,35 +323,6 @@ def test_the_balancer_learns_from_steps(setup: Setup, count: int) -> None:
 # ---------------------------------------------------------------- writes between calls
 
 
-def test_a_wasserstein_gan_with_a_penalty(setup: Setup) -> None:
-    found = []
-    for is_ours in (True, False):
-        critic, generator = critic_net(1), mlp()
-        own, other = SGD(critic.parameters(), 0.1), SGD(generator.parameters(), 0.1)
-        judge: Any = setup(critic, own) if is_ours else critic
-        make: Any = setup(generator, other) if is_ours else generator
-        for step in range(3):
-            real, fake = numbers(6, 3, seed=step), make(numbers(6, 6, seed=step))
-            between = (0.3 * real + 0.7 * fake.detach()).requires_grad_()
-            scores = judge(between * 1)
-            (slope,) = torch.autograd.grad(scores.sum(), between, create_graph=True)
-            penalty = (slope.norm(2, dim=1) - 1).square().mean()
-            (judge(fake.detach()).mean() - judge(real).mean() + 10 * penalty).backward()
-            own.step()
-            own.zero_grad()
-            (-judge(make(numbers(6, 6, seed=step)))).mean().backward()
-            other.step()
-            own.zero_grad()
-            other.zero_grad()
-        found.append(values(critic) + values(generator))
-    assert_equal(*found)
-
-
-def critic_net(outputs: int) -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.Linear(8, outputs)).double()
-
-
 @two
 def test_fixed_shares_repeat_a_run_bit_for_bit(setup: Setup) -> None:
     def run(seed: int) -> list[Tensor]:
@@ -407,22 +341,6 @@ def test_fixed_shares_repeat_a_run_bit_for_bit(setup: Setup) -> None:
     assert not torch.equal(first[1], other[1])
 
 
-@two
-def test_fixed_shares_and_dropout_that_is_computed_again(setup: Setup) -> None:
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(lambda x: F.dropout(self.inner(x)), x, use_reentrant=False)
-
-    dp = setup(Again(), cadence=None, partition_ratios=(1, 1), check=False)
-    loss = loss_of(dp)
-    with pytest.raises(FlowdpError, match="that a backward computes again"):
-        loss.backward()
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -437,7 +355,7 @@ def test_shares_that_cannot_be(options: dict[str, Any], match: str) -> None:
         flowdp.setup(mlp(), partial(SGD, lr=0.1), devices=["cpu"] * 2, **options)
 
 
-@pytest.mark.parametrize("samples", [2, 3, 5])
+@pytest.mark.parametrize("samples", [3, 5])
 def test_no_device_gets_a_single_sample_for_batch_norm(setup: Setup, samples: int, count: int) -> None:
     dp = setup(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
     loss_of(dp, samples).backward()
@@ -542,23 +460,6 @@ def test_the_models_own_error_names_rank_and_device_and_the_next_call_works(
     dp.step()
 
 
-@two
-def test_outputs_that_have_no_seam(setup: Setup) -> None:
-    class Gram(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.inner(x)
-            return out @ out.T
-
-    dp = setup(Gram())
-    with pytest.raises(FlowdpError, match=r"cannot be gathered.*\(3, 3\), \(6, 6\)"):
-        dp(numbers(9, 6))
-    assert dp(numbers(1, 6)).shape == (1, 1)
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": mlp}, "a factory is called first"),
     ({"optimizer": 3}, "must be a torch optimizer"),
@@ -625,19 +526,6 @@ def test_collecting_it_ends_its_threads(count: int) -> None:
     optimizer.step()
 
 
-def test_the_members(setup: Setup, count: int) -> None:
-    model = mlp()
-    dp = setup(model)
-    assert dp.module is model
-    assert len(dp.replicas) == count - 1
-    assert dp.world_size == len(dp.devices) == count
-    assert dp.cadence is None
-    assert dp.shard_sizes == (0,) * count
-    assert dp.training_step == 0
-    assert all(replica is not model for replica in dp.replicas)
-    assert model.training
-
-
 @two
 def test_the_process_is_as_before(setup: Setup) -> None:
     before = sys.getswitchinterval()
@@ -690,7 +578,8 @@ class Slow(torch.nn.Linear):
     def forward(self, x):
         if x.sum() == 28:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            {how}
+            while not threading.Event().wait(0.01):
+                pass
         return super().forward(x)
 
 model = Slow(1, 1)
@@ -699,16 +588,15 @@ try:
     dp(torch.arange(16.0)[:, None])
 except KeyboardInterrupt:
     print("heard", flush=True)
+    os._exit(0)  # the script's own exit, as close() waits for the job
 """
 
 
-@pytest.mark.parametrize("how", ["threading.Event().wait(3)", "while not threading.Event().wait(0.01): pass"])
-def test_a_script_ends_on_ctrl_c(how: str) -> None:
+def test_a_script_ends_on_ctrl_c() -> None:
     """Even if a job never ends: its thread is a daemon."""
-    code = textwrap.dedent(SCRIPT).replace("{how}", how)
-    if "while" in how:
-        code += "    os._exit(0)\n"  # the script's own exit, as close() waits for the job
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert "heard" in done.stdout, done.stderr
     assert done.returncode == 0, done.stderr
 
@@ -747,16 +635,6 @@ def test_every_sample_counts_once(setup: Setup, cadence: Any, has_loss: bool) ->
     assert_equal(values(model), values(twin))
 
 
-@two
-def test_whether_there_are_windows(setup: Setup) -> None:
-    assert setup(mlp(), cadence=None).cadence is None
-    assert setup(mlp(), cadence=False).cadence is None
-    made = setup(mlp(), cadence=CadenceOptions(anchor=4)).cadence
-    assert made is not None
-    assert made.anchor == 4
-    assert setup(mlp(), cadence=True).cadence is not None
-
-
 def test_windows_beside_calls_and_no_sync(setup: Setup) -> None:
     model = mlp()
     twin = copy.deepcopy(model)
@@ -771,34 +649,6 @@ def test_windows_beside_calls_and_no_sync(setup: Setup) -> None:
     dp.step()
     with torch.no_grad():
         assert_equal([dp(batch()[0])], [model(batch()[0])])
-
-
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_see_the_sum_of_a_window(setup: Setup, register: str, count: int) -> None:
-    model = mlp()
-    twin = copy.deepcopy(model)
-    dp = setup(model, cadence=False, loss_fn=cross_entropy)
-    seen: dict[nn.Module, list[Tensor]] = {model: [], twin: []}
-    for net, found in seen.items():
-        for parameter in net.parameters():
-            own = partial(_clamped, found) if register == "register_hook" else partial(_noted, found)
-            getattr(parameter, register)(own)
-    for window in dp.epoch([batch(9, seed) for seed in range(2)]):
-        dp.forward_batch(window)
-        F.cross_entropy(twin(window[0]), window[1]).backward()
-    assert_equal(gradients(model), gradients(twin))
-    by_shape = [sorted(found, key=lambda g: tuple(g.shape)) for found in seen.values()]
-    assert_equal(*by_shape)
-
-
-def _clamped(seen: list[Tensor], gradient: Tensor) -> Tensor:
-    seen.append(gradient.clone())
-    return gradient.clamp(-0.01, 0.01)
-
-
-def _noted(seen: list[Tensor], parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    seen.append(parameter.grad.clone())
 
 
 def test_a_scaler_over_windows(setup: Setup) -> None:
@@ -852,11 +702,6 @@ def test_a_loss_function_comes_and_goes(setup: Setup) -> None:
     dp.set_loss_fn(None)
     for window in dp.epoch([batch(4)]):
         assert dp.forward_batch(window).loss is None
-
-
-def test_forward_batch_takes_windows(setup: Setup) -> None:
-    with pytest.raises(FlowdpError, match=r"takes what epoch\(\) yields, not tuple"):
-        setup(mlp()).forward_batch(batch())  # type: ignore[arg-type]
 
 
 def test_epochs_are_told_to_the_sampler(setup: Setup) -> None:
@@ -921,64 +766,6 @@ def test_no_edge_is_missing(card: Card, kind: str) -> None:
     assert_equal(values(model), values(twin))
 
 
-# ---------------------------------------------------------------- arguments
-
-
-# ---------------------------------------------------------------- failing calls
-
-
-@pytest.mark.parametrize(
-    ("is_trained", "backend", "opens"), [(True, "auto", 1), (False, "auto", 0), (False, "nccl", 1)]
-)
-def test_nccl_is_opened_for_what_is_trained_or_where_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, is_trained: bool, backend: Any, opens: int
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(wrapper, "open_loop", lambda *given: asked.append(given))
-    monkeypatch.setattr(wrapper, "check_loop_backend", lambda *_: None)
-    card = Card()
-    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [StreamLane(d, card) for d in devices])
-    optimizer = partial(SGD, lr=0.1) if is_trained else None
-    with (
-        card.stream(card.default),
-        flowdp.setup(mlp(), optimizer, devices=["cpu", "cpu"], backend=backend),
-    ):
-        assert [given[0] for given in asked] == [backend] * opens
-
-
-def test_scripted_modules_are_refused(setup: Setup) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit")
-        scripted = torch.jit.script(mlp())
-    for model, whose in (
-        (scripted, "it was made"),
-        (nn.Sequential(nn.Linear(6, 6), scripted), "its part '1' was"),
-    ):
-        with pytest.raises(OptionError, match=f"model: {whose}.* give the module that it was made from"):
-            setup(model)
-
-
-def test_buffers_of_a_window_that_the_first_device_does_alone_are_its_own() -> None:
-    x = torch.randn(16, 3, dtype=torch.float64)
-    model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    with flowdp.setup(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        devices=["cpu"] * 2,
-        buffers="average",
-        cadence=False,
-        loss_fn=lambda context: context.output.square().mean(),
-    ) as dp:
-        cut, whole = dp.epoch([x[:8], x[8:]])
-        dp.forward_batch(cut)
-        twin = copy.deepcopy(model)
-        model[0].register_forward_hook(lambda *_: None)  # hooks are for one device
-        dp.forward_batch(whole)
-        assert dp.shard_sizes == (8, 0)
-        twin(x[8:])
-        torch.testing.assert_close(model[1].state_dict(), twin[1].state_dict())
-
-
 # ---------------------------------------------------------------- captured calls
 def test_one_device_captures_its_calls_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     card = FakeCuda()
@@ -1010,10 +797,3 @@ def test_one_device_captures_its_calls_and_says_so(monkeypatch: pytest.MonkeyPat
         dp(x)
         assert card.captures.replays == before
         assert "captured" not in repr(dp)
-
-
-def test_calls_that_cannot_be_captured_are_an_error_where_it_is_asked_for(setup: Setup) -> None:
-    with pytest.raises(OptionError, match="capture=True records calls as CUDA graphs on one CUDA device"):
-        setup(mlp(), capture=True)
-    with pytest.raises(OptionError, match="capture must be 'auto', True or False, not 1"):
-        setup(mlp(), capture=1)
