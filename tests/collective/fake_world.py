@@ -205,6 +205,7 @@ WAYS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "host, last arrival": (host_mean, (0, 1, 1)),
     "host, all members": (host_mean, (0, 1, 1)),
     "host and CPU ranks": (host_mean, (0, -1, 1)),
+    "host, on the CPU": (host_mean, (-1, -1, -1)),
     "nccl": (nccl_mean, (0, 1, 2)),
 }
 """Makers of a mean of three ranks on streams, with their cards."""

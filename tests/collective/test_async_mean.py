@@ -1,5 +1,4 @@
 import random
-import threading
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +9,7 @@ from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import BlockMean
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import QUIET, HostLane
-from flowdp.errors import OptionError, ProtocolError
+from flowdp.errors import ProtocolError
 from tests.collective.fake_world import (
     FakeWorld,
     host_mean,
@@ -48,23 +47,8 @@ def hold(snapshots: SnapshotMean, round: int, samples: list[int]) -> tuple[float
 
 def apply_together(snapshots: SnapshotMean, round: int, world_size: int) -> None:
     """All ranks apply at once, each in its own thread."""
-    start = threading.Barrier(world_size)
-    errors: list[Exception] = []
-
-    def work(rank: int) -> None:
-        try:
-            start.wait(60)
-            snapshots.apply(rank, round, 1)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert not errors
+    done = in_threads(range(world_size), lambda rank: snapshots.apply(rank, round, 1))
+    assert done == [None] * world_size
 
 
 def test_local_steps_are_kept():
@@ -92,17 +76,6 @@ def test_local_steps_are_kept():
         assert torch.allclose(module[1].running_var, variance)
         # 5 is the greatest captured count, and rank 1 has counted further since.
         assert int(module[1].num_batches_tracked) == (20 if rank == 1 else 5)
-
-
-def test_without_local_steps_all_hold_the_mean():
-    modules, flat = replicas()
-    snapshots = on_host(flat)
-    hold(snapshots, 0, [1, 3])
-    apply_together(snapshots, 0, 2)
-    for (name, ours), theirs in zip(
-        modules[0].state_dict().items(), modules[1].state_dict().values(), strict=True
-    ):
-        assert torch.allclose(ours.double(), theirs.double(), rtol=1e-6, atol=1e-7), name
 
 
 def test_the_mean_of_bfloat16_parameters_is_kept_in_float32():
@@ -189,34 +162,6 @@ def test_a_mean_is_applied_once():
         snapshots.apply(0, 0, 1)
 
 
-def test_the_snapshot_of_an_abandoned_round_is_never_averaged():
-    _, flat = replicas()
-    snapshots = on_host(flat)
-    snapshots.take(0, 0)
-    snapshots.take(1, 1)
-    with pytest.raises(ProtocolError, match="of round 0, not of round 1"):
-        snapshots.average(1, [1, 1])
-
-
-def test_a_round_without_samples_is_a_bug():
-    _, flat = replicas()
-    snapshots = on_host(flat)
-    with pytest.raises(ProtocolError, match="has trained a sample"):
-        hold(snapshots, 0, [0, 0])
-
-
-def test_rounds_use_the_same_memory():
-    _, flat = replicas()
-    snapshots = on_host(flat)
-    hold(snapshots, 0, [1, 1])
-    made = [
-        memory.data_ptr() for memory in [*snapshots._mean[CPU], *snapshots._slots[0], *snapshots._slots[1]]
-    ]
-    apply_together(snapshots, 0, 2)
-    hold(snapshots, 1, [1, 1])
-    assert [m.data_ptr() for m in [*snapshots._mean[CPU], *snapshots._slots[0], *snapshots._slots[1]]] == made
-
-
 def test_what_a_module_moved_takes_part():
     modules, flat = replicas()
     snapshots = on_host(flat)
@@ -227,12 +172,6 @@ def test_what_a_module_moved_takes_part():
     moved.add_(1.0)
     apply_together(snapshots, 0, 2)
     assert torch.allclose(moved, (4.0 + other) / 2 + 1.0)
-
-
-def test_replicas_that_differ_are_refused():
-    flat = [FlatReplica(nn.Linear(2, width), rank) for rank, width in enumerate((2, 3))]
-    with pytest.raises(OptionError, match="'weight'"):
-        on_host(flat)
 
 
 # ---------------------------------------------------------------- on CUDA streams
@@ -306,13 +245,7 @@ def test_on_streams_the_mean_is_that_of_the_host():
             assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_mean_lies_on_every_device(world):
-    assert world.snapshots._mean.keys() == {lane.device for lane in world.lanes}
-    first, *others = world.snapshots._mean.values()
-    assert all(torch.equal(a, b) for mean in others for a, b in zip(first, mean, strict=True))
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_race_in_random_rounds(world, seed):
     draw = random.Random(seed)
     for round in range(2, 16):

@@ -51,13 +51,9 @@ def averaged(sources, samples, *, split=SPLIT, parts=1, drift=False):
 SAMPLES = [
     [3],
     [320, 192],
-    [192, 320],
-    [1, 1],
-    [64, 0],
     [0, 64],
     [5, 3, 9],
     [5, 0, 9],
-    [0, 0, 2],
     [7, 1, 1, 30],
 ]
 
@@ -89,7 +85,7 @@ def test_narrow_parameters_are_rounded_once(dtype):
     assert float(different.float().mean()) < 0.01
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=5).filter(any), st.integers(1, 9), st.booleans())
 def test_parts_change_no_bit(samples, parts, drift):
     sources = memories(len(samples), seed=sum(samples))
@@ -125,8 +121,10 @@ def test_distances_keep_their_digits_at_unequal_weights(samples):
     assert squares[:2] == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.mark.parametrize("samples", [[320, 192], [1, 200], [5, 3, 9]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("samples", "dtype"),
+    [([1, 200], torch.float32), ([320, 192], torch.bfloat16), ([5, 3, 9], torch.bfloat16)],
+)
 def test_sources_stay_whole_where_the_mean_goes_elsewhere(samples, dtype):
     sources = memories(len(samples), dtype)
     before = copies(sources)
@@ -142,7 +140,7 @@ def test_sources_stay_whole_where_the_mean_goes_elsewhere(samples, dtype):
     )
 
 
-@pytest.mark.parametrize("samples", [[1, 2], [1, 1, 1], [3, 7, 11, 2]])
+@pytest.mark.parametrize("samples", [[1, 2], [3, 7, 11, 2]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_replicas_stay_equal_to_the_bit(samples, dtype):
     (same,) = memories(1, dtype)
@@ -171,20 +169,13 @@ def test_a_rank_without_samples_gives_nothing(samples):
     assert all(map(math.isfinite, squares))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32])
-@pytest.mark.parametrize("members", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "members"), [(torch.int64, 3), (torch.uint8, 2)])
 def test_integers_take_the_maximum(dtype, members):
     draw = torch.Generator().manual_seed(0)
     sources = [[torch.randint(0, 100, (LENGTH,), generator=draw).to(dtype)] for _ in range(members)]
     wanted = torch.stack([column[0] for column in sources]).amax(0)
     after, _ = averaged(sources, [1] * members, split=0, parts=2)
     assert all(torch.equal(memory, wanted) for memory in after)
-
-
-def test_flags_take_the_maximum():
-    sources = [[torch.tensor([True, False, False])], [torch.tensor([False, True, False])]]
-    after, _ = averaged(sources, [1, 1], split=0)
-    assert after[0].tolist() == after[1].tolist() == [True, True, False]
 
 
 def test_a_round_without_samples_is_a_bug():
@@ -220,15 +211,10 @@ def test_shift_adds_the_difference_to_parameters_alone(dtype):
     assert torch.equal(ours[SPLIT:], before[SPLIT:])
 
 
-def test_shift_of_a_flat_without_parameters_does_nothing():
-    memory = torch.ones(64)
-    shift(Flat(memory, 0), torch.zeros(64), torch.ones(64))
-    assert torch.equal(memory, torch.ones(64))
-
-
-@pytest.mark.parametrize("samples", [[3, 5], [5, 0, 9], [0, 2, 1]])
-@pytest.mark.parametrize("far", [[0], [1], [0, 1]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("samples", "far", "dtype"),
+    [([3, 5], [0], torch.float32), ([5, 0, 9], [1], torch.bfloat16), ([0, 2, 1], [0, 1], torch.float32)],
+)
 def test_what_lies_far_is_brought_near_first(samples, far, dtype, monkeypatch):
     """Arithmetic uses only scratch and near memory; all else is copied."""
     sources = memories(len(samples), dtype)
@@ -256,13 +242,6 @@ def test_what_lies_far_is_brought_near_first(samples, far, dtype, monkeypatch):
         assert torch.allclose(memory.double(), near.double(), rtol=2**-8 if dtype != torch.float32 else 1e-6)
         assert torch.equal(memory, ours[0][0])
     assert squares.tolist() == pytest.approx(sums, rel=1e-4)
-
-
-@pytest.mark.parametrize("far", [[0], [1]])
-def test_the_maximum_of_what_lies_far(far):
-    ours = [[torch.tensor([1, 7, 3])], [torch.tensor([4, 2, 3])]]
-    BlockMean([Flat(ours[0][0], 0)], ours, ours, far=far).reduce([1, 1], drift=False)
-    assert ours[0][0].tolist() == ours[1][0].tolist() == [4, 7, 3]
 
 
 def test_a_mean_of_all_machines_is_held_where_only_inner_rounds_have_samples() -> None:

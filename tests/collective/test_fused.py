@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,9 +47,17 @@ def weights_of(members: int, kind: str) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("members", range(2, MEMBERS + 1))
-@pytest.mark.parametrize("kind", ["equal", "unequal", "one left out"])
-@pytest.mark.parametrize(("count", "offset"), [(1, 0), (3, 1), (64, 0), (1021, 0), (1021, 3), (20_000, 0)])
+@pytest.mark.parametrize(
+    ("members", "kind", "count", "offset"),
+    [
+        (2, "equal", 1, 0),
+        (2, "unequal", 3, 1),
+        (3, "one left out", 64, 0),
+        (3, "unequal", 1021, 3),
+        (MEMBERS, "equal", 1021, 0),
+        (MEMBERS, "one left out", 20_000, 0),
+    ],
+)
 def test_as_torch_to_rounding(dtype, members, kind, count, offset):
     """The kernel and torch are as near to float64 as each other, and agree on the squares."""
     rows, samples = replicas(members, count, dtype, offset), weights_of(members, kind)
@@ -72,17 +79,7 @@ def test_as_torch_to_rounding(dtype, members, kind, count, offset):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_squares_of_a_mean_are_those_of_float64(dtype):
-    rows = replicas(4, 5003, dtype)
-    _, squares = taken(rows, [0.1, 0.2, 0.3, 0.4])
-    wide = [row.double() for row in rows]
-    mean = sum(weight * row for weight, row in zip([0.1, 0.2, 0.3, 0.4], wide, strict=True))
-    wanted = [float((row - mean).square().sum()) for row in wide]
-    assert squares == pytest.approx([*wanted, float(mean.square().sum())], rel=1e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("members", [2, 3, 5, 8])
+@pytest.mark.parametrize("members", [3, 8])
 def test_equal_replicas_stay_equal_to_the_bit(dtype, members):
     (row,) = replicas(1, 777, dtype)
     after, squares = taken([row] * members, [1 / (2 + member) for member in range(members)])
@@ -98,15 +95,7 @@ def test_every_narrow_number_comes_out_as_it_went_in(dtype):
     assert torch.equal(after[~after.isnan()].view(torch.int16), numbers[~numbers.isnan()].view(torch.int16))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e4])
-def test_narrow_means_are_rounded_as_by_torch(dtype, scale):
-    rows = [(row.double() * scale).to(dtype) for row in replicas(2, 4096, dtype)]
-    (after, _), _ = taken(rows, [0.5, 0.5])
-    assert torch.equal(after, torch.lerp(rows[0].float(), rows[1].float(), 0.5).to(dtype))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_member_without_weight_is_not_read(value):
     rows = replicas(3, 100, torch.float32)
     rows[1].fill_(value)
@@ -119,7 +108,7 @@ def test_a_member_without_weight_is_not_read(value):
     assert not any(map(math.isfinite, squares))
 
 
-@pytest.mark.parametrize("bad", [(0,), (1,), (2,), (0, 1), (1, 2)])
+@pytest.mark.parametrize("bad", [(1,), (0, 1)])
 def test_a_flag_of_the_device_leaves_a_member_out(bad):
     rows = replicas(3, 100, torch.float32)
     for member in bad:
@@ -171,11 +160,17 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "kernels_on", lambda device, members: cpu_kernels(members))
 
 
-@pytest.mark.parametrize("cards", [(0, 0), (0, 0, 0), (0, 1, 0), (0, 1, 2)])
-@pytest.mark.parametrize("samples", [[3, 3, 3], [1, 2, 5], [4, 0, 3]])
-@pytest.mark.parametrize("bad", [(), (0,), (1,)])
+@pytest.mark.parametrize(
+    ("cards", "samples", "bad"),
+    [
+        ((0, 0), [3, 3], ()),
+        ((0, 0), [1, 2], (0,)),
+        ((0, 0, 0), [1, 2, 5], ()),
+        ((0, 1, 0), [3, 3, 3], (1,)),
+        ((0, 1, 2), [4, 0, 3], (0,)),
+    ],
+)
 def test_a_mean_by_kernels_is_that_of_torch(compiled, cards, samples, bad):
-    samples = samples[: len(cards)]
     ours = FakeWorld(device_mean, cards)
     results = ours.read(ours.hold(samples, drift=True, bad=bad))
     theirs = FakeWorld(lambda world: DeviceMean(world.replicas, world.lanes, by_torch=True), cards)
@@ -277,12 +272,6 @@ def test_without_a_compiler_torch_goes_on_and_says_so_once(card, monkeypatch, ca
     assert line.endswith("RuntimeError: nvrtc: no such thing")
 
 
-def test_without_cupy(card, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    assert kernels_on(card, 2) is None
-    assert "cupy" in warnings_of(caplog)[0]
-
-
 @pytest.mark.parametrize("device", [torch.device("xpu", 0), torch.device("cuda", 0)])
 def test_other_platforms(card, monkeypatch, caplog, device):
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -292,11 +281,7 @@ def test_other_platforms(card, monkeypatch, caplog, device):
     assert not warnings_of(caplog)
 
 
-def test_more_members_than_a_kernel_takes(card):
-    assert kernels_on(card, MEMBERS + 1) is None
-
-
-@pytest.mark.parametrize("members", range(1, MEMBERS + 1))
+@pytest.mark.parametrize("members", [2, 3, MEMBERS])
 def test_the_check_of_a_new_kernel(members):
     fused._check(cpu_kernels(members), torch.device("cpu"), members)
 

@@ -49,18 +49,3 @@ def test_each_part_has_streams_of_its_own_on_the_other_cards(monkeypatch):
     assert {stream.priority for stream in others} == {-1}
     lanes = [stream for lane in world.lanes for stream in (lane.compute, lane.comm, lane.copy)]
     assert others.isdisjoint(lanes)
-
-
-def test_the_streams_of_parts_are_made_once_for_all_runs(monkeypatch):
-    """Torch has 32 streams, and then reuses the first ones."""
-    world = FakeWorld(device_mean, (0, 1, 2))
-    first = [stack[-3:] for stack in current_streams(world, monkeypatch)]
-    world.mean = device_mean(world)
-    assert [stack[-3:] for stack in current_streams(world, monkeypatch)] == first
-
-
-def test_what_is_far_is_what_lies_on_another_card():
-    world = FakeWorld(device_mean, (0, 1, 0))
-    world.hold([1, 2, 3])
-    means = world.mean._plan[1]
-    assert [sorted(means[worker]._far) for worker in (0, 1)] == [[1], [0, 2]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flowdp.collective import nccl, nccl_setup
-from flowdp.collective.nccl import NcclMean, load
+from flowdp.collective.nccl import load
 from flowdp.device.streams import QUIET
 from flowdp.errors import CollectiveError, CollectiveTimeout
 from tests.collective.fake_nccl import FakeNccl, NcclError
@@ -33,40 +33,23 @@ def installed(monkeypatch):
     return SimpleNamespace(cupy=cupy, cuda=cuda, nccl=module)
 
 
-def test_where_everything_fits_cupys_module_is_given(installed):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda patch, nccl: patch.setenv("CUDA_LAUNCH_BLOCKING", "1"), "CUDA_LAUNCH_BLOCKING is set"),
+        (lambda patch, nccl: patch.setattr(torch.version, "cuda", None), "without CUDA"),
+        (
+            lambda patch, nccl: patch.setitem(sys.modules, "cupy", None),
+            r"pip install 'flowdp\[cuda13\]' \(cupy-cuda13x",
+        ),
+        (lambda patch, nccl: patch.setattr(nccl, "available", False), "pip install nvidia-nccl-cu13"),
+    ],
+)
+def test_what_is_missing_is_named(installed, monkeypatch, change, said):
     assert load() is installed.nccl
-
-
-def test_launch_blocking_is_refused(installed, monkeypatch):
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    with pytest.raises(CollectiveError, match="CUDA_LAUNCH_BLOCKING is set"):
+    change(monkeypatch, installed.nccl)
+    with pytest.raises(CollectiveError, match=said):
         load()
-
-
-def test_a_torch_without_cuda(installed, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(CollectiveError, match="without CUDA"):
-        load()
-
-
-@pytest.mark.parametrize(("cuda", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13")])
-def test_without_cupy_the_extra_is_named(installed, monkeypatch, cuda, extra):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(CollectiveError, match=rf"pip install 'flowdp\[{extra}\]' \(cupy-{extra}x"):
-        load()
-
-
-def test_without_a_library(installed):
-    installed.nccl.available = False
-    with pytest.raises(CollectiveError, match="pip install nvidia-nccl-cu13"):
-        load()
-
-
-def test_without_cupy_there_is_no_mean():
-    world = FakeWorld(nccl_mean, (0, 1))
-    with pytest.raises(CollectiveError):
-        NcclMean(world.replicas, world.lanes)
 
 
 @pytest.fixture
@@ -226,18 +209,6 @@ def test_a_round_is_one_group_that_is_launched_while_it_is_quiet(world):
     sizes = [size for flat in flats for size in (flat.split, flat.memory.numel() - flat.split) if size]
     assert all(counts == [*sizes, 2] for _, counts in groups)
     assert not QUIET.locked()
-
-
-def test_narrow_tensors_are_carried_in_wide_ones_made_once(world):
-    carried = [c for c in world.mean._sides[0]._carried if c.is_staged]
-    assert {(c.memory.dtype, c.work.dtype) for c in carried} == {
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float64),  # buffers
-        (torch.int16, torch.int32),
-    }
-    before = [c.work.data_ptr() for c in carried]
-    world.hold([1, 2, 3])
-    assert [c.work.data_ptr() for c in carried] == before
 
 
 def test_what_nccl_refuses_is_an_error_of_the_round(world, monkeypatch):

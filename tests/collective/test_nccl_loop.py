@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flowdp.collective import nccl_setup
 from flowdp.collective.nccl_loop import NcclLoop
-from flowdp.collective.nccl_setup import CommunicatorSetup
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.device.streams import QUIET, StreamLane
 from flowdp.errors import CollectiveError, CollectiveTimeout
@@ -82,22 +81,6 @@ def test_what_a_thread_of_a_rank_does_next_comes_after_the_sum(world: World) -> 
     for lane, own in zip(world.lanes[1:], rows[1:], strict=True):
         with lane.on(lane.compute):
             own[0].zero_()
-
-
-def test_what_only_sends_needs_no_sizes(world: World) -> None:
-    world.loop = NcclLoop(world.lanes, {}, nccl=world.nccl)
-    rows = world.rows()
-    world.loop.broadcast(rows)
-    assert values(rows) == [[1, 1]] * 3
-
-
-def test_no_room_is_told_as_such(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(opening: CommunicatorSetup) -> list[object]:
-        raise torch.OutOfMemoryError("none left")
-
-    monkeypatch.setattr(CommunicatorSetup, "wait", wait)
-    with pytest.raises(CollectiveError, match="no room for NCCL beside the replicas; backend='local'"):
-        NcclLoop(world.lanes, SIZES, nccl=world.nccl)
 
 
 def test_an_error_of_nccl_ends_its_use(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from collections import Counter
 from functools import partial
 from itertools import chain
 from time import monotonic
@@ -82,13 +81,6 @@ def test_communicators_are_made_and_checked_and_nothing_is_changed(cards):
     for rank, olds in zip(world.flats, before, strict=True):
         assert all(torch.equal(flat.memory, old) for flat, old in zip(rank, olds, strict=True))
     assert not nccl_setup._MAKING.locked()
-
-
-def test_what_is_checked_has_the_sizes_of_each_part_of_a_flat(monkeypatch):
-    monkeypatch.setattr(nccl_setup, "CHECKED", 50)
-    world = Group()
-    world.opening.wait()
-    assert [counts for _, counts in world.nccl.groups] == [[50, 50, 50, 40, 40, 2]] * 2
 
 
 def test_each_communicator_is_made_with_its_device_current(monkeypatch):
@@ -183,16 +175,6 @@ def test_ctrl_c_leaves_no_communicator(monkeypatch):
     assert world.nccl.abused == []
 
 
-def test_making_and_the_sums_have_their_own_limits(monkeypatch):
-    world = Group()
-    asked = []
-    for mark in (world.opening._is_made, world.opening._is_over):
-        real = mark.wait
-        monkeypatch.setattr(mark, "wait", lambda limit_s, real=real: asked.append(limit_s) or real(limit_s))
-    world.opening.wait()
-    assert asked == [120.0, 10.0]
-
-
 def test_what_is_checked_is_allocated_while_nobody_launches(monkeypatch):
     seen = []
     real = nccl_setup.Side
@@ -216,14 +198,6 @@ def test_what_cupy_raises_is_explained(monkeypatch, error):
         world.opening.wait()
 
 
-def test_a_sum_needs_all_ranks():
-    world = Group()
-    comms = world.opening.wait()
-    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
-    with pytest.raises(AssertionError, match=r"only ranks \[0, 1\] of 3"):
-        sum_replicas(partial(launch_group, world.nccl, comms[:2]), sides[:2], [1, 2], drift=False)
-
-
 def test_weights_are_exact_and_their_sum_is():
     world = Group()
     comms = world.opening.wait()
@@ -236,60 +210,6 @@ def test_weights_are_exact_and_their_sum_is():
     assert square == pytest.approx((3 * norms[0] + 7 * norms[1]) / 16, rel=1e-5)
     mean = [(3 * a + 7 * b) / 10 for a, b in zip(*parameters, strict=True)]
     assert mean_square == pytest.approx(sum(float(m.square().sum()) for m in mean), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("samples", "drift", "passes"),
-    [
-        # float32: one division after the sum; with unequal weights, one product before it.
-        ([5, 5, 5], False, {"div_": 1}),
-        ([5, 0, 5], False, {"div_": 1}),
-        ([3, 1, 7], False, {"mul_": 1, "div_": 1}),
-        ([5, 5, 5], True, {"linalg_vector_norm": 2, "div_": 1}),
-    ],
-)
-def test_how_often_a_mean_passes_over_the_parameters(samples, drift, passes):
-    world = Group()
-    world.flats = [[Flat(torch.ones(200), 200)] for _ in world.lanes]
-    comms = world.opening.wait()
-    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
-    counted = Passes(world.flats[0][0].memory)
-    with counted:
-        sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=drift)
-    assert counted.names == passes
-    assert all(torch.equal(flats[0].memory, torch.ones(200)) for flats in world.flats)
-
-
-@pytest.mark.parametrize(
-    ("samples", "passes"),
-    [([5, 5, 5], {"copy_": 1, "div": 1}), ([3, 1, 7], {"copy_": 1, "mul_": 1, "div": 1})],
-)
-def test_what_is_summed_wider_is_divided_on_its_way_back(samples, passes):
-    world = Group()
-    world.flats = [[Flat(torch.ones(200, dtype=torch.bfloat16), 200)] for _ in world.lanes]
-    comms = world.opening.wait()
-    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
-    counted = Passes(world.flats[0][0].memory, sides[0]._carried[0].work)
-    with counted:
-        sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=False)
-    assert counted.names == passes
-
-
-class Passes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts operations on the whole of some memories, by name."""
-
-    def __init__(self, *memories):
-        super().__init__()
-        self.addresses = {memory.data_ptr() for memory in memories}
-        self.names = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        name = func._schema.name.removeprefix("aten::")
-        if name != "lift_fresh" and any(tensor.data_ptr() in self.addresses for tensor in tensors):
-            self.names[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_launch_makes_no_memory(monkeypatch):
@@ -366,7 +286,7 @@ def test_spans_that_do_not_arrive_are_found_by_value(kind):
         CommunicatorSetup(world.nccl, world.lanes, [cut_flats(rank) for rank in range(3)]).wait()
 
 
-def test_a_constant_buffer_keeps_its_bits_over_thousands_of_rounds():
+def test_a_constant_buffer_keeps_its_bits_over_many_rounds():
     """Such as tables of positions or normalisation constants: their bits never change."""
     draw = random.Random(3)
     constant = torch.rand(96, generator=torch.Generator().manual_seed(3))
@@ -374,7 +294,7 @@ def test_a_constant_buffer_keeps_its_bits_over_thousands_of_rounds():
     world.flats = [[Flat(torch.cat([torch.randn(64), constant]), 64)] for _ in world.lanes]
     sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
     comms = world.opening.wait()
-    for _ in range(2000):
+    for _ in range(300):
         samples = [draw.randint(0, 4096), draw.randint(1, 4096), draw.randint(1, 77)]
         sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=False)
     assert all(torch.equal(rank[0].memory[64:], constant) for rank in world.flats)

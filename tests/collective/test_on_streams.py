@@ -78,9 +78,16 @@ MASKING = [way for way in WAYS if not way.startswith("host")]
 
 
 @pytest.mark.parametrize("world", MASKING, indirect=True)
-@pytest.mark.parametrize("samples", [[8, 8, 8], [320, 192, 64], [5, 0, 9]])
-@pytest.mark.parametrize("bad", [(), (0,), (1,), (2,), (0, 1), (1, 2)])
-@pytest.mark.parametrize("drift", [False, True])
+@pytest.mark.parametrize(
+    ("samples", "bad", "drift"),
+    [
+        ([8, 8, 8], (0,), True),
+        ([320, 192, 64], (), True),
+        ([320, 192, 64], (2,), True),
+        ([320, 192, 64], (0, 1), False),
+        ([5, 0, 9], (1, 2), True),
+    ],
+)
 def test_what_its_device_finds_bad_weighs_nothing(world, samples, bad, drift):
     """As if the host had known it at the gate: equal for all ranks, with the same bits."""
     known = FakeWorld(*WAYS[next(way for way in MASKING if WAYS[way] == world.way)])
@@ -101,7 +108,7 @@ def test_what_its_device_finds_bad_weighs_nothing(world, samples, bad, drift):
 
 
 @pytest.mark.parametrize("world", MASKING, indirect=True)
-@pytest.mark.parametrize("samples", [[8, 8, 8], [1, 2, 3], [0, 4, 0]])
+@pytest.mark.parametrize("samples", [[1, 2, 3], [0, 4, 0]])
 def test_the_mean_of_none_is_none(world, samples):
     """Lost values must not look like valid ones."""
     world.read(world.hold(samples, drift=True, bad=(0, 1, 2)))
@@ -116,8 +123,9 @@ def test_verdicts_are_free_of_races_over_many_rounds(world):
     assert world.cuda.races == []
 
 
-@pytest.mark.parametrize("samples", [[320, 192, 64], [5, 3, 9], [8, 0, 24], [0, 7, 0]])
-@pytest.mark.parametrize("drift", [False, True])
+@pytest.mark.parametrize(
+    ("samples", "drift"), [([320, 192, 64], False), ([5, 3, 9], True), ([8, 0, 24], True), ([0, 7, 0], True)]
+)
 def test_all_ways_agree_with_float64_and_their_replicas_to_the_bit(world, samples, drift):
     before = world.states()
     wanted = weighted(before, samples)
@@ -168,7 +176,7 @@ def test_drift(world):
         assert drifts == pytest.approx(distances, rel=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_race_in_random_rounds_that_are_read_late(world, seed):
     draw = random.Random(seed)
     unread = []

@@ -35,25 +35,6 @@ def test_what_is_packed_comes_back_with_its_strides() -> None:
         ) % ALIGNMENT == 0 or view.dtype != torch.float32
 
 
-def test_wide_rows_have_the_dtype_of_sums() -> None:
-    (rows,) = rows_like(KINDS, SUMMED, [CPU], is_wide=True)
-    rows.fill(KINDS)
-    assert [row.dtype for row in rows.memories] == [torch.float32, torch.float64]
-    assert rows.views[5] is not None
-    assert torch.equal(rows.views[5], KINDS[5].float())
-
-
-def test_views_have_versions_of_their_own() -> None:
-    (rows,) = rows_like(KINDS[:1] * 2, SUMMED, [CPU])
-    one, other = rows.views
-    assert one is not None
-    assert other is not None
-    before = other._version
-    one.mul_(2)
-    assert other._version == before
-    assert not one._is_view()
-
-
 def test_missing_tensors_are_zero() -> None:
     (rows,) = rows_like(KINDS, SUMMED, [CPU])
     rows.fill(KINDS)

@@ -12,7 +12,6 @@ from torch import nn
 from flowdp.collective import select
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
-from flowdp.collective.nccl import NcclMean
 from flowdp.collective.select import choose_path, open_collective, open_loop
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane, Lane, StreamLane
@@ -98,11 +97,6 @@ def test_each_way_takes_the_outer_step(devices: list[torch.device]) -> None:
     assert not any(opened(devices, "auto").outer)
 
 
-@pytest.mark.parametrize("backend", ["auto", "nccl"])
-def test_nccl_is_told_whom_to_tell_of_a_hang(backend: str) -> None:
-    assert opened(CUDA, backend).hung is told
-
-
 def test_without_nccl_a_warning_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,19 +108,6 @@ def test_without_nccl_a_warning_says_why(
     with pytest.raises(CollectiveError, match="cupy is not there"):
         chosen(CUDA, "nccl")
     assert not caplog.text
-
-
-def test_on_rocm_cards_average_without_nccl(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(select, "NcclMean", NcclMean)  # the real one asks for the library first
-    with caplog.at_level(logging.WARNING, "flowdp"):
-        assert chosen(CUDA) is DeviceMean
-    assert "averaging without NCCL: this torch is built without CUDA" in caplog.text
-    with pytest.raises(CollectiveError, match="built without CUDA"):
-        chosen(CUDA, "nccl")
 
 
 def test_xpus_average_through_the_host() -> None:
@@ -170,45 +151,6 @@ def test_what_a_loop_takes(
     monkeypatch.setattr(select, "NcclLoop", Loop)
     opened = open_loop(backend, list(map(lane, devices)), {torch.float32: 3})
     assert (opened is not None) is is_nccl
-
-
-def test_a_loop_without_nccl_is_told_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(select, "NcclLoop", refuse)
-    lanes = list(map(lane, CUDA))
-    with caplog.at_level(logging.WARNING, "flowdp"):
-        assert open_loop("auto", lanes, {}) is None
-    assert "gradients are summed without NCCL: cupy is not there" in caplog.text
-    with pytest.raises(CollectiveError, match="cupy is not there"):
-        open_loop("nccl", lanes, {})
-
-
-@pytest.mark.parametrize(
-    ("devices", "backend", "policy", "text"),
-    [
-        ([CPU], "auto", "sync", "local: one device"),
-        ([CPU, CPU], "auto", "sync", "local: all devices are this process's CPU"),
-        ([CPU, CPU], "cpu", "sync", "cpu: as given"),
-        (CUDA, "auto", "sync", "nccl: CUDA devices with one rank each; where it cannot be opened, local"),
-        (CUDA, "nccl", "sync", "nccl: as given"),
-        (
-            CUDA,
-            "auto",
-            "async",
-            "local: each device reads the memory of all others, and NCCL would wait for all of them at once",
-        ),
-        ([CUDA[0], CUDA[0]], "auto", "sync", "local: each device reads the memory of all others"),
-        (
-            [CUDA[0], CPU],
-            "auto",
-            "sync",
-            "cpu: through host memory, for not each device reads the memory of all others",
-        ),
-    ],
-)
-def test_the_choice_has_a_reason(devices: list[torch.device], backend: Any, policy: Any, text: str) -> None:
-    assert str(choose_path(backend, policy, devices)) == text
 
 
 # ---------------------------------------------------------------- several machines

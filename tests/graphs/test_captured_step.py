@@ -228,20 +228,6 @@ def test_it_waits_until_it_is_known_whether_the_host_is_behind() -> None:
     ]
 
 
-def test_a_device_with_enough_to_do_stays_eager() -> None:
-    watch = LaunchWatch()
-    rank = Rank(watch=watch)
-    for _ in range(WATCHED):
-        watch.take(1.0, 1.5)
-    for number in range(5):
-        rank.step(number)
-    assert rank.captured.state == (
-        "eager: cpu takes 1.5 ms for the kernels of a step, and the host 1 ms to launch them"
-    )
-    assert rank.captured.problem is None
-    assert rank.replays == 0
-
-
 def test_an_eager_step_behind_captured_ones_begins_with_zeros() -> None:
     eager, captured = Rank(capture=False), Rank()
     for number in range(30):
@@ -358,15 +344,6 @@ def test_a_recorded_number_that_is_a_buffer_is_that_of_its_moment() -> None:
         return values
 
     assert told(True) == told(False)
-
-
-def test_a_parameter_that_is_thawed_is_named() -> None:
-    rank = Rank(module=lambda: nn.Sequential(nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 2)))
-    for number in range(10):
-        if number == 1:
-            rank.module.requires_grad_(True)
-        rank.step(number)
-    assert "'0.weight', which was frozen when the run began" in str(rank.captured.ended)
 
 
 def test_a_number_that_is_changed_before_each_step_ends_it_with_advice() -> None:

@@ -169,16 +169,6 @@ def test_a_graph_is_recorded_in_the_middle_of_a_step() -> None:
     assert_equal(eager, captured)
 
 
-def test_a_graph_adds_to_the_memory_that_the_optimizer_steps() -> None:
-    _, rank = twins()
-    own = [parameter.grad for parameter in rank.module.parameters()]
-    assert rank.replica.gradients is not None
-    assert None not in own
-    with rank.lane.on(rank.lane.compute):
-        rank.run(rank.record(batches(1)[0]), batches(1)[0])
-    assert all(p.grad is gradient for p, gradient in zip(rank.module.parameters(), own, strict=True))
-
-
 def test_each_form_has_a_graph_and_all_share_a_pool() -> None:
     eager, captured = twins()
     with captured.lane.on(captured.lane.compute):

@@ -28,7 +28,6 @@ strange = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf])
         (torch.tensor(2.0), torch.tensor(2.000002), SINGLE),
         (torch.tensor(1e-9), torch.tensor(-1e-9), SINGLE),  # a sum that cancels
         (strange, strange.clone(), SINGLE),
-        (torch.zeros(0, 3), torch.zeros(0, 3), SINGLE),
         (torch.arange(100), torch.arange(100).index_fill(0, torch.tensor(7), 3), SINGLE),  # a tie
         (torch.tensor(40), torch.tensor(41), SINGLE),
         ({"n": 3, "t": "text", "f": float("nan")}, {"n": 3, "t": "text", "f": float("nan")}, SINGLE),
@@ -53,12 +52,10 @@ def test_rounding_is_no_difference(whole: Any, joined: Any, epsilon: float) -> N
             "is 2 for the whole batch, and 2.0001 for its parts",
         ),
         (strange, strange.flip(0), SINGLE, "is finite at other places"),
-        (strange, strange.abs(), SINGLE, "is finite at other places"),
         (torch.ones(8), torch.ones(8, 1), SINGLE, r"has shape (8,) for the whole batch, and (8, 1)"),
         (torch.arange(100), torch.arange(100).flip(0), SINGLE, "differs at 100 of 100 places"),
         (torch.tensor(40), torch.tensor(20), SINGLE, "is 40 for the whole batch, and 20 for its parts"),
         (8, 4, SINGLE, "output is 8 for the whole batch, and 4 for its parts"),
-        (["a", "b"], ["a"], SINGLE, "is ['a', 'b'] for the whole batch, and ['a'] for its parts"),
         ([x, x], [x], SINGLE, "the whole batch gives list(*, *), its parts list(*)"),
         (np.arange(3), np.arange(2), SINGLE, "for the whole batch, and"),
     ],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from flowdp.modules.shallow import ShallowReplicas
-from tests.loops import assert_equal, mlp, numbers
+from tests.loops import assert_equal, numbers
 
 
 class Net(nn.Module):
@@ -81,15 +81,6 @@ def test_a_replica_computes_with_its_own_tensors_and_the_modules_are_as_before()
         assert torch.equal(tensor, state[name][1])
 
 
-def test_tensors_that_nothing_stands_for_are_the_modules_own() -> None:
-    net = Net()
-    shallow = ShallowReplicas(net, 2)
-    shallow.look()
-    replica: Any = shallow.renew(1, {id(net.first.weight): torch.zeros(3, 3)})
-    assert replica.last.weight is net.last.weight
-    assert not replica.first.weight.any()
-
-
 def test_tied_parameters_and_a_part_with_two_names_stay_one() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
     net[1].weight = net[0].weight
@@ -141,10 +132,6 @@ def test_hooks_of_the_module_are_those_of_a_replica() -> None:
 
 
 # ---------------------------------------------------------------- what the loop changes
-def rename(net: Any) -> None:
-    value = net.by_name
-    del net.by_name
-    net.mood = value
 
 
 def rename_part(net: Any) -> None:
@@ -156,18 +143,14 @@ def rename_part(net: Any) -> None:
 CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any]]] = {
     "a number": (lambda n: setattr(n.first, "rate", 0.5), lambda n: n.first.rate),
     "one less": (lambda n: delattr(n, "state"), lambda n: hasattr(n, "state")),
-    "another name for a value": (rename, lambda n: (hasattr(n, "mood"), hasattr(n, "by_name"))),
     "another name for a part": (rename_part, lambda n: (hasattr(n, "tail"), hasattr(n, "last"))),
     "into a configuration": (lambda n: setattr(n.config, "rate", 0.7), lambda n: n.config.rate),
-    "into a list": (lambda n: n.names.append("b"), lambda n: n.names),
     "a list of parts": (lambda n: setattr(n, "listed", [n.last]), lambda n: n(numbers(2, 3))),
     "into a list of parts": (lambda n: n.listed.append(n.last), lambda n: n(numbers(2, 3))),
-    "parts into an empty list": (lambda n: n.first.more.append(n.last), lambda n: n.first.more[0].weight),
     "into a list in a tuple": (lambda n: n.pair[1].append(n.last), lambda n: n.pair[1][0].weight),
     "into a dict": (lambda n: n.by_name.update(b=n.last), lambda n: n.by_name["b"].weight),
     "another part": (lambda n: setattr(n, "last", nn.Tanh()), lambda n: type(n.last)),
     "a new part": (lambda n: setattr(n, "third", nn.Linear(3, 1)), lambda n: n.third.weight),
-    "a part less": (lambda n: delattr(n, "last"), lambda n: hasattr(n, "last")),
     "a new parameter": (
         lambda n: setattr(n.first, "bias", nn.Parameter(torch.ones(3).double())),
         lambda n: n.first.bias,
@@ -180,7 +163,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_the_loop_changes_is_the_same_in_the_next_call(change: str) -> None:
     net: Any = Net()
-    net.first.more, net.pair, net.by_name = [], (1, []), {"a": net.first}
+    net.pair, net.by_name = (1, []), {"a": net.first}
     shallow = ShallowReplicas(net, 2)
     renewed(net, shallow)
     do, read = CHANGES[change]
@@ -192,7 +175,7 @@ def test_what_the_loop_changes_is_the_same_in_the_next_call(change: str) -> None
         assert not torch.equal(found, wanted)
     else:
         assert found == wanted
-    if change not in ("another part", "a buffer of another form", "a part less"):
+    if change not in ("another part", "a buffer of another form"):
         shallow.look()
         assert_equal([shallow.renew(1, {})(numbers(2, 3))], [net(numbers(2, 3))])
 
@@ -267,21 +250,19 @@ HELD: dict[str, Callable[[Any, Any], Any]] = {
     "a list of a class of its own": lambda net, layer: Layers([layer]),
     "a method": lambda net, layer: layer.forward,
     "a partial": lambda net, layer: partial(lambda layer, x, times: times * layer(x), layer, times=3),
-    "a partial of a method": lambda net, layer: partial(layer.forward),
     "by name": lambda net, layer: partial(lambda x, layer: layer(x), layer=layer),
 }
 
 
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("around", ["alone", "list", "tuple", "dict", "deep"])
+@pytest.mark.parametrize(
+    ("held", "around"), [*((held, "alone") for held in HELD), ("a method", "tuple"), ("a partial", "deep")]
+)
 def test_what_holds_a_part_has_that_of_its_replica(held: str, around: str) -> None:
     net = Net()
     function = HELD[held](net, net.first)
     forms: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         "alone": (function, lambda state: state),
-        "list": ([1, function], lambda state: state[1]),
         "tuple": ((function, 2), lambda state: state[0]),
-        "dict": ({"f": function}, lambda state: state["f"]),
         "deep": ([{"f": (1, [function])}], lambda state: state[0]["f"][1][0]),
     }
     net.state, take = forms[around]
@@ -321,15 +302,6 @@ def test_what_holds_no_part_is_shared_but_for_containers_that_a_forward_may_writ
     assert "b" not in value
 
 
-def test_two_attributes_may_be_one_list() -> None:
-    net: Any = Net()
-    net.state = net.names
-    replica = renewed(net)
-    assert replica.state is replica.names
-    replica.names.append("b")
-    assert net.names == ["a"]
-
-
 def test_containers_that_hold_themselves() -> None:
     net = Net()
     net.listed.append(net.listed)
@@ -339,12 +311,6 @@ def test_containers_that_hold_themselves() -> None:
     replica = renewed(net)
     assert replica.listed[0] is replica.first
     assert replica.state[0]["layer"] is replica.first
-
-
-def test_parts_in_long_lists_are_not_looked_for() -> None:
-    net = Net()
-    net.state = [net.first] * 1000
-    assert renewed(net).state == net.state
 
 
 # ---------------------------------------------------------------- modules of torch
@@ -369,21 +335,12 @@ def test_normed_and_pruned_layers(kind: Callable[..., Any]) -> None:
     assert_equal([found], [net(numbers(2, 6))])
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers(kind: Any) -> None:
+def test_recurrent_layers() -> None:
     """They list their weights in an attribute, too."""
     torch.manual_seed(3)
-    net = kind(3, 4, num_layers=2).double()
+    net = nn.LSTM(3, 4, num_layers=2).double()
     found = renewed(net)(numbers(5, 2, 3))[0]
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.div_(2)
     assert_equal([found], [net(numbers(5, 2, 3))[0]])
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_scripted_parts_are_shared() -> None:
-    net = nn.Sequential(torch.jit.script(nn.Tanh()), mlp())
-    replica = renewed(net)
-    assert replica[0] is net[0]
-    assert replica[1] is not net[1]

@@ -26,16 +26,6 @@ def test_names_and_objects_are_the_modules_own() -> None:
     assert stand_in.get_submodule("0") is module.get_submodule("0")
 
 
-def test_parts_that_come_later_are_shared() -> None:
-    module = normed()
-    stand_in = StandInModule(module)
-    module.register_parameter("late", nn.Parameter(torch.ones(1)))
-    module.register_buffer("hidden", torch.ones(1), persistent=False)
-    assert stand_in.get_parameter("late") is module.get_parameter("late")
-    assert "hidden" in dict(stand_in.named_buffers())
-    assert "hidden" not in stand_in.state_dict()
-
-
 def test_modes_reach_the_module() -> None:
     module = normed()
     stand_in = StandInModule(module)
@@ -54,18 +44,6 @@ def test_saved_under_the_modules_keys_and_loaded_from_them() -> None:
     state = {key: value + 1 for key, value in other.state_dict().items()}
     assert not any(StandInModule(other).load_state_dict(state))
     assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items())
-
-
-def test_as_a_part_of_a_larger_module() -> None:
-    module = normed()
-    larger = nn.ModuleDict({"body": StandInModule(module), "head": nn.Linear(3, 1)})
-    plain = nn.ModuleDict({"body": module, "head": nn.Linear(3, 1)})
-    assert list(larger.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in larger.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    state = {key: value + 1 for key, value in larger.state_dict().items()}
-    assert not any(larger.load_state_dict(state))
-    assert all(torch.equal(value, state[key]) for key, value in larger.state_dict().items())
-    assert torch.equal(module[0].weight, state["body.0.weight"])  # type: ignore[index]
 
 
 class Counting(nn.Module):
