@@ -136,8 +136,6 @@ def every(found: Sequence[dict[str, Any]], key: str) -> list[Any]:
 PLAIN: dict[str, dict[str, Any]] = {
     "plain": {},
     "weights": {"samples": (40, 0, 24)},
-    "one machine": {"samples": (0, 0, 24)},
-    "NaN of a machine": {"samples": (40, 24, 0), "bad": (2,)},
     "NaN of a rank": {"samples": (40, 0, 24), "bad": (1,)},
     "narrow": {"payload": "bf16"},
     "narrow, NaN of a machine": {"payload": "bf16", "samples": (0, 0, 24), "bad": (0, 1)},

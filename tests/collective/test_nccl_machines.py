@@ -41,13 +41,9 @@ FULL = (40, 8, 24)
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "equal": {"samples": (8, 8, 8)},
     "weights": {"samples": (40, 0, 24)},
-    "one machine": {"samples": (0, 0, 24)},
     "one rank each": {"sizes": (1, 1), "samples": (40, 24)},
-    "NaN of a machine": {"samples": (40, 24, 0), "bad": (2,)},
     "NaN of a rank": {"samples": (40, 0, 24), "bad": (1,)},
-    "earlier": {"samples": (8, 0, 8), "earlier": (8, 16, 0)},
     "earlier alone": {"samples": (0, 0, 8), "earlier": (24, 16, 0)},
     "outer": {"outer": DILOCO},
 }

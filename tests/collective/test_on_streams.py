@@ -207,7 +207,7 @@ def test_a_round_without_samples_changes_nothing(world):
         assert all(torch.equal(state[name], old[name]) for name in old)
 
 
-@pytest.mark.parametrize("left", [0, 1, 2])
+@pytest.mark.parametrize("left", [0, 2])
 def test_a_rank_that_left_is_left_out(world, left):
     stayed = [rank for rank in range(3) if rank != left]
     world.hold([1, 1, 1])

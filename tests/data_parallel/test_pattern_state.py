@@ -85,7 +85,6 @@ def test_a_thread_local_value(shares: Shares, since: int, monkeypatch: pytest.Mo
             torch.testing.assert_close(y, side.module(draw(seed=number)), rtol=0, atol=TOLERANCE)
         else:
             assert number >= since
-            assert shares.devices > 1
             assert any(word in refusal for word in ("thread", "differ", "cut"))
 
 
@@ -188,7 +187,7 @@ def test_a_hidden_state_that_forward_keeps(shares: Shares) -> None:
     """Shares begin unequal, so that they move when the speed has been measured."""
     twin = plain(Stateful)
     options: dict[str, Any] = {}
-    if shares.devices > 1 and shares.ratios is None:
+    if shares.ratios is None:
         hint = flowdp.CadenceOptions(speed_hint=(0, 3.0), max_anchor=0)
         options = {"cadence": hint}
     refusal = None
@@ -210,7 +209,6 @@ def test_a_hidden_state_that_forward_keeps(shares: Shares) -> None:
         else:
             assert "hidden" in refusal
             assert number <= CHECKED
-            assert shares.devices > 1
 
 
 # ---------------------------------------------------------------- threads

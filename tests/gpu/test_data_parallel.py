@@ -39,7 +39,7 @@ def assert_same(model: nn.Module, twin: nn.Module) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_call_is_that_of_one_device(ranks: Ranks, world_size: int) -> None:
     devices = ranks(world_size)
     model = small_model().to(devices[0])

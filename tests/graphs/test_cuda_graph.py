@@ -365,22 +365,6 @@ def test_parameters_that_a_forward_writes_to_move_once_a_step() -> None:
     assert_equal(eager, captured)
 
 
-def test_modules_that_the_loss_holds_are_put_back() -> None:
-    torch.manual_seed(0)
-    norm = nn.BatchNorm1d(3)
-
-    def loss(module: nn.Module, batch: Any) -> Tensor:
-        return classify(module, {**batch, "x": norm(batch["x"])})
-
-    rank = Rank(model(), loss)
-    rank.graphs = CudaGraphs(rank.replica, Guards(rank.module, loss))
-    with rank.lane.on(rank.lane.compute):
-        graph = rank.record(batches(1)[0])
-        graph.trial(list(tensors_of(batches(1)[0])), ONE)
-    assert norm.running_mean is not None
-    assert not norm.running_mean.any()
-
-
 @pytest.mark.parametrize(("kind", "hip", "name"), [("xpu", None, "XPU"), ("cuda", "6.4", "ROCm")])
 def test_other_platforms_have_no_graphs(
     kind: str, hip: str | None, name: str, monkeypatch: pytest.MonkeyPatch
