@@ -244,22 +244,6 @@ def test_epochs_inside_one_another() -> None:
 
 
 # ---------------------------------------------------------------- streams
-@pytest.mark.parametrize("is_deaf", [False, True])
-def test_a_batch_is_used_after_its_copy(is_deaf: bool) -> None:
-    card = Card()
-    lanes = [StreamLane(torch.device("cpu", 0), card) for _ in range(2)]
-    user = card.Stream()
-    if is_deaf:
-        card.deaf.add(user)
-    with card.stream(user):
-        for window in epoch(data(4, 4, 4), (1, 1), lanes=lanes):
-            for piece in window.pieces:
-                card.watch("batch", piece.batch[0])
-            assert len(window[1]) == window.samples
-            for piece in window.pieces:
-                piece.arrive()
-                piece.batch[0].add_(1)
-    assert bool(card.races) == is_deaf
 
 
 def test_a_batch_that_is_computed_keeps_its_graph_on_its_way_to_a_card() -> None:

@@ -15,7 +15,7 @@ from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.streams import StreamLane
 from flowdp.errors import FlowdpError
 from tests.fakes import FakeCuda
-from tests.loops import CPU, WAIT_S, assert_equal, called, mlp, numbers, replicas_of
+from tests.loops import CPU, WAIT_S, called, mlp, numbers, replicas_of
 
 
 def is_like(replicas: Replicas, rank: int = 1) -> bool:
@@ -210,40 +210,6 @@ def test_a_forward_that_is_computed_again_may_not_draw_from_a_common_generator()
 
 
 # ---------------------------------------------------------------- streams
-@pytest.mark.parametrize("missing", ["none", "the ranks' for the caller", "the caller's for the ranks"])
-def test_ranks_come_after_the_caller_and_he_after_them(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda()
-    module: Any = mlp()
-    user = cuda.Stream()
-    real = type(user).wait_event
-
-    def wait(stream: Any, event: Any) -> None:
-        is_user = stream is user
-        if missing == "none" or is_user is not (missing == "the caller's for the ranks"):
-            real(stream, event)
-
-    with cuda.stream(user), replicas_of(module, lanes=[StreamLane(CPU, cuda) for _ in range(2)]) as replicas:
-        out = torch.zeros(5, 3, dtype=torch.float64)
-        cuda.watch("output", out)
-        monkeypatch.setattr(type(user), "wait_event", wait)
-
-        def job() -> None:
-            out.copy_(replicas.modules[1](numbers(5, 6)))
-
-        with torch.no_grad():
-            module[0].bias.add_(1.0)
-            replicas.look()
-            replicas.follow()  # makes copies, on the user's stream
-            cuda.watch("copy", *replicas.modules[1].parameters())
-            replicas.modules[1][0].bias.add_(0.0)  # as the copy is written, while it is watched
-            replicas.each([None, job])
-            assert_equal([out + 0], [replicas.modules[1](numbers(5, 6))])
-    races = " ".join(cuda.races)
-    assert bool(races) == (missing != "none"), races
-    if missing == "the ranks' for the caller":
-        assert "copy" in races
-    if missing == "the caller's for the ranks":
-        assert "output" in races
 
 
 class TwoCards(FakeCuda):

@@ -27,7 +27,6 @@ import flowdp
 from flowdp import CadenceOptions, DataParallel, OptionError
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
-from tests.data.cards import Card
 from tests.fakes import FakeCuda, hide_modes
 from tests.loops import WAIT_S, assert_equal, gradients, mlp, numbers
 
@@ -320,7 +319,7 @@ def test_the_balancer_learns_from_steps(setup: Setup, count: int) -> None:
         assert dp.chunk_ratios != pytest.approx((1 / 3, 2 / 3), abs=1e-9)
 
 
-# ---------------------------------------------------------------- writes between calls
+# ---------------------------------------------------------------- shares and buffers
 
 
 @two
@@ -715,55 +714,6 @@ def test_epochs_are_told_to_the_sampler(setup: Setup) -> None:
             pass
         told.append(sampler.epoch)
     assert told == [0, 1, 7, 8]
-
-
-# ---------------------------------------------------------------- on streams
-@pytest.fixture(params=["as it is", "without the wait for the ranks"])
-def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
-    """Devices like CUDA's, on fake streams; in the second case one edge is missing."""
-    card = Card()
-    monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [StreamLane(d, card) for d in devices])
-    user = card.Stream()
-    if "without" in request.param:
-        card.deaf.add(user)
-    with card.stream(user):
-        yield card
-    assert bool(card.races) == ("without" in request.param), card.races
-
-
-@pytest.mark.parametrize("kind", ["windows", "output"])
-def test_no_edge_is_missing(card: Card, kind: str) -> None:
-    model = mlp()
-    twin = copy.deepcopy(model)
-    other = SGD(twin.parameters(), 0.1)
-    loss_fn = cross_entropy if kind == "windows" else None
-    devices = [torch.device("cpu", 0)] * 2
-    with flowdp.setup(
-        model,
-        partial(SGD, lr=0.1),
-        devices=["cpu"] * 2,
-        cadence=CADENCES["windows"],
-        loss_fn=loss_fn,
-        buffers="average",
-    ) as dp:
-        assert len(devices) == dp.world_size
-        for rank, replica in enumerate((model, *dp.replicas)):
-            card.watch(f"rank {rank}", *replica.parameters())
-        for window in dp.epoch([batch(4, seed) for seed in range(12)]):
-            for piece in window.pieces:
-                card.watch("batch", *piece.batch)
-            x, y = window
-            result = dp.forward_batch(window)
-            if kind == "output":
-                F.cross_entropy(result.output, y).backward()
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                card.watch("gradient", parameter.grad)
-            dp.step()
-            F.cross_entropy(twin(x), y).backward()
-            other.step()
-            other.zero_grad()
-    assert_equal(values(model), values(twin))
 
 
 # ---------------------------------------------------------------- captured calls
