@@ -245,6 +245,18 @@ def test_a_run_with_the_check_has_the_bits_of_one_without(setup: Any, is_rows: b
     assert checked[1] == 8
 
 
+def test_generators_go_on_as_if_there_were_no_check(setup: Any) -> None:
+    def states(check: bool) -> Any:
+        torch.manual_seed(1)
+        random.seed(1)
+        dp = setup(Everything(), check=check)
+        for _ in range(2):
+            dp(torch.randn(8, 6))
+        return torch.random.get_rng_state().tolist(), random.getstate()
+
+    assert states(True) == states(False)
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_the_check_runs_in_every_mode(setup: Any, mode: Any) -> None:
     model = Everything()
