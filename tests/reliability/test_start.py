@@ -15,8 +15,6 @@ from torch import nn
 
 import flowdp
 from bench.reliability.interrupts import interrupt, make, places
-from flowdp.engine.engine import Engine
-from flowdp.threads.crew import Crew
 
 SAMPLED = 6
 
@@ -97,33 +95,3 @@ def test_an_error_in_a_factory(tmp_path: Path, error: Exception) -> None:
         trainer.start()
     assert threads() == []
     trainer.fit()  # its folder is free
-
-
-def test_a_crew_is_whole_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    NoRoom(monkeypatch, room=2)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        Crew(["flowdp-a", "flowdp-b", "flowdp-c"])
-    assert threads() == []
-
-
-def test_callbacks_of_a_start_that_is_taken_back_are_not_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[str] = []
-
-    class Told(flowdp.Callback):
-        def on_train_start(self, run: Any) -> None:
-            called.append("start")
-
-        def on_train_end(self, state: Any) -> None:
-            called.append("end")
-
-    def fails(*_: object) -> None:
-        raise ZeroDivisionError
-
-    trainer = make(tmp_path, callbacks=[Told()])
-    monkeypatch.setattr(Engine, "begin", fails)
-    with pytest.raises(ZeroDivisionError):
-        trainer.start()
-    assert threads() == []
-    assert called == []

@@ -40,8 +40,7 @@ class Steps(flowdp.Callback):
             self.calls.append((*own, float(loss)))
 
 
-@pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(("lanes", "devices"), [("cpu", 1), ("streams", 3)], indirect=["lanes"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_is_called_in_every_step_on_the_workers_own_thread(
     recorder: StepRecorder, lanes: str, policy: str, devices: int
@@ -83,26 +82,6 @@ def test_an_exception_is_an_error_of_the_step(recorder: StepRecorder, policy: st
         trainer(recorder, policy, 2, callbacks=[Fails()]).start().join(WAIT_S)
     assert (caught.value.rank, caught.value.step) == (1, 1)
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_the_others_go_on_without_a_rank_that_raises_there(recorder: StepRecorder) -> None:
-    failures = flowdp.FailureOptions(on_failure="continue")
-    state = trainer(recorder, "sync", 2, callbacks=[Fails()], failures=failures).fit()
-    assert state.epochs_done == 3
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_without_one_no_worker_has_anything_to_call(recorder: StepRecorder, policy: str) -> None:
-    run = trainer(recorder, policy, 2, callbacks=[flowdp.EarlyStopping(), flowdp.EMA()]).start()
-    workers = run._engine._parts.workers
-    run.join(WAIT_S)
-    assert all(worker._step_callbacks == () for worker in workers)
-
-
-def test_one_alone_has_no_observers_thread(recorder: StepRecorder) -> None:
-    run = trainer(recorder, "sync", 2, callbacks=[Steps()]).start()
-    assert run._observer._thread is None
-    run.join(WAIT_S)
 
 
 def test_a_step_without_a_loss() -> None:
