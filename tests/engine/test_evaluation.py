@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -284,20 +283,6 @@ def test_every_submodule_has_its_mode_again(ranks: Any, fails: bool) -> None:
     assert {name: part.training for name, part in own.module.named_modules()} == modes
     assert torch.allclose(own.module.rest[0].weight, weight)
     assert own.module.frozen[0].num_batches_tracked == 0
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("32", torch.float32), ("bf16", torch.bfloat16)])
-def test_it_computes_in_the_precision_of_the_training(ranks: Any, precision: Any, dtype: torch.dtype) -> None:
-    seen = set()
-
-    def step(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        y = model(batch[0])
-        seen.add(y.dtype)
-        return {"y": y.mean()}
-
-    [[(_, _, [(_, value)]), *_]] = ranks((X, Y), step).run(replica(precision=precision))
-    assert seen == {dtype}
-    assert math.isfinite(value)
 
 
 @pytest.mark.parametrize(

@@ -390,23 +390,3 @@ def test_nothing_of_the_failed_forward_is_held_while_it_is_repeated(no_collector
     assert alive[1] == 0
     del batch
     assert rows() is None, "the batch outlives its step"
-
-
-def test_an_attempt_that_fails_again_is_undone_too() -> None:
-    """Another process takes memory meanwhile: the second attempt fails in its last piece."""
-    calls: list[int] = []
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        calls.append(len(batch[0]))
-        if len(calls) in (2, 5):
-            raise full()
-        return mse(model, batch)
-
-    mine, twin = Alone(mlp(), loss), mlp()
-    mine.step((X[:4], Y[:4]), (X[4:8], Y[4:8]))
-    assert calls == [4, 4, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
-    plain = torch.optim.SGD(twin.parameters(), 0.1)
-    mse(twin, (X[:8], Y[:8])).backward()
-    plain.step()
-    for own, other in zip(mine.replica.module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-13)

@@ -202,23 +202,6 @@ def test_the_indices_are_those_of_the_batch() -> None:
     assert f"indices {failed[0][0]}, {failed[0][1]}" in str(error)
 
 
-def test_a_later_failure_is_a_note_on_the_first() -> None:
-    both_inside = threading.Barrier(2)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if current_worker().local_step == 2:
-            both_inside.wait(60)
-            raise Broken(f"of rank {current_worker().rank}")
-        return mse(model, batch)
-
-    error = failure_of(start("sync", loss=loss))
-    assert isinstance(error, StepError)
-    [note] = error.__notes__
-    assert note.startswith(f"Then rank {1 - error.rank}: StepError: rank {1 - error.rank} on cpu failed")
-    assert f"of rank {1 - error.rank}" in note
-    assert str(error.__cause__) == f"of rank {error.rank}"
-
-
 # ---------------------------------------------------------------- the dataset
 class Cracked(Dataset[Any]):
     """Cannot read one of its samples."""
