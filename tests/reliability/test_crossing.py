@@ -46,37 +46,3 @@ def test_a_run_goes_on_under_another_policy(before: str, after: str, tmp_path: P
     assert [record.epoch for record in state.history] == [0, 1]
     assert state.global_step > first.global_step
     assert sum(part.samples for part in state.history[1].per_rank) == SAMPLES
-
-
-def loaded(folder: Path, loader: Any, **options: Any) -> flowdp.Trainer:
-    return flowdp.Trainer(
-        model=nn.Linear(1, 1),
-        optimizer=lambda params: torch.optim.SGD(params, lr=1e-6),
-        loss=lambda model, batch: model(batch).square().mean(),
-        dataset=loader,
-        policy="sync",
-        devices=["cpu"],
-        checkpoint=folder,
-        progress=False,
-        **{"runtime": flowdp.RuntimeOptions(tune_process=False)} | options,
-    )
-
-
-def test_what_is_done_to_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
-    taken: list[flowdp.Checkpoint] = []
-
-    def spoil(checkpoint: flowdp.Checkpoint) -> None:
-        for value in checkpoint.state_dict.values():
-            value.zero_()
-        taken.append(checkpoint)
-
-    best = flowdp.EarlyStopping(patience=None, restore_best=True)
-    state = loaded(
-        tmp_path,
-        torch.ones(SAMPLES, 1),
-        per_device_batch_size=4,
-        epochs=2,
-        callbacks=[best, flowdp.OnCheckpoint(spoil)],
-    ).fit()
-    assert taken
-    assert all(value.abs().sum() > 0 for value in state.state_dict.values())

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import flowdp
-from flowdp import StepError
 from flowdp.checkpoint.file import read
 from tests.numerics.conftest import StepRecorder
-from tests.reliability.small import ENDLESS, SAMPLES, WAIT_S, Counts, Written, count, held_at, same, trainer
+from tests.reliability.small import ENDLESS, SAMPLES, WAIT_S, Counts, Written, held_at, same, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
 
@@ -100,31 +98,6 @@ def test_ctrl_c_leaves_a_checkpoint_and_fills_the_model(
 
 
 @pytest.mark.posix
-def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, recorder: StepRecorder) -> None:
-    with held_at(recorder, 9) as inside:
-        run = trainer(recorder, "sync", 2, checkpoint=tmp_path, **ENDLESS).start()
-        stopped = threading.Event()
-        request = run._engine.request
-
-        def requested(wish: Any) -> int:
-            number = request(wish)
-            stopped.set()
-            return number
-
-        run._engine.request = requested  # type: ignore[method-assign]
-        with inside():
-            first = interrupt(lambda: run._engine.records.wait_for_reader(WAIT_S))
-            second = interrupt(lambda: stopped.wait(WAIT_S))
-            with pytest.raises(KeyboardInterrupt):
-                run.join()
-            first.join()
-            second.join()
-            assert not run.done  # a rank is in its step
-    assert run.join(WAIT_S).interrupted
-    assert newest(tmp_path)["global_step"] == run.join().global_step
-
-
-@pytest.mark.posix
 @pytest.mark.parametrize("policy", ["sync"])
 def test_sigterm_stops_where_that_was_asked_for(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -174,19 +147,6 @@ def test_a_snapshot_is_of_one_moment(recorder: StepRecorder, policy: str, device
         ended = run.join(WAIT_S)
     assert paused.global_step <= ended.global_step
     assert run.snapshot() is ended
-
-
-def test_a_snapshot_of_a_run_that_fails_raises_its_failure(recorder: StepRecorder) -> None:
-    def fails(model: nn.Module, batch: Any) -> Tensor:
-        if len(recorder.steps) > 8:
-            raise ValueError("mine")
-        return count(model, batch)
-
-    run = trainer(recorder, "sync", 2, loss=fails, **ENDLESS).start()
-    with pytest.raises(StepError, match="mine"):
-        list(iter(run.snapshot, None))
-    with pytest.raises(StepError, match="mine"):
-        run.join(WAIT_S)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import flowdp
-from flowdp import EarlyStopping
 from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import SAMPLES, Counts, count, stop_at, trainer
-from tests.reliability.test_resume import ALL, POLICIES, check
+from tests.reliability.test_resume import POLICIES, check
 
 
 def losing(*losses: float) -> Any:
@@ -90,15 +89,3 @@ def test_the_learning_rate_goes_on_too_unless_it_begins_with_another(
     options["optimizer"] = lambda params: torch.optim.SGD(params, lr)
     again = trainer(recorder, "sync", 1, resume=state, **options).fit()
     assert [record.lr for record in again.history] == pytest.approx(expected)
-
-
-def test_the_best_model_stood_elsewhere(recorder: StepRecorder) -> None:
-    best = EarlyStopping("loss", patience=9, mode="min", restore_best=True)
-    job = trainer(recorder, "sync", 1, loss=losing(1.0, 5.0, 9.0), epochs=5, callbacks=[best])
-    state = stop_at(recorder, 15, job)
-    assert state.epochs_done == 2
-    assert (state.state_dict["trained"] == 1).all()
-    recorder.steps.clear()
-    again = trainer(recorder, "sync", 1, resume=state).fit()
-    assert recorder.samples(2) == ALL
-    assert (again.state_dict["trained"] == 2).all()

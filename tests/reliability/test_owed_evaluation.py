@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import IterableDataset
 
 import flowdp
 from flowdp import CheckpointOptions, EvaluationOptions
@@ -229,17 +228,3 @@ def test_an_evaluation_by_steps_is_made_up_bit_for_bit(tmp_path: Path, where: st
     assert {place[0] for place in second.places} <= {place[0] for place in whole.places}
     third = Life(evaluation=every, scheduler=None, resume=second.state)
     assert third.reports.evaluations == []
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(zip(X, Y, strict=True))
-
-
-def test_of_a_stream_too(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"dataset": Stream(), "policy": "sync", "devices": ["cpu"]}
-    options["runtime"] = flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))
-    whole = Life(**options)
-    first = Life(in_evaluation=lambda worker: worker.epoch == 1, checkpoint=tmp_path, **options)
-    second = Life(checkpoint=tmp_path, resume=True, **options)
-    compare([first, second], whole)

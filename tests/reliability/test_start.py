@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import flowdp
 from bench.reliability.interrupts import interrupt, make, places
@@ -77,21 +76,3 @@ def test_no_room_for_the_next_thread(tmp_path: Path) -> None:
     run.stop()
     run.join()
     assert refused >= 6  # SIGTERM, reader, writer, two workers, coordinator, callbacks
-
-
-@pytest.mark.parametrize("error", [MemoryError("no room"), ZeroDivisionError("a bug of the factory")])
-def test_an_error_in_a_factory(tmp_path: Path, error: Exception) -> None:
-    made: list[nn.Module] = []
-
-    def model() -> nn.Module:
-        if len(made) == 1:
-            made.append(nn.Identity())
-            raise error
-        made.append(nn.Linear(1, 1))
-        return made[-1]
-
-    trainer = make(tmp_path, model=model)
-    with pytest.raises(type(error)):
-        trainer.start()
-    assert threads() == []
-    trainer.fit()  # its folder is free

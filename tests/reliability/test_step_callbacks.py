@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import flowdp
 from flowdp import StepError
 from flowdp.device.worker_context import CurrentWorker
 from tests.numerics.conftest import StepRecorder
-from tests.reliability.small import BATCH, SAMPLES, WAIT_S, Counts, count, trainer
+from tests.reliability.small import BATCH, SAMPLES, WAIT_S, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
 
@@ -82,21 +81,3 @@ def test_an_exception_is_an_error_of_the_step(recorder: StepRecorder, policy: st
         trainer(recorder, policy, 2, callbacks=[Fails()]).start().join(WAIT_S)
     assert (caught.value.rank, caught.value.step) == (1, 1)
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_a_step_without_a_loss() -> None:
-    losses: list[Any] = []
-
-    class Notes(flowdp.Callback):
-        def on_step(self, worker: CurrentWorker, loss: Tensor | None) -> None:
-            losses.append(loss)
-
-    def step(worker: Any, batch: Any) -> None:
-        worker.backward(count(worker.model, batch))
-        worker.step(worker.optimizers[0])
-
-    flowdp.Trainer(
-        Counts(8), lambda params: torch.optim.SGD(params, 1.0), dataset=(torch.arange(8),), batch_size=4,
-        epochs=1, train_step=step, devices=["cpu"], progress=False, callbacks=[Notes()],
-    ).fit()  # fmt: skip
-    assert losses == [None, None]

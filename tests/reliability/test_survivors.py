@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flowdp
 from bench.cadences import cadence_for
-from flowdp import OutOfDeviceMemory, StepError
+from flowdp import StepError
 from tests.numerics.conftest import Step, StepRecorder
 from tests.reliability.small import BATCH, SAMPLES, WAIT_S, Counts, Written, count, trainer
 
@@ -135,22 +135,6 @@ def test_one_after_the_other_and_the_last_one_ends_the_run(recorder: StepRecorde
     assert told == [f"rank {rank} left:" for rank in range(3) if rank != caught.value.rank]
 
 
-@pytest.mark.parametrize("policy", ["cadence"])
-def test_a_rank_without_memory_leaves(recorder: StepRecorder, policy: str) -> None:
-    fails = Fails(1, 1, error=torch.OutOfMemoryError)
-    run = trainer(
-        recorder,
-        policy,
-        2,
-        loss=fails,
-        failures=flowdp.FailureOptions(on_failure="continue"),
-        runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, 2)),
-    ).start()
-    state = run.join(WAIT_S)
-    assert state.epochs_done == 3
-    assert isinstance(run._engine.failures.forgiven.get(1), OutOfDeviceMemory)
-
-
 @pytest.mark.parametrize(("policy", "read"), [("sync", False), ("cadence", True)])
 def test_the_survivors_keep_checkpoints_and_can_be_resumed(
     tmp_path: Path, recorder: StepRecorder, policy: str, read: bool
@@ -169,36 +153,6 @@ def test_the_survivors_keep_checkpoints_and_can_be_resumed(
     resumed = trainer(recorder, policy, 2, resume=True, **options).fit()
     assert resumed.epochs_done == 3
     assert recorder.samples(2) == ALL
-
-
-def test_many_rounds_are_cut_short_after_a_rank_has_left() -> None:
-    """A lost rank's inbox is no longer read: messages to all ranks must not fill it."""
-
-    def fail_once(model: nn.Module, batch: Any) -> torch.Tensor:
-        worker = flowdp.current_worker()
-        if worker.rank == 1 and worker.local_step == 1:
-            raise ValueError("gone")
-        return model(batch[0]).square().mean()
-
-    run = flowdp.Trainer(
-        policy="cadence",
-        model=nn.Linear(1, 1),
-        optimizer=lambda params: torch.optim.SGD(params, lr=1e-3),
-        loss=fail_once,
-        dataset=(torch.randn(64, 1),),
-        per_device_batch_size=1,
-        max_steps=10**9,
-        devices=["cpu"] * 3,
-        failures=flowdp.FailureOptions(on_failure="continue"),
-        progress=False,
-    ).start()
-    while not run.status().problems:
-        run.snapshot()
-    for _ in range(80):  # a worker's inbox holds 64
-        run.snapshot()
-    run.stop()
-    assert run.join(60).interrupted
-    assert run.error is None
 
 
 # ---------------------------------------------------------------- batches read, not gathered
