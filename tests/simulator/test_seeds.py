@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,10 +82,3 @@ def test_a_trace_has_a_line_for_every_event(capsys: pytest.CaptureFixture[str]) 
     assert len(steps) == sum(world.rules.steps)
     assert last.startswith("seed 17: every rule holds; ")
     assert float(trace[0].split(" ms ")[0]) >= 0.0
-
-
-def test_several_processes() -> None:
-    command = [sys.executable, "-m", "tests.simulator", "--seeds", "60", "--jobs", "2"]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert child.returncode == 0, child.stderr
-    assert "60 runs" in child.stdout
