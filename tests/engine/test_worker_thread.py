@@ -300,7 +300,6 @@ class Drains:
 
         monkeypatch.setattr(FakeEvent, "synchronize", watched)
         monkeypatch.setattr(Tensor, "item", asked)
-        monkeypatch.setattr("flowdp.collective.base._adds_on_host", lambda _: False)  # as on a device
         monkeypatch.setattr(DeviceMeter, "settle", settled)
 
     def _note(self, waits: bool) -> None:
