@@ -362,6 +362,7 @@ def test_a_pause_of_a_run_that_has_failed_raises_its_failure() -> None:
 
 
 # ---------------------------------------------------------------- norms and shares
+@pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
 @pytest.mark.parametrize("policy", [*POLICIES, "exact"])
 def test_records_carry_the_norm_of_the_gradients_that_are_clipped(policy: str, lanes: str) -> None:
     """The gradient of the mean of `weight * x` is the mean of x, independent of the training before."""
