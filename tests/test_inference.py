@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flowdp
-from flowdp import DataError, EvaluationOptions, MetricArray, OptionError, StepError, Trainer
+from flowdp import EvaluationOptions, MetricArray, OptionError, StepError, Trainer
 from flowdp.engine import active_runs
 from tests.vision import mend_torchvision
 
@@ -104,18 +104,6 @@ def test_without_a_step_the_forward_is_called() -> None:
         )
 
 
-def test_an_output_that_the_module_writes_again_is_copied() -> None:
-    class Reusing(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.out = getattr(self, "out", torch.zeros(8, 3))
-            self.out[: len(x)] = super().forward(x)
-            return self.out[: len(x)]
-
-    model = Reusing(4, 3)
-    found = trainer(model, 2).predict(X)
-    torch.testing.assert_close(found, F.linear(X, model.weight, model.bias))
-
-
 def test_weights_of_a_result_and_of_a_checkpoint(tmp_path: Path) -> None:
     class Hidden(nn.Linear):
         def __init__(self) -> None:
@@ -189,17 +177,6 @@ def test_an_error_names_rank_device_batch_and_samples_and_ends_the_others() -> N
         trainer(net(), evaluation=evaluation).validate()
 
 
-def test_a_dataset_that_fails() -> None:
-    class Broken(Samples):
-        def __getitem__(self, index: int) -> Tensor:
-            if index == 20:
-                raise KeyError("label")
-            return super().__getitem__(index)
-
-    with pytest.raises(DataError, match="label"):
-        trainer(net()).predict(Broken())
-
-
 @pytest.mark.posix
 def test_an_interrupt_ends_it_and_leaves_no_thread() -> None:
     was_heard, first, done = threading.Event(), threading.Lock(), []
@@ -236,21 +213,6 @@ def test_a_run_on_the_same_device_is_not_disturbed(monkeypatch: pytest.MonkeyPat
     for call in (lambda: trainer(net()).predict(X), lambda: trainer(net(), evaluation=(X, Y)).validate()):
         with pytest.raises(OptionError, match="held by another run"):
             call()
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options", "message"),
-    [
-        (DataLoader(Samples(), 4, shuffle=True), {}, "this DataLoader shuffles"),
-        (DataLoader(Samples(), 4), {"batch_size": 3}, "batch_size has no use beside a DataLoader"),
-        (X, {"batch_size": 0}, "batch_size must be an int"),
-        (X, {"step": 3}, r"step must be a function of \(model, batch\)"),
-        ("text", {}, "predict: "),
-    ],
-)
-def test_arguments_that_are_wrong(dataset: Any, options: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        trainer(net()).predict(dataset, **options)
 
 
 def test_the_precision_is_that_of_the_training() -> None:
@@ -337,13 +299,3 @@ def test_a_resumed_run_has_no_sanity_check(tmp_path: Path) -> None:
     assert calls == [8, 8]  # one batch is all there is
     trainer(net(), 1, epochs=2, **options).fit()
     assert calls == [8, 8, 8]
-
-
-def test_metrics_begin_anew_behind_a_sanity_check() -> None:
-    mend_torchvision()
-    pytest.importorskip("torchmetrics")
-    from torchmetrics.classification import MulticlassConfusionMatrix
-
-    given = {"confusion": MulticlassConfusionMatrix(3)}
-    [record] = trainer(net(), evaluation=(X, Y), metrics=given).fit().history
-    assert sum(record.eval_arrays["confusion"].values) == 53

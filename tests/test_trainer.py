@@ -80,12 +80,6 @@ class Stream(IterableDataset[Tensor]):
         return iter(DATA[0])
 
 
-class Learned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-
 OPTIMIZER = sgd(nn.Linear(1, 1).parameters())
 LOADER = DataLoader(TensorDataset(*DATA), 4)
 
@@ -93,27 +87,14 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"model": 3}, "model must be a torch.nn.Module or a factory of one, not 3"),
-        ({"model": None}, "not None"),
-        ({"optimizer": "sgd"}, "optimizer must be a torch optimizer or a factory of one, not 'sgd'"),
         ({"optimizer": OPTIMIZER, "model": two_layers}, "with a model factory, give an optimizer factory"),
-        ({"loss": None}, r"loss must be a function of \(model, batch\) or a criterion, not None"),
-        ({"loss": Learned()}, "loss is a criterion with parameters to train: make it a part of the model"),
-        ({"dataset": 3}, "dataset must be tensors of equal length, .* not 3"),
-        ({"dataset": None}, "not None"),
         ({"dataset": []}, "the dataset is empty"),
-        ({"dataset": ()}, "the dataset is empty"),
-        ({"dataset": torch.ones(0, 1)}, "the dataset is empty"),
         ({"dataset": (DATA[0], DATA[1][:5])}, "differ in length .* element 0 has 60, element 1 has 5"),
-        ({"dataset": (DATA[0], 5)}, "element 1 of the dataset is 5, not a tensor"),
         (
             {"dataset": Stream(), "reading": ReadingOptions(shuffle=True)},
             "shuffle=True has no use for Stream",
         ),
         ({"per_device_batch_size": None}, "batch_size is missing"),
-        ({"per_device_batch_size": 0}, "per_device_batch_size must be an int of at least 1, not 0"),
-        ({"per_device_batch_size": True}, "not True"),
-        ({"per_device_batch_size": 2.0}, "not 2.0"),
         (
             {"per_device_batch_size": 61, "reading": ReadingOptions(drop_last=True)},
             "drop_last=True leaves no batch",
@@ -128,91 +109,24 @@ LOADER = DataLoader(TensorDataset(*DATA), 4)
             },
             "shuffle=False was given beside",
         ),
-        (
-            {
-                "policy": "cadence",
-                "dataset": LOADER,
-                "per_device_batch_size": None,
-                "reading": ReadingOptions(drop_last=True),
-            },
-            "drop_last=True was given beside",
-        ),
-        (
-            {
-                "policy": "cadence",
-                "dataset": LOADER,
-                "per_device_batch_size": None,
-                "reading": ReadingOptions(num_workers=2),
-            },
-            "num_workers=2 was given beside",
-        ),
-        (
-            {
-                "policy": "cadence",
-                "dataset": LOADER,
-                "per_device_batch_size": None,
-                "reading": ReadingOptions(collate_fn=list),
-            },
-            "collate_fn=.* was given beside",
-        ),
         ({"epochs": None}, "epochs, max_steps or max_time must say how long to train"),
-        ({"max_time": 0}, "max_time must be a number of seconds above 0, a timedelta, .* not 0"),
-        ({"epochs": 0}, "epochs must be an int of at least 1 or None, not 0"),
-        ({"epochs": 1.5}, "not 1.5"),
-        ({"epochs": True}, "not True"),
-        ({"max_steps": 0}, "max_steps must be an int of at least 1 or None, not 0"),
-        ({"devices": "gpu"}, "devices must be 'auto', an int or a list, not 'gpu'"),
-        ({"devices": []}, "devices is empty"),
-        ({"devices": 0}, "at least 1, not 0"),
-        ({"devices": True}, "not True"),
-        ({"devices": ["toaster"]}, "'toaster' is no device of torch"),
         ({"devices": ["cuda:99"]}, "'cuda:99' is not here: this machine has "),
-        ({"devices": ["cpu", None]}, "not None"),
         ({"policy": "ring"}, "policy must be one of 'sync', 'cadence', 'async', 'exact', not 'ring'"),
-        ({"policy": ["sync"]}, "policy must be one of"),
-        ({"precision": 16}, "precision must be one of '32', 'bf16', 'fp16', not 16"),
-        ({"cadence": "fast"}, "cadence must be CadenceOptions"),
         (
             {"cadence": CadenceOptions(speed_hint=(2, 2.0))},
             "names rank 2 as the slow one; the ranks are 0 to 1",
         ),
-        ({"runtime": RuntimeOptions(partition_ratios=[1.0])}, "1 ratios for 2 devices"),
         ({"runtime": RuntimeOptions(partition_ratios=[1.0, 0.0])}, "positive and finite, not 0.0"),
-        (
-            {"runtime": RuntimeOptions(partition_ratios=0.5)},
-            "partition_ratios must be numbers, one for each device, not 0.5",
-        ),
-        ({"runtime": RuntimeOptions(partition_ratios=["a", "b"])}, r"not \['a', 'b'\]"),
         (
             {"runtime": RuntimeOptions(partition_ratios=[0.5, 0.5]), "policy": "sync"},
             "cannot be kept under policy='sync'",
         ),
-        ({"seed": -1}, "seed must be an int of at least 0, not -1"),
-        ({"seed": "now"}, "seed must be an int of at least 0, not 'now'"),
-        ({"reading": ReadingOptions(collate_fn=list)}, "collate_fn=.* have no use for it"),
-        ({"reading": ReadingOptions(num_workers=2)}, "num_workers=2 have no use for it"),
-        ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0 or None, not 0"),
-        ({"max_grad_value": 0}, "max_grad_value must be a number above 0 or None, not 0"),
         ({"max_grad_norm": 1, "max_grad_value": 1}, "clip the same gradients"),
-        ({"max_grad_norm": "1"}, "max_grad_norm must be a number above 0 or None, not '1'"),
-        ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number above 0 or None, not nan"),
-        (
-            {"scheduler": lambda opt: StepLR(opt, 1)},
-            r"must be SchedulerOptions\(..., unit='step' or 'epoch'\)",
-        ),
         (
             {"scheduler": SchedulerOptions(StepLR(OPTIMIZER, 1), unit="step")},
             "made for the optimizer instance",
         ),
-        ({"reading": {"shuffle": False}}, r"reading must be ReadingOptions\(...\), not {'shuffle': False}"),
-        ({"failures": "continue"}, r"failures must be FailureOptions\(...\), not 'continue'"),
-        ({"runtime": False}, r"runtime must be RuntimeOptions\(...\), not False"),
-        ({"evaluation": 3}, "evaluation: dataset must be tensors of equal length"),
-        ({"progress": "yes"}, "progress must be True, False or 'auto', not 'yes'"),
-        ({"checkpoint": 3}, r"checkpoint must be a folder or CheckpointOptions\(...\), not 3"),
         ({"resume": True}, "resume=True takes the newest checkpoint of the folder: give checkpoint="),
-        ({"resume": 3}, "resume must be True, the path of a checkpoint or a TrainedState, not 3"),
-        ({"callbacks": [print]}, "callbacks must be instances of flowdp.Callback, not <built-in"),
         ({"callbacks": [EarlyStopping(), EarlyStopping("a")]}, "has one EarlyStopping"),
         (
             {"failures": FailureOptions(on_failure="continue"), "policy": "async"},
@@ -272,58 +186,6 @@ def test_an_argument_of_any_kind_is_taken_or_named(name: str) -> None:
         assert said is None or name in said, f"{name}={value!r}: {said}"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("checkpoint", ""),
-        ("resume", ""),
-        ("evaluation", 3),
-        ("callbacks", ""),
-        ("progress", 1),
-    ],
-)
-def test_what_was_taken_without_a_look(name: str, value: object) -> None:
-    with pytest.raises(OptionError, match=name):
-        trainer(**{name: value}).check()
-
-
-@pytest.mark.parametrize("name", ["batch_size", "epochs", "model"])
-def test_an_argument_cannot_be_set_afterwards(name: str) -> None:
-    made = trainer()
-    with pytest.raises(
-        AttributeError, match=rf"{name} of a Trainer .* make another one, Trainer\(\.\.\., {name}="
-    ):
-        setattr(made, name, 8)
-    made.note = "the user's own"  # type: ignore[attr-defined]
-    assert made.fit().epochs_done == 2
-
-
-def test_sigterm_can_be_taken_over_in_the_main_thread_alone() -> None:
-    refused: list[BaseException] = []
-
-    def start() -> None:
-        try:
-            trainer(runtime=RuntimeOptions(handle_sigterm=True)).start()
-        except OptionError as error:
-            refused.append(error)
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join(60)
-    [error] = refused
-    assert str(error).startswith("handle_sigterm=True works in the main thread alone")
-    assert threads() == []
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"speed_hint": (0, 0.5)}, {"speed_hint": 2}, {"speed_hint": (0,)}, {"anchor": 0}, {"max_anchor": -1}],
-)
-def test_what_the_cadence_refuses(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=f"cadence.{next(iter(options))}"):
-        CadenceOptions(**options)
-
-
 # ---------------------------------------------------------------- refusals before a thread starts
 def shapes(*sizes: int) -> Callable[[], nn.Module]:
     left = list(sizes)
@@ -336,16 +198,15 @@ ONE_MODULE = nn.Linear(1, 1)
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"model": shapes(1, 2)}, r"'weight' is float32 \(2, 1\) on rank 1 and float32 \(1, 1\) on rank 0"),
+        (
+            {"model": shapes(1, 2)},
+            "'weight' is float32 \\(2, 1\\) on rank 1 and float32 \\(1, 1\\) on rank 0",
+        ),
         ({"model": lambda: ONE_MODULE}, "same module for rank 1 and an earlier rank"),
-        ({"model": lambda: 3}, "returned int for rank 0, not a module"),
         ({"model": nn.LazyLinear(1)}, "has no shape yet; run one batch"),
-        ({"model": nn.Linear(1, 1).requires_grad_(False)}, "no parameter that requires grad"),
         ({"model": nn.ReLU()}, "nothing to train"),
         ({"optimizer": OPTIMIZER}, "2 parameters that are not the model's"),
         ({"optimizer": lambda params: sgd(ONE_MODULE.parameters())}, "parameters of another model"),
-        ({"optimizer": lambda params: 3}, "returned int, not a torch optimizer"),
-        ({"scheduler": SchedulerOptions(lambda opt: 3, unit="step")}, "returned 3, not a torch scheduler"),
         ({"scheduler": SchedulerOptions(lambda opt: ReduceLROnPlateau(opt), unit="step")}, "must be 'epoch'"),
     ],
 )
@@ -388,7 +249,7 @@ def test_a_factory_that_raises_on_one_device(what: str, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- samples trained
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("samples", "devices"), [(1, 2), (5, 4), (4, 3), (9, 4)])
+@pytest.mark.parametrize(("samples", "devices"), [(1, 2), (9, 4)])
 def test_every_sample_once_though_there_are_fewer_batches_than_devices(
     samples: int, devices: int, policy: str
 ) -> None:
@@ -456,12 +317,6 @@ def test_total_steps_are_those_that_a_schedule_needs() -> None:
     state = job.fit()  # after one more step OneCycleLR raises
     assert state.global_step == job.total_steps
     assert state.history[-1].lr < 0.01
-
-
-def test_fixed_shares_are_kept() -> None:
-    data = (torch.ones(1600, 1), torch.ones(1600, 1))
-    state = trainer(dataset=data, runtime=RuntimeOptions(partition_ratios=[3, 1]), epochs=1).fit()
-    assert state.history[0].share[0] == pytest.approx(0.75, abs=0.05)
 
 
 @pytest.mark.usefixtures("kept_replicas")
@@ -617,7 +472,6 @@ def test_a_rank_that_leaves_autocast_is_of_no_account_to_the_others(policy: str)
     assert torch.equal(trained(is_emptied=False), trained(is_emptied=True))
 
 
-# ---------------------------------------------------------------- the event log
 # ---------------------------------------------------------------- datasets that share a file
 class Shared(Dataset[Any]):
     """Sample i is (i, item i of the file), read through one handle: seek, then read.

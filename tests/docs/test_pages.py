@@ -27,9 +27,9 @@ PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").g
 
 ELSEWHERE = {
     "README.md": "contract/test_readme.py",
-    "docs/callbacks.md": "reliability/test_callbacks_page.py",
-    "docs/evaluation.md": "reliability/test_evaluation_page.py",
-    "docs/tuning.md": "reliability/test_tuning_page.py",
+    "docs/callbacks.md": "reliability/test_long_pages.py",
+    "docs/evaluation.md": "reliability/test_long_pages.py",
+    "docs/tuning.md": "reliability/test_long_pages.py",
 }
 """Pages whose code another test runs, which also looks at the results."""
 

@@ -15,7 +15,6 @@ from flowdp.engine import active_runs
 from flowdp.engine.records import Records
 from flowdp.protocol.commands import Finish
 from flowdp.protocol.messages import Requested
-from tests.watched import Watched
 
 add = active_runs.add
 CPU, CARD, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
@@ -104,16 +103,6 @@ def test_one_that_does_not_obey_is_waited_for_no_longer_than_the_grace(
     assert not run.records.is_over
 
 
-def test_one_that_its_user_has_left_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active_runs, "EXIT_GRACE_S", 0.05)
-    run = Held(CPU, obeys=False)
-    run.is_abandoned = True
-    active_runs.add(run)
-    active_runs._end_of_process()
-    assert (run.asked, run.joined) == ([], 1)
-    assert not run.records.is_over
-
-
 def test_a_ctrl_c_while_it_waits_stops_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     run, exits = Held(CPU), []
     active_runs.add(run)
@@ -142,23 +131,3 @@ def test_of_two_runs_that_start_at_once_on_a_card_the_second_is_refused(
     with pytest.raises(OptionError, match="cuda:0 is held by another run"):
         add(second)
     assert active_runs._all() == [first]
-
-
-def test_runs_may_be_asked_for_while_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched, first, second = Watched(), Held(CPU), Held(CPU)
-    beginning = threading.Thread(target=add, args=(second,))
-
-    class Slow(weakref.WeakSet[Any]):
-        def __iter__(self) -> Any:
-            for one in super().__iter__():
-                if beginning.ident is None:
-                    beginning.start()
-                    watched.await_second()
-                yield one
-
-    monkeypatch.setattr(active_runs, "_live", Slow())
-    monkeypatch.setattr(active_runs, "_lock", watched)
-    active_runs._live.add(first)
-    assert active_runs._all() == [first]
-    beginning.join(60)
-    assert set(active_runs._all()) == {first, second}

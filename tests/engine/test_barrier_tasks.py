@@ -13,7 +13,6 @@ from torch import nn
 from flowdp.checkpoint.writer import PendingState
 from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.engine.barrier_tasks import BarrierTasks
-from flowdp.errors import ProtocolError
 from flowdp.network.team import Team
 from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
 from flowdp.replica.replica import Replica
@@ -83,27 +82,6 @@ def test_the_rank_that_is_named_puts_the_model_down(model: int, has_model: bool)
     assert state["optimizers"][0]["param_groups"][0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("keeps_ranks", [True, False])
-@pytest.mark.parametrize("is_best", [True, False])
-def test_a_machine_that_follows_puts_down_what_is_of_use_there(keeps_ranks: bool, is_best: bool) -> None:
-    """The model where it is the best, from its first rank; states of ranks where machine 0 asks for them."""
-    taker, replicas = Taker(keeps_ranks=keeps_ranks), [replica(3.0), replica(3.0)]
-    machines: Any = SimpleNamespace(index=1)
-    for index in range(len(replicas)):
-        serve = served(replicas, 1 + index, index, Team((1, 2), machines), saver=taker)
-        task = SaveState(0, 0, is_best)
-        assert serve.serve(task, never, lambda: None) == StateSaved(1 + index)
-    assert list(taker.parts) == ([1, 2] if keeps_ranks else [1] if is_best else [])
-    assert ["model" in part() for part in taker.parts.values()] == [is_best, False][: len(taker.parts)]
-
-
-def test_of_random_numbers_alone_nothing_else_is_copied() -> None:
-    taker, own = Taker(keeps_ranks=False, keeps_generators=True), replica(3.0)
-    serve = served([own], 1, 0, saver=taker)
-    assert serve.serve(SaveState(0, 0), never, lambda: None) == StateSaved(1)
-    assert taker.parts[1]() == {"generator": None}  # of a CPU
-
-
 def test_an_evaluation_is_answered_with_its_numbers() -> None:
     moves: list[int] = []
     serve = tasks(replica(0.0), evaluator=Evaluating())
@@ -128,8 +106,3 @@ def test_a_rank_becomes_what_its_donor_is(on_card: bool) -> None:
         donor.module.weight.add_(1.0)  # it continues to train as soon as this is sent
     assert own.module.weight.item() == 5.0
     assert card.races == []
-
-
-def test_what_a_run_has_no_use_for_is_never_asked() -> None:
-    with pytest.raises(ProtocolError, match="rank 0 cannot do"):
-        tasks(replica(0.0)).serve(Evaluate(0, 0), never, lambda: None)

@@ -184,28 +184,6 @@ def test_a_failure_that_nobody_waits_for_is_printed_once(
     assert told.thread.name == "flowdp-coordinator"
 
 
-def test_it_is_printed_though_a_rank_is_stuck(
-    unhandled: list[threading.ExceptHookArgs], release: threading.Event
-) -> None:
-    told, inside = threading.Event(), threading.Event()
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        if current_worker().rank == 0:
-            inside.set()
-            release.wait(WAIT_S)
-            return mse(model, batch)
-        inside.wait(WAIT_S)
-        raise ValueError("the other one")
-
-    threading.excepthook = lambda args: (unhandled.append(args), told.set())
-    run = start("sync", loss=loss)
-    assert told.wait(WAIT_S)
-    assert threads() != []
-    release.set()
-    end(run)
-    assert len(unhandled) == 1
-
-
 @pytest.mark.parametrize("how", ["join", "metrics", "block", "a moment late"])
 def test_a_failure_that_somebody_waits_for_is_not_printed(
     how: str, unhandled: list[threading.ExceptHookArgs], release: threading.Event
@@ -235,40 +213,6 @@ def test_a_failure_that_somebody_waits_for_is_not_printed(
     watcher.join(WAIT_S)
     end(run)
     assert unhandled == []
-
-
-def test_a_reader_between_two_records_still_waits(
-    unhandled: list[threading.ExceptHookArgs], release: threading.Event
-) -> None:
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        if current_worker().epoch == 1:
-            release.wait(WAIT_S)
-            raise ValueError("in the second epoch")
-        return mse(model, batch)
-
-    run = start("sync", loss=loss)
-    seen = []
-    with pytest.raises(StepError):  # noqa: PT012 - the point is the loop's body
-        for epoch in run.metrics():
-            seen.append(epoch.epoch)
-            release.set()
-            end(run)
-    assert seen == [0]
-    assert unhandled == []
-
-
-def test_an_error_of_the_block_takes_the_failure_along(release: threading.Event) -> None:
-    run = start(loss=failing(release))
-
-    def block() -> None:
-        with run:
-            release.set()
-            end(run)
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError) as caught:
-        block()
-    assert caught.value.__notes__ == [f"The run had failed: StepError: {run.error}"]
 
 
 # ---------------------------------------------------------------- bugs, and full disks
@@ -331,21 +275,3 @@ def test_a_device_that_never_comes_to_rest_does_not_hold_the_failure(
     release.set()
     closer.join(WAIT_S)
     assert done == ["aborted", "drained", "drained"]
-
-
-def test_what_fails_while_giving_back_is_a_note_on_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def close(mean: HostMean) -> None:
-        raise RuntimeError("the driver is gone")
-
-    monkeypatch.setattr(HostMean, "close", close)
-    with pytest.raises(StepError) as caught:
-        start(loss=broken).join()
-    assert any("the driver is gone" in note for note in caught.value.__notes__)
-
-
-def test_a_run_that_ends_well_aborts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(HostMean, "abort", lambda self: told.append("aborted"))
-    monkeypatch.setattr(HostMean, "close", lambda self: told.append("closed"))
-    start().join()
-    assert told == ["closed"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -87,17 +85,6 @@ def test_the_step_behind_a_mean_is_work(lane: StreamLane, monkeypatch: pytest.Mo
     assert report.wait_ms == pytest.approx(6.0)
 
 
-def test_a_wait_between_two_settles_is_nobodys(lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    meter = DeviceMeter(lane)
-    meter.settle()
-    clock.passes(1000.0)  # without an order
-    meter.settle()
-    clock.passes(2.0)
-    steps(meter, 1.0)
-    assert closed(meter, 1).work.data_ms == pytest.approx(2.0)
-
-
 def test_the_host_stays_three_steps_ahead_and_no_more(
     lane: StreamLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,31 +111,6 @@ def test_reports_come_without_waiting_when_later_steps_land(lane: StreamLane) ->
     steps(meter, *[1.0] * STEPS_AHEAD)
     assert not reports  # its step is complete, the page after it may not be
     steps(meter, 1.0)
-    assert len(reports) == 1
-
-
-def test_rounds_without_steps_are_read_in_time(lane: StreamLane) -> None:
-    meter = DeviceMeter(lane)
-    read: list[int] = []
-
-    def reading(round: int) -> Averaging:
-        read.append(round)
-        return Averaging(0.0, None)
-
-    for round in range(20):
-        meter.meet()
-        meter.met(partial(reading, round))
-        assert round - len(read) < STEPS_AHEAD
-    assert read == list(range(len(read)))
-
-
-def test_nobody_waits_at_the_gate_with_a_report_in_the_pocket(lane: StreamLane) -> None:
-    meter = DeviceMeter(lane)
-    reports: list[OrderSums] = []
-    steps(meter, 1.0)
-    meter.close(reports.append)
-    steps(meter, 1.0)
-    meter.meet()
     assert len(reports) == 1
 
 
@@ -227,31 +189,6 @@ def test_nobody_waits_for_the_losses_but_who_looks(lane: StreamLane) -> None:
     assert meter.bad == {0: STEP}
 
 
-def test_pages_are_used_again(lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = DeviceMeter(lane)
-    made = []
-    make = DeviceMeter._new_page
-    monkeypatch.setattr(DeviceMeter, "_new_page", lambda self: made.append(make(self)) or made[-1])
-    for order in range(50):
-        steps(meter, *[float(order)] * 4)
-        meter.close(lambda report: None)
-    assert not made
-    meter.settle()
-    assert len(meter._pages) == 1
-
-
-def test_events_are_used_again(lane: StreamLane, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = DeviceMeter(lane)
-    made: list[FakeEvent] = []
-    make = cuda.Event
-    monkeypatch.setattr(cuda, "Event", lambda **kw: made.append(make(**kw)) or made[-1])
-    for _ in range(100):
-        steps(meter, 1.0, 1.0)
-        meter.met(lambda: Averaging(0.0, None))
-        meter.settle()
-    assert len(made) <= 2 * STEPS_AHEAD + 2
-
-
 def test_pages_are_free_of_races(cuda: FakeCuda, lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
     make = DeviceMeter._new_page
 
@@ -292,21 +229,6 @@ def test_losses_are_seen_once_and_where_they_lie(lane: StreamLane, bad: float) -
     sound = 3 * (2 + PAGE + 3 + 1) - 6
     assert report.work.losses == (2.0 * 3.0 * sound, 3.0 * sound)
     assert report.work.norms == (0.0, 0.0, 0)
-
-
-def test_a_page_that_a_step_left_and_came_back_to_is_seen_once(lane: StreamLane) -> None:
-    meter = DeviceMeter(lane)
-    meter.begin(0.0)
-    meter.end(torch.tensor(float("nan")), 1, STEP)
-    assert meter.losses() is not None
-    meter.begin(0.0)
-    for number in range(PAGE + 5):
-        meter.scalar(str(number), torch.tensor(1.0), 1.0)
-    meter.discard()
-    meter.end(torch.tensor(1.0), 1, STEP)
-    seen = meter.losses()
-    assert seen is not None
-    assert seen.isfinite()
 
 
 def test_a_report_in_the_pocket_is_fetched_while_the_device_goes_on(

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import flowdp
 from flowdp.engine.diagnostics import Diagnostics
 from flowdp.machine.worker import Step
-from flowdp.protocol.commands import Quarantined
 from flowdp.protocol.messages import Arrival
 from flowdp.threads.gate import Gate
 
@@ -64,25 +63,6 @@ def diagnostics(*workers: Any, gate: Gate | None = None, samples: int = 4) -> Di
 STEP = Step(2, (7,), 9)
 
 
-def test_each_rank_is_told_in_words() -> None:
-    seen = diagnostics(
-        worker(0, has_left=True),
-        worker(1, step=STEP),
-        worker(2, awaited=(2, 8), step=STEP),
-        worker(3, task="saves its state"),
-        worker(4, throttled="at its lead limit"),
-        worker(5),
-    )
-    assert seen.ranks() == [
-        "has left",
-        "in a step (epoch 2, batch 7)",
-        "waiting for data: batch 8 of epoch 2",
-        "saves its state",
-        "idle: at its lead limit",
-        "idle",
-    ]
-
-
 @pytest.fixture
 def gate() -> Iterator[Gate]:
     """A gate in which rank 0 of 2 waits."""
@@ -123,23 +103,6 @@ def test_a_stall_before_the_first_step_has_ended_is_told_apart(rank: dict[str, A
     assert diagnostics(worker(0, local_step=5), worker(1, **rank)).have_all_started() == started
 
 
-def test_what_moves_between_two_rounds_is_counted() -> None:
-    ranks = [worker(0, local_step=3, moves=1, longest_ms=4.0), worker(1, local_step=2, longest_ms=9.0)]
-    seen = diagnostics(*ranks)
-    before = seen.progress()
-    assert seen.longest_ms() == 9.0
-    ranks[0].activity.moves += 1  # a meeting, to which perhaps no rank has brought steps
-    assert seen.progress() == before
-    ranks[1].activity.task, ranks[1].activity.moves = "evaluates", 1
-    assert seen.progress() != before
-    before = seen.progress()
-    ranks[1].activity.moves += 1  # a batch of the evaluation
-    assert seen.progress() != before
-    before = seen.progress()
-    ranks[0].current.local_step += 1
-    assert seen.progress() != before
-
-
 def test_a_report_and_a_stall_tell_all_that_is_known() -> None:
     seen = diagnostics(worker(0), worker(1, step=STEP))
     text = seen.report("the headline", events=2)
@@ -150,16 +113,6 @@ def test_a_report_and_a_stall_tell_all_that_is_known() -> None:
     assert error.ranks == ("idle", "in a step (epoch 2, batch 7)")
     assert set(error.stacks) == {threading.current_thread().name}
     assert "nothing has moved for 12.0 s" in str(error)
-
-
-@pytest.mark.parametrize(("samples", "shown"), [(2, "300, 301)"), (9, "306, 307, ...)")])
-def test_the_first_bad_batch_is_named(samples: int, shown: str) -> None:
-    seen = diagnostics(worker(0), worker(1), samples=samples)
-    said = seen.quarantined(Quarantined(1, (2, 3)))
-    assert said.startswith("rank 1 on cpu had NaN or infinite numbers")
-    assert "The first were those of batch 3 of epoch 2 (indices 300" in said
-    assert said.endswith(shown)
-    assert seen.quarantined(Quarantined(0, None)).endswith("goes on from the other replicas")
 
 
 def test_the_stack_of_a_run_that_hangs_is_that_of_the_users_line() -> None:
@@ -234,10 +187,3 @@ def test_a_stall_names_the_process_that_does_not_deliver() -> None:
     assert found is not None
     assert found[1] == "1"  # the two get batches in turn
     assert int(found[2]) != os.getpid()
-
-
-def test_a_stall_in_an_evaluation_says_that_it_waits_for_data() -> None:
-    opened = threading.Event()
-    error = stalled(dataset=torch.ones(8, 1), per_device_batch_size=2, evaluation=Hangs(5, opened))
-    opened.set()
-    assert "evaluates after epoch 0, waiting for data" in error.ranks

@@ -95,26 +95,3 @@ def test_a_thread_that_stays_is_named_with_its_stack() -> None:
     assert "in stands_here" in note
     assert stalled.first is not None
     assert stalled.first.__notes__ == ["flowdp-worker-3 has not left yet; its stack is still the same"]
-
-
-def test_who_sees_the_first_error_without_the_lock_sees_its_time() -> None:
-    set_in_order: list[str] = []
-
-    class Noted(Failures):
-        def __setattr__(self, name: str, value: object) -> None:
-            set_in_order.append(name)
-            super().__setattr__(name, value)
-
-    failures = Noted()
-    set_in_order.clear()
-    failures.add(ValueError("one"))
-    assert set_in_order == ["first_s", "first"]
-
-
-def test_errors_that_are_forgiven_stay_as_they_were_for_who_reads_them() -> None:
-    failures = Failures()
-    read = failures.forgiven
-    failures.hold(ValueError("one"), 1)
-    failures.forgive(1)
-    assert read == {}
-    assert list(failures.forgiven) == [1]

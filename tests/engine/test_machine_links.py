@@ -16,7 +16,7 @@ from flowdp.engine.failures import Failures
 from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Relayed, _Orphaned
 from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
-from flowdp.errors import CollectiveAborted, ProtocolError, StepError
+from flowdp.errors import CollectiveAborted, StepError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Phase
 from flowdp.network.channel import Channel, Sign
@@ -208,33 +208,6 @@ def test_the_first_failure_is_that_of_all_machines_and_named_once(tmp_path: Path
     assert leader["text"].count("machine") == 1
 
 
-def other_rounds(rank: int) -> Any:
-    machine = Machine()
-    if rank == 0:
-        in_thread = machine.team.ranks
-        assert isinstance(machine.link, LeaderLink)
-        machine.link.ask(tuple(Arrival(one, 0, 0, 1, 8) for one in in_thread))
-        fact = machine.next()
-        machine.link.give_up(fact.error)
-        found = fact, type(machine.failures.first)
-    else:
-        assert isinstance(machine.link, FollowerLink)
-        machine.link.ask((Arrival(2, 1, 0, 1, 8),))
-        found = machine.next(), type(machine.failures.first)
-    machine.tick()
-    machine.channel.close()
-    return found
-
-
-def test_machines_that_mean_different_rounds_are_a_bug(tmp_path: Path) -> None:
-    leader, follower = in_processes(other_rounds, tmp_path, 2)
-    assert isinstance(leader[0], Failed)
-    assert "ranks meet in different rounds" in leader[0].error
-    assert isinstance(follower[0], Relayed)
-    assert isinstance(follower[0].command, AbortGate)
-    assert leader[1] is follower[1] is ProtocolError
-
-
 def leaves(rank: int, who: int) -> Any:
     machine = Machine()
     machine.tick()
@@ -318,13 +291,6 @@ def test_a_follower_without_machine_0_ends_when_its_ranks_have_left() -> None:
     assert machine.phase is Phase.FAILING
     assert machine.handle(Exiting(3, "aborted"), 2.0) == [Finish(lost.error, True, 0, 0)]
     assert machine.phase is Phase.DONE
-
-
-def test_a_follower_whose_ranks_have_all_left_ends_at_once() -> None:
-    machine, _ = follower(2, 3)
-    for rank in (2, 3):
-        assert machine.handle(Exiting(rank), 0.0) == []
-    assert machine.handle(_Orphaned("lost"), 1.0) == [AbortGate("lost"), Finish("lost", True, 0, 0)]
 
 
 def near(link: LeaderLink | FollowerLink) -> list[Any]:

@@ -70,17 +70,6 @@ def test_losses_and_scalars_are_summed_by_samples_and_weights(meter: Meter) -> N
     assert (work.epoch, work.steps, work.samples, work.lr) == (3, 2, 5, 0.1)
 
 
-def test_a_value_without_weight_spoils_no_mean(meter: Meter) -> None:
-    """A mean over nothing is NaN: a step without positives, recorded with their number as weight."""
-    for value, weight in ((2.0, 3.0), (math.nan, 0.0), (4.0, 1.0)):
-        meter.begin(0.0)
-        meter.scalar("tensor", torch.tensor(value), weight)
-        meter.scalar("number", value, weight)
-        meter.end(torch.tensor(1.0), 4, STEP)
-    work = closed(meter, 3).work
-    assert work.scalars == {"tensor": (10.0, 4.0), "number": (10.0, 4.0)}
-
-
 def test_a_loss_that_names_a_weight_counts_for_that(meter: Meter) -> None:
     """A part without weights counts for nothing."""
     for number in range(PAGE + 1):  # an odd number of cells before them: a pair is split over two pages
@@ -105,11 +94,6 @@ def test_orders_do_not_mix(meter: Meter) -> None:
     assert [(report.loss, report.losses) for report in reports] == [(8.0 * order, 8) for order in range(5)]
 
 
-def test_an_order_without_steps_reports_nothing_done(meter: Meter) -> None:
-    work = closed(meter, 0).work
-    assert (work.busy_ms, work.pace_ms, work.losses, dict(work.scalars)) == (0.0, 0.0, (0.0, 0), {})
-
-
 def test_facts_keep_their_order(meter: Meter) -> None:
     told: list[str] = []
     steps(meter, 1.0)
@@ -119,23 +103,6 @@ def test_facts_keep_their_order(meter: Meter) -> None:
     meter.close(lambda report: told.append("second order"))
     meter.settle()
     assert told == ["first order", "snapshot", "second order"]
-
-
-def test_a_round_without_averaging_was_all_waiting(meter: Meter) -> None:
-    steps(meter, 1.0)
-    meter.meet()
-    meter.met(lambda: Averaging(0.0, None))
-    report = closed(meter, 1)
-    assert report.averaging == Averaging(0.0, None)
-    assert report.wait_ms > 0
-
-
-def test_averaging_is_no_waiting(meter: Meter) -> None:
-    meter.meet()
-    meter.met(lambda: Averaging(1e6, 0.25))
-    report = closed(meter, 0)
-    assert report.averaging == Averaging(1e6, 0.25)
-    assert report.wait_ms == 0.0
 
 
 def test_waits_for_data_are_told_apart_on_the_host() -> None:
@@ -209,14 +176,6 @@ def test_the_first_loss_gone_bad_is_remembered_and_not_counted(meter: Meter, bad
     assert closed(meter, 4).work.losses == (8.0, 4)
 
 
-def test_a_look_finds_nothing_in_finite_losses(meter: Meter) -> None:
-    meter.look()
-    steps(meter, 1.0, 3e38)
-    meter.look()
-    assert not meter.bad
-    assert closed(meter, 2).work.losses == (4.0 * (1.0 + torch.tensor(3e38).item()), 8)
-
-
 def test_norms_of_gradients_are_summed_but_those_of_a_scaled_loss_that_overflowed() -> None:
     sums = OrderSums()
     for value in (3.0, math.inf, 5.0, math.nan):
@@ -240,22 +199,6 @@ def test_spans_are_the_sums_in_their_places(meter: Meter) -> None:
     assert len(rows[Activity.AVERAGE]) >= 1
     everything = sorted(row for table in rows.values() for row in table[:, :2].tolist())
     assert all(one[1] <= two[0] + 1e-6 for one, two in pairwise(everything))
-
-
-def test_without_a_timeline_nothing_is_recorded(meter: Meter) -> None:
-    assert meter._spans is None
-    steps(meter, 1.0)
-    closed(meter, 1)
-
-
-def test_the_host_waits_for_data_in_a_span_of_its_own() -> None:
-    meter = Meter()
-    meter._spans = RankSpans()
-    meter.begin(perf_counter())
-    meter.waited(0.25)
-    meter.end(None, 4, STEP)
-    [(start, end, busy, count)] = meter._spans.read(Activity.DATA).tolist()
-    assert (end - start, busy, count) == (pytest.approx(0.25), pytest.approx(0.25), 1)
 
 
 def test_averaging_beside_the_training_is_no_work(meter: Meter) -> None:

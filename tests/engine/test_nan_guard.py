@@ -72,20 +72,6 @@ def test_one_bad_number_is_found(finite: Look, name: str, bad: float) -> None:
     assert not finite(flat)
 
 
-@pytest.mark.parametrize(
-    ("name", "large"),
-    [("plain", 3e38), ("small", 65504.0), ("brain", 3.3e38), ("wave", 3e38)],
-)
-def test_large_numbers_are_numbers(finite: Look, name: str, large: float) -> None:
-    """Their sum overflows."""
-    module = Mixed()
-    flat = FlatReplica(module)
-    module.get_parameter(name).data.fill_(large)
-    assert finite(flat)
-    module.get_parameter(name).data[0] = math.nan
-    assert not finite(flat)
-
-
 def test_of_gradients_the_gradients_count(finite: Look) -> None:
     module = nn.Linear(3, 2)
     gradients = SharedGradients(FlatReplica(module), module)
@@ -258,9 +244,10 @@ def test_it_ends_the_run_where_that_is_asked(policy: str, behind: bool) -> None:
 
 @on_streams
 @on_both
-@pytest.mark.parametrize("behind", [False, True], ids=["loss", "gradient"])
-@pytest.mark.parametrize("sample", [5, 13, 21])
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(
+    ("behind", "sample", "epochs"),
+    [(False, 13, 2), (True, 5, 2), (True, 13, 1), (True, 21, 1), (False, 21, 2)],
+)
 def test_the_device_leaves_it_out_wherever_it_happens(
     lanes: str,
     options: dict[str, Any],
@@ -301,16 +288,6 @@ def test_under_exact_each_is_told_once_and_the_hosts_stay_ahead(
     run.join(60)
     assert sorted(text.split(". ")[0][:6] for text in told(caplog)) == ["rank 0", "rank 0", "rank 1"]
     assert all(guard._is_late for guard in guards)
-
-
-@on_streams
-def test_what_recurs_is_healed_again(lanes: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 1 in the first round; after its healing, rank 0 in the third and rank 1 in the sixth."""
-    data = {"dataset": (torch.cat([X, X, X])[:56], torch.cat([Y, Y, Y])[:56])}
-    data["dataset"][0][:, 0] = torch.arange(56.0)
-    state = start(Trouble(5, 25, 53, behind=True), optimizer=adam, epochs=2, **data).join(60)
-    assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
-    assert len(told(caplog)) == 3
 
 
 @on_streams

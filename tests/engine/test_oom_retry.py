@@ -355,29 +355,6 @@ def test_a_run_whose_ring_was_too_long_goes_on_with_whole_batches(
     assert not card.races
 
 
-def test_a_run_counts_each_sample_once_in_its_buffers() -> None:
-    state, run = train(Room(2, {2, 13}), model=Counting, devices=["cpu"], epochs=1)
-    assert state["seen"] == SAMPLES
-    assert run.history[0].scalars["number"] == pytest.approx(NUMBER.mean().item())
-
-
-def test_the_devices_generator_is_put_back() -> None:
-    draws: list[float] = []
-    generator = torch.Generator()
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        draws.append(torch.rand((), generator=generator).item())
-        return room(model, batch)["loss"]
-
-    room = Room(2, {3})
-    mine = Alone(mlp(), loss)
-    mine.replica._generator = generator
-    mine.step((X[:4], Y[:4]))
-    failed, *pieces = draws
-    assert len(pieces) == 2
-    assert failed == pieces[0] != pieces[1]
-
-
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
@@ -413,36 +390,3 @@ def test_nothing_of_the_failed_forward_is_held_while_it_is_repeated(no_collector
     assert alive[1] == 0
     del batch
     assert rows() is None, "the batch outlives its step"
-
-
-def test_an_attempt_that_fails_again_is_undone_too() -> None:
-    """Another process takes memory meanwhile: the second attempt fails in its last piece."""
-    calls: list[int] = []
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        calls.append(len(batch[0]))
-        if len(calls) in (2, 5):
-            raise full()
-        return mse(model, batch)
-
-    mine, twin = Alone(mlp(), loss), mlp()
-    mine.step((X[:4], Y[:4]), (X[4:8], Y[4:8]))
-    assert calls == [4, 4, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
-    plain = torch.optim.SGD(twin.parameters(), 0.1)
-    mse(twin, (X[:8], Y[:8])).backward()
-    plain.step()
-    for own, other in zip(mine.replica.module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-13)
-
-
-def test_a_short_batch_that_cannot_be_cut_goes_whole() -> None:
-    mine = Alone(mlp(), Room(2, {0}))
-    mine.step((X[:4], Y[:4]))
-    assert mine.replica.pieces == 2
-    mine.step((X[5:6], Y[5:6]))
-    assert current_sizes(mine) == [2, 2, 1]
-
-
-def current_sizes(mine: Alone) -> list[int]:
-    loss: Any = mine.replica.function
-    return list(loss.sizes)

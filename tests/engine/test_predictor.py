@@ -52,16 +52,6 @@ def test_an_output_without_an_entry_for_each_sample(output: object) -> None:
         _check(output, 3)
 
 
-def test_an_output_that_has_no_entry_for_each_sample_is_named() -> None:
-    output = {"logits": torch.zeros(3, 2), "more": [torch.zeros(3), {"count": 3}]}
-    with pytest.raises(
-        TypeError, match=r"here output\['more'\]\[1\]\['count'\] is 3 \(int\): give predict\("
-    ):
-        _check(output, 3)
-    with pytest.raises(TypeError, match=r"here output\['x'\] is tensor \(4, 2\): give predict"):
-        _check({"x": torch.zeros(4, 2)}, 3)
-
-
 def test_the_forward_is_the_step_where_none_is_given() -> None:
     model = nn.Identity()
     for has_criterion in (False, True):

@@ -6,12 +6,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
 
 import pytest
 
 from flowdp.checkpoint.writer import Checkpoint
-from flowdp.engine.records import KEPT_CHECKPOINTS, KEPT_ROUNDS, Record, Records
+from flowdp.engine.records import KEPT_CHECKPOINTS, KEPT_ROUNDS, Records
 from flowdp.policy.tally import EpochMetrics, Tally
 from flowdp.protocol.commands import Finish, RoundEnded
 
@@ -65,23 +64,6 @@ def test_records_of_every_so_many_steps() -> None:
     assert [record.global_step for record in records.step_records(3)] == [3, 9, 12]
 
 
-def test_of_rounds_the_last_are_kept() -> None:
-    records = Records()
-    for number in range(10):
-        records.add(round_record(number))
-    slow = records.round_records()
-    assert next(slow).round == 0
-    for number in range(10, KEPT_ROUNDS + 20):
-        records.add(round_record(number))
-    records.end(FINISH, over=True)
-    # Earlier records were read; of the rest the oldest are gone.
-    assert [record.round for record in slow] == [*range(1, 10), *range(20, KEPT_ROUNDS + 20)]
-    assert next(records.round_records()).round == 20
-    last = records.last_round
-    assert last is not None
-    assert last.round == KEPT_ROUNDS + 19
-
-
 def test_waiting_for_the_end_and_for_all_threads() -> None:
     records = Records()
     assert not records.wait(timeout_s=0)
@@ -132,14 +114,6 @@ def test_whether_somebody_asks_for_the_failure(late: bool) -> None:
     assert records.wait_for_reader(0)
 
 
-def test_who_gave_up_before_the_end_does_not_ask() -> None:
-    records = Records()
-    with records.reader():
-        assert not records.wait(timeout_s=0)
-    records.end(None, over=True)
-    assert not records.wait_for_reader(0)
-
-
 @dataclass(frozen=True)
 class Saved(Checkpoint):
     version: int
@@ -161,15 +135,6 @@ def test_a_feed_has_everything_in_order_and_ends_with_the_run() -> None:
     assert [record.round for record in records.round_records()] == [0, 1, 2, 0]
 
 
-def test_a_feed_without_rounds() -> None:
-    records = Records()
-    feed = records.feed(rounds=False)
-    for record in (round_record(0), epoch_record(0), round_record(1)):
-        records.add(record)
-    records.end(FINISH, over=True)
-    assert feed.take() == [epoch_record(0)]
-
-
 def test_a_slow_reader_of_a_feed_loses_the_oldest_but_no_epoch() -> None:
     records = Records()
     feed = records.feed(rounds=True)
@@ -187,25 +152,3 @@ def test_a_slow_reader_of_a_feed_loses_the_oldest_but_no_epoch() -> None:
         Saved(number) for number in range(2, KEPT_CHECKPOINTS + 2)
     ]
     assert [one.round for one in fresh if isinstance(one, RoundEnded)] == [*range(3, KEPT_ROUNDS + 3)]
-
-
-def test_every_record_wakes_the_reader_of_a_feed() -> None:
-    records = Records()
-    feed = records.feed(rounds=True)
-    answers: SimpleQueue[list[Record]] = SimpleQueue()
-
-    def read() -> None:
-        while fresh := feed.take():
-            answers.put(fresh)
-        answers.put([])
-
-    reading, _ = in_thread(read)
-    try:
-        for number in range(50):
-            record = (round_record, epoch_record, Saved)[number % 3](number)
-            records.add(record)
-            assert answers.get(timeout=60) == [record]
-    finally:
-        records.end(FINISH, over=True)
-    assert answers.get(timeout=60) == []
-    reading.result(5)

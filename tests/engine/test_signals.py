@@ -89,15 +89,6 @@ def test_all_runs_hear_it_and_the_last_one_puts_the_handler_back(earlier: Earlie
     later.stop.close()
 
 
-def test_a_run_that_is_over_asks_for_nothing(earlier: Earlier) -> None:
-    over, live = Wish(), Wish()
-    over.stop.close()
-    sigterm()
-    live.wait()
-    live.stop.close()
-    assert over.by == []
-
-
 def test_an_end_in_another_thread_leaves_the_handler_before_in_charge(earlier: Earlier) -> None:
     run = Wish()
     closer = threading.Thread(target=run.stop.close)
@@ -107,45 +98,6 @@ def test_an_end_in_another_thread_leaves_the_handler_before_in_charge(earlier: E
     sigterm()
     assert (earlier.heard, run.by) == (1, [])
     run.stop.close()  # now in the main thread
-
-
-def test_the_next_run_puts_back_what_another_thread_left(earlier: Earlier) -> None:
-    first = Wish()
-    closer = threading.Thread(target=first.stop.close)
-    closer.start()
-    closer.join(60)
-    second = Wish()
-    sigterm()
-    second.wait()
-    second.stop.close()
-
-
-def test_a_handler_set_meanwhile_stays() -> None:
-    original = signal.getsignal(signal.SIGTERM)
-    try:
-        run = Wish()
-        ours = signal.getsignal(signal.SIGTERM)
-        assert callable(ours)
-        users = Earlier()
-
-        def both(number: int, frame: FrameType | None) -> None:
-            users(number, frame)
-            ours(number, frame)
-
-        signal.signal(signal.SIGTERM, both)
-        sigterm()
-        run.wait()
-        run.stop.close()
-        assert signal.getsignal(signal.SIGTERM) is both
-        # Ours around the user's, which is around an older one of ours.
-        signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame) if users.heard < 1 else None)
-        second = Wish()
-        sigterm()
-        second.wait()
-        sigterm()
-        second.stop.close()
-    finally:
-        signal.signal(signal.SIGTERM, original)
 
 
 def test_only_the_main_thread_can(earlier: Earlier) -> None:
@@ -203,59 +155,4 @@ def test_interrupts_are_counted_and_raised_as_ever() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert outer() == before[0] + 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_another_handler_is_left_alone() -> None:
-    heard: list[int] = []
-
-    def own(number: int, _frame: object) -> None:
-        heard.append(number)
-
-    signal.signal(signal.SIGINT, own)
-    try:
-        with hearing_interrupts() as interrupts:
-            assert signal.getsignal(signal.SIGINT) is own
-            signal.raise_signal(signal.SIGINT)
-            assert interrupts() == 0
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert heard == [signal.SIGINT]
-
-
-def test_one_that_is_set_meanwhile_stays() -> None:
-    def own(_number: int, _frame: object) -> None: ...
-
-    try:
-        with hearing_interrupts():
-            signal.signal(signal.SIGINT, own)
-        assert signal.getsignal(signal.SIGINT) is own
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def test_in_another_thread_there_is_nothing_to_hear() -> None:
-    seen: list[object] = []
-
-    def listen() -> None:
-        with hearing_interrupts() as interrupts:
-            seen.extend([interrupts(), signal.getsignal(signal.SIGINT)])
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    thread.join(60)
-    assert seen == [0, signal.default_int_handler]
-
-
-def test_a_loop_that_ends_in_another_thread_leaves_the_handler_to_the_next() -> None:
-    loop = hearing_interrupts()
-    interrupts = loop.__enter__()
-    thread = threading.Thread(target=loop.__exit__, args=(None, None, None))
-    thread.start()
-    thread.join(60)
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    assert interrupts() > 0
-    with hearing_interrupts():
-        pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

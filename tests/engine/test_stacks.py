@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -43,19 +42,6 @@ def test_the_stack_of_a_thread_names_the_users_line() -> None:
     assert here > next(number for number, line in enumerate(lines) if "in run" in line)  # innermost last
 
 
-def test_two_threads_of_one_name_are_both_told() -> None:
-    with thread_inside("flowdp-reader") as training, thread_inside("flowdp-reader") as evaluation:
-        found = stacks([training, evaluation])
-        assert list(found) == ["flowdp-reader", f"flowdp-reader ({evaluation.ident})"]
-
-
-def test_threads_that_do_not_run_have_no_stack() -> None:
-    with thread_inside("flowdp-worker-0") as gone:
-        pass
-    with thread_inside("flowdp-worker-1"):  # which most likely reuses the ident of the ended thread
-        assert stacks([gone, threading.Thread(name="not started")]) == {}
-
-
 def test_asking_for_stacks_keeps_nothing_alive() -> None:
     class Activation:
         pass
@@ -68,8 +54,3 @@ def test_asking_for_stacks_keeps_nothing_alive() -> None:
     found, gone = look()
     assert len(found) == 2
     assert gone() is None
-
-
-def test_this_thread_can_be_asked_too() -> None:
-    [stack] = stacks([threading.current_thread()]).values()
-    assert sys._getframe().f_code.co_name in stack

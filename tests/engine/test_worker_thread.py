@@ -143,8 +143,7 @@ def changing_shape(rank: int) -> dict[str, Any]:
     return {"model": Growing}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(("policy", "devices"), list(zip(POLICIES, (2, 1, 4), strict=False)))
 @pytest.mark.parametrize(
     ("trouble", "cause"),
     [
@@ -170,7 +169,7 @@ def test_a_step_that_fails_on_one_rank(
         assert part in str(error)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["cadence"])
 @pytest.mark.parametrize(
     "loss",
     [
@@ -188,27 +187,6 @@ def test_what_is_no_loss_fails_at_the_first_step(loss: Callable[..., Any], polic
     assert isinstance(error.__cause__, TypeError | ValueError)
 
 
-def test_an_error_that_cannot_say_what_it_is() -> None:
-    class Speechless(Exception):
-        def __str__(self) -> str:
-            raise Broken("in words")
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        raise Speechless
-
-    error = failure_of(start(loss=loss))
-    assert isinstance(error, StepError)
-    assert isinstance(error.__cause__, Speechless)
-    assert str(error).endswith(": Speechless: (no text: its __str__ raised Broken)")
-
-
-def test_a_batch_that_a_criterion_cannot_unpack() -> None:
-    error = failure_of(start(loss=nn.MSELoss(), dataset=torch.ones(8, 1)))
-    assert isinstance(error, StepError)
-    assert error.step == 0
-    assert "needs batches of two parts" in str(error)
-
-
 def test_the_indices_are_those_of_the_batch() -> None:
     failed: list[list[int]] = []
 
@@ -222,23 +200,6 @@ def test_the_indices_are_those_of_the_batch() -> None:
     assert isinstance(error, StepError)
     assert [list(error.indices)] == failed
     assert f"indices {failed[0][0]}, {failed[0][1]}" in str(error)
-
-
-def test_a_later_failure_is_a_note_on_the_first() -> None:
-    both_inside = threading.Barrier(2)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if current_worker().local_step == 2:
-            both_inside.wait(60)
-            raise Broken(f"of rank {current_worker().rank}")
-        return mse(model, batch)
-
-    error = failure_of(start("sync", loss=loss))
-    assert isinstance(error, StepError)
-    [note] = error.__notes__
-    assert note.startswith(f"Then rank {1 - error.rank}: StepError: rank {1 - error.rank} on cpu failed")
-    assert f"of rank {1 - error.rank}" in note
-    assert str(error.__cause__) == f"of rank {error.rank}"
 
 
 # ---------------------------------------------------------------- the dataset
@@ -267,8 +228,7 @@ class CrackedBatches:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("dataset", [Cracked(), CrackedBatches()])
+@pytest.mark.parametrize(("devices", "dataset"), [(1, Cracked()), (4, CrackedBatches())])
 def test_a_dataset_that_raises(dataset: Any, devices: int, policy: str) -> None:
     error = failure_of(start(policy, devices, dataset=dataset))
     assert isinstance(error, DataError)
@@ -278,7 +238,7 @@ def test_a_dataset_that_raises(dataset: Any, devices: int, policy: str) -> None:
     assert len(error.indices) == BATCH
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["sync"])
 def test_a_dataset_that_raises_in_another_process(policy: str) -> None:
     error = failure_of(start(policy, 2, dataset=DataLoader(Cracked(), 2 * BATCH, num_workers=2)))
     assert isinstance(error, DataError)
@@ -340,7 +300,6 @@ class Drains:
 
         monkeypatch.setattr(FakeEvent, "synchronize", watched)
         monkeypatch.setattr(Tensor, "item", asked)
-        monkeypatch.setattr("flowdp.collective.base._adds_on_host", lambda _: False)  # as on a device
         monkeypatch.setattr(DeviceMeter, "settle", settled)
 
     def _note(self, waits: bool) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
-from flowdp.errors import ProtocolError
-from flowdp.machine.async_rounds import AHEAD, SNAPSHOT_TIMEOUT_MS, AsyncRank, AsyncRounds
+from flowdp.machine.async_rounds import SNAPSHOT_TIMEOUT_MS, AsyncRounds
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.rounds import Constraints
 from flowdp.options import CadenceOptions
@@ -25,7 +22,6 @@ from flowdp.protocol.messages import (
     StepsDone,
     SyncAck,
     Throttle,
-    Tick,
     Update,
     Updated,
     Work,
@@ -235,30 +231,6 @@ def test_a_meeting_credits_the_order_it_cut() -> None:
     assert run.machine.global_step == 2
 
 
-def test_before_the_first_step_there_is_nothing_to_meet_for() -> None:
-    run = Run()
-    assert run.decide(hold=True) == []
-    assert run.machine.is_idle
-
-
-def test_a_wish_waits_for_a_mean_that_is_being_made() -> None:
-    run = Run()
-    run.fills()
-    run.snapshots(0, (3, 3))
-    assert run.decide(meet=True) == []
-    run.take(Averaged(0, 1.0))
-    run.take(Updated(0, 0))
-    run.take(Updated(1, 0))
-    assert run.decide(meet=True) == sync_now(1)
-
-
-def test_a_wish_does_not_wait_for_snapshots() -> None:
-    run = Run()
-    run.fills()
-    run.take(SnapshotReady(0, 0, 3, 24))
-    assert run.decide(meet=True) == [RoundAbandoned(0, (1,)), *sync_now(1)]
-
-
 def test_a_round_without_its_snapshots_is_given_up_and_the_next_waits_longer() -> None:
     run = Run(batches=1000)
     run.fills()
@@ -304,57 +276,6 @@ def test_a_fast_rank_gets_more_once_it_was_measured() -> None:
     assert run.machine.cadence.quotas[0] == 3 * run.machine.cadence.quotas[1]
 
 
-@pytest.mark.parametrize(
-    ("fact", "reason"),
-    [
-        (StepsDone(0, 0, Work(0, 1, 8)), "unexpected StepsDone"),
-        (Updated(0, 0), "while None is under way"),
-        (SyncAck(0, Outcome(0, 0, (0,), (0,), (0,)), Work(0, 0, 0)), "unexpected SyncAck"),
-        (Tick(), "asynchronous rounds know no Tick"),
-    ],
-)
-def test_facts_that_nobody_waits_for_are_a_bug(fact: Fact, reason: str) -> None:
-    with pytest.raises(ProtocolError, match=reason):
-        Run().take(fact)
-
-
-def test_an_answer_to_another_order_is_a_bug() -> None:
-    run = Run()
-    run.decide()
-    with pytest.raises(ProtocolError, match="the oldest order is"):
-        run.take(StepsDone(0, 1, Work(0, 1, 8)))
-
-
-def test_a_mean_that_nobody_made_cannot_be_applied() -> None:
-    run = Run()
-    run.fills()
-    run.snapshots(0, (3, 3))
-    run.take(Updated(0, 0))
-    with pytest.raises(ProtocolError, match="applied before it was averaged"):
-        run.take(Updated(1, 0))
-
-
-def test_ranks_that_were_told_different_outcomes_are_a_bug() -> None:
-    run = Run()
-    run.decide()
-    run.decide(hold=True)
-    run.take(SyncAck(0, Outcome(0, 0, (0, 1), (0, 0), (0, 0), stop=True), Work(0, 0, 0)))
-    with pytest.raises(ProtocolError, match="rank 1 left round 0 with another outcome"):
-        run.take(SyncAck(1, Outcome(0, 0, (0, 1), (0, 0), (0, 0)), Work(0, 0, 0)))
-
-
-def test_the_counts_are_checked() -> None:
-    run = Run()
-    run.decide()
-    run.machine._ranks[0].trained = 99
-    with pytest.raises(ProtocolError, match="counts out of order"):
-        run.machine.check()
-    run.machine._ranks[0].trained = 0
-    run.machine.epochs.of(0).dealt = 1
-    with pytest.raises(ProtocolError, match="4 batches are out"):
-        run.machine.check()
-
-
 # ---------------------------------------------------------------- epochs of unknown length
 def ends(run: Run, batches: int, epoch: int = 0) -> list[Command]:
     """The end of the epoch is read; the ranks drop batches that never existed."""
@@ -381,32 +302,6 @@ def test_the_end_of_the_data_shortens_orders_that_are_out() -> None:
     for rank in (0, 0, 1, 1):  # rank 1 answers its empty order, too
         run.trains(rank)
     assert run.machine.epochs.of(0).is_complete
-
-
-def test_an_empty_order_may_be_answered_after_its_epoch() -> None:
-    run = Run(None, epochs=2)
-    run.decide()
-    ends(run, 2)
-    run.trains(0)
-    run.trains(0)
-    assert len(run.machine.epochs.ended(1.0, 1, 2)) == 1
-    run.decide()  # the next epoch is dealt after it
-    run.trains(1)
-    run.trains(1)
-    assert run.out[0][0].epoch == 1
-
-
-def test_a_run_is_not_idle_while_an_empty_order_is_out() -> None:
-    run = Run(None)
-    run.decide()
-    ends(run, 0 + 1)
-    run.trains(0)
-    run.trains(1)
-    run.trains(1)
-    run.machine._met_trained = 1  # as after a meeting: nothing trained since
-    assert not run.machine.is_idle
-    run.trains(0)
-    assert run.machine.is_idle
 
 
 def test_a_stop_hurries_the_last_meeting() -> None:
@@ -447,15 +342,6 @@ def test_a_bad_snapshot_is_not_averaged() -> None:
     assert run.decide(hold=True) == [RoundAbandoned(0, ()), *sync_now(1)]
 
 
-def test_a_bad_snapshot_of_an_abandoned_round_says_nothing() -> None:
-    run = Run()
-    assert run.fills() == requests(0)
-    run.now_ms = SNAPSHOT_TIMEOUT_MS
-    assert run.decide() == [RoundAbandoned(0, (0, 1)), *requests(1)]
-    run.take(SnapshotReady(0, 0, 3, 0, bad=True))
-    assert not run.machine.wants_meeting
-
-
 def test_what_was_measured_goes_on() -> None:
     run = Run()
     run.machine.resume(Position(2, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0)))
@@ -466,66 +352,3 @@ def test_what_was_measured_goes_on() -> None:
     other.machine.resume(Position(3, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0, 10.0)))
     assert other.machine.global_step == 40
     assert other.machine.pace_ms == (0.0, 0.0)
-
-
-# ---------------------------------------------------------------- the record of a rank
-def test_what_was_not_trained_is_not_dealt_any_more() -> None:
-    state = AsyncRank(limit=2)
-    order = StartEpoch(0, 0, (0, 1, 2))
-    state.give(order)
-    assert (state.dealt, state.reach) == (3, 2)
-    state.credit(state.orders.popleft(), Work(0, 2, 16, pace_ms=5.0))
-    assert (state.dealt, state.trained, state.pace_ms) == (2, 2, 5.0)
-    state.credit(order, Work(0, 3, 24))
-    assert state.pace_ms == 5.0  # nothing measured: the pace stays
-    assert [work.steps for work in state.works] == [2, 3]
-
-
-def test_the_end_of_an_epoch_shortens_its_orders_alone() -> None:
-    state = AsyncRank()
-    state.give(StartEpoch(0, 3, (7, 9)))
-    state.give(StartEpoch(0, 4, (8,)))
-    assert not state.shorten(DataEnded(2, 1))
-    assert not state.shorten(DataEnded(3, 10))
-    assert state.shorten(DataEnded(3, 9))
-    assert [order.batches for order in state.orders] == [(7,), (8,)]
-    # An empty order stays, to be answered.
-    assert state.shorten(DataEnded(4, 8))
-    assert [order.batches for order in state.orders] == [(7,), ()]
-    assert state.dealt == 1
-    state.check()
-
-
-def test_steps_of_several_batches_are_counted_as_steps() -> None:
-    state = AsyncRank()
-    state.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
-    assert state.dealt == 3
-    # The last step has one batch less than possible, and is then cut to nothing.
-    assert state.shorten(DataEnded(0, 4))
-    assert state.shorten(DataEnded(0, 3))
-    assert state.dealt == 2
-    state.credit(state.orders.popleft(), Work(0, 1, 16))
-    assert (state.dealt, state.trained) == (1, 1)
-
-
-def test_counts_that_cannot_be() -> None:
-    state = AsyncRank(trained=1)
-    with pytest.raises(ProtocolError, match="counts out of order"):
-        state.check()
-    state = AsyncRank()
-    for number in range(AHEAD + 1):
-        state.give(StartEpoch(0, 0, (number,)))
-    with pytest.raises(ProtocolError, match="3 orders are out, 2 may be"):
-        state.check()
-
-
-def test_a_report_is_about_the_oldest_batches() -> None:
-    state = AsyncRank()
-    state.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
-    part = state.reported(StepsDone(0, 0, Work(0, 1, 16), is_last=False))
-    assert (part.batches, state.orders[0].batches) == ((0, 1), (2, 3, 4))
-    # The last report may have fewer steps than are left, if the order was cut short.
-    assert state.reported(StepsDone(0, 0, Work(0, 1, 16))).batches == (2, 3, 4)
-    assert not state.orders
-    with pytest.raises(ProtocolError, match="the oldest order is None"):
-        state.reported(StepsDone(0, 0, Work(0, 1, 16)))

@@ -136,33 +136,6 @@ def test_metrics_of_several_machines_are_merged_before_the_evaluation_is_reporte
     assert not still.barrier.is_wanted
 
 
-def test_metrics_of_an_evaluation_that_was_cut_short_are_not_merged() -> None:
-    still = Still(BarrierPlan(eval_every=1))
-    still.ends(0)
-    still.decide()
-    assert still.decide(leaves=True) == [CutEvaluation()]
-    still.barrier.take(Evaluated(1, ((1, 2, (("score", 4.0),)),), has_metrics=True))
-    still.barrier.take(Evaluated(0, ()))
-    [event] = still.decide(leaves=True)
-    assert isinstance(event, EpochEnded)
-    assert not event.metrics.eval
-
-
-def test_epochs_keep_their_order() -> None:
-    still = Still(EVALUATES)
-    assert still.ends(1) == []
-    assert still.ends(2) == []  # nothing follows it, but the one before is not reported yet
-    still.decide()
-    commands = still.answers(Evaluated, ())
-    assert [command.metrics.epoch for command in commands if isinstance(command, EpochEnded)] == [1, 2]
-
-
-def test_who_leaves_evaluates_nothing() -> None:
-    still = Still(EVALUATES)
-    still.ends(1)
-    assert still.decide(leaves=True) == [EpochEnded(owed(1))]
-
-
 def test_an_evaluation_is_cut_short_once_and_has_no_result() -> None:
     still = Still(EVALUATES)
     still.ends(1)
@@ -192,32 +165,6 @@ def test_an_owed_evaluation_comes_first_and_its_epoch_is_reported_once_more() ->
     assert not still.barrier.is_wanted
     # The checkpoint of this step lacks the evaluation, so the last one of the run is written anew.
     assert still.barrier.end(0)
-
-
-def test_an_owed_evaluation_stays_owed_where_the_next_run_is_stopped_too() -> None:
-    still = Still(EACH, Position(2, 2, owed_epoch=owed(1)))
-    assert still.decide(leaves=True) == [EpochEnded(owed(1))]
-    assert still.barrier.owed_epoch == owed(1)
-
-
-def test_a_run_without_evaluations_owes_none() -> None:
-    for tasks in (BarrierPlan(), EVALUATES):
-        still = Still(tasks, Position(2, 1, owed_epoch=owed(0)))
-        assert still.decide(leaves=tasks == EVALUATES) == [EpochEnded(metrics(0))]
-        assert not still.barrier.owes
-        still = Still(tasks, Position(2, 1, owed_step=True))
-        assert not still.barrier.is_wanted
-
-
-def test_an_owed_evaluation_is_judged_as_any_other() -> None:
-    watches = BarrierPlan(eval_every=1, monitor=Monitor("score", "max", patience=1), keeps_best=True)
-    still = Still(watches, Position(2, 2, best=Best(1.0, 0, 0), owed_epoch=owed(1)))
-    still.done = 2
-    still.decide()
-    reported, *rest = still.answers(Evaluated, ((0, 6, (("score", 2.0),)),))
-    assert isinstance(reported, EpochEnded)
-    save = still.captures(rest)
-    assert (save.is_best, save.position.best) == (True, Best(2.0, 1, 0))
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
@@ -270,13 +217,6 @@ def test_checkpoints_by_steps_lie_behind_their_multiples() -> None:
     assert still.captures(still.decide()).version == 1
     assert still.barrier.saves.limit == 30
     assert Still(BarrierPlan(SavePlan(1, "epoch"))).barrier.saves.limit is None
-
-
-def test_a_resumed_run_counts_on_from_where_it_begins() -> None:
-    barrier = Barrier(BarrierPlan(SavePlan(10, "step")), Position(2, global_step=23, versions=4))
-    barrier.saves.begin(0.0, 23)
-    assert barrier.saves.limit == 30
-    assert barrier.versions == 4
 
 
 def test_checkpoints_by_the_clock() -> None:
@@ -388,12 +328,6 @@ def test_a_replica_is_healed_before_anything_else() -> None:
     assert still.decide() == [Send(rank, Evaluate(1, 0)) for rank in (0, 1)]
 
 
-def test_who_is_gone_is_not_healed() -> None:
-    still = Still(BarrierPlan())
-    still.barrier.heal((0, 2))
-    assert still.decide() == [Send(0, CopyReplica(donor=1))]
-
-
 # ---------------------------------------------------------------- the best state, and early stopping
 WATCHES = BarrierPlan(monitor=Monitor("loss", "min", patience=2), keeps_best=True)
 
@@ -415,14 +349,6 @@ def test_the_best_epoch_is_captured() -> None:
     assert Barrier(WATCHES, still.stand()).is_enough  # nor does a run resumed from there
 
 
-def test_a_checkpoint_in_the_epoch_behind_the_best_is_not_the_best() -> None:
-    still = Still(BarrierPlan(SavePlan(10, "step"), monitor=Monitor("loss", "min")))
-    still.ends(0)
-    still.decide()
-    still.barrier.look(0.0, 10)
-    assert not still.captures(still.decide()).is_best
-
-
 def test_an_epoch_that_was_cut_short_is_judged_when_it_is_whole() -> None:
     still = Still(WATCHES)
     still.ends(0, 1.0)
@@ -442,18 +368,6 @@ def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> N
     assert isinstance(failure, Fail)
     assert failure.kind == "option"
     assert "recall" in failure.error
-
-
-# ---------------------------------------------------------------- answers
-@pytest.mark.parametrize("fact", [StateSaved(0), Evaluated(0, ()), ReplicaCopied(1)])
-def test_an_answer_that_nobody_waits_for_is_a_bug(fact: Any) -> None:
-    still = Still(EVALUATES)
-    with pytest.raises(ProtocolError, match="unexpected"):
-        still.barrier.take(fact)
-    still.barrier.heal((0,))
-    still.decide()
-    with pytest.raises(ProtocolError, match="unexpected"):
-        still.barrier.take(fact)
 
 
 # ---------------------------------------------------------------- several machines
@@ -502,12 +416,3 @@ def test_a_mean_on_its_way_is_brought_in_before_anything_else() -> None:
     # Nothing was trained since.
     barrier.heal((1,))
     assert decided(barrier) == [Send(1, CopyReplica(0))]
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_at_an_end_it_is_brought_in_where_one_may_be_on_its_way(overlaps: bool) -> None:
-    barrier = of_machines(overlaps)
-    assert not barrier.settle()
-    barrier.trained()
-    assert barrier.settle() == barrier.is_wanted == overlaps
-    assert len(decided(barrier)) == 4 * overlaps

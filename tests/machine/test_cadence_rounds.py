@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from flowdp.machine.cadence_rounds import CadenceRounds
-from flowdp.machine.rounds import Constraints
 from flowdp.protocol.messages import SyncPoints
 from flowdp.protocol.position import Position
 from tests.planned import acks, decide, orders, rounds, settle, sync, sync_now
@@ -22,12 +21,6 @@ def test_the_first_round_measures_and_nothing_is_armed_behind_it() -> None:
     assert sync(block[0]) == SyncPoints(0, 3, 1, 0, 6, drift=True)
     # Nothing is added the second time.
     assert decide(machine) == []
-
-
-def test_a_hint_makes_the_first_round_a_full_one() -> None:
-    machine = rounds(speed_hint=(1, 2.0))
-    first, _second = orders(decide(machine))
-    assert [len(first[0].batches), len(first[1].batches)] == [20, 10]
 
 
 def test_a_late_round_is_hurried_at_its_deadline() -> None:
@@ -132,18 +125,6 @@ def test_an_order_arms_the_rounds_up_to_one_of_all_machines() -> None:
     assert (machine.global_step, machine.epochs.of(0).is_complete) == (311, True)
 
 
-def test_the_round_that_measures_is_one_of_all_machines() -> None:
-    machine = of_machines(1000, 4)
-    [probe] = orders(decide(machine))
-    assert (sync(probe[0]).count, sync(probe[0]).inner) == (1, False)
-
-
-def test_no_inner_round_begins_behind_a_limit() -> None:
-    machine = of_machines(1000, 10, speed_hint=(1, 2.0))
-    first = orders(decide(machine, limit=70))[0]
-    assert (sync(first[0]).count, sync(first[0]).steps) == (3, 30)
-
-
 @pytest.mark.parametrize(("inner_rounds", "anchor"), [(1, 50), (10, 10)])
 def test_a_mean_of_all_machines_counts_once_for_all_rounds(inner_rounds: int, anchor: int) -> None:
     """50 ms in every round of 100 ms are five times too much; once in ten rounds they are cheap."""
@@ -165,13 +146,3 @@ def test_the_averaging_of_inner_rounds_counts_too() -> None:
     assert machine.anchor > 40
     assert machine.times.inner_ms == 50.0
     assert machine.times.sync_ms == 50.0
-
-
-def test_a_wish_to_meet_ends_the_inner_rounds() -> None:
-    machine = of_machines(1000, 4, speed_hint=(1, 2.0))
-    assert orders(machine.decide(0.0, Constraints(meet=True)))  # they are behind the wish: nobody is called
-    assert machine.decide(1.0, Constraints(meet=True)) == sync_now(3)
-    assert machine.decide(2.0, Constraints(meet=True)) == []
-    plain = of_machines(1000, 1, speed_hint=(1, 2.0))
-    decide(plain)
-    assert plain.decide(1.0, Constraints(meet=True)) == []

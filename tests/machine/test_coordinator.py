@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from flowdp.errors import ProtocolError
-from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
+from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.gate import GateState
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions, Policy
-from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import Tally
 from flowdp.protocol.commands import (
     AbortGate,
@@ -48,20 +46,16 @@ from flowdp.protocol.messages import (
     ReplicaCopied,
     Requested,
     SaveState,
-    Settle,
-    Settled,
     Shutdown,
     SnapshotReady,
     StartEpoch,
     StateSaved,
     StepsDone,
     SyncAck,
-    Throttle,
     Tick,
     Work,
     WorkerReady,
 )
-from flowdp.protocol.position import Position
 from flowdp.sim.world import VirtualRank, World
 from tests.planned import sync_now
 from tests.simulator.positions import check_position
@@ -173,17 +167,6 @@ def test_a_stop_is_told_at_the_gate_and_ends_the_run() -> None:
     assert end(machine.handle(Exiting(1), 1.0)) == (True, 1, 0)
 
 
-def test_a_stop_before_the_first_order() -> None:
-    machine = coordinator()
-    assert machine.handle(Requested("stop"), 0.0) == []
-    machine.handle(WorkerReady(0), 1.0)
-    assert machine.handle(WorkerReady(1), 1.0) == [
-        Direct(Directives(stop=True)),
-        Send(0, Shutdown()),
-        Send(1, Shutdown()),
-    ]
-
-
 def test_a_pause_stands_still_after_the_round_and_goes_on_from_there() -> None:
     machine, commands = started()
     assert others(machine.handle(Requested("pause"), 5.0)) == [Direct(Directives(pause=True)), *sync_now(0)]
@@ -199,24 +182,6 @@ def test_a_pause_stands_still_after_the_round_and_goes_on_from_there() -> None:
     commands = machine.handle(Requested("unpause"), 300.0)
     assert others(commands) == [Paused(False)]
     assert sum(len(order.batches) for order in orders(commands).values()) > 0
-
-
-def test_a_pause_taken_back_before_it_was_obeyed() -> None:
-    machine, commands = started()
-    machine.handle(Requested("pause"), 5.0)
-    assert machine.handle(Requested("unpause"), 6.0) == [Direct(Directives())]
-    # All were called to the gate; the round ends early, and the next ones follow.
-    commands = meet(machine, orders(commands), (2, 1), hurried=True)
-    assert others(commands) == []
-    assert set(orders(commands)) == {0, 1}
-
-
-def test_a_stop_while_paused() -> None:
-    machine, commands = started()
-    machine.handle(Requested("pause"), 5.0)
-    meet(machine, orders(commands), (2, 1), pause=True, hurried=True)
-    commands = machine.handle(Requested("stop"), 300.0)
-    assert commands == [Direct(Directives(stop=True)), Send(0, Shutdown()), Send(1, Shutdown())]
 
 
 def test_a_learning_rate_is_told_once() -> None:
@@ -242,19 +207,6 @@ def test_a_learning_rate_calls_one_meeting_under_async() -> None:
     assert all(isinstance(o, order) and o.sync is None for o in orders(commands).values())
 
 
-def test_a_learning_rate_before_the_first_order() -> None:
-    machine = coordinator("async")
-    machine.handle(Requested("set_lr", 0.1), 0.0)
-    machine.handle(WorkerReady(0), 1.0)
-    commands = machine.handle(WorkerReady(1), 1.0)
-    # There was nothing to average: first some batches, then the meeting.
-    assert others(commands) == [Direct(Directives(lr=0.1))]
-    assert all(order.sync is None for order in orders(commands).values())
-    work = Work(0, 1, 8, 1.0, 0.0, 1.0)
-    commands = machine.handle(StepsDone(0, 0, work), 2.0)
-    assert others(commands) == sync_now(0)
-
-
 def test_a_failure_frees_everybody() -> None:
     machine, _ = started()
     assert machine.handle(Exiting(1, "rank 1 failed"), 5.0) == [
@@ -268,13 +220,6 @@ def test_a_failure_frees_everybody() -> None:
     assert machine.deadline_ms() is None
     # The first failure counts.
     assert machine.handle(Exiting(0, "rank 0 failed"), 6.0) == [Finish("rank 1 failed", True, 0, 0)]
-
-
-def test_a_failure_at_the_start() -> None:
-    machine = coordinator()
-    machine.handle(WorkerReady(0), 0.0)
-    commands = machine.handle(Exiting(1, "no memory"), 1.0)
-    assert commands == [AbortGate("no memory"), Send(0, Abort("no memory"))]
 
 
 def test_replicas_that_differ_end_the_run() -> None:
@@ -295,42 +240,10 @@ def test_replicas_that_differ_end_the_run() -> None:
     assert commands == [Finish(reason, True, 1, 0)]
 
 
-def test_exact_without_a_global_batch_is_a_bug() -> None:
-    with pytest.raises(ProtocolError, match="exact needs a global batch"):
-        coordinator("exact")
-
-
-def test_a_failure_while_leaving() -> None:
-    machine, commands = started(batches=6)
-    meet(machine, orders(commands))
-    assert machine.handle(Exiting(0, "cannot copy the state"), 1.0) == [
-        AbortGate("cannot copy the state"),
-        Send(1, Abort("cannot copy the state")),
-    ]
-    assert machine.handle(Exiting(1), 1.0) == [Finish("cannot copy the state", False, 6, 1)]
-
-
 def test_a_rank_that_leaves_untold_is_a_failure() -> None:
     machine, _ = started()
     commands = machine.handle(Exiting(0), 1.0)
     assert commands[0] == AbortGate("rank 0 left without being told to")
-
-
-def test_a_late_snapshot_after_the_end_is_nothing() -> None:
-    machine, _ = started("async", batches=100)
-    machine.handle(Requested("stop"), 1.0)
-    outcome = Outcome(0, 0, (0, 1), (0, 0), (0, 0), stop=True, hurried=True)
-    machine.handle(SyncAck(0, outcome, Work(0, 0, 0)), 2.0)
-    machine.handle(SyncAck(1, outcome, Work(0, 0, 0)), 2.0)
-    assert machine.phase is Phase.LEAVING
-    assert machine.handle(SnapshotReady(0, 0, 1, 8), 3.0) == []
-    with pytest.raises(ProtocolError, match=r"unexpected SyncAck.* while the run is leaving"):
-        machine.handle(SyncAck(0, outcome, Work(0, 0, 0)), 4.0)
-
-
-def test_a_fact_about_rounds_before_the_run_began_is_a_bug() -> None:
-    with pytest.raises(ProtocolError, match="while the run is starting"):
-        coordinator().handle(SnapshotReady(0, 0, 1, 8), 0.0)
 
 
 def test_the_deadline_is_that_of_the_rounds() -> None:
@@ -354,43 +267,7 @@ def test_an_epoch_waits_for_the_loss_of_the_one_before() -> None:
     assert (orders(commands)[0].epoch, orders(commands)[0].metrics) == (1, (0.5,))
 
 
-def test_a_scheduler_that_waits_for_a_loss_needs_one() -> None:
-    machine, _ = started("async", batches=2, epochs=2, wait_for_metric=True)
-    for now_ms in (2.0, 3.0):
-        commands = machine.handle(StepsDone(0, 0, Work(0, 1, 8, 1.0, 0.0, 1.0)), now_ms)
-    [failure] = [command for command in commands if isinstance(command, Fail)]
-    assert failure.kind == "option"
-    assert machine.phase is Phase.FAILING
-
-
-def test_a_rank_without_batches_is_told_so() -> None:
-    _, commands = started("async", batches=2, epochs=2, wait_for_metric=True)
-    assert others(commands) == [Send(1, Throttle(0, "no data"))]
-
-
-def test_fixed_shares_reach_the_rounds() -> None:
-    _machine, commands = started(batches=1000, ratios=(0.75, 0.25))
-    block = orders(commands)
-    assert len(block[0].batches) == 3 * len(block[1].batches)
-
-
-def test_done_means_all_have_left() -> None:
-    machine = coordinator()
-    machine.phase = Phase.DONE
-    with pytest.raises(ProtocolError, match=r"done while only \[\] have left"):
-        machine.check()
-
-
 # ---------------------------------------------------------------- epochs of unknown length
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_the_end_of_the_data_may_be_known_before_the_first_order(policy: Policy) -> None:
-    machine = coordinator(policy, batches=None)
-    assert machine.handle(DataEnded(0, 2), 0.0) == []
-    machine.handle(WorkerReady(0), 0.0)
-    out = machine.handle(WorkerReady(1), 0.0)
-    dealt = [order.batches for c in out if isinstance(c, Send) and isinstance(order := c.order, StartEpoch)]
-    assert sorted(batch for batches in dealt for batch in batches) == [0, 1]
-    machine.check()
 
 
 def test_the_end_of_the_data_is_passed_on_and_ends_the_run() -> None:
@@ -402,17 +279,6 @@ def test_the_end_of_the_data_is_passed_on_and_ends_the_run() -> None:
     commands = meet(machine, block, steps=(3, 2), hurried=True)
     assert [type(c) for c in commands] == [RoundEnded, EpochEnded, Send, Send]
     assert others(commands) == [Send(0, Shutdown()), Send(1, Shutdown())]
-
-
-@pytest.mark.parametrize("fact", [Exiting(1, "boom"), Requested("stop")])
-def test_the_end_of_the_data_changes_nothing_in_a_run_that_is_leaving(fact: Any) -> None:
-    machine, out = started(batches=None)
-    machine.handle(fact, 1.0)
-    if isinstance(fact, Requested):
-        meet(machine, orders(out), steps=(1, 1), hurried=True, stop=True)
-    assert machine.phase in (Phase.LEAVING, Phase.FAILING)
-    assert machine.handle(DataEnded(0, 2), 2.0) == []
-    assert not machine.epochs.is_complete
 
 
 # ---------------------------------------------------------------- barriers
@@ -441,13 +307,6 @@ def test_after_an_epoch_all_stand_still_for_its_evaluation() -> None:
     assert isinstance(commands[0], EpochEnded)
     assert commands[0].metrics.eval == {"loss": 0.5}
     assert set(orders(commands)) == {0, 1}
-
-
-def test_a_scheduler_gets_the_loss_of_the_evaluation() -> None:
-    machine, out = started(batches=6, epochs=2, tasks=BarrierPlan(eval_every=1), wait_for_metric=True)
-    meet(machine, orders(out))
-    machine.handle(Evaluated(0, ((0, 2, (("loss", 0.5),)),)), 101.0)
-    assert orders(machine.handle(Evaluated(1, ()), 102.0))[0].metrics == (0.5,)
 
 
 def test_a_checkpoint_that_is_asked_for_halts_the_ranks_at_their_next_meeting() -> None:
@@ -534,23 +393,6 @@ def test_an_epoch_that_max_steps_has_cut_is_reported_anew_and_not_owed() -> None
     assert [c.order for c in out if isinstance(c, Send)] == [Evaluate(0, 0)] * 2
 
 
-def test_a_run_can_be_saved_while_it_is_paused() -> None:
-    machine, out = started()
-    machine.handle(Requested("pause"), 1.0)
-    assert Paused(True) in meet(machine, orders(out), steps=(1, 1), hurried=True, pause=True)
-    save, rest = saved(machine, machine.handle(Requested("snapshot"), 150.0))
-    assert (save.version, save.snapshots, rest) == (None, 1, [])
-    assert machine.is_paused
-    assert set(orders(machine.handle(Requested("unpause"), 300.0))) == {0, 1}
-
-
-def test_the_machine_wants_to_be_called_when_a_checkpoint_is_due() -> None:
-    machine, _ = started(tasks=BarrierPlan(SavePlan(1, "minute")))
-    assert machine.deadline_ms() == MINUTE_MS
-    assert Direct(Directives(halt=True)) in machine.handle(Tick(), MINUTE_MS)
-    assert machine.deadline_ms() is None
-
-
 def test_a_run_goes_on_where_it_was_saved() -> None:
     first, out = started(batches=12, epochs=2)
     first.handle(Requested("checkpoint"), 1.0)
@@ -566,15 +408,6 @@ def test_a_run_goes_on_where_it_was_saved() -> None:
     assert second.global_step == 3
     assert second.rounds.cadence is not None
     assert second.rounds.cadence.guard.history == (0.2,)
-
-
-def test_a_run_that_was_complete_ends_at_once() -> None:
-    machine = coordinator(start=Position(2, done=1, global_step=12))
-    machine.handle(WorkerReady(0), 0.0)
-    out = machine.handle(WorkerReady(1), 0.0)
-    assert out == [Send(0, Shutdown()), Send(1, Shutdown())]
-    machine.handle(Exiting(0), 1.0)
-    assert end(machine.handle(Exiting(1), 1.0)) == (False, 12, 1)
 
 
 # ---------------------------------------------------------------- failures that a run survives
@@ -633,13 +466,6 @@ def test_a_failure_in_a_duty_ends_the_run() -> None:
     assert machine.phase is Phase.FAILING
 
 
-def test_before_the_first_order_nobody_goes_on() -> None:
-    machine = coordinator("sync", on_failure="continue")
-    machine.handle(WorkerReady(0), 0.0)
-    machine.handle(Exiting(1, "boom", is_alone=True), 1.0)
-    assert machine.phase is Phase.FAILING
-
-
 # ---------------------------------------------------------------- NaN or inf parameters
 def test_a_bad_replica_is_healed_by_a_sound_one() -> None:
     machine, out = started()
@@ -679,45 +505,12 @@ def test_of_one_replica_acknowledgment_and_outcome_tell_as_of_one() -> None:
     assert Quarantined(0, (0, 7)) in meet(machine, orders(again), late=(0,))
 
 
-def test_what_the_last_acknowledgment_tells_is_healed_before_all_else() -> None:
-    machine, out = started(batches=2, tasks=BarrierPlan(eval_every=1))
-    commands = meet(machine, orders(out), late=(1,))
-    assert Quarantined(1, (0, 7)) in commands
-    assert [c.order for c in commands if isinstance(c, Send)] == [CopyReplica(0)]
-
-
 def test_a_run_fails_whose_only_sound_replica_leaves() -> None:
     machine, blocks = under_way(on_failure="continue")
     meet(machine, blocks[0], late=(0,))
     commands = machine.handle(Exiting(1, "boom", is_alone=True), 200.0)
     [failure] = [command for command in commands if isinstance(command, Fail)]
     assert failure.kind == "numbers"
-
-
-def test_a_second_replica_gone_bad_leaves_none_to_go_on_from() -> None:
-    machine, blocks = under_way()
-    meet(machine, blocks[0], late=(0,))
-    commands = meet(machine, blocks[1], late=(1,), bad=(0,))
-    [failure] = [command for command in commands if isinstance(command, Fail)]
-    assert failure.kind == "numbers"
-
-
-def test_in_exact_there_is_nothing_to_heal() -> None:
-    machine, out = started("exact", global_batch=GlobalBatch(4, 48))
-    block = orders(out)
-    outcome = Outcome(0, 1, (0, 1), (1, 1), (0, 2), bad=(0,))
-    commands: list[Command] = []
-    for rank in (0, 1):
-        commands += machine.handle(SyncAck(rank, outcome, Work(0, 1, 2, pace_ms=1.0)), 1.0)
-    assert Quarantined(0, None) in commands
-    assert orders(commands)[0].batches != block[0].batches
-
-
-def test_a_monitor_without_its_number_ends_the_run() -> None:
-    machine, out = started(batches=6, tasks=BarrierPlan(monitor=Monitor("recall", "max")))
-    [failure] = [command for command in meet(machine, orders(out)) if isinstance(command, Fail)]
-    assert failure.kind == "option"
-    assert machine.phase is Phase.FAILING
 
 
 def test_a_scheduler_sees_one_kind_of_loss() -> None:
@@ -788,30 +581,3 @@ def test_a_lost_machine_is_not_waited_for() -> None:
     [finish] = machine.handle(Exiting(0), 6.0)
     assert isinstance(finish, Finish)
     assert finish.error == "machine 1 is lost"
-
-
-def test_a_machine_that_is_lost_after_its_ranks_have_left_is_not_missed() -> None:
-    machine, commands = started(world_size=2, machines=(1, 1), batches=2)
-    leaving = meet(machine, orders(commands))
-    assert [c.order for c in leaving if isinstance(c, Send)] == [Shutdown(), Shutdown()]
-    machine.handle(Exiting(1), 5.0)
-    assert machine.handle(Failed("machine 1 is lost", (1,)), 5.0) == []
-    [finish] = machine.handle(Exiting(0), 6.0)
-    assert isinstance(finish, Finish)
-    assert finish.error is None
-
-
-def test_a_mean_on_its_way_is_brought_in_before_the_end() -> None:
-    machine, commands = started(world_size=2, machines=(1, 1), batches=2, overlaps=True)
-    assert others(meet(machine, orders(commands))) == [Send(rank, Settle()) for rank in (0, 1)]
-    assert machine.handle(Settled(0), 3.0) == []
-    assert machine.handle(Settled(1), 3.0) == [Send(rank, Shutdown()) for rank in (0, 1)]
-
-
-def test_a_mean_on_its_way_is_brought_in_before_a_pause() -> None:
-    machine, commands = started(world_size=2, machines=(1, 1), batches=100, overlaps=True)
-    machine.handle(Requested("pause"), 1.0)
-    settling = meet(machine, orders(commands), pause=True)
-    assert [c.order for c in settling if isinstance(c, Send)] == [Settle(), Settle()]
-    machine.handle(Settled(0), 3.0)
-    assert Paused(True) in machine.handle(Settled(1), 3.0)

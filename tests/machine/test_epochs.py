@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flowdp.errors import ProtocolError
 from flowdp.machine.epochs import Epochs
 from flowdp.policy.ledger import Ledger
-from flowdp.policy.tally import RankSums
 from flowdp.protocol.messages import DataEnded, Work
-from flowdp.protocol.position import OpenEpoch, Position
+from flowdp.protocol.position import Position
 
 PACE = (1.0, 1.0)
 
@@ -96,15 +94,6 @@ def test_a_scheduler_that_waits_for_the_loss_holds_the_next_epoch() -> None:
     assert dealt(epochs).epoch == 1
 
 
-def test_no_scheduler_no_metric() -> None:
-    epochs = Epochs(4, 2, None, 2)
-    dealt(epochs)
-    trained(epochs, 0, 0, (0, 2))
-    trained(epochs, 0, 1, (1, 3))
-    epochs.ended(1.0, 1, 4)
-    assert epochs.metrics == ()
-
-
 @pytest.mark.parametrize(
     ("epochs", "max_steps", "lengths"),
     [
@@ -139,28 +128,6 @@ def test_max_steps_counts_steps_of_several_batches() -> None:
     assert run.dealing(0.0) is None
 
 
-def test_work_without_steps_after_an_epoch_counts_for_nothing() -> None:
-    epochs = Epochs(4, 1, None, 2)
-    dealt(epochs)
-    trained(epochs, 0, 0, (0, 2))
-    trained(epochs, 0, 1, (1, 3))
-    epochs.ended(1.0, 1, 4)
-    # The last meeting of a run comes after all is counted.
-    epochs.record(0, Work(0, 0, 0), wait_ms=5.0)
-    with pytest.raises(ProtocolError, match="epoch 0 is not under way"):
-        epochs.record(0, Work(0, 1, 8))
-
-
-def test_rounds_count_towards_their_epoch() -> None:
-    epochs = Epochs(4, 1, None, 2)
-    dealt(epochs)
-    assert epochs.close_round(0, 6.0, 0.25, 3) == 0
-    trained(epochs, 0, 0, (0, 2))
-    trained(epochs, 0, 1, (1, 3))
-    [metrics] = epochs.ended(1.0, 1, 4)
-    assert (metrics.rounds, metrics.sync_ms, metrics.divergence) == (3, 6.0, 0.25)
-
-
 def test_a_round_that_is_out_belongs_to_the_last_epoch() -> None:
     """Snapshots are averaged after the epoch of their steps is complete; the last epoch waits for them."""
     epochs = Epochs(2, 2, None, 2)
@@ -177,16 +144,6 @@ def test_a_round_that_is_out_belongs_to_the_last_epoch() -> None:
     assert (metrics.rounds, metrics.sync_ms, metrics.divergence) == (2, 5.0, 0.5)
 
 
-def test_an_epoch_after_which_all_stand_still_has_the_rounds_until_then() -> None:
-    epochs = Epochs(2, 2, None, 2, halts=lambda epoch: epoch == 0)
-    dealt(epochs, (1, 1))
-    trained(epochs, 0, 0, (0,))
-    trained(epochs, 0, 1, (1,))
-    assert epochs.ended(1.0, 1, 0, is_idle=False) == []
-    assert epochs.close_round(0, 1.0, None, 1) == 0
-    assert [one.rounds for one in epochs.ended(2.0, 1, 2)] == [1]
-
-
 def test_an_epoch_that_max_steps_cuts_is_not_complete() -> None:
     epochs = Epochs(4, None, 6, 2)
     for epoch, quotas in enumerate(((2, 2), (1, 1))):
@@ -195,35 +152,6 @@ def test_an_epoch_that_max_steps_cuts_is_not_complete() -> None:
         trained(epochs, epoch, 1, (1, 3)[: quotas[1]])
     assert [one.is_complete for one in epochs.ended(1.0, 1, 6)] == [True, False]
     assert (epochs.done, epochs.complete, epochs.is_complete) == (2, 1, True)
-
-
-def test_an_unknown_epoch_is_a_bug() -> None:
-    with pytest.raises(ProtocolError, match=r"epoch 3 is not under way: \[\] are"):
-        Epochs(4, 1, None, 2).of(3)
-
-
-def test_the_ledgers_are_checked() -> None:
-    epochs = Epochs(4, 1, None, 2)
-    ledger = dealt(epochs)
-    epochs.check()
-    ledger.trained += 1
-    with pytest.raises(ProtocolError, match="epoch 0: 1 batches trained"):
-        epochs.check()
-    ledger.trained -= 1
-    ledger.epoch = 1
-    with pytest.raises(ProtocolError, match="epoch 1 stands where 0 should"):
-        epochs.check()
-
-
-def test_fold_shortens_the_left_overs_of_all_epochs() -> None:
-    epochs = Epochs(4, 2, None, 2)
-    first, second = dealt(epochs), dealt(epochs)
-    for ledger in (first, second):
-        ledger.count_back(0, (0, 2), 2)
-        ledger.count_back(1, (1, 3), 1)
-    epochs.rewind()
-    assert [first.position, second.position] == [3, 3]
-    assert first.left == [[], []]
 
 
 # ---------------------------------------------------------------- epochs of unknown length
@@ -249,23 +177,6 @@ def test_an_epoch_of_unknown_length_ends_where_its_end_was_read() -> None:
     assert epochs.is_exhausted
 
 
-def test_the_end_of_an_epoch_that_has_not_begun_is_kept() -> None:
-    epochs = Epochs(None, 2, None, 2)
-    epochs.end(DataEnded(0, 1))
-    epochs.end(DataEnded(1, 2))
-    first = dealt(epochs)
-    second = dealt(epochs)
-    assert [(first.epoch, first.batches), (second.epoch, second.batches)] == [(0, 1), (1, 2)]
-    assert epochs.dealing(0.0) is None
-    trained(epochs, 0, 0, (0,))
-    trained(epochs, 1, 0, (0,))
-    trained(epochs, 1, 1, (1,))
-    assert len(epochs.ended(1.0, 1, 3)) == 2
-    assert epochs._ends == {}
-    assert epochs.end(DataEnded(0, 7)) is None  # over already
-    assert epochs._ends == {}
-
-
 def test_max_steps_counts_through_epochs_of_any_length() -> None:
     epochs = Epochs(None, None, 5, 2)
     assert dealt(epochs).batches == 5
@@ -280,17 +191,6 @@ def test_max_steps_counts_through_epochs_of_any_length() -> None:
             trained(epochs, epoch, rank, hand)
     assert len(epochs.ended(1.0, 1, 5)) == 2
     assert epochs.is_complete
-
-
-def test_what_never_existed_may_come_back_when_its_epoch_is_over() -> None:
-    epochs = Epochs(None, 1, None, 2)
-    dealt(epochs, (1, 1))
-    epochs.end(DataEnded(0, 1))
-    trained(epochs, 0, 0, (0,))
-    assert len(epochs.ended(1.0, 1, 1)) == 1
-    epochs.count_back(0, 1, (), 0)
-    with pytest.raises(ProtocolError, match="epoch 0 is not under way"):
-        epochs.count_back(0, 1, (1,), 0)
 
 
 def test_the_streams_of_machines_end_one_after_the_other() -> None:
@@ -317,23 +217,6 @@ def test_the_streams_of_machines_end_one_after_the_other() -> None:
     assert sum(rank.steps for rank in metrics.per_rank) == 5
     assert epochs.is_complete
     assert epochs._ends == {}
-
-
-def test_machines_that_have_read_another_number_of_batches() -> None:
-    epochs = Epochs(None, 1, None, 2, streams=(1, 1))
-    assert epochs.end(DataEnded(0, 3, 0, 2, read=6)) is None
-    error = epochs.end(DataEnded(0, 3, 1, 2, read=7))
-    assert error is not None
-    assert error.startswith("epoch 0 has 6 batches on machine 0, 7 on machine 1: each reads the whole")
-
-
-def test_parts_of_a_stream_may_differ_in_length() -> None:
-    epochs = Epochs(None, 1, None, 2, streams=(1, 1))
-    assert epochs.end(DataEnded(0, 3, 0, 2)) is None
-    assert epochs.end(DataEnded(0, 9, 1, 2)) is None
-    ledger = epochs.dealing(0.0)
-    assert ledger is not None
-    assert ledger.batches == 12
 
 
 def test_max_steps_counts_the_short_last_step_of_each_stream() -> None:
@@ -399,13 +282,6 @@ def test_a_position_can_be_gone_on_from_by_other_ranks() -> None:
     assert [sums.steps for sums in one.sums] == [3, 1]
 
 
-def test_while_something_is_dealt_there_is_no_position() -> None:
-    epochs = Epochs(4, 1, None, 2)
-    dealt(epochs)
-    with pytest.raises(ProtocolError, match="4 batches are out"):
-        epochs.position(0.0)
-
-
 def test_an_epoch_that_the_limit_cut_goes_on_in_a_longer_run() -> None:
     first = Epochs(4, 2, 6, 1)
     for hand in ((0, 1, 2, 3), (0, 1)):
@@ -433,58 +309,6 @@ def test_an_epoch_that_the_limit_cut_goes_on_in_a_longer_run() -> None:
     assert again.dealing(0.0) is None
     assert len(again.ended(0.0, 1, 6)) == 1
     assert again.is_complete
-
-
-def test_a_limit_behind_the_position_deals_nothing_new() -> None:
-    open_ = OpenEpoch(1, 3, ((1,),), (RankSums(steps=2),))
-    epochs = Epochs(4, 2, 5, 1)
-    epochs.resume(Position(1, 1, (open_,), 6, planned=4))
-    ledger = epochs.dealing(0.0)
-    assert ledger is not None
-    assert ledger.deal((4,), (1.0,)) == ((1,),)  # only the batches dealt then
-    assert epochs.dealing(0.0) is None
-    fresh = OpenEpoch(1, 0, ((),), (RankSums(),))
-    nothing = Epochs(4, 2, 3, 1)
-    nothing.resume(Position(1, 1, (fresh,), 4, planned=4))
-    assert nothing.is_complete
-    assert nothing.ended(0.0, 1, 4) == []
-
-
-def test_whatever_comes_behind_a_cut_epoch_stays_open() -> None:
-    """A run whose limit lies before its start ends the batches dealt then, of several epochs."""
-    left = OpenEpoch(0, 3, ((2,),), (RankSums(steps=2),))
-    whole = OpenEpoch(1, 4, ((3,),), (RankSums(steps=3),))
-    epochs = Epochs(4, 2, 2, 1)
-    epochs.resume(Position(1, 0, (left, whole), 5))
-    for epoch, batch in ((0, 2), (1, 3)):
-        ledger = epochs.dealing(0.0)
-        assert ledger is not None
-        assert ledger.deal((4,), (1.0,)) == ((batch,),)
-        trained(epochs, epoch, 0, (batch,))
-    assert [metrics.epoch for metrics in epochs.ended(0.0, 1, 7)] == [0, 1]
-    assert epochs.is_complete
-    done, planned, open_ = epochs.position(0.0)
-    assert (done, planned, [(one.epoch, one.position) for one in open_]) == (0, 0, [(0, 3), (1, 4)])
-
-
-def test_a_stream_that_the_limit_cut_is_whole_only_if_its_end_was_read() -> None:
-    for end, is_whole in ((None, False), (2, True)):
-        epochs = Epochs(None, 1, 2, 1)
-        ledger = epochs.dealing(0.0)
-        assert ledger is not None
-        ledger.deal((2,), (1.0,))
-        if end is not None:
-            epochs.end(DataEnded(0, end))
-        trained(epochs, 0, 0, (0, 1))
-        epochs.ended(0.0, 1, 2)
-        assert (epochs.position(0.0)[0] == 1) == is_whole
-
-
-def test_the_loss_that_a_scheduler_waits_for_goes_on() -> None:
-    for waits in (True, False):
-        epochs = Epochs(4, 2, None, 2, wait_for_metric=waits)
-        epochs.resume(Position(2, 1, metric=0.25))
-        assert epochs.metrics == ((0.25,) if waits else ())
 
 
 def test_what_a_lost_rank_has_left_is_given_to_others() -> None:

@@ -167,25 +167,6 @@ def test_the_first_round_is_not_believed() -> None:
     assert all(sizes(block) == [32, 32] for block in armed)
 
 
-def test_a_thousand_ranks_are_balanced() -> None:
-    # An equal share is a thousandth: the least share of a rank lies below that of a slow one.
-    ranks = 1024
-    machine = rounds(world_size=ranks, window=64 * ranks)
-    ms = [1.0 + 3.0 * (rank % 2) for rank in range(ranks)]
-    for _ in range(4):
-        for block in decide(machine):
-            for ack in acks(block, ms):
-                machine.take(ack, 0.0)
-    assert machine.ratios[1] == pytest.approx(0.4 / ranks)
-    assert machine.ratios[0] == pytest.approx(4 * machine.ratios[1])
-
-
-def test_equal_speeds_give_equal_parts() -> None:
-    machine = rounds(world_size=3, window=64)
-    for block in drained(machine, (3.0, 3.0, 3.0)):
-        assert sorted(sizes(block)) == [21, 21, 22]
-
-
 def test_a_hint_is_believed_until_measured() -> None:
     [block] = decide(rounds(speed_hint=(0, 3.0)))
     assert sizes(block) == [16, 48]
@@ -348,40 +329,6 @@ def test_windows_stay_shared_where_that_is_faster(ms: float, alone_ms: float) ->
     assert machine.epochs.of(0).is_complete
 
 
-def test_the_rank_alone_is_the_first_for_it_owns_all_parameters() -> None:
-    machine = rounds(1000, may_be_alone=True)
-    blocks = decide(machine)
-    for block in blocks:
-        settle(machine, lone_acks(block, 1.0) if block[0].alone else acks(block, (0.08, 0.03)))
-        blocks += decide(machine)
-    lone = [block for block in blocks if block[0].alone]
-    assert lone
-    assert all(order.parts[0].samples == (0 if rank else 64) for b in lone for rank, order in enumerate(b))
-
-
-@pytest.mark.parametrize(
-    ("window", "ratios", "most", "wanted"),
-    [
-        (64, (1, 1), (32, 32), [(1, 32), (1, 32)]),
-        (64, (3, 1), (32, 32), [(1, 32), (1, 32)]),
-        (63, (3, 1), (32, 32), [(1, 32), (1, 31)]),
-        (65, (3, 1), (32, 32), [(2, 49), (2, 16)]),
-        (65, (30, 1), (32, 32), [(2, 63), (2, 2)]),
-        (40, (3, 1), (32, 32), [(1, 30), (1, 10)]),
-        (64, (30, 1), (8, 8), [(8, 56), (8, 8)]),
-        (64, (1, 1), (32, 8), [(4, 32), (4, 32)]),
-        (1, (1, 1), (8, 8), [(1, 1), (1, 0)]),
-    ],
-)
-def test_all_ranks_make_equally_many_forwards(window, ratios, most, wanted) -> None:
-    machine = rounds(1, window=window, ratios=ratios, forwards=most)
-    [block] = decide(machine)
-    assert [(order.parts[0].forwards, order.parts[0].samples) for order in block] == wanted
-    taking = tuple(rank for rank, (_, size) in enumerate(wanted) if size)
-    assert {order.parts[0].ranks for order in block} == {taking}
-    assert {order.parts[0].by_all for order in block} == {len(taking) == 2}
-
-
 def trained(machine: ExactRounds, ms: Any, orders: int) -> list[list[int]]:
     """Settle orders whose windows take `ms(rank, samples)`; the sizes of each one's first window."""
     found: list[list[int]] = []
@@ -443,12 +390,6 @@ def test_it_has_its_part_again_when_it_is_fast() -> None:
     found = trained(rounds(100_000, least=2), ms, 200)
     assert [64, 0] in found
     assert min(found[-1]) > 20
-
-
-def test_fixed_shares_leave_no_device_out() -> None:
-    machine = rounds(2000, world_size=2, least=2, ratios=(0.9, 0.1))
-    found = trained(machine, lambda rank, samples: 50.0 if rank else 1.0, 40)
-    assert all(window[1] for window in found)
 
 
 @pytest.mark.parametrize("forwards", [None, (40, 40, 40), (16, 16, 16)])

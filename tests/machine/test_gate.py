@@ -32,25 +32,6 @@ def test_the_outcome_counts_what_was_done() -> None:
     assert outcome.voids
 
 
-def test_an_ordinary_outcome_voids_nothing() -> None:
-    assert not decide({0: arrival(0), 1: arrival(1)}, Directives(), 2).voids
-
-
-def test_the_outcome_says_what_stands_at_the_gate() -> None:
-    outcome = decide({0: arrival(0)}, Directives(stop=True, pause=True, lr=0.1), 1)
-    assert (outcome.stop, outcome.pause, outcome.lr, outcome.hurried) == (True, True, 0.1, False)
-    assert outcome.voids
-
-
-@pytest.mark.parametrize("directives", [Directives(stop=True), Directives(pause=True)])
-def test_a_stop_and_a_pause_void_what_is_armed(directives: Directives) -> None:
-    assert decide({0: arrival(0)}, directives, 1).voids
-
-
-def test_a_learning_rate_voids_nothing() -> None:
-    assert not decide({0: arrival(0)}, Directives(lr=0.1), 1).voids
-
-
 def test_one_member_with_batches_left_makes_the_round_a_hurried_one() -> None:
     outcome = decide({0: arrival(0, 3), 1: arrival(1, 1, left=2)}, Directives(), 2)
     assert outcome.hurried
@@ -93,17 +74,6 @@ def test_replicas_are_compared_where_an_order_says_so_and_at_a_stop() -> None:
     assert decide({0: together(0, 1)}, Directives(stop=True), 1).window == compared
     # Replicas that step on their own differ before the mean.
     assert decide({0: arrival(0)}, Directives(stop=True), 1).window is None
-
-
-def test_some_together_and_some_alone() -> None:
-    with pytest.raises(ProtocolError, match="different kinds"):
-        decide({0: together(0, 1), 1: arrival(1, round=3, global_step=10)}, Directives(), 2)
-
-
-@pytest.mark.parametrize("other", [arrival(1, round=1), arrival(1, global_step=2)])
-def test_ranks_that_mean_different_rounds(other: Arrival) -> None:
-    with pytest.raises(ProtocolError, match="different rounds"):
-        decide({0: arrival(0), 1: other}, Directives(), 2)
 
 
 def test_the_last_arrival_completes_the_round() -> None:
@@ -153,13 +123,6 @@ def test_when_all_have_left_nobody_meets() -> None:
         gate.enter(arrival(0))
 
 
-def test_entering_twice_is_a_bug() -> None:
-    gate = GateState(2)
-    gate.enter(arrival(0))
-    with pytest.raises(ProtocolError, match="rank 0 entered round 0 twice"):
-        gate.enter(arrival(0))
-
-
 def test_an_abort_is_for_ever_and_the_first_reason_stays() -> None:
     gate = GateState(2)
     gate.enter(arrival(0))
@@ -205,35 +168,6 @@ def test_a_bad_replica_weighs_nothing_and_voids_what_is_armed() -> None:
     assert outcome.voids
 
 
-@pytest.mark.parametrize(
-    ("steps", "bad", "wants", "measured"),
-    [
-        ((3, 1), (False, False), (True, True), True),
-        ((3, 1), (False, False), (True, False), True),
-        ((3, 1), (False, False), (False, False), False),
-        ((3, 0), (False, False), (True, True), False),
-        ((3, 1), (False, True), (True, True), False),
-    ],
-)
-def test_a_mean_of_one_replica_has_no_drift(
-    steps: tuple[int, ...], bad: tuple[bool, ...], wants: tuple[bool, ...], measured: bool
-) -> None:
-    came = {
-        rank: replace(arrival(rank, count), bad=bad[rank], drift=wants[rank])
-        for rank, count in enumerate(steps)
-    }
-    assert decide(came, Directives(), 2).drift == measured
-
-
-def test_a_halt_is_told_once() -> None:
-    state = GateState(1)
-    state.direct(Directives(halt=True))
-    for is_told in (True, False):
-        outcome = state.enter(arrival(0))
-        assert outcome is not None
-        assert (outcome.halt, outcome.voids) == (is_told, is_told)
-
-
 def test_a_part_gathers_the_arrivals_of_its_ranks_and_decides_nothing() -> None:
     part = PartState([2, 3], 4)
     assert part.enter(arrival(3)) is None
@@ -248,23 +182,6 @@ def test_a_part_gathers_the_arrivals_of_its_ranks_and_decides_nothing() -> None:
     part.conclude(outcomes[3])
     assert part.enter(arrival(2, round=1)) is None
     assert part.gathered == ()
-
-
-def test_a_part_takes_the_outcome_of_its_own_round_alone() -> None:
-    part = PartState([1], 2)
-    part.enter(arrival(1, round=4))
-    outcome = decide({0: arrival(0), 1: arrival(1)}, Directives(), 2)
-    with pytest.raises(ProtocolError, match="mean"):
-        part.conclude(outcome)
-
-
-def test_an_aborted_part_gathers_nothing() -> None:
-    part = PartState([1], 2)
-    part.enter(arrival(1))
-    part.abort("machine 0 is gone")
-    assert part.gathered == ()
-    with pytest.raises(CollectiveAborted, match="machine 0 is gone"):
-        part.enter(arrival(1))
 
 
 # ---------------------------------------------------------------- inner rounds of one machine
@@ -356,10 +273,3 @@ def test_a_machine_without_a_healthy_replica_weighs_nothing() -> None:
     assert (outcome.weights, outcome.bad) == ((0, 0, 8), (0, 1))
     assert outcome.local_weights([0, 1]) == (0, 0)
     assert outcome.global_step == 5 + 2 + 3
-
-
-def test_a_round_is_inner_for_all_or_for_none() -> None:
-    part = PartState([0, 1], 2)
-    part.enter(inner(0))
-    with pytest.raises(ProtocolError, match="different kinds"):
-        part.enter(arrival(1))

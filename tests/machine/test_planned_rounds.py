@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from flowdp.errors import ProtocolError
-from flowdp.machine.planned_rounds import ORDER_MS, ORDER_STEPS
+from flowdp.machine.planned_rounds import ORDER_MS
 from flowdp.protocol.commands import RoundEnded, Send
-from flowdp.protocol.messages import Averaged, DataEnded, SyncAck, SyncPoints
+from flowdp.protocol.messages import DataEnded, SyncAck, SyncPoints
 from tests.planned import acks, decide, ends, lost, orders, rounds, settle, stream, sync, sync_now
 
 
@@ -125,39 +124,6 @@ def test_the_next_epoch_follows_without_a_gap() -> None:
     assert machine.epochs.is_exhausted
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_answers_that_nobody_waits_for_are_a_bug(again: bool) -> None:
-    machine = rounds()
-    [probe] = orders(decide(machine))
-    first, second = acks(probe)
-    machine.take(first, 0.0)
-    if not again:
-        machine.take(second, 0.0)
-    with pytest.raises(ProtocolError, match="unexpected SyncAck"):
-        machine.take(first, 0.0)
-
-
-def test_ranks_that_were_told_different_outcomes_are_a_bug() -> None:
-    machine = rounds()
-    [probe] = orders(decide(machine))
-    machine.take(acks(probe)[0], 0.0)
-    with pytest.raises(ProtocolError, match="rank 1 left round 0 with another outcome"):
-        machine.take(acks(probe, pause=True)[1], 0.0)
-
-
-def test_other_facts_are_a_bug() -> None:
-    with pytest.raises(ProtocolError, match="planned rounds know no Averaged"):
-        rounds().take(Averaged(0, 1.0), 0.0)
-
-
-def test_what_is_out_is_what_the_ledgers_say() -> None:
-    machine = rounds()
-    decide(machine)
-    machine.epochs.of(0).dealt -= 1
-    with pytest.raises(ProtocolError, match="6 batches are out"):
-        machine.check()
-
-
 def test_the_end_of_the_data_shortens_what_is_out() -> None:
     machine = stream(epochs=2)
     [first] = orders(decide(machine))
@@ -172,29 +138,6 @@ def test_the_end_of_the_data_shortens_what_is_out() -> None:
     second, _ = orders(decide(machine))
     assert (second[0].epoch, second[0].batches[:3], sync(second[0]).global_step) == (1, (0, 2, 4), 4)
     assert second[0].plan == first[0].plan + 1
-
-
-def test_who_holds_nothing_beyond_the_end_is_not_told() -> None:
-    machine = stream()
-    decide(machine)
-    assert ends(machine, 0, 5) == [Send(1, DataEnded(0, 5))]
-    assert ends(machine, 0, 5) == []
-
-
-def test_a_round_of_nothing_ends_after_its_epoch() -> None:
-    machine = stream()
-    [first] = orders(decide(machine))
-    settle(machine, acks(first))
-    second, third = orders(decide(machine))
-    ends(machine, 0, 6 + len(second[0].batches) + len(second[1].batches))
-    settle(machine, acks(second))
-    assert len(machine.epochs.ended(1.0, 1, 1)) == 1
-    assert decide(machine) == []
-    # The next armed round is empty now; its meeting is still held, and is void.
-    record = settle(machine, acks(third, steps=(0, 0), hurried=True))
-    assert record.steps == (0, 0)
-    assert machine.is_idle
-    assert machine.epochs.is_complete
 
 
 def test_what_a_lost_rank_did_since_the_last_mean_is_dealt_to_the_others() -> None:
@@ -216,37 +159,6 @@ def test_what_a_lost_rank_did_since_the_last_mean_is_dealt_to_the_others() -> No
     done = tuple(len(again[rank].batches) if rank in again else 0 for rank in range(3))
     # No wait for the lost rank.
     assert settle(machine, acks(again, steps=done, pace_ms=(1.0, 1.0, 1.0))).steps == done
-
-
-def test_a_lost_rank_whose_answer_came_first() -> None:
-    machine = rounds(60, world_size=3, cadence=False)
-    [first] = orders(decide(machine))
-    answers = acks(first, pace_ms=(1.0, 1.0, 9.0))
-    assert machine.take(answers[2], 0.0) == []
-    assert machine.leave(2, 0, 1.0) == []
-    record = settle(machine, answers[:2])
-    assert record.steps == (1, 1, 1)
-    assert machine.pace_ms == (1.0, 1.0, 0.0)  # the others must not wait as long for the next one
-    with pytest.raises(ProtocolError, match="unexpected"):
-        machine.take(answers[2], 2.0)
-
-
-def test_the_last_answer_may_be_that_of_the_lost_rank() -> None:
-    machine = rounds(60, world_size=3, cadence=False)
-    [first] = orders(decide(machine))
-    for answer in lost(machine, first, 1, round=0, members=(0, 2)):
-        machine.take(answer, 0.0)
-    [record] = machine.leave(1, 0, 1.0)
-    assert isinstance(record, RoundEnded)
-    assert record.steps == (1, 0, 1)
-    assert machine.is_idle
-
-
-def test_who_leaves_between_two_rounds_leaves_nothing() -> None:
-    machine = rounds(60, world_size=3, cadence=False)
-    assert machine.leave(0, 0, 0.0) == []
-    commands = decide(machine)
-    assert [command.rank for command in commands if isinstance(command, Send)] == [1, 2]
 
 
 def test_bad_replicas_are_named_with_their_first_bad_batch() -> None:
@@ -279,16 +191,6 @@ def test_what_devices_alone_knew_comes_with_the_acknowledgment() -> None:
     assert record.drift is None  # the mean is the other replica
     settle(machine, acks(orders(decide(machine))[0]))
     assert machine.pop_bad() == {1: (0, 3)}  # until the coordinator has asked
-
-
-def test_a_drift_of_several_that_count_is_one() -> None:
-    machine = rounds(world_size=3)
-    [probe] = orders(decide(machine))
-    answers = [
-        replace(ack, drift=0.5) if ack.rank != 1 else replace(ack, work=replace(ack.work, bad=(0, 3)))
-        for ack in acks(probe, pace_ms=(5.0, 5.0, 5.0))
-    ]
-    assert settle(machine, answers).drift == 0.5
 
 
 def test_no_round_is_armed_behind_a_bad_replica_that_overtakes_the_others() -> None:
@@ -333,14 +235,6 @@ def test_a_block_lasts_about_a_fifth_of_a_second() -> None:
     first, _second = orders(decide(machine))
     # 9 ms and 1 ms of averaging.
     assert sync(first[0]).count == ORDER_MS / 10 == 20
-
-
-def test_a_block_has_a_limit() -> None:
-    machine = rounds(batches=3000, cadence=False)
-    [probe] = orders(decide(machine))
-    settle(machine, acks(probe, pace_ms=(0.1, 0.1), sync_ms=0.0))
-    first, _second = orders(decide(machine))
-    assert sync(first[0]).count == ORDER_STEPS
 
 
 def test_a_block_that_is_voided_in_the_middle() -> None:

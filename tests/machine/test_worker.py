@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +22,7 @@ from flowdp.machine.worker import (
 )
 from flowdp.protocol.gate import Window
 from flowdp.protocol.messages import (
-    Abort,
     Arrival,
-    CopyReplica,
     DataEnded,
     Evaluate,
     Outcome,
@@ -154,35 +151,12 @@ def test_an_outcome_that_voids_drops_what_is_armed(wish: str) -> None:
     assert step(machine).batches == (1,)
 
 
-def test_a_rank_that_left_voids_as_well() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(planned((0,)))
-    machine.handle(planned((1,), round=1))
-    step(machine)
-    enter(machine)
-    machine.met(Outcome(0, 10, (0,), (1, 0), (8, 0), left=(1,)))
-    assert machine.next() == Idle()
-
-
-def test_an_outcome_without_an_order_is_a_bug() -> None:
-    with pytest.raises(ProtocolError, match=r"rank 3 got .* without an order"):
-        WorkerMachine(3).met(outcome())
-
-
 def test_it_leaves_when_told_even_between_two_steps() -> None:
     machine = WorkerMachine(0)
     machine.handle(planned((0, 1)))
     step(machine)
     machine.handle(Shutdown())
     assert machine.next() == Leave(None)
-
-
-def test_a_failure_outweighs_the_end_of_the_run() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(Shutdown())
-    machine.handle(Abort("rank 1 failed"))
-    machine.handle(Shutdown())
-    assert machine.next() == Leave("rank 1 failed")
 
 
 # ---------------------------------------------------------------- async
@@ -206,19 +180,6 @@ def test_a_throttle_stops_a_rank_within_its_order_until_the_next_one() -> None:
     assert machine.throttled is None
     assert step(machine).batches == (2,)
     assert machine.next() == Report(Done(0, 0, 1))
-
-
-def test_a_throttle_does_not_keep_a_rank_from_the_gate() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(Throttle(1, "at its lead limit"))
-    machine.handle(free((0, 1)))
-    step(machine)
-    machine.next()
-    assert machine.next() == Idle()
-    machine.handle(StartEpoch(0, 0, (), SyncPoints(3, 0, 1, 20, 0)))
-    assert machine.next() == Idle()
-    assert enter(machine, sync_now=3) == Arrival(0, 3, 20, 1, 8, left=1)
-    assert machine.met(outcome(3, 21, hurried=True)) == Done(0, 0, 0)  # the step was reported before
 
 
 def test_a_step_that_has_begun_is_finished_beyond_a_throttle_and_a_call() -> None:
@@ -287,27 +248,6 @@ def test_an_abandoned_round_is_forgotten() -> None:
     assert machine.next() == Snapshot(2, 1, 8)
 
 
-def test_a_mean_that_waits_is_not_forgotten() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(RequestParams(0))
-    assert machine.next() == Snapshot(0, 0, 0)
-    machine.handle(Update(0, 5))
-    machine.handle(RequestParams(1))
-    assert machine.next() == Apply(0, 0)
-    assert machine.next() == Snapshot(1, 0, 0)
-
-
-@pytest.mark.parametrize("asked", [(), (0,)])
-def test_a_mean_of_another_snapshot_is_a_bug(asked: tuple[int, ...]) -> None:
-    machine = WorkerMachine(2)
-    for round in asked:
-        machine.handle(RequestParams(round))
-        machine.next()
-    machine.handle(Update(1, 5))
-    with pytest.raises(ProtocolError, match="rank 2 got the mean of round 1"):
-        machine.next()
-
-
 def test_a_blocking_round_waits_for_the_orders_before_it() -> None:
     machine = WorkerMachine(0)
     machine.handle(free((0,)))
@@ -330,13 +270,6 @@ def test_a_hurried_blocking_round_cuts_the_orders_before_it() -> None:
     # The acknowledgment is for the order that was cut, not for the empty one.
     assert machine.met(outcome(3, 21, hurried=True)) == Done(0, 0, 1)
     assert machine.next() == Idle()
-
-
-def test_sync_now_alone_cuts_nothing() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(free((0, 1)))
-    # The meeting has not arrived yet: the next step begins.
-    assert step(machine, sync_now=0).batches == (0,)
 
 
 def test_a_meeting_makes_an_earlier_snapshot_stale() -> None:
@@ -363,21 +296,6 @@ def test_a_step_takes_a_group_of_batches() -> None:
     # Steps are counted, not batches.
     assert enter(machine) == Arrival(0, 0, 0, 3, 40)
     assert machine.met(outcome()) == Done(0, 0, 3)
-
-
-def test_sync_now_leaves_whole_steps() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(StartEpoch(0, 0, (4, 5, 8, 9, 12), SyncPoints(0, 3, 1, 0, 9), group=2))
-    step(machine)
-    assert upcoming(machine) == [(0, 8), (0, 9), (0, 12)]
-    assert enter(machine, sync_now=0).left == 2
-
-
-def test_a_free_order_counts_in_steps() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(StartEpoch(0, 0, (0, 1, 2), None, Pace(6, 2), group=2))
-    assert [step(machine).position, step(machine).position] == [0, 3]
-    assert machine.next() == Report(Done(0, 0, 2))
 
 
 # ---------------------------------------------------------------- a part of each window
@@ -437,20 +355,6 @@ def test_upcoming_is_what_will_be_trained() -> None:
     assert upcoming(machine) == [(0, 7)]
 
 
-def test_a_void_plan_is_not_upcoming() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(planned((3, 4, 5), round=0))
-    machine.handle(planned((7,), round=1))
-    step(machine)
-    enter(machine, sync_now=0)
-    machine.met(outcome(0, hurried=True))
-    assert upcoming(machine) == []
-    machine.handle(planned((8,), round=2))  # of the void plan
-    assert upcoming(machine) == []
-    machine.handle(planned((4, 5), round=1, plan=1))
-    assert upcoming(machine) == [(0, 4), (0, 5)]
-
-
 def test_skipping_to_a_blocking_round_leaves_the_rest_to_others() -> None:
     machine = WorkerMachine(0)
     machine.handle(StartEpoch(0, 0, (1, 2), None))
@@ -459,52 +363,6 @@ def test_skipping_to_a_blocking_round_leaves_the_rest_to_others() -> None:
     step(machine)
     enter(machine, sync_now=0)
     assert upcoming(machine) == [(1, 0)]
-
-
-def drawn_order(chance: random.Random, round: int, first: int, plan: int, has_parts: bool) -> StartEpoch:
-    """An order of a few batches: several per step, or parts, of which some are empty."""
-    batches = tuple(range(first, first + chance.randrange(6)))
-    if not has_parts:
-        group = chance.choice((1, 2, 3))
-        every = -(-len(batches) // group)
-        return StartEpoch(plan, 0, batches, SyncPoints(round, every, 1, 0, 10), group=group)
-    windows = tuple(range(first, first + chance.randint(1, 3)))
-    parts = tuple(SampleRange(4, chance.choice((4, 9))) for _ in windows)
-    return StartEpoch(plan, 0, windows, SyncPoints(round, 1, len(windows), 0, 1), parts=parts)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_the_list_changes_only_when_plans_counts_up(seed: int) -> None:
-    """The list that a feed gets when `plans` counts up, less the steps since, always equals `next`'s
-    batches.
-    """
-    chance = random.Random(seed)
-    machine, told, plans, held, fresh = WorkerMachine(0), list[tuple[int, int, SampleRange | None]](), 0, 0, 0
-    armed, rounds, has_parts = 0, 0, seed % 2 == 1
-    for _ in range(200):
-        if armed < 2 and chance.random() < 0.5:
-            order = drawn_order(chance, rounds, fresh, machine._oldest_plan, has_parts)
-            machine.handle(order)
-            assert order.sync is not None
-            rounds += order.sync.count
-            fresh += 6
-            armed += 1
-        if machine.plans != plans:
-            plans, told = machine.plans, machine.upcoming()
-        assert machine.upcoming() == told
-        if chance.random() < 0.1:
-            machine.handle(SyncNow(held))
-        action = machine.next()
-        if isinstance(action, Step):
-            for batch in action.batches:
-                assert told.pop(0) == (action.epoch, batch, action.part)
-            machine.trained(8)
-        elif isinstance(action, Enter):
-            voids = action.arrival.left > 0 or chance.random() < 0.2
-            done = machine.met(outcome(action.arrival.round, hurried=voids))
-            held = action.arrival.round + 1
-            armed = 0 if voids else armed - (done is not None)
-            rounds = held if voids else rounds
 
 
 # ---------------------------------------------------------------- epochs of unknown length
@@ -528,17 +386,6 @@ def test_what_does_not_exist_is_left_at_the_gate_in_its_own_round_alone() -> Non
     assert machine.next() == Idle()
 
 
-def test_an_order_of_nothing_is_answered() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(StartEpoch(0, 0, (4, 5), pace=Pace(2, 1)))
-    machine.handle(StartEpoch(0, 0, (6, 7), pace=Pace(2, 1)))
-    step(machine)
-    machine.handle(DataEnded(0, 5))
-    assert machine.next() == Report(Done(0, 0, 1))
-    assert machine.next() == Report(Done(0, 0, 0))
-    assert machine.next() == Idle()
-
-
 # ---------------------------------------------------------------- barrier tasks, NaN parameters, resume
 def test_a_duty_comes_after_what_is_out() -> None:
     machine = WorkerMachine(0)
@@ -554,15 +401,6 @@ def test_a_duty_comes_after_what_is_out() -> None:
     assert step(machine).batches == (1,)
 
 
-def test_a_failure_comes_before_a_duty() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(CopyReplica(1))
-    machine.handle(Abort("rank 1 failed"))
-    assert not WorkerMachine(0).leaves
-    assert machine.leaves
-    assert machine.next() == Leave("rank 1 failed")
-
-
 def test_a_bad_replica_says_so_at_the_next_meeting() -> None:
     machine = WorkerMachine(0)
     machine.handle(planned((0,)))
@@ -575,30 +413,10 @@ def test_a_bad_replica_says_so_at_the_next_meeting() -> None:
     assert not machine.is_bad
 
 
-def test_a_bad_snapshot_weighs_nothing() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(StartEpoch(0, 0, (0, 1), pace=Pace(2, 1)))
-    step(machine)
-    machine.is_bad = True
-    machine.handle(RequestParams(0))
-    assert machine.next() == Snapshot(0, 1, 0)
-
-
 def test_the_schedule_goes_on_where_the_run_before_stood() -> None:
     machine = WorkerMachine(0, 40)
     machine.handle(StartEpoch(0, 0, (0, 1), pace=Pace(4, 2)))
     assert [step(machine).position for _ in range(2)] == [40, 42]
-
-
-def test_a_replica_that_was_healed_has_nothing_to_say_any_more() -> None:
-    machine = WorkerMachine(0)
-    machine.is_bad = True
-    machine.handle(SaveState(0, 1))
-    machine.handle(CopyReplica(1))
-    assert machine.next() == Serve(SaveState(0, 1))
-    assert machine.is_bad
-    assert machine.next() == Serve(CopyReplica(1))
-    assert not machine.is_bad
 
 
 # ---------------------------------------------------------------- inner rounds of one machine

@@ -8,7 +8,6 @@ import pytest
 
 from flowdp.policy.budget import (
     DEPTH_LIMIT,
-    FIRST_DEPTH,
     LOOK_MS,
     Memory,
     RingBudget,
@@ -45,23 +44,12 @@ def test_what_the_allocator_keeps_and_nobody_uses_is_free():
     assert spare_bytes(device(active=GB, cached=9 * GB)) == spare_bytes(device(active=GB))
 
 
-def test_pieces_between_used_blocks_are_not():
-    assert spare_bytes(device(active=GB, cached=9 * GB, split=2 * GB)) == spare_bytes(device(active=3 * GB))
-
-
 def test_training_needs_its_peak_again():
     assert spare_bytes(device(active=GB, cached=3 * GB, peak=4 * GB)) == spare_bytes(device(active=4 * GB))
 
 
 def test_a_full_device_has_less_than_nothing_to_spare():
     assert spare_bytes(device(others=TOTAL)) < 0
-
-
-def test_the_rings_own_batches_are_no_pressure():
-    # As if the ring were measured and divided for the first time, whatever it holds.
-    fresh = prefetch_depth(device(active=4 * GB), BATCH, limit=1000)
-    full = device(active=4 * GB + 30 * BATCH)
-    assert prefetch_depth(full, BATCH, ahead_bytes=30 * BATCH, limit=1000) == fresh
 
 
 def test_ranks_share_a_device():
@@ -71,21 +59,10 @@ def test_ranks_share_a_device():
     assert prefetch_depth(memory, BATCH, ranks=1000) == 0
 
 
-def test_tiny_batches_are_not_fetched_by_the_million():
-    assert prefetch_depth(device(), 100) == DEPTH_LIMIT == 16
-    assert prefetch_depth(device(), 100, limit=3) == 3
-    assert prefetch_depth(device(), 100, limit=0) == 0
-
-
 def test_without_a_gauge_or_without_tensors_two_are_enough():
     assert prefetch_depth(None, BATCH) == 2
     assert prefetch_depth(device(), 0) == 2
     assert prefetch_depth(None, BATCH, limit=1) == 1
-
-
-@pytest.mark.parametrize("usage", [0.1, 0.9, 1.0])
-def test_a_part_of_the_device_may_be_used(usage):
-    assert spare_bytes(device(), usage) == int(TOTAL * usage)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +73,6 @@ def test_a_part_of_the_device_may_be_used(usage):
 def test_a_dataset_may_take_half_of_what_is_left(memory, limit):
     assert fits(memory, int(limit * GB))
     assert not fits(memory, int(limit * GB) + 1)
-
-
-def test_nothing_fits_on_a_full_device_but_nothing_needs_no_room():
-    assert not fits(device(others=round(0.97 * TOTAL)), 1)
-    assert fits(device(), 0)
 
 
 @pytest.mark.parametrize(
@@ -177,16 +149,6 @@ def test_a_step_that_ran_out_of_memory_closes_it_until_one_is_done():
     assert budget.depths(device(peak=14 * GB), [BATCH] * 2, 0, 0, 0.0) == [2, 1]
 
 
-def test_a_first_step_that_is_too_large_leaves_the_ring_one_batch_and_a_second_one_none():
-    budget = open_budget(2)
-    budget.step_ran_short([FIRST_DEPTH, FIRST_DEPTH])
-    for rank in (0, 1):
-        budget.trained(rank)
-    assert budget.depths(device(peak=GB), [BATCH] * 2, 0, 0, 0.0) == [1, 1]
-    budget.step_ran_short([1, 1])
-    assert budget.depths(device(peak=GB), [BATCH] * 2, 0, 0, 0.0) == [0, 0]
-
-
 def test_what_ran_short_may_double_with_each_epoch():
     budget = open_budget()
     depth(budget, device(), 0)
@@ -202,8 +164,3 @@ def test_a_limit_of_the_users_holds():
     assert [depth(budget, device(), 0, epoch) for epoch in range(3)] == [3, 3, 3]
     none = open_budget(limit=0)
     assert [depth(none, device(), 0, epoch) for epoch in range(3)] == [0, 0, 0]
-
-
-def test_a_part_of_the_device_is_left_free():
-    budget = open_budget(usage=0.5)
-    assert depth(budget, device(active=round(0.5 * TOTAL) - 4 * BATCH), 0) == 4

@@ -41,13 +41,6 @@ def test_after_a_measurement_all_fill_the_same_time() -> None:
     assert cadence.round_ms == 200.0
 
 
-def test_a_rank_without_a_step_is_taken_for_the_slowest() -> None:
-    cadence = Cadence(3, CadenceOptions())
-    measured(cadence, (10.0, 0.0, 40.0), steps=(3, 0, 3))
-    assert cadence.ms_per_step == (10.0, 40.0, 40.0)
-    assert cadence.quotas == (40, 10, 10)
-
-
 def test_a_hint_stands_for_the_first_measurement() -> None:
     cadence = Cadence(2, CadenceOptions(speed_hint=(1, 2.0)))
     assert cadence.is_known
@@ -93,13 +86,6 @@ def test_a_short_round_at_the_end_of_an_epoch_makes_no_round_longer() -> None:
     assert cadence.anchor == 10
 
 
-def test_the_largest_anchor_is_the_users() -> None:
-    cadence = Cadence(2, CadenceOptions(max_anchor=15))
-    measured(cadence, (10.0, 10.0), sync_ms=500.0)
-    measured(cadence, (10.0, 10.0), sync_ms=500.0)
-    assert cadence.quotas == (15, 15)
-
-
 def test_a_limited_lead_limits_the_quotas() -> None:
     cadence = Cadence(2, CadenceOptions(max_batch_diff=3))
     measured(cadence, (10.0, 20.0))
@@ -125,25 +111,6 @@ def test_rising_drifts_hold_the_anchor_and_halve_it() -> None:
     assert cadence.action is GuardAction.STABLE
 
 
-def test_a_round_without_drifts_says_nothing_to_the_guard() -> None:
-    cadence = Cadence(2, CadenceOptions())
-    measured(cadence, (10.0, 10.0), drifts=(0.1, 0.1))
-    measured(cadence, (10.0, 10.0))
-    assert cadence.guard.history == (0.1,)
-
-
-def test_the_guard_can_be_switched_off() -> None:
-    cadence = Cadence(2, CadenceOptions(divergence_guard=False))
-    for drift in (0.1, 0.2, 0.4, 0.8):
-        assert measured(cadence, (10.0, 10.0), drifts=(drift, drift)) == ""
-    assert cadence.anchor == 10
-
-
-def test_a_hint_for_a_rank_that_is_not_there() -> None:
-    with pytest.raises(OptionError, match="speed_hint names rank 2"):
-        Cadence(2, CadenceOptions(speed_hint=(2, 2.0)))
-
-
 def test_it_begins_with_what_another_run_had_found_out() -> None:
     cadence = Cadence(2, CadenceOptions(max_anchor=30))
     cadence.restore(20, (5.0, 10.0))
@@ -156,15 +123,6 @@ def test_it_begins_with_what_another_run_had_found_out() -> None:
     assert not nothing.is_known
     with pytest.raises(OptionError):
         cadence.restore(20, (5.0,))
-
-
-def test_the_guard_goes_on_with_what_it_had_seen() -> None:
-    for drifts, action in (((0.06, 0.11), GuardAction.TIGHTEN), ((), GuardAction.STABLE)):
-        cadence = Cadence(2, CadenceOptions())
-        cadence.restore(20, (5.0, 10.0), drifts)
-        measured(cadence, (5.0, 10.0), drifts=(0.1, 0.12))
-        assert cadence.action is action
-        assert cadence.guard.history == (*drifts, 0.12)
 
 
 def test_a_rank_that_is_gone_has_no_quota_and_holds_nobody_up() -> None:

@@ -39,20 +39,6 @@ def test_a_rank_that_left_has_no_orders_afterwards() -> None:
     assert (left.ideal, left.reached) == (400.0, 100.0)
 
 
-def test_errors_of_measurement_leave_the_sum() -> None:
-    times = RankTimes({Activity.STEP: 900.0, Activity.GATE: 130.0}, 10, 10, 1000.0)
-    report = efficiency_of([times], ["a"])
-    assert sum(report.parts.values()) == pytest.approx(1.0)
-    assert report.parts["interpreter"] == 0.0
-
-
-@pytest.mark.parametrize("ranks", [[], [RankTimes()], [RankTimes(wall_ms=10.0), RankTimes(wall_ms=10.0)]])
-def test_a_run_without_a_step_has_a_report(ranks: list[RankTimes]) -> None:
-    report = efficiency_of(ranks, ["a", "b"][: len(ranks)])
-    assert (report.ideal, report.reached, report.efficiency) == (0.0, 0.0, 0.0)
-    assert "0 of 0 samples/s" in str(report)
-
-
 def test_as_text_and_as_html() -> None:
     names = ["cuda:0", "<b>"]
     report = efficiency_of([RankTimes(dict(FAST), 600, 60, 1000.0)] * 2, names)

@@ -67,12 +67,6 @@ def test_several_slow_ranks_hide_behind_each_other_in_vain(slow: tuple[float, fl
     assert exclusion.out == {2, 3}
 
 
-def test_somebody_always_trains() -> None:
-    exclusion = Exclusion(3)
-    run(exclusion, 100, linear([1.0, 10.0, 100.0], [0.0] * 3), [LEAST] * 3)
-    assert exclusion.out == {1, 2}
-
-
 def test_it_is_asked_again_at_growing_distances_and_taken_back_when_it_is_fast() -> None:
     exclusion, slow = Exclusion(2), linear([1.0, 9.0], [0.1, 0.4])
     run(exclusion, CONFIRMATIONS, slow, [62, LEAST])
@@ -84,12 +78,6 @@ def test_it_is_asked_again_at_growing_distances_and_taken_back_when_it_is_fast()
     fast = run(exclusion, LONGEST_GAP + 1, linear([1.0, 1.0], [0.1, 0.1]), [62, LEAST])
     assert not exclusion.out
     assert 1 in fast[-1]
-
-
-def test_an_order_without_samples_says_nothing() -> None:
-    exclusion = Exclusion(2)
-    exclusion.measured([0, 0], [0.0, 0.0], 0)
-    assert not exclusion.out
 
 
 def test_one_probe_is_out_at_a_time_and_one_that_tells_nothing_is_repeated() -> None:

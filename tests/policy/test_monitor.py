@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowdp.errors import OptionError
 from flowdp.policy.monitor import Best, Monitor, judge, number_of
 from flowdp.policy.tally import EpochMetrics, Tally
 
@@ -82,17 +81,6 @@ def test_the_evaluation_goes_before_the_training():
     assert number_of("other", metrics) is None
 
 
-def test_epochs_without_their_evaluation_are_not_judged():
-    """A training loss must not be compared with an evaluation's."""
-    monitor = Monitor("loss", "min", 2)
-    every_second = [
-        epoch(number, 0.1 * number, eval={"loss": 5.0 + number} if number % 2 else {}) for number in range(6)
-    ]
-    found = course(monitor, every_second, evaluates=True)
-    assert (bests(found), stops(monitor, found)) == ([1], [5])
-    assert found[-1] == Best(6.0, 1, 2)
-
-
 def test_an_unknown_name_is_an_error_that_lists_what_there_is():
     monitor = Monitor("acuracy", "max", 2)
     metrics = epoch(2, 1.0, scalars={"accuracy": 0.5})
@@ -107,14 +95,6 @@ def test_an_unknown_name_is_an_error_that_lists_what_there_is():
     assert judge(best, monitor, metrics, evaluates=True) == (best, None)
     evaluated = replace(metrics, eval={"f1": 0.3})
     assert "'loss', 'accuracy', 'f1'" in (judge(best, monitor, evaluated, evaluates=True)[1] or "")
-
-
-@pytest.mark.parametrize("first", [0.5, math.nan])
-def test_a_scalar_that_is_recorded_now_and_then_is_no_error(first):
-    epochs = [epoch(0, 1.0, scalars={"f1": first}), epoch(1, 1.0), epoch(2, 1.0, scalars={"f1": 0.4})]
-    found = course(Monitor("f1", "min", 2), epochs)
-    assert found[1] == found[0]
-    assert found[-1] == Best(0.4, 2)
 
 
 @given(
@@ -135,25 +115,6 @@ def test_against_the_definition(values, patience, min_delta):
     assert [(best.epoch == n, monitor.is_enough(best)) for n, best in enumerate(found)] == expected
     assert found[-1].bad == since
     assert found[-1].value == record
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"name": ""}, "monitor must be the name of a metric, such as 'loss', not ''"),
-        ({"name": 3}, "monitor must be the name"),
-        ({"mode": "least"}, "mode must be 'min' or 'max', not 'least'"),
-        ({"patience": 0}, "patience must be an int of at least 1 or None, not 0"),
-        ({"patience": 2.0}, "patience must be an int"),
-        ({"patience": True}, "patience must be an int"),
-        ({"min_delta": -0.1}, "min_delta must be a number of at least 0, not -0.1"),
-        ({"min_delta": math.nan}, "min_delta must be a number"),
-        ({"min_delta": "0"}, "min_delta must be a number"),
-    ],
-)
-def test_what_cannot_be_monitored(fields, message):
-    with pytest.raises(OptionError, match=message):
-        Monitor(**{"name": "loss", "mode": "min", **fields})
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", ["c", "b", "g"]), ("max", ["f", "a", "k"])])

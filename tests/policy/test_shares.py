@@ -1,11 +1,9 @@
-import math
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowdp.errors import OptionError
 from flowdp.policy.shares import (
     ThroughputBalance,
     normalised_ratios,
@@ -22,28 +20,6 @@ def test_weights_are_measured_speeds_else_the_hint_else_equal():
     assert weights_from([10.0, 0.0, 40.0], (0, 9.0)) == (4.0, 1.0, 1.0)
     assert weights_from([0.0, 0.0, 0.0], (1, 2.3)) == (2.3, 1.0, 2.3)
     assert weights_from([0.0, 0.0]) == (1.0, 1.0)
-
-
-@given(weights)
-def test_ratios_are_scaled_to_one(given_ratios):
-    ratios = normalised_ratios(given_ratios, len(given_ratios))
-    assert sum(ratios) == pytest.approx(1.0)
-    assert ratios[0] / ratios[-1] == pytest.approx(given_ratios[0] / given_ratios[-1])
-
-
-@pytest.mark.parametrize(
-    ("ratios", "says"),
-    [
-        ([0.5], "1 ratios for 2 devices"),
-        ([0.5, 0.0], r"not 0\.0"),
-        ([0.5, -0.5], r"not -0\.5"),
-        ([0.5, math.nan], "not nan"),
-        ([0.5, math.inf], "not inf"),
-    ],
-)
-def test_impossible_ratios_are_named(ratios, says):
-    with pytest.raises(OptionError, match=says):
-        normalised_ratios(ratios, 2)
 
 
 @given(st.integers(0, 300), weights)
@@ -78,10 +54,6 @@ def test_two_samples_at_least():
     assert part_sizes(5, [1.0, 1.0, 1.0], 2) == (3, 2, 0)
 
 
-def test_a_batch_smaller_than_the_ranks_leaves_the_last_empty():
-    assert shard_sizes(2, [0.25] * 4) == (1, 1, 0, 0)
-
-
 @given(st.integers(0, 300), weights)
 def test_parts_fill_the_window_and_are_near_their_share(samples, given_weights):
     sizes = part_sizes(samples, given_weights)
@@ -93,12 +65,6 @@ def test_parts_fill_the_window_and_are_near_their_share(samples, given_weights):
         abs(size - samples * weight / whole) <= len(sizes)
         for size, weight in zip(sizes, given_weights, strict=True)
     )
-
-
-@given(st.integers(0, 300), st.integers(1, 8))
-def test_equal_speeds_give_equal_parts(samples, ranks):
-    sizes = part_sizes(samples, [0.7] * ranks)
-    assert max(sizes) - min(sizes) <= 1
 
 
 def test_speeds_that_differ_by_noise_give_equal_parts():
@@ -139,25 +105,6 @@ def run(balance, throughput, steps):
 
 def test_it_rebalances_after_ten_steps_and_every_fifty():
     assert run(ThroughputBalance([1, 1]), (2.0, 1.0), 160) == [10, 60, 110, 160]
-
-
-def test_when_and_how_far_it_rebalances_may_be_given():
-    balance = ThroughputBalance([1, 1], calibration=3, interval=2, floor=0.001)
-    assert run(balance, (1000.0, 1.0), 8) == [3, 5, 7]
-    assert min(balance.ratios) == pytest.approx(0.001, rel=1e-3)
-
-
-def test_without_a_measurement_nothing_is_recomputed():
-    balance = ThroughputBalance([3, 1])
-    assert run(balance, (0.0, 0.0), 60) == []
-    assert balance.ratios == (0.75, 0.25)
-
-
-def test_the_throughput_is_smoothed_after_the_first_value():
-    balance = ThroughputBalance([1, 1])
-    balance.update([10, 0], [1.0, 1.0])
-    balance.update([20, 5], [1.0, math.nan])
-    assert balance.throughput == (pytest.approx(0.3 * 20 + 0.7 * 10), 0.0)
 
 
 def test_a_slow_rank_keeps_a_twentieth_and_the_others_pay_in_proportion():

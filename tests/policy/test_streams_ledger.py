@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from itertools import chain
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowdp.errors import ProtocolError
 from flowdp.policy.streams_ledger import StreamsLedger
 
 EQUAL = (1.0, 1.0, 1.0)
@@ -54,31 +52,11 @@ def test_what_comes_back_stays_with_its_machine() -> None:
     assert ledger.is_complete
 
 
-def test_nothing_trained_is_position_0() -> None:
-    ledger = StreamsLedger(0, None, (1, 2))
-    for rank, hand in enumerate(ledger.deal((2, 2, 3), EQUAL)):
-        ledger.count_back(rank, hand, 0)
-    ledger.rewind()
-    assert (ledger.position, ledger.left) == (0, [[], [], []])
-    ledger.resume(0, [])
-    ledger.resume(2, [[0], [1]])
-    with pytest.raises(ProtocolError, match="1 batches of streams cannot be passed over"):
-        ledger.resume(2, [[0], []])
-
-
 def test_a_limit_leaves_the_steps_that_end_first() -> None:
     ledger = StreamsLedger(0, 4, (1, 1, 1))
     assert ledger.deal((3, 3, 3), (1.0, 3.0, 2.0)) == ((0, 3), (1,), (2,))
     assert (ledger.remaining, ledger.planned_steps(1)) == (0, 4)
     ledger.check()
-
-
-def test_policies_that_deal_otherwise_have_no_streams() -> None:
-    ledger = StreamsLedger(0, None, (1, 1))
-    with pytest.raises(ProtocolError, match="rank 1 asks for 2 steps"):
-        ledger.deal_to(1, 2)
-    with pytest.raises(ProtocolError, match="cannot read the stream of rank 1"):
-        ledger.reassign(1, [0])
 
 
 @given(st.data(), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.booleans())

@@ -53,22 +53,6 @@ def test_each_rank_has_its_own_part(metrics):
     assert (second.loss, second.scalars) == (pytest.approx(0.8), {"accuracy": 0.8})
 
 
-def test_it_prints_as_one_line(metrics):
-    assert str(metrics) == (
-        "epoch 3/10  | loss 0.5500 | accuracy 0.7250 |    500 samples/s | share 70 % 30 % | 2.0s"
-    )
-    assert str(replace(metrics, is_complete=False)).startswith("epoch 3/10, a part | loss 0.5500 | ")
-    assert str(replace(metrics, owes_evaluation=True)).startswith(
-        "epoch 3/10, not evaluated | loss 0.5500 | "
-    )
-    evaluated = replace(metrics, eval={"accuracy": 0.75}, epoch=9, throughput=(12_000.4, 339.6))
-    assert str(evaluated) == (
-        "epoch 10/10 | loss 0.5500 | accuracy 0.7250 | eval accuracy 0.7500 | 12,340 samples/s "
-        "| share 70 % 30 % | 2.0s"
-    )
-    assert str(replace(metrics, epochs=None)).startswith("epoch 3 | loss")
-
-
 def test_an_epoch_without_work_has_no_loss_and_divides_by_nothing():
     empty = result(Tally(0, 2), 0.0)
     assert empty.loss is None
@@ -86,35 +70,6 @@ def test_a_nan_loss_stays_a_nan():
     assert math.isnan(metrics.loss)
     assert math.isnan(metrics.per_rank[0].loss)
     assert metrics.per_rank[1].loss == 1.0
-
-
-@pytest.mark.parametrize("drifts", [(0.1, math.nan, 0.2), (math.nan, 0.1), (0.1, math.nan)])
-def test_a_nan_drift_stays_a_nan(drifts):
-    tally = Tally(0, 1)
-    for drift in drifts:
-        tally.close_round(1.0, drift)
-    tally.close_round(1.0, None)
-    assert math.isnan(result(tally).divergence)
-
-
-def test_an_order_without_steps_keeps_the_learning_rate():
-    tally = Tally(0, 2)
-    tally.add(1, work(10, lr=0.5))
-    tally.add(1, work(0, steps=0))
-    tally.add(0, work(0, steps=0))
-    assert result(tally).lr == 0.5
-
-
-def test_a_scalar_without_weight_is_no_number():
-    tally = Tally(0, 1)
-    tally.add(0, work(1, scalars={"masked": (0.0, 0.0)}))
-    assert math.isnan(result(tally).scalars["masked"])
-
-
-def test_efficiency_is_at_most_one():
-    tally = Tally(0, 1)
-    tally.add(0, work(1, busy_ms=1000.5))
-    assert result(tally).efficiency == 1.0
 
 
 @given(
@@ -167,17 +122,6 @@ def test_an_evaluation_is_the_same_whoever_evaluated_which_batch():
 def test_a_name_that_some_batches_lack_is_the_mean_over_the_others():
     means = evaluation_means([(0, 2, (("a", 1.0),)), (1, 6, (("a", 2.0), ("b", 3.0)))])
     assert means == {"a": 1.75, "b": 3.0}
-
-
-def test_a_batch_without_weight_spoils_no_mean_of_an_evaluation():
-    assert evaluation_means([(0, 0.0, (("loss", math.nan),)), (1, 2.0, (("loss", 3.0),))]) == {"loss": 3.0}
-
-
-def test_numbers_of_an_evaluation_that_are_none():
-    inf = math.inf
-    assert evaluation_means([(0, 1, (("a", inf),)), (1, 1, (("a", 1.0),))]) == {"a": inf}
-    assert math.isnan(evaluation_means([(0, 1, (("a", inf),)), (1, 1, (("a", -inf),))])["a"])
-    assert math.isnan(evaluation_means([(0, 0, (("a", 1.0),))])["a"])
 
 
 def test_norms_of_gradients_are_summed_over_orders_and_ranks() -> None:

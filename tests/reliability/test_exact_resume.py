@@ -19,7 +19,7 @@ from tests.reliability.small import WAIT_S, Written, same
 
 pytestmark = pytest.mark.usefixtures("kept_replicas")
 
-EPOCHS = 3
+EPOCHS = 2
 NUMBERS = torch.randn(42, 5, generator=torch.Generator().manual_seed(1))
 DATA = (NUMBERS, NUMBERS.sum(1).sign())
 

@@ -34,20 +34,6 @@ def trained(policy: Any, checkpoint: flowdp.CheckpointOptions | None) -> tuple[f
     return state, run.status().problems
 
 
-@pytest.mark.parametrize("policy", ["sync", "exact"])
-def test_checkpoints_after_every_step_change_no_bit_and_the_last_one_is_there(
-    policy: str, tmp_path: Path
-) -> None:
-    plain, _ = trained(policy, None)
-    options = flowdp.CheckpointOptions(tmp_path / "run", every=1, unit="step", keep_last=1000)
-    saved, _ = trained(policy, options)
-    for name, value in plain.state_dict.items():
-        assert torch.equal(value, saved.state_dict[name])
-    last = flowdp.load_checkpoint(tmp_path / "run")
-    for name, value in plain.state_dict.items():
-        assert torch.equal(value, last.state_dict[name])
-
-
 def test_where_the_budget_is_spent_the_next_one_is_that_of_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -40,8 +40,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.1)
 
 
-@pytest.mark.parametrize("step", [0, 4])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "step"), [(0, 0), (1, 4)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_replica_is_healed_and_the_run_goes_on(
     recorder: StepRecorder, caplog: pytest.LogCaptureFixture, policy: str, rank: int, step: int
@@ -80,8 +79,7 @@ def tensors(state: Any) -> list[Tensor]:
     return [value for one in state["state"].values() for value in one.values() if isinstance(value, Tensor)]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "devices"), list(zip(POLICIES, (1, 2, 2, 2), strict=True)))
 def test_without_a_healthy_replica_the_run_ends_and_names_the_last_checkpoint(
     tmp_path: Path, recorder: StepRecorder, policy: str, devices: int
 ) -> None:

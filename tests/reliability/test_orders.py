@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from flowdp import CheckpointError, CheckpointOptions, EpochMetrics, OptionError
 from flowdp.checkpoint.file import read
@@ -22,12 +22,6 @@ def seeded() -> Any:
     """A loader of single samples whose sampler keeps drawing from one generator."""
     draw = torch.Generator().manual_seed(4)
     return DataLoader([(i,) for i in range(SAMPLES)], 2, sampler=SubsetRandomSampler(CHOSEN, generator=draw))
-
-
-def told(seed: int = 0) -> Any:
-    """A loader whose sampler shuffles by its set_epoch."""
-    dataset = [(i,) for i in range(SAMPLES)]
-    return DataLoader(dataset, 2, sampler=DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed))
 
 
 def run(recorder: StepRecorder, policy: str, folder: Path, loader: Any, **options: Any) -> Any:
@@ -62,16 +56,6 @@ def test_a_generator_that_has_moved_on_is_refused_and_a_fresh_one_goes_on(
     check(recorder, run(recorder, policy, tmp_path, seeded(), resume=True).fit(), CHOSEN)
 
 
-def test_a_sampler_may_share_its_generator_with_its_loader(tmp_path: Path, recorder: StepRecorder) -> None:
-    def shared() -> Any:
-        loader = seeded()
-        draw = loader.sampler.generator
-        return DataLoader(loader.dataset, 2, sampler=loader.sampler, generator=draw)
-
-    stop_at(recorder, 10, run(recorder, "sync", tmp_path, shared()))
-    check(recorder, run(recorder, "sync", tmp_path, shared(), resume=True).fit(), CHOSEN)
-
-
 def unseeded() -> Any:
     """A loader with the default shuffle."""
     return DataLoader([(i,) for i in range(SAMPLES)], 2, sampler=SubsetRandomSampler(CHOSEN))
@@ -92,38 +76,6 @@ def test_what_a_run_has_made_begins_its_epoch_anew_in_another_order(
     assert [recorder.samples(epoch) for epoch in range(3)] == [Counter(), Counter(CHOSEN), Counter(CHOSEN)]
 
 
-def test_what_a_run_has_made_goes_on_in_the_same_order(recorder: StepRecorder) -> None:
-    state = stop_at(recorder, 10, trainer(recorder, "sync", 2, dataset=seeded()))
-    check(recorder, trainer(recorder, "sync", 2, dataset=seeded(), resume=state).fit(), CHOSEN)
-
-
-def test_a_sampler_that_is_told_its_epoch_may_be_the_same_or_another(
-    tmp_path: Path, recorder: StepRecorder
-) -> None:
-    loader = told()
-    stop_at(recorder, 15, run(recorder, "sync", tmp_path, loader))
-    with pytest.raises(CheckpointError, match="epoch 1 is partly"):
-        run(recorder, "sync", tmp_path, told(seed=1), resume=max(tmp_path.glob("step-*.pt"))).start()
-    check(recorder, run(recorder, "sync", tmp_path, loader, resume=True).fit(), range(SAMPLES))
-
-
-def test_a_run_that_was_resumed_is_checked_again(tmp_path: Path, recorder: StepRecorder) -> None:
-    for _ in range(2):
-        job = run(recorder, "sync", tmp_path, seeded(), resume=True)
-        stop_at(recorder, len(recorder.steps) + 2, job)
-    assert list(read(max(tmp_path.glob("step-*.pt")))["orders"]) == [0]
-    moved = seeded()
-    list(moved.sampler)
-    with pytest.raises(CheckpointError, match="epoch 0 is partly"):
-        run(recorder, "sync", tmp_path, moved, resume=True).start()
-
-
-def test_at_an_epochs_end_the_order_is_free(tmp_path: Path, recorder: StepRecorder) -> None:
-    loader = seeded()
-    run(recorder, "sync", tmp_path, loader, epochs=1).fit()
-    check(recorder, run(recorder, "sync", tmp_path, loader, resume=True).fit(), CHOSEN)
-
-
 def test_a_sampler_without_a_seed_is_kept_at_the_ends_of_epochs(
     tmp_path: Path, recorder: StepRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,17 +93,3 @@ def test_checkpoints_inside_its_epochs_are_refused_at_the_start(
     options = CheckpointOptions(tmp_path, every=2, unit="step")
     with pytest.raises(OptionError, match=r"unit='step' .* SubsetRandomSampler, .* or use unit='epoch'"):
         trainer(recorder, "sync", 2, dataset=unseeded(), checkpoint=options).start()
-
-
-def test_the_newest_file_that_can_be_taken_is_taken(
-    tmp_path: Path, recorder: StepRecorder, caplog: pytest.LogCaptureFixture
-) -> None:
-    loader = seeded()
-    stop_at(recorder, 10, run(recorder, "sync", tmp_path, loader))
-    end, inside = sorted(tmp_path.glob("step-*.pt"))
-    assert read(inside)["position"].open
-    again = run(recorder, "sync", tmp_path, loader, resume=True).start()  # its generator has advanced
-    state = again.join()
-    assert f"{str(inside)!r}: epoch 1 is partly" in caplog.text
-    assert f"checkpoint {str(end)!r} is taken" in caplog.text
-    assert [sum(part.samples for part in record.per_rank) for record in state.history] == [len(CHOSEN)] * 3

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flowdp
 from flowdp import CheckpointError, CheckpointOptions, OptionError, StepError
@@ -27,7 +26,6 @@ from tests.reliability.small import (
     Door,
     Written,
     count,
-    same,
     stop,
     stop_at,
     trainer,
@@ -53,7 +51,7 @@ def check(
 
 
 # ---------------------------------------------------------------- any number of devices
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_cut_in_the_middle_of_an_epoch(
     tmp_path: Path, recorder: StepRecorder, policy: str, devices: int
@@ -67,7 +65,7 @@ def test_cut_in_the_middle_of_an_epoch(
     assert state.global_step == (9 if policy == "exact" else 18)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 3])
 def test_batches_that_a_hurried_rank_left_are_not_forgotten(
     tmp_path: Path, recorder: StepRecorder, devices: int
 ) -> None:
@@ -95,8 +93,7 @@ def test_batches_that_a_hurried_rank_left_are_not_forgotten(
     check(recorder, state, 3, Counter(range(90)))
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "devices"), list(zip(POLICIES, (1, 2, 3, 1), strict=True)))
 def test_more_epochs_than_before(tmp_path: Path, recorder: StepRecorder, policy: str, devices: int) -> None:
     first = trainer(recorder, policy, 2, checkpoint=tmp_path, epochs=1).fit()
     run = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True, epochs=3).start()
@@ -109,19 +106,7 @@ def test_more_epochs_than_before(tmp_path: Path, recorder: StepRecorder, policy:
     assert state.global_step == 3 * first.global_step
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_run_that_was_complete_ends_at_once(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
-    done = trainer(recorder, policy, 2, checkpoint=tmp_path).fit()
-    recorder.steps.clear()
-    again = trainer(recorder, policy, 2, checkpoint=tmp_path, resume=True).fit()
-    assert recorder.steps == []
-    same(dict(again.state_dict), dict(done.state_dict))
-    assert repr(again.history) == repr(done.history)
-    assert (again.global_step, again.epochs_done, again.interrupted) == (done.global_step, 3, False)
-
-
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "devices"), list(zip(POLICIES, (1, 3, 2, 3), strict=True)))
 def test_what_failed_goes_on_from_its_last_checkpoint(
     tmp_path: Path, recorder: StepRecorder, policy: str, devices: int
 ) -> None:
@@ -148,15 +133,6 @@ def test_what_failed_goes_on_from_its_last_checkpoint(
     assert max(recorder.samples(0).values()) == 1
     assert (state.state_dict["trained"] > 0).all()
     assert sum(part.samples for part in state.history[0].per_rank) == MANY
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-def test_a_cut_run_can_be_cut_again(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
-    stop_at(recorder, 2, trainer(recorder, policy, 3, checkpoint=tmp_path))
-    for devices in (2, 1, 3):
-        job = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True)
-        stop_at(recorder, len(recorder.steps) + 1, job)
-    check(recorder, trainer(recorder, policy, 2, checkpoint=tmp_path, resume=True).fit(), 3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -198,7 +174,7 @@ class Stream(IterableDataset[Any]):
         yield from ((index,) for index in range(SAMPLES))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["sync", "exact"])
 def test_a_loader_with_processes(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
     def loader() -> Any:
         return DataLoader(Map(), 4, shuffle=True, num_workers=1)
@@ -209,28 +185,6 @@ def test_a_loader_with_processes(tmp_path: Path, recorder: StepRecorder, policy:
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_a_sampler_of_the_users(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
-    chosen = range(1, SAMPLES, 2)
-
-    def loader() -> Any:
-        draw = torch.Generator().manual_seed(4)
-        return DataLoader(Map(), 2, sampler=SubsetRandomSampler(chosen, generator=draw))
-
-    options: dict[str, Any] = {"checkpoint": tmp_path}
-    stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=loader(), **options))
-    state = trainer(recorder, policy, 3, dataset=loader(), resume=True, **options).fit()
-    check(recorder, state, 3, Counter(chosen))
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
-def test_a_stream_goes_on_between_two_epochs(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
-    trainer(recorder, policy, 2, dataset=Stream(), checkpoint=tmp_path, epochs=1).fit()
-    second = Stream()
-    check(recorder, trainer(recorder, policy, 2, dataset=second, checkpoint=tmp_path, resume=True).fit(), 3)
-    assert second.epochs == [1, 2]
-
-
-@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_a_stream_cannot_be_entered_in_the_middle(
     tmp_path: Path, recorder: StepRecorder, policy: str
 ) -> None:
@@ -275,24 +229,14 @@ def test_the_folder_of_another_run_is_refused(tmp_path: Path, recorder: StepReco
             trainer(recorder, "sync", 2, checkpoint=tmp_path, resume=resume).start()
 
 
-def test_an_end_before_the_checkpoint_is_refused(tmp_path: Path, recorder: StepRecorder) -> None:
-    trainer(recorder, "sync", 2, checkpoint=tmp_path).fit()
-    with pytest.raises(OptionError, match="epochs=2 is less than the 3 that checkpoint"):
-        trainer(recorder, "sync", 2, checkpoint=tmp_path, resume=True, epochs=2).start()
-    with pytest.raises(OptionError, match="max_steps=5 is less than the 18 of checkpoint"):
-        trainer(recorder, "sync", 2, checkpoint=tmp_path, resume=True, epochs=9, max_steps=5).start()
-
-
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
         ({"model": nn.Linear(1, 1)}, "another model: 'trained' is float32"),
         ({"samples": 22, "model": Counts()}, "the dataset had 23 samples, it has 22 samples now"),
         ({"per_device_batch_size": 5}, "batch_size was 4, it is 5 now"),
-        ({"policy": "exact"}, "batch_size was 4, it is 8 now"),
         ({"seed": 1}, "seed was 0, it is 1 now"),
         ({"reading": flowdp.ReadingOptions(shuffle=False)}, "shuffle was True, it is False now"),
-        ({"reading": flowdp.ReadingOptions(drop_last=True)}, "drop_last was False, it is True now"),
     ],
 )
 def test_what_has_changed_is_named(
@@ -303,24 +247,6 @@ def test_what_has_changed_is_named(
     with pytest.raises(CheckpointError, match=named) as caught:
         trainer(recorder, **{"policy": "sync", "devices": 2, **options, **changed}).start()
     assert caught.value.path == str(newest(tmp_path))
-
-
-def test_another_optimizer_is_named(tmp_path: Path, recorder: StepRecorder) -> None:
-    trainer(recorder, "sync", 2, checkpoint=tmp_path, epochs=1).fit()
-
-    def schedule(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    job = trainer(
-        recorder,
-        "sync",
-        2,
-        checkpoint=tmp_path,
-        resume=True,
-        scheduler=flowdp.SchedulerOptions(schedule, unit="epoch"),
-    )
-    with pytest.raises(CheckpointError, match=r"no scheduler .*this run has the schedulers StepLR"):
-        job.start()
 
 
 # ---------------------------------------------------------------- broken files

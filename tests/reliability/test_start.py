@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import flowdp
 from bench.reliability.interrupts import interrupt, make, places
-from flowdp.engine.engine import Engine
-from flowdp.threads.crew import Crew
 
 SAMPLED = 6
 
@@ -79,51 +76,3 @@ def test_no_room_for_the_next_thread(tmp_path: Path) -> None:
     run.stop()
     run.join()
     assert refused >= 6  # SIGTERM, reader, writer, two workers, coordinator, callbacks
-
-
-@pytest.mark.parametrize("error", [MemoryError("no room"), ZeroDivisionError("a bug of the factory")])
-def test_an_error_in_a_factory(tmp_path: Path, error: Exception) -> None:
-    made: list[nn.Module] = []
-
-    def model() -> nn.Module:
-        if len(made) == 1:
-            made.append(nn.Identity())
-            raise error
-        made.append(nn.Linear(1, 1))
-        return made[-1]
-
-    trainer = make(tmp_path, model=model)
-    with pytest.raises(type(error)):
-        trainer.start()
-    assert threads() == []
-    trainer.fit()  # its folder is free
-
-
-def test_a_crew_is_whole_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    NoRoom(monkeypatch, room=2)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        Crew(["flowdp-a", "flowdp-b", "flowdp-c"])
-    assert threads() == []
-
-
-def test_callbacks_of_a_start_that_is_taken_back_are_not_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[str] = []
-
-    class Told(flowdp.Callback):
-        def on_train_start(self, run: Any) -> None:
-            called.append("start")
-
-        def on_train_end(self, state: Any) -> None:
-            called.append("end")
-
-    def fails(*_: object) -> None:
-        raise ZeroDivisionError
-
-    trainer = make(tmp_path, callbacks=[Told()])
-    monkeypatch.setattr(Engine, "begin", fails)
-    with pytest.raises(ZeroDivisionError):
-        trainer.start()
-    assert threads() == []
-    assert called == []

@@ -126,38 +126,3 @@ def test_metrics_of_three_devices_are_those_of_one_and_of_a_plain_loop() -> None
         assert "confusion" not in str(record)
     assert records[0].eval == pytest.approx(records[1].eval, abs=1e-6)
     assert not any(metric._update_count for metric in given.values())  # the user's own are not touched
-
-
-class Meeting(nn.Linear):
-    """A model whose first evaluation on each rank waits for those of the others."""
-
-    meeting = threading.Barrier(3)
-
-    def __init__(self) -> None:
-        super().__init__(4, CLASSES)
-        self.has_met = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training and not self.has_met:
-            self.has_met = True
-            self.meeting.wait(WAIT_S)
-        return super().forward(x)
-
-
-def test_a_criterion_says_how_they_are_updated() -> None:
-    model, plain = Meeting(), metrics()
-    model.has_met = True
-    update(plain, model(X), (X, Y))
-    loss = F.cross_entropy(model(X), Y).item()
-    model.has_met = False
-    record = evaluated(
-        model,
-        3,
-        loss=nn.CrossEntropyLoss(),
-        metrics=torchmetrics.MetricCollection(metrics(), prefix="val_"),
-        evaluation=EvaluationOptions((X, Y), sanity_check=0),
-    )
-    assert record.eval["loss"] == pytest.approx(loss, abs=1e-6)
-    assert record.eval["val_f1"] == pytest.approx(plain["f1"].compute().item(), abs=1e-6)
-    assert record.eval["val_auroc"] == pytest.approx(plain["auroc"].compute().item(), abs=1e-6)
-    assert record.eval_arrays["val_confusion"].tolist() == plain["confusion"].compute().tolist()

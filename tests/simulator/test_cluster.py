@@ -9,7 +9,6 @@ import pytest
 
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.worker import WorkerMachine
 from flowdp.options import Policy
 from flowdp.protocol.commands import Command, EpochEnded, RoundEnded
 from flowdp.protocol.messages import (
@@ -55,12 +54,6 @@ def test_time_adds_up() -> None:
     assert world.rules.steps == [10, 10]
 
 
-def test_a_device_alone_averages_nothing() -> None:
-    config = CoordinatorConfig(world_size=1, batches=7, epochs=2)
-    world = ran(Scenario(seed=0, config=config, ms_per_step=(3.0,), sync_ms=50.0, latency_ms=0.0))
-    assert world.clock.now_ms == pytest.approx(14 * 3.0)
-
-
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 @pytest.mark.parametrize("where", ["start", "step", "enter", "mean", "snapshot", "apply"])
 def test_a_crash_ends_the_run_for_all(policy: Policy, where: Any) -> None:
@@ -70,11 +63,6 @@ def test_a_crash_ends_the_run_for_all(policy: Policy, where: Any) -> None:
     never = where in ("snapshot", "apply") and policy != "async"
     assert finish.error == (None if never else f"rank 1 failed at {where} 0")
     assert {rank.state for rank in world.ranks} == {"gone"}
-
-
-def test_a_rank_that_slows_down_is_slower_from_then_on() -> None:
-    world = ran(scenario(slow_from=(0, 5, 3.0)))
-    assert [rank.trained_ms for rank in world.ranks] == [5 * 10.0 + 5 * 30.0, 200.0]
 
 
 def test_a_wish_is_taken_at_its_time() -> None:
@@ -114,28 +102,6 @@ def test_an_endless_run_is_ended() -> None:
 
     with pytest.raises(Violation, match=r"^L1: still running after"):
         ran(scenario(), coordinator=Restless)
-
-
-def test_work_that_was_not_done_is_noticed() -> None:
-    class Boaster(WorkerMachine):
-        def met(self, outcome: Any) -> Any:
-            done = super().met(outcome)
-            return done and replace(done, steps=done.steps + 1)
-
-    with pytest.raises(Violation, match=r"^S4: "):
-        ran(scenario(), worker=Boaster)
-
-
-def test_silent_without_a_trace_and_told_with_one() -> None:
-    lines: list[tuple[float, str]] = []
-    world = JudgedWorld(scenario(), trace=lambda now_ms, text: lines.append((now_ms, text)))
-    world.run()
-    times = [now_ms for now_ms, _ in lines]
-    assert times == sorted(times)
-    starts = {text.split()[0] for _, text in lines}
-    assert starts == {"->", "<-", "rank", "gate:"}
-    assert sum("enters the gate" in text for _, text in lines) == 20
-    assert sum(text.endswith("leaves: as told") for _, text in lines) == 2
 
 
 # ---------------------------------------------------------------- data of unknown length

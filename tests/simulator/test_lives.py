@@ -14,7 +14,6 @@ from flowdp.policy.save_budget import SaveBudget
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.lives import play
 from tests.simulator.scenario import Crash, Scenario
-from tests.simulator.violation import Violation
 
 CONFIG = CoordinatorConfig(
     world_size=2, batches=20, epochs=2, policy="sync", tasks=BarrierPlan(SavePlan(4, "step"))
@@ -37,10 +36,6 @@ def starts(worlds: list[JudgedWorld]) -> list[int]:
     return [world.scenario.config.start.global_step for world in worlds[1:] if world.scenario.config.start]
 
 
-def test_a_run_without_another_life() -> None:
-    assert len(play(SCENARIO)) == 1
-
-
 def test_the_next_life_begins_at_the_last_checkpoint() -> None:
     worlds = lives()
     assert starts(worlds) == [12]
@@ -48,11 +43,6 @@ def test_the_next_life_begins_at_the_last_checkpoint() -> None:
     assert second.rules.finish is not None
     assert second.rules.finish.global_step == 40
     assert sum(second.rules.steps) == 28
-
-
-@pytest.mark.parametrize(("begins_at", "step"), [(0.0, 4), (0.5, 8), (0.99, 12)])
-def test_or_at_an_earlier_one(begins_at: float, step: int) -> None:
-    assert starts(lives(begins_at=begins_at)) == [step]
 
 
 def test_on_other_devices_and_for_longer() -> None:
@@ -67,11 +57,6 @@ def test_who_fails_before_the_first_checkpoint_begins_where_the_last_life_did() 
     assert starts(worlds) == [12, 12]
 
 
-def test_without_a_checkpoint_there_is_no_other_life() -> None:
-    first = replace(SCENARIO, config=replace(CONFIG, tasks=BarrierPlan()), later=SCENARIO)
-    assert len(play(first)) == 1
-
-
 def test_a_stream_goes_on_at_the_beginning_of_an_epoch_alone() -> None:
     config = replace(CONFIG, batches=None, tasks=BarrierPlan(SavePlan(1, "step")))
     stream = replace(SCENARIO, config=config, lengths=(9,), read_ms=0.1)
@@ -79,22 +64,3 @@ def test_a_stream_goes_on_at_the_beginning_of_an_epoch_alone() -> None:
     start = worlds[1].scenario.config.start
     assert start is not None
     assert (start.done, start.open) == (1, ())
-
-
-def test_the_lives_up_to_a_violation_are_there() -> None:
-    class Forgetful(JudgedWorld):
-        def obey(self, command: Any) -> None:
-            if self.scenario.config.start is None or type(command).__name__ != "EpochEnded":
-                super().obey(command)
-
-    worlds: list[JudgedWorld] = []
-    second = replace(SCENARIO, begins_at=0.0)
-    with pytest.raises(Violation, match=r"^S19: "):
-        play(replace(SCENARIO, later=second), world=Forgetful, lives=worlds)
-    assert len(worlds) == 2
-
-
-def test_a_trace_tells_where_a_life_begins() -> None:
-    lines: list[str] = []
-    play(replace(SCENARIO, later=SCENARIO), trace=lambda _, text: lines.append(text))
-    assert sum("the next life begins at Position(" in line for line in lines) == 1

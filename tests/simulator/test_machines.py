@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.gate import GateState
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions
-from flowdp.protocol.commands import RoundEnded
-from flowdp.protocol.messages import Outcome, Settle, Settled, SyncAck
+from flowdp.protocol.messages import Outcome, Settled
 from flowdp.sim.world import VirtualRank
 from tests.simulator.machines import Links, MachinesWorld
 
@@ -71,12 +69,6 @@ def test_machines_meet_once_in_several_rounds_and_their_ranks_in_each() -> None:
     assert made.clock.now_ms == pytest.approx(123.0 + 5 * (2.0 + 5.0) + 8 * 2.0)
 
 
-def test_an_acknowledgment_has_the_times_of_both_levels() -> None:
-    acks = [fact for _, fact in world().facts if isinstance(fact, SyncAck)]
-    assert {(ack.sync_ms, ack.inner_ms) for ack in acks if ack.rank == 0} == {(7.0, 0.0), (7.0, 4.0)}
-    assert {ack.inner_ms for ack in acks if ack.rank == 2} == {0.0}
-
-
 def test_a_mean_that_travels_costs_no_time_until_it_is_late() -> None:
     free = world(overlaps=True, mean_ms=25.0)
     late = world(overlaps=True, mean_ms=100.0)
@@ -88,17 +80,3 @@ def test_a_mean_that_travels_costs_no_time_until_it_is_late() -> None:
     # At the end the last one comes in.
     assert settled == pytest.approx([149.0 + 25.0 + 2.0] * 3)
     assert late.clock.now_ms > 5 * 100.0
-
-
-def test_arrivals_and_outcomes_cross_the_links() -> None:
-    near, far = world(1), world(1, latency_ms=20.0)
-    assert far.clock.now_ms > near.clock.now_ms + 100.0
-    records = [record for record in far.records if isinstance(record, RoundEnded)]
-    assert sum(record.rounds for record in records) == 13
-
-
-def test_on_one_machine_there_is_no_mean_on_its_way() -> None:
-    made = world(machines=())
-    assert not any(outcome.inner for _, outcome in made.outcomes)
-    with pytest.raises(ProtocolError, match="on one machine"):
-        made.serve(0, Settle())

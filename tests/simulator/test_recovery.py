@@ -8,14 +8,10 @@ import pytest
 
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.options import Policy
-from flowdp.policy.cadence import Cadence
 from flowdp.protocol.position import Position
 from tests.simulator.cluster import JudgedWorld
-from tests.simulator.faults import Disturbance, draw
-from tests.simulator.lives import play
-from tests.simulator.recovery import RECOVERY, judge_recovery
+from tests.simulator.faults import Disturbance
 from tests.simulator.scenario import Scenario
-from tests.simulator.violation import Violation
 
 
 def scenario(policy: Policy = "cadence", epochs: int = 70, for_ms: float = 5000.0) -> Scenario:
@@ -59,24 +55,3 @@ def test_a_device_that_is_too_slow_for_an_epoch_is_asked_ever_more_rarely() -> N
     config = CoordinatorConfig(world_size=2, batches=10, epochs=80, policy="cadence")
     world = ran(Scenario(seed=0, config=config, ms_per_step=(20.0, 2000.0)))
     assert 4 <= world.rules.steps[1] <= 12
-
-
-def test_a_share_that_stays_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    calm = ran(replace(scenario(), disturbance=None))
-    judge_recovery(ran(scenario()), calm)
-    monkeypatch.setattr(Cadence, "due", ())
-    with pytest.raises(Violation, match=r"L7: rank [01] trains"):
-        judge_recovery(ran(scenario()), calm)
-
-
-def test_a_run_that_ends_before_the_recovery_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cadence, "due", ())
-    short = scenario(epochs=RECOVERY // 2)
-    judge_recovery(ran(short), ran(replace(short, disturbance=None)))
-
-
-@pytest.mark.parametrize("first", [14, 14 + 68 * 5])
-def test_seeds_with_a_disturbance(first: int) -> None:
-    for seed in range(first, first + 68 * 5, 68):
-        assert draw(seed).disturbance is not None
-        play(draw(seed))

@@ -1,0 +1,71 @@
+"""The code of three pages runs, each from the top of its page to the end, and says what the page says."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flowdp
+from flowdp.device.seeding import generators_kept
+from flowdp.observe.callbacks import METHODS
+from tests.vision import mend_torchvision
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def run(page: str) -> dict[str, Any]:
+    """The names that the code of a page has made."""
+    names: dict[str, Any] = {}
+    with generators_kept():
+        torch.manual_seed(0)
+        for block in re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL):
+            exec(compile(block, page, "exec"), names)
+    return names
+
+
+def test_callbacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("callbacks.md")
+    with Path("runs/a/metrics.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["0", "1", "2"]
+    assert {"runs/a/best.pt", "runs/a/metrics.settings.json"} <= {str(one) for one in Path().rglob("*.*")}
+    assert capsys.readouterr().out.count("done") == 1
+    for name in re.findall(r"`(?:train|eval|run|rank0)/\w+`", text_of("callbacks.md")):
+        assert name.strip("`") in {*rows[0], "eval/<name>", "train/<name>"}, name
+
+
+def test_every_method_and_every_callback_is_in_a_table() -> None:
+    page = text_of("callbacks.md")
+    for method in METHODS:
+        assert f"| `{method}(" in page
+    for name, one in vars(flowdp).items():
+        if isinstance(one, type) and issubclass(one, flowdp.Callback) and one is not flowdp.Callback:
+            assert re.search(rf"^\| .*`{name}\(", page, re.MULTILINE), name
+
+
+def test_tuning(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    names = run("tuning.md")
+    assert 1e-3 < names["curve"].suggestion < 1.0
+    assert all(run.error is None and run.loss < 1.5 for run in names["found"].runs)
+    assert capsys.readouterr().out.endswith("\n0.02\n")
+
+
+def test_evaluation() -> None:
+    mend_torchvision()
+    pytest.importorskip("torchmetrics")
+    names = run("evaluation.md")
+    assert names["confusion"].sum() == len(names["held_out"][0])
