@@ -143,15 +143,3 @@ def test_checkpoints_inside_its_epochs_are_refused_at_the_start(
         trainer(recorder, "sync", 2, dataset=unseeded(), checkpoint=options).start()
 
 
-def test_the_newest_file_that_can_be_taken_is_taken(
-    tmp_path: Path, recorder: StepRecorder, caplog: pytest.LogCaptureFixture
-) -> None:
-    loader = seeded()
-    stop_at(recorder, 10, run(recorder, "sync", tmp_path, loader))
-    end, inside = sorted(tmp_path.glob("step-*.pt"))
-    assert read(inside)["position"].open
-    again = run(recorder, "sync", tmp_path, loader, resume=True).start()  # its generator has advanced
-    state = again.join()
-    assert f"{str(inside)!r}: epoch 1 is partly" in caplog.text
-    assert f"checkpoint {str(end)!r} is taken" in caplog.text
-    assert [sum(part.samples for part in record.per_rank) for record in state.history] == [len(CHOSEN)] * 3
