@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from bench import harness
-from bench.harness import Comparison, compare, machine, options, report, step_ms, table
+from bench.harness import Comparison, compare, machine, report, table
 
 
 def test_pairs_are_complete_and_in_both_orders() -> None:
@@ -25,17 +22,6 @@ def test_pairs_are_complete_and_in_both_orders() -> None:
     assert (result.ratio, result.interval, result.medians) == (1.5, (1.5, 1.5), (3.0, 2.0))
 
 
-def test_the_order_follows_the_seed() -> None:
-    def order(seed: int) -> list[str]:
-        seen: list[str] = []
-        sides = {name: lambda name=name: seen.append(name) or 1.0 for name in "ab"}
-        compare("x", sides, pairs=16, seed=seed)
-        return seen
-
-    assert order(1) == order(1)
-    assert order(1) != order(2)
-
-
 def test_a_slow_spell_of_the_machine_leaves_the_ratio() -> None:
     a = (2.0, 2.0, 2.0, 20.0, 20.0, 20.0, 20.0)
     b = tuple(value / 2 for value in a)
@@ -49,14 +35,6 @@ def test_the_interval_holds_the_ratio_and_narrows_with_pairs() -> None:
         low, high = result.interval
         assert 1.0 <= low <= result.ratio <= high <= 1.4
     assert few.interval[1] - few.interval[0] > many.interval[1] - many.interval[0]
-
-
-def test_step_ms_is_the_mean_of_the_measured_calls() -> None:
-    calls: list[float] = []
-    ms = step_ms(lambda: calls.append(time.perf_counter()), steps=50, warmup=3)
-    ended = time.perf_counter()
-    assert len(calls) == 53
-    assert calls[-1] - calls[3] <= ms * 50 / 1e3 <= ended - calls[2]
 
 
 def test_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,36 +53,3 @@ def test_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "faults  2,400.000" in out
     assert table([result]) in out
-
-
-def test_machine_names_what_figures_depend_on() -> None:
-    here = machine()
-    assert here.keys() == {"cpu", "cores", "python", "torch", "system"}
-    assert all(here.values())
-
-
-def test_commit_says_dirty_and_no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*arguments: str) -> str:
-        author = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-        return subprocess.run(
-            ["git", *author, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout
-
-    monkeypatch.setattr(harness, "ROOT", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert harness.commit() == "nogit"
-    (tmp_path / "file").write_text("1")
-    git("init", "-q")
-    git("add", "file")
-    git("commit", "-qm", "one")
-    assert harness.commit() == git("rev-parse", "--short", "HEAD").strip()
-    (tmp_path / "file").write_text("2")
-    assert harness.commit().endswith("-dirty")
-
-
-def test_options_take_the_first_line_and_more_arguments() -> None:
-    parser = options("What it measures.\n\nMore.", pairs=7)
-    parser.add_argument("--size", type=int)
-    given = parser.parse_args(["--size", "3", "--save"])
-    assert (given.pairs, given.size, given.save) == (7, 3, True)
-    assert parser.description == "What it measures."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from pathlib import Path
 from pickle import PicklingError
@@ -104,14 +103,6 @@ def test_a_moving_average_is_written_in_place_of_the_weights(
         state.save(tmp_path / "none.pt", ema=True)
 
 
-def test_weights_that_are_merely_equal_are_not_tied(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    save_weights(tmp_path / "zeros.safetensors", model.state_dict())
-    assert safetensors.load_file(tmp_path / "zeros.safetensors").keys() == model.state_dict().keys()
-
-
 def test_a_suffix_without_a_format_and_a_value_that_is_no_tensor(
     tmp_path: Path, state: flowdp.TrainedState
 ) -> None:
@@ -123,14 +114,6 @@ def test_a_suffix_without_a_format_and_a_value_that_is_no_tensor(
     ):
         save_weights(tmp_path / "model.safetensors", {"a._extra_state": {}})
     assert not any(tmp_path.iterdir())
-
-
-def test_without_safetensors_the_error_names_the_extra(
-    tmp_path: Path, state: flowdp.TrainedState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(flowdp.OptionError, match=r"pip install 'flowdp\[safetensors\]'"):
-        state.save(tmp_path / "model.safetensors")
 
 
 def test_a_failure_leaves_the_file_from_before(tmp_path: Path, state: flowdp.TrainedState) -> None:

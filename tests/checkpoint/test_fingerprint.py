@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from flowdp.checkpoint.fingerprint import differences, fingerprint, orders
 from flowdp.data.open_source import open_source
-from flowdp.errors import CheckpointError
 from flowdp.protocol.position import OpenEpoch, Position
 
 
@@ -76,17 +75,6 @@ def test_the_order_matters_inside_an_epoch_alone(change: dict[str, Any]) -> None
     assert found.startswith(f"{name} was ")
     assert f"it is {value!r} now" in found
     assert differences(said(), said(**change), inside_epoch=False) == []
-
-
-def test_whatever_stands_in_a_file() -> None:
-    for saved in ({}, {"model": 3, "dataset_length": "100", "order": []}):
-        assert len(differences(saved, said(), inside_epoch=True)) == 5
-
-
-def test_it_is_plain() -> None:
-    assert said(sizes=torch.Size([2]))["order"]["sizes"] == (2,)
-    with pytest.raises(CheckpointError, match=r"order\.seed is a object"):
-        said(seed=object())
 
 
 def test_orders_are_those_of_the_epochs_of_which_a_part_is_trained() -> None:

@@ -66,20 +66,6 @@ def test_a_cell_that_is_run_twice(tmp_path: Path) -> None:
     run.join()
 
 
-def test_through_a_link_it_is_the_same_folder(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    held = FolderLock(tmp_path / "a")
-    held.take()
-    with pytest.raises(OptionError):
-        FolderLock(tmp_path / "b").take()
-    held.give_back()
-    held.give_back()
-    other = FolderLock(tmp_path / "b")
-    other.take()
-    other.give_back()
-
-
 def test_a_killed_process_holds_nothing_though_its_child_lives(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],

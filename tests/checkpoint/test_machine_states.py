@@ -120,14 +120,6 @@ def test_a_machine_0_that_is_gone_frees_the_sender(pair: Pair) -> None:
     assert pair.sender.close(WAIT_S)
 
 
-def test_states_that_never_came_are_refused(pair: Pair) -> None:
-    pair.keep(0, "a0")
-    assert not pair.sender.close(timeout_s=0.01)
-    with pytest.raises(CheckpointError, match="lacks the states of machine 1: its run ended before"):
-        pair.collect(7)
-    assert pair.collect(0) == ["a0"]
-
-
 def test_an_error_there_is_an_error_here_and_the_next_one_is_collected(pair: Pair) -> None:
     pair.keep(0, error=MemoryError("no room"))
     pair.keep(1, "a1")
@@ -138,13 +130,6 @@ def test_an_error_there_is_an_error_here_and_the_next_one_is_collected(pair: Pai
     with pytest.raises(CheckpointError, match="machine 1: TypeError: cannot pickle"):
         pair.collect(1)
     assert pair.collect(2) == ["a2"]
-
-
-def test_a_late_answer_is_not_taken_for_that_of_the_next_capture(pair: Pair) -> None:
-    pair.keep(0, "a0")
-    pair.keep(1, "a1")
-    pair.sender.take(WantedStates(0))  # and machine 0 gave it up
-    assert pair.collect(1) == ["a1"]
 
 
 def test_a_lost_machine_is_a_passing_error() -> None:

@@ -203,20 +203,6 @@ def test_a_checkpoint_passes_between_flat_memory_and_parameters(
     assert bits(capture(first, shared=True)()) == bits(capture(straight, shared=True)())
 
 
-def test_a_tensor_in_a_group_stays_the_one_that_is_read() -> None:
-    def optimizer(p: list[nn.Parameter]) -> Optimizer:
-        return SGD([{"params": p, "pull": torch.rand(())}], 0.1)
-
-    taken = capture(make(optimizer), shared=True)()
-    other = make(optimizer, seed=1)
-    [group] = all_of(other.optimizers)[0].param_groups
-    pull = group["pull"]
-    assert pull != taken["optimizers"][0]["param_groups"][0]["pull"]
-    restore(other, taken, taken["model"], taken["buffers"])
-    assert group["pull"] is pull
-    assert pull == taken["optimizers"][0]["param_groups"][0]["pull"]
-
-
 @pytest.mark.parametrize("form", ["sequence", "mapping"])
 def test_several_optimizers_keep_their_form(tmp_path: Path, form: str) -> None:
     def optimizers(p: list[nn.Parameter]) -> Any:
@@ -265,19 +251,6 @@ def test_the_schedule_goes_on_in_the_groups_that_are_stepped(tmp_path: Path) -> 
         [mine], [theirs] = (all_of(one.optimizers)[0].param_groups for one in (other, original))
         assert (mine["lr"], mine["momentum"]) == (theirs["lr"], theirs["momentum"])
     assert bits(other.module.state_dict()) == bits(original.module.state_dict())
-
-
-def test_without_a_schedule_of_its_own_a_state_takes_this_ones() -> None:
-    original = make(lambda p: SGD(p, 0.7, momentum=0.9))
-    train(original, 0, 2)
-    taken = {**capture(original, shared=True)(), "learning_rate": None, "generator": None, "scaler": None}
-    other = make(lambda p: SGD(p, 0.1, momentum=0.9), seed=1)
-    restore(other, taken, taken["model"], taken["buffers"])
-    [group] = all_of(other.optimizers)[0].param_groups
-    assert group["lr"] == other.learning_rate.value == 0.1
-    assert bits(capture(other, shared=True)()["optimizers"][0]["state"]) == bits(
-        taken["optimizers"][0]["state"]
-    )
 
 
 def test_ranks_are_mapped_and_share_nothing(tmp_path: Path) -> None:
@@ -405,27 +378,6 @@ def test_other_optimizers_are_refused(optimizer: Any, said: str) -> None:
     taken = capture(make(), shared=True)()
     with pytest.raises(CheckpointError, match=said):
         restore(make(optimizer), taken, taken["model"], taken["buffers"])
-
-
-@pytest.mark.parametrize("name", ["optimizers", "learning_rate", "scaler", "generator"])
-def test_a_rank_that_lacks_something_is_refused(name: str) -> None:
-    taken = capture(make(), shared=True)()
-    for broken in ({key: taken[key] for key in taken if key != name}, {**taken, name: [{"state": 3}]}):
-        replica = make(precision="fp16")
-        if name == "generator" and name in broken:
-            continue  # on the CPU it is not checked
-        with pytest.raises(CheckpointError, match=r"does not fit|learning_rate"):
-            restore(replica, broken, taken["model"], taken["buffers"])
-
-
-def test_what_is_not_plain_is_named_by_the_writer() -> None:
-    class Locked(SGD):
-        def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "lock": threading.Lock()}
-
-    taken = capture(make(Locked), shared=False)()
-    with pytest.raises(CheckpointError, match=r"optimizers\[0\]\.lock is a lock"):
-        plain(taken)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

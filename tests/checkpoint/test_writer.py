@@ -107,18 +107,6 @@ def test_a_standing_is_read_once_and_holds_the_model_once(first: int) -> None:
     assert captured.read() is state
 
 
-def test_two_threads_read_it_once() -> None:
-    captured = CapturedState({0: part(0, 7.0, shared=True)}, 0, at(1), ())
-    found: list[dict[str, Any]] = []
-    threads = [threading.Thread(target=lambda: found.append(captured.read())) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert len(found) == 8
-    assert all(one is found[0] for one in found)
-
-
 # ---------------------------------------------------------------- checkpoints
 def test_a_checkpoint_is_written_and_told(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
@@ -136,14 +124,6 @@ def test_a_checkpoint_is_written_and_told(tmp_path: Path) -> None:
     assert read(tmp_path / "copy.pt")["model"].keys() == kept["model"].keys()
     with pytest.raises(RuntimeError):
         told.load_into(module)  # of another shape
-
-
-def test_without_a_folder_it_is_told_alone() -> None:
-    desk = Desk(None)
-    desk.put(1)
-    assert desk.close() == [1]
-    assert desk.told[0].path is desk.saver.last is None
-    assert desk.told[0].state_dict["weight"].item() == 1.0
 
 
 def test_without_folder_and_listener_there_is_no_thread() -> None:
@@ -204,13 +184,6 @@ def test_what_the_sampler_drew_is_asked_for_while_it_is_known(tmp_path: Path, sl
     assert [read(one.path)["orders"] for one in desk.told] == [None, {2: 8}]
     desk.saver.let_go()
     assert desk.saver.orders(at(2, is_open=True)) is None
-
-
-def test_inside_an_epoch_nothing_is_the_best(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, keep_best=("loss", "min"))
-    desk.put(2, is_open=True)
-    desk.close()
-    assert not (tmp_path / "best.pt").exists()
 
 
 # ---------------------------------------------------------------- the best state, and snapshots
@@ -279,18 +252,6 @@ def test_a_full_disk_is_a_problem_and_no_failure(tmp_path: Path, monkeypatch: py
     assert desk.failed == []
 
 
-def test_what_is_not_plain_is_a_failure_that_names_it(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    desk.saver.put(
-        0, lambda: {"optimizers": [{"made": print}], "model": {}, "buffers": {}, "ema": {}, "outer": {}}
-    )
-    desk.saver.save(Save(0, at(1), version=1, snapshots=0), LOSSES)
-    desk.close()
-    [error] = desk.failed
-    assert "ranks[0].optimizers[0].made is a builtin_function_or_method" in str(error)
-    assert desk.saver.problems == [str(error)]
-
-
 def test_what_a_device_could_not_give_is_a_failure(tmp_path: Path) -> None:
     def broken() -> dict[str, Any]:
         raise RuntimeError("the device is gone")
@@ -302,16 +263,6 @@ def test_what_a_device_could_not_give_is_a_failure(tmp_path: Path) -> None:
     [error] = desk.failed
     assert str(error) == "checkpoint 4 failed: RuntimeError: the device is gone"
     assert (error.version, type(error.__cause__)) == (4, RuntimeError)
-
-
-def test_a_run_that_is_over_keeps_the_best_alone() -> None:
-    desk = Desk(None)
-    desk.put(1, is_best=True)
-    desk.put(2, snapshots=1)
-    desk.close()
-    desk.saver.let_go()
-    assert desk.saver.best is not None
-    assert desk.saver.wait_for_snapshot(9) is None
 
 
 # ---------------------------------------------------------------- several machines

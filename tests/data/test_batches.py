@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowdp.data.batches import Portion, cuts, joined, taken_apart
+from flowdp.data.batches import Portion, cuts, joined
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
 
@@ -67,22 +67,6 @@ def test_what_was_gathered_is_cut_everywhere() -> None:
     assert portion.rows(4, 6).y.tolist() == [8, 10]
     assert portion.samples == 6
     assert [len(leaf) for leaf in portion.first(2)] == [2, 2]
-
-
-def test_elsewhere_it_is_the_same_portion() -> None:
-    portion = Portion.of((ROWS, torch.arange(3)), 6, SampleRange(2, 6))
-    leaves, tree, build = taken_apart(portion)
-    assert tree == taken_apart((ROWS, ROWS))[1]
-    moved = build([leaf + 100 for leaf in leaves])
-    assert moved.rows(0, 1)[0].tolist() == [[104, 105]]
-    assert moved.rows(0, 1)[1].tolist() == [100, 101, 102]
-    assert moved.whole is None
-    assert [len(leaf) for leaf in portion.first(5)] == [5, 3]
-
-
-def test_a_plain_batch_taken_apart() -> None:
-    leaves, _, build = taken_apart({"x": ROWS, "y": 3})
-    assert build([leaf * 2 for leaf in leaves])["y"] == 6
 
 
 def batch(start: int, stop: int) -> dict[str, Any]:

@@ -134,9 +134,10 @@ def shares(samples: int, count: int, draw: random.Random) -> list[SampleRange]:
     return [SampleRange(*span) for span in itertools.pairwise(stops)]
 
 
-@pytest.mark.parametrize("voids", [False, True])
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "exact", "voids"),
+    [(0, True, True), (0, False, False), (2, True, False), (2, False, True)],
+)
 def test_of_all_machines_each_sample_once_whatever_plans_become_void(machine, num_workers, exact, voids):
     """Random plans for ranks of three machines, of which some become void and are dealt anew."""
     draw = random.Random(17)
@@ -200,25 +201,7 @@ def test_no_more_than_ahead_is_read_while_no_rank_waits():
     assert dataset.counts.tolist() == [1] * 24 + [0] * (SAMPLES - 24)
 
 
-def test_a_rank_that_waits_is_served_though_others_leave_theirs_lying(machine):
-    one = machine(Counted(), ranks=2)
-    one.feeds[0].follow(whole(*range(10)))
-    one.feeds[1].follow(whole(10, 11))
-    assert one.samples(1, 0, 10) == list(one.source.indices(0, 10))
-    assert one.samples(0, 0, 9) == list(one.source.indices(0, 9))
-
-
 # ---------------------------------------------------------------- void plans
-
-
-def test_no_more_is_stored_than_ahead_whatever_becomes_void(machine):
-    one = machine(Counted(), ranks=2, shuffle=False)
-    most = one.source.plan.ahead
-    for start in range(0, 12, 3):
-        one.feeds[0].follow(whole(*range(start, start + 3)))
-        one.feeds[1].follow(whole(*range(start, start + 3), epoch=1))
-        one.samples(1, 1, start + 2)  # the others become void
-        assert len(one.source._read) + len(one.source._under_way) <= most
 
 
 def test_a_batch_given_back_is_kept_for_its_next_plan(machine):

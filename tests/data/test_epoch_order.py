@@ -20,7 +20,6 @@ from torch.utils.data import (
 )
 
 from flowdp.data.epoch_order import (
-    KEPT_EPOCHS,
     AllEpochs,
     BatchOrder,
     EpochOrder,
@@ -88,20 +87,6 @@ def test_every_sample_lies_in_one_batch(samples, batch_size, drop_last, shuffle,
         assert seen == list(range(order.samples))
 
 
-def test_it_deals_the_epochs_order_in_slices():
-    order = EpochOrder(100, 30, 4, True, False)
-    assert whole(order, 2) == epoch_order(100, 4, 2).tolist()
-
-
-@pytest.mark.parametrize("batch", [-1, 4, 100])
-def test_a_batch_that_an_epoch_does_not_have(batch):
-    order = EpochOrder(100, 30, 0, True, False)
-    with pytest.raises(IndexError, match=rf"batch {batch} of an epoch of 4 batches"):
-        order.indices(0, batch)
-    with pytest.raises(IndexError):
-        order.samples_in(0, batch)
-
-
 def test_an_epoch_is_drawn_once_however_many_threads_ask(monkeypatch):
     drawn = []
 
@@ -122,15 +107,6 @@ def test_an_epoch_is_drawn_once_however_many_threads_ask(monkeypatch):
         for number, epochs in enumerate(pool.map(rank, range(4))):
             assert epochs == [epoch_order(5000, 0, number % 2 + i).tolist() for i in (0, 1)]
     assert sorted(drawn) == [0, 1, 2]
-
-
-def test_only_the_last_epochs_are_kept_and_an_older_one_is_drawn_again():
-    order = EpochOrder(100, 10, 0, True, False)
-    before = whole(order, 0)
-    for epoch in range(10):
-        order.indices(epoch, 0)
-    assert len(order._epochs) == KEPT_EPOCHS
-    assert whole(order, 0) == before
 
 
 # ---------------------------------------------------------------- SamplerOrder
@@ -197,15 +173,6 @@ def test_threads_in_several_epochs_share_one_sampler():
     assert sampler.iterated == 2
 
 
-def test_a_drawn_epoch_is_kept_for_all_batches_in_flight_and_then_gone():
-    order = SamplerOrder(Counted(3), 1, False)
-    order.indices(1000, 0)  # short epochs: many are kept
-    assert whole(order, 1) == [100, 101, 102]
-    order.indices(2000, 0)
-    with pytest.raises(ProtocolError, match="asked for again"):
-        order.indices(1, 0)
-
-
 def test_set_epoch_is_called_before_each_epoch():
     class Distributed(Counted):
         def __init__(self):
@@ -252,26 +219,6 @@ def test_a_sampler_that_is_told_its_epoch_is_not_drawn_before(batch_size):
     assert sampler.epochs == [7, 8]
     with pytest.raises(ProtocolError):
         order.indices(6, 0)
-
-
-@pytest.mark.parametrize("yielded", [9, 11])
-def test_a_sampler_whose_length_is_wrong(yielded):
-    order = SamplerOrder(Counted(10, yielded), 3, False)
-    with pytest.raises(
-        DataError, match=rf"Counted yielded {yielded} indices in epoch 0.*its length is 10"
-    ) as e:
-        order.indices(0, 0)
-    assert e.value.epoch == 0
-
-
-def test_a_sampler_that_raises():
-    class Broken(Counted):
-        def __iter__(self):
-            raise KeyError("weights")
-
-    with pytest.raises(DataError, match="Broken failed in epoch 0: KeyError: 'weights'") as e:
-        SamplerOrder(Broken(10), 3, False).indices(0, 0)
-    assert isinstance(e.value.__cause__, KeyError)
 
 
 # ---------------------------------------------------------------- batch samplers
@@ -357,20 +304,7 @@ def test_two_samples_that_change_places_change_the_checksum_but_not_in_what_is_d
     assert found([0, 1, 2, 3, 4], True) == found([0, 1, 2, 3, 5], True)
 
 
-def test_the_same_samples_in_other_batches_have_another_checksum():
-    def found(*batches: list[int]) -> int | None:
-        return checksums(SamplerOrder(batches), 1)[0]
-
-    assert found([0, 1], [2]) == found([0, 1], [2])
-    assert len({found([0, 1], [2]), found([0], [1, 2]), found([0, 1], [3]), found([0, 1, 2])}) == 4
-
-
 # ---------------------------------------------------------------- AllEpochs
-def test_it_walks_all_epochs_without_a_seam():
-    order = EpochOrder(10, 4, 0, True, False)
-    plan = AllEpochs(order, 2)
-    assert list(plan.walk()) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert list(plan) == [order.indices(*key).tolist() for key in plan.walk()]
 
 
 @given(
@@ -387,19 +321,6 @@ def test_it_walks_what_was_not_trained_in_the_order_of_the_epochs(done, position
     walked = list(AllEpochs(EpochOrder(10, 2, 0, True, False), 5, start).walk())
     trained = {(e.epoch, b) for e in opened for b in range(e.position) if b not in missing}
     assert walked == [(e, b) for e in range(done, 5) for b in range(5) if (e, b) not in trained]
-
-
-def test_a_failing_sampler_ends_it_and_its_error_waits():
-    class BreaksLater(Counted):
-        def __iter__(self):
-            if self.iterated == 1:
-                raise KeyError("weights")
-            return super().__iter__()
-
-    plan = AllEpochs(SamplerOrder(BreaksLater(4), 2, False), None)
-    assert list(plan) == [[0, 1], [2, 3]]
-    assert plan.error is not None
-    assert plan.error.epoch == 1
 
 
 # ---------------------------------------------------------------- flodl's vectors

@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset, default_collate, default_convert, 
 
 from flowdp.data.iterable_source import StreamReader
 from flowdp.data.loader_source import ReadPlan
-from flowdp.errors import CheckpointError, DataError, ProtocolError
-from flowdp.protocol.position import OpenEpoch, Position
+from flowdp.errors import DataError, ProtocolError
+from flowdp.protocol.position import Position
 from tests.data.test_loader_source import Watched
 
 WAIT_S = 60.0
@@ -138,16 +138,6 @@ def test_a_machine_has_every_nth_batch_of_the_stream(runs, num_workers):
     ]
 
 
-def test_a_part_of_a_stream_has_the_numbers_of_its_machine(runs):
-    run = runs(Stream(10, 4), 4, is_stream=True, is_part=True, machine=1, machines=3)
-    assert [run.take(0, batch).tolist() for batch in (1, 4, 7)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert run.reader.take(0, 0, 10) is None
-    assert run.ended.get(timeout=WAIT_S) == (0, 10)
-    assert run.reader.stride.of(10) == 3
-    assert run.take(1, 1).tolist() == [0, 1, 2, 3]
-    assert run.ended.get(timeout=WAIT_S) == (1, 4)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_set_epoch_is_called_before_each_epoch(runs, num_workers):
     class Told(IterableDataset[Any]):
@@ -219,35 +209,7 @@ def test_a_batch_given_back_is_taken_again_with_its_samples(runs):
     assert run.reader.samples_in(0, 1) == 2
 
 
-@pytest.mark.parametrize("key", [(2, 0), (-1, 0), (0, -1)])
-def test_a_batch_that_cannot_be(runs, key):
-    with pytest.raises(IndexError, match=f"batch {key[1]} of epoch {key[0]}"):
-        runs(Stream(8)).reader.take(0, *key)
-
-
 # ---------------------------------------------------------------- items that are batches
-def test_an_item_may_be_a_batch_already(runs):
-    class Batches(Stream):
-        def item(self, sample):
-            return {"name": f"item {sample}", "x": torch.full((sample + 1, 2), float(sample))}
-
-    run = runs(Batches(3), None)
-    for size, batch in enumerate(run.epoch(0, 3), 1):
-        assert batch["name"] == f"item {size - 1}"
-        assert batch["x"].shape == (size, 2)
-        assert run.reader.samples_in(0, size - 1) == size
-    assert run.reader.batch_size is None
-
-
-@pytest.mark.parametrize("item", [7, "a name", torch.tensor(1.0)])
-def test_an_item_without_a_size_is_an_error(runs, item):
-    class Plain(Stream):
-        def item(self, sample):
-            return item
-
-    error = runs(Plain(3), None).failed.get(timeout=WAIT_S)
-    assert "with batch_size=None an item is a batch" in str(error)
-    assert "reading batch 0 of epoch 0 failed: TypeError" in str(error)
 
 
 # ---------------------------------------------------------------- failures
@@ -317,13 +279,6 @@ def test_it_begins_with_the_epoch_where_the_run_stood(runs, num_workers):
     assert dataset.yielded <= 12
     with pytest.raises(ProtocolError):
         run.reader.take(0, 1, 0)
-
-
-def test_inside_an_epoch_it_cannot_be_resumed():
-    start = Position(1, done=2, open=(OpenEpoch(2, 3, ((0, 1),), ()),))
-    with pytest.raises(CheckpointError, match=r"inside epoch 2, and Stream is an IterableDataset"):
-        Run(Stream(9), start=start)
-    assert not StreamReader.can_resume_inside
 
 
 def test_on_demand_it_is_iterated_when_somebody_waits():

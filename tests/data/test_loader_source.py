@@ -102,11 +102,6 @@ def runs() -> Iterator[Any]:
         run.close()
 
 
-def take_all(run: Run, batches: int) -> list[Any]:
-    """The first batches of the first epoch."""
-    return [run.take(0, 0, batch) for batch in range(batches)]
-
-
 def in_threads(ranks: int, body: Any) -> None:
     """Run `body(rank)` in a thread per rank, and raise the first error."""
     errors: list[BaseException] = []
@@ -128,8 +123,9 @@ def in_threads(ranks: int, body: Any) -> None:
 
 
 # ---------------------------------------------------------------- each sample once
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("ranks", "num_workers"), [(1, 0), (2, 0), (4, 0), (1, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "num_workers", "drop_last"), [(1, 0, True), (4, 0, False), (1, 2, False), (4, 2, True)]
+)
 def test_every_sample_is_read_and_dealt_once_an_epoch(runs, ranks, num_workers, drop_last):
     dataset = Counted()
     run = runs(dataset, epochs=3, drop_last=drop_last, num_workers=num_workers)
@@ -203,19 +199,6 @@ def test_the_last_rank_that_asked_is_woken():
     assert run.woken[0].empty()
 
 
-def test_a_batch_cannot_be_taken_twice(runs):
-    run = runs(Counted())
-    run.take(0, 0, 2)
-    with pytest.raises(ProtocolError, match="batch 2 of epoch 0 was taken before"):
-        run.reader.take(1, 0, 2)
-
-
-@pytest.mark.parametrize("key", [(0, 13), (0, -1), (2, 0), (-1, 0)])
-def test_a_batch_that_does_not_exist(runs, key):
-    with pytest.raises(IndexError, match=f"batch {key[1]} of epoch {key[0]}: 2 epochs of 13 batches"):
-        runs(Counted()).reader.take(0, *key)
-
-
 # ---------------------------------------------------------------- worker processes
 class Process(Counted):
     def __getitem__(self, index):
@@ -274,17 +257,6 @@ def test_a_change_that_worker_processes_do_not_see_is_told_once(runs, num_worker
     assert len(told) == (num_workers > 0)
 
 
-def test_worker_init_fn_runs_in_each_process(runs):
-    begun = torch.zeros(2, dtype=torch.int64).share_memory_()
-
-    def begin(number):
-        begun[number] += os.getpid()
-
-    run = runs(Process(), num_workers=2, worker_init_fn=begin)
-    pids = {*run.take(0, 0, 0).tolist(), *run.take(0, 0, 1).tolist()}
-    assert set(begun.tolist()) == pids
-
-
 # ---------------------------------------------------------------- failures
 class Broken(Counted):
     def __init__(self, index: int) -> None:
@@ -313,21 +285,6 @@ def test_a_dataset_that_raises(runs, num_workers):
         assert later.value is error
     assert run.close()
     assert run.failed.empty()
-
-
-def test_a_collate_function_that_returns_none(runs):
-    run = runs(Counted(), collate_fn=lambda samples: None)
-    error = run.failed.get(timeout=60)
-    assert "the batch is None; the collate function must return one" in str(error)
-    assert error.epoch == 0
-
-
-def test_a_dataset_that_exits(runs):
-    class Exits(Counted):
-        def __getitem__(self, index):
-            raise SystemExit(3)
-
-    assert isinstance(runs(Exits()).failed.get(timeout=60).__cause__, SystemExit)
 
 
 @pytest.mark.posix
@@ -381,26 +338,7 @@ def test_a_sampler_that_raises_does_so_after_the_batches_before_it(num_workers):
     assert source.close()
 
 
-def test_a_loader_that_cannot_be_started():
-    run = Run(Counted(), timeout=5)  # torch allows a timeout only with worker processes
-    with pytest.raises(DataError, match="could not be started: "):
-        run.start()
-    assert run.close()
-
-
-def test_torchs_timeout_is_an_error(runs):
-    class Never(Counted):
-        def __getitem__(self, index):
-            threading.Event().wait()
-
-    run = runs(Never(), num_workers=1, timeout=0.1)
-    assert "timed out after 0.1 seconds" in str(run.failed.get(timeout=60))
-
-
 # ---------------------------------------------------------------- closing
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_closing_before_the_start(num_workers):
-    assert Run(Counted(), num_workers=num_workers).close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -545,19 +483,6 @@ def test_all_ranks_that_wait_hear_of_a_failure(runs):
         cut(run, 3, 0, 3, 4)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_dataset_that_raises_stop_iteration(num_workers, runs):
-    class Ended(Counted):
-        def __getitem__(self, index: int) -> int:
-            return next(iter(())) if index == 13 else super().__getitem__(index)
-
-    run = runs(Ended(40), shuffle=False, batch_size=4, num_workers=num_workers)
-    with pytest.raises(DataError, match=r"batch 3 of epoch 0 \(samples 12.*failed: StopIteration") as e:
-        take_all(run, 4)
-    assert isinstance(e.value.__cause__, StopIteration)
-    assert e.value.indices == (12, 13, 14, 15)
-
-
 # ---------------------------------------------------------------- reused buffers
 @pytest.mark.parametrize("kind", ["tensor", "array", "list", "dict"])
 def test_a_collate_function_may_fill_one_buffer(runs, kind):
@@ -600,25 +525,6 @@ def test_what_a_lost_rank_took_can_be_taken_again(runs):
     assert run.take(3, 0, 3) is lost[3]
     with pytest.raises(ProtocolError, match="was taken before"):
         run.reader.take(3, 0, 5)
-
-
-def test_nothing_is_kept_that_is_settled_or_unless_asked_for(runs):
-    for keeps in (False, True):
-        run = runs(Counted(), keeps=keeps)
-        assert run.reader.keeps is keeps
-        run.take(0, 0, 0)
-        assert list(run.reader._lent) == [(0, 0)][: int(keeps)]
-        run.reader.settle([(0, 0)])
-        run.take(0, 0, 1)
-        assert run.close()
-        assert not run.reader._lent
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_what_is_kept_is_no_shared_memory(runs, keeps):
-    """Each tensor from a worker process is an open file, and their number is limited."""
-    run = runs(Process(), num_workers=1, keeps=keeps)
-    assert run.take(0, 0, 0).is_shared() is not keeps
 
 
 # ---------------------------------------------------------------- resumed runs
@@ -673,17 +579,6 @@ def test_an_epoch_begins_when_somebody_waits_for_it(ahead):
         assert dataset.counts.tolist() == [epoch + 1] * SAMPLES
         assert thread.is_alive()
     assert run.close()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_closing_what_nobody_has_waited_for(num_workers):
-    before = set(threading.enumerate())
-    run = Run(Counted(), epochs=None, on_demand=True, num_workers=num_workers).start()
-    assert run.close()
-    assert run.close()
-    assert run.reader.take(0, 0, 0) is None
-    assert set(threading.enumerate()) == before
-    assert not multiprocessing.active_children()
 
 
 # ---------------------------------------------------------------- several readers of one file
@@ -807,11 +702,3 @@ def test_a_reader_that_is_left_inside_a_dataset_holds_no_later_run_up(runs: Any)
     assert later.take(0, 0, 0).shape == (8,)
     hanging.goes_on.set()
     run.reader.threads()[0].join(60)
-
-
-def test_processes_need_no_turn(runs: Any) -> None:
-    hanging = Hanging()
-    runs(hanging)
-    assert hanging.is_inside.wait(60)
-    assert runs(Counted(), num_workers=1).take(0, 0, 0).shape == (8,)
-    hanging.goes_on.set()

@@ -64,22 +64,6 @@ def test_what_does_not_fit_is_prefetched(spare, kind):
     assert type(feed) is kind
 
 
-def test_what_the_gauge_promised_and_the_device_does_not_have_is_prefetched():
-    card = Card(room=X.nbytes - 1)
-    feeds = open_feeds(source(), [CardLane(card), CardLane(card)])
-    assert kinds(feeds) == [PrefetchFeed, PrefetchFeed]
-    assert card.emptied == 1
-    assert feeds[0]._gauge is feeds[1]._gauge  # type: ignore[attr-defined]
-
-
-def test_other_datasets_are_prefetched():
-    card = Card()
-    made = source([0, 1, 2, 3, 4])
-    feeds = open_feeds(made, [CardLane(card), HOST])
-    assert kinds(feeds) == [PrefetchFeed, DirectFeed]
-    assert made.close()
-
-
 def test_the_part_of_the_device_and_the_depth_are_the_users():
     card = Card(total=10**6, used=10**6 // 2)
     (feed,) = open_feeds(source(), [CardLane(card)], usage=0.5)

@@ -6,7 +6,6 @@ import queue
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.loader_source import LoaderSource
@@ -29,7 +27,6 @@ from flowdp.errors import DataError, ProtocolError
 from flowdp.policy.budget import Memory
 from flowdp.protocol.messages import SampleRange
 from tests.data.cards import Card, CardLane
-from tests.data.poisoned import PoisonedFeed
 
 Key = tuple[int, int]
 SAMPLES, BATCH, BATCHES = 43, 4, 11  # the last batch of an epoch has 3
@@ -221,7 +218,7 @@ def no_race(*lanes: Lane) -> None:
 # ---------------------------------------------------------------- the batches
 @pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("lane_of", LANES.values(), ids=LANES)
-@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("depth", [1, 3])
 def test_all_batches_of_all_epochs(close, source_of, lane_of, depth):
     source, lane = close(source_of()), lane_of()
     rank = close(Rank(source, lane))
@@ -256,21 +253,8 @@ def test_each_edge_is_needed(close, what, source_of):
     assert lane.card.races
 
 
-def test_the_first_batch_may_be_the_short_one(close):
-    source = close(read())
-    rank = close(Rank(source, CardLane()))
-    begin(source, [rank])
-    keys = [(0, BATCHES - 1), *everything(2)[BATCHES:]]
-    rank.follow(keys)
-    for key in keys:
-        check(source, key, rank.train(key))
-    assert rank.feed._loose.made == 1
-    assert rank.feed._ring.made <= 2
-    no_race(rank.lane)
-
-
 # ---------------------------------------------------------------- changing plans
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("lane_of", LANES.values(), ids=LANES)
 @pytest.mark.parametrize("source_of", SOURCES.values(), ids=SOURCES)
 def test_plans_change_at_any_moment(close, seed, lane_of, source_of):
@@ -349,22 +333,6 @@ def test_it_asks_again_when_woken(close):
     assert rank.train((0, 0)).tolist() == [0.0] * BATCH
 
 
-def test_a_wait_has_one_note(close):
-    shelf = Shelf()
-    rank = close(Rank(shelf, CardLane()))
-    assert rank.ask((0, 0)) is None
-    shelf.put(0)
-    rank.feed.wake(0, 0)
-    assert rank.notes.get(timeout=60) == (0, 0)
-    rank.follow([])
-    card = rank.lane.card
-    card.log.clear()
-    rank.follow([(0, 0)])  # fetched again, without a wait
-    card.until(lambda: any(verb == "records" for _, verb, _ in card.log))
-    assert rank.feed.close()
-    assert rank.noted == 1
-
-
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("lane_of", LANES.values(), ids=LANES)
 def test_short_rings_and_a_short_reader_do_not_lock_up(close, ahead, lane_of):
@@ -398,37 +366,6 @@ def test_short_rings_and_a_short_reader_do_not_lock_up(close, ahead, lane_of):
 
 
 # ---------------------------------------------------------------- batches of other kinds
-
-
-class MovesInPlace:
-    """Moves in place, like a tokenizer's batches."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def to(self, device: torch.device) -> MovesInPlace:
-        self.x = self.x.to(device, copy=True)
-        return self
-
-
-def test_a_packed_sequence_moves_itself(close):
-    payload = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
-    shelf = Shelf()
-    shelf.there[0, 0] = payload
-    rank = close(Rank(shelf, CardLane()))
-    batch = rank.take((0, 0))
-    assert isinstance(batch, PackedSequence)
-    assert torch.equal(batch.data, payload.data)
-    assert batch.batch_sizes.device.type == "cpu"
-
-
-def test_what_moves_in_place_can_still_be_given_back(close):
-    shelf, x = Shelf(), torch.rand(BATCH)
-    shelf.there[0, 0] = payload = MovesInPlace(x)
-    rank = close(Rank(shelf, CardLane()))
-    assert rank.take((0, 0)).x is not x
-    rank.feed.release()
-    assert payload.x is x
 
 
 def test_a_loose_batch_is_kept_until_the_copy_stream_has_waited_for_its_step(close):
@@ -537,7 +474,7 @@ def test_another_program_takes_the_memory_and_gives_it_back(close, source_of):
     no_race(lane)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 3])
+@pytest.mark.parametrize("limit", [0, 2])
 def test_a_limit_of_the_users_holds_at_any_time(close, limit):
     lane, device = CardLane(), Device(2**30)
     rank = close(Rank(tensors(), lane, gauge=device.gauge(lane, limit=limit)))
@@ -553,7 +490,7 @@ def test_a_limit_of_the_users_holds_at_any_time(close, limit):
     no_race(lane)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 6])
+@pytest.mark.parametrize("slots", [1, 3])
 def test_out_of_memory_makes_the_ring_shorter(close, slots):
     lane = CardLane(Card(room=slots * BATCH_BYTES))
     device = Device(2**30)
@@ -585,15 +522,6 @@ def test_no_memory_for_a_single_batch_is_an_error(close):
 
 
 # ---------------------------------------------------------------- poison
-def test_poison_is_never_seen_by_a_step(close):
-    lane = CardLane()
-    source = close(read())
-    rank = close(Rank(source, lane, feed=PoisonedFeed))
-    begin(source, [rank])
-    rank.follow(everything())
-    for key in everything():
-        check(source, key, rank.train(key))
-    no_race(lane)
 
 
 # ---------------------------------------------------------------- errors
@@ -618,7 +546,7 @@ def test_an_error_of_the_dataset_reaches_the_worker(close):
 
 
 # ---------------------------------------------------------------- closing
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_it_closes_at_any_moment(close, seed):
     dice = random.Random(seed)
     source = close(dice.choice([tensors, read])())
@@ -649,23 +577,6 @@ def test_it_closes_while_it_waits(close, waits_for):
         assert shelf.asked.get(timeout=60) == (0, 0, 1)
     assert rank.feed.close()
     assert rank.feed.close()
-
-
-def test_a_closed_feed_holds_no_memory(close):
-    rank = close(Rank(tensors(), HostLane(torch.device("cpu"))))
-    rank.follow(everything())
-    rank.train((0, 0))
-    rank.take((0, 1))  # and does not come back
-    kept = [
-        weakref.ref(memory)
-        for slot in (*rank.feed._ring.unused, *rank.feed._in_use)
-        for memory in slot.memory  # type: ignore[union-attr]
-        if memory is not None
-    ] + [weakref.ref(buffer.memory) for buffer in rank.feed._staging._buffers]
-    assert len(kept) >= 4
-    assert rank.feed.close()
-    assert [memory for memory in kept if memory() is not None] == []
-    rank.feed.release()  # the worker may be late
 
 
 def test_a_wait_for_the_device_that_never_ends_is_told():
@@ -746,47 +657,6 @@ def test_a_step_without_room_gets_all_memory_ahead(close, source_of):
             rank.feed.fit()
     assert device.reads > reads
     assert 1 <= rank.feed.depth < 6, "half as many, and more in a later epoch"
-    assert lane.card.races == []
-
-
-def test_memory_of_a_batch_on_its_way_is_given_too(close):
-    """The step is tried again when it is there, not before."""
-    filling, may_end, resized = threading.Event(), threading.Event(), threading.Event()
-
-    class Slow(PrefetchFeed):
-        filled = 0
-
-        def _copy(self, *given: Any) -> Any:
-            self.filled += 1
-            if self.filled == 2:
-                filling.set()
-                assert may_end.wait(60)
-            return super()._copy(*given)
-
-        def resize(self, depth: int) -> bool:
-            given = super().resize(depth)
-            resized.set()
-            return given
-
-    source, lane = close(read()), CardLane()
-    rank = close(Rank(source, lane, feed=Slow))
-    begin(source, [rank])
-    keys = everything(1)
-    rank.follow(keys)
-    check(source, keys[0], rank.take(keys[0]))
-    assert filling.wait(60)
-    answers: queue.SimpleQueue[tuple[bool, int]] = queue.SimpleQueue()
-    worker = threading.Thread(target=lambda: answers.put((rank.feed.shrink(), rank.feed._ring.made)))
-    worker.start()
-    assert resized.wait(60)
-    may_end.set()
-    assert answers.get(timeout=60) == (True, 1)
-    worker.join()
-    assert not rank.feed.shrink()
-    with lane.on(lane.compute):
-        rank.feed.release()
-    for key in keys[1:]:
-        check(source, key, rank.train(key))
     assert lane.card.races == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -11,10 +10,9 @@ import time
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, Dataset
 
-from flowdp.data.processes import Processes, begin, starting
+from flowdp.data.processes import Processes, begin
 
 
 class Numbers(Dataset[Any]):
@@ -75,49 +73,3 @@ def test_a_process_begins_deaf_to_ctrl_c_and_with_what_the_user_wants():
     finally:
         signal.signal(signal.SIGINT, before)
     assert begun == [3]
-
-
-class Collecting(Dataset[Any]):
-    """One item, whose reading collects all garbage."""
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        gc.collect()
-        return index
-
-
-class Garbage:
-    """A cycle that notes in which processes it is collected."""
-
-    def __init__(self, collected: torch.Tensor) -> None:
-        self.collected = collected
-        self.itself = self
-
-    def __del__(self):
-        self.collected[0 if os.getpid() == int(self.collected[2]) else 1] += 1
-
-
-@pytest.mark.posix
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_garbage_is_not_collected_by_worker_processes(is_frozen):
-    collected = torch.tensor([0, 0, os.getpid()]).share_memory_()
-    gc.collect()
-    gc.disable()
-    try:
-        if is_frozen:
-            gc.freeze()
-        Garbage(collected)
-        frozen = gc.get_freeze_count()
-        with starting():
-            iterator, processes = opened(Collecting())
-        assert gc.get_freeze_count() <= frozen, "what lives now can be collected here"
-        assert not gc.isenabled()
-        assert [int(batch) for batch in iterator] == [0]
-        processes.shut_down()
-        gc.collect()
-        assert collected.tolist()[:2] == [1, 0]
-    finally:
-        gc.unfreeze()
-        gc.enable()

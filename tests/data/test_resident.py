@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -121,21 +120,6 @@ def test_a_wrong_index_never_reaches_the_device(wrong):
     with pytest.raises(DataError, match=f"epoch 0 holds index {wrong}, and the tensors have 23") as caught:
         take(feed, lane, 0, 1)
     assert caught.value.indices == (wrong,)
-
-
-def test_closed_feeds_hold_no_memory():
-    made, lane = source(), HostLane(torch.device("cpu"))
-    data = ResidentData(TensorSource([X.clone()], tuple, made._order), lane)
-    kept = weakref.ref(data.tensors[0])
-    feeds = [ResidentFeed(data, lane) for _ in range(2)]
-    take(feeds[0], lane, 0, 0)
-    order = weakref.ref(feeds[0]._orders[0].index)  # type: ignore[union-attr]
-    data.source.tensors = ()
-    del data
-    feeds[0].close()
-    assert kept() is not None
-    feeds[1].close()
-    assert (kept(), order()) == (None, None)
 
 
 def test_a_part_of_a_batch():

@@ -71,17 +71,6 @@ def test_only_dense_host_tensors_without_a_class_of_their_own_are_plain(leaf, pl
     assert is_plain(leaf) is plain
 
 
-def test_memory_of_a_layout():
-    lane = CardLane()
-    made = layout(FULL)
-    with lane.on(lane.copy):
-        memory = made.on_device(lane)
-    assert [None if t is None else (tuple(t.shape), t.dtype) for t in memory] == [
-        ((4, 3), torch.float32), ((4,), torch.int64), ((), torch.float32), None,
-    ]  # fmt: skip
-    assert made.nbytes == 4 * 3 * 4 + 4 * 8 + 4 == lane.card.allocated
-
-
 @pytest.mark.parametrize(
     "like",
     [
@@ -95,15 +84,6 @@ def test_strides_are_kept_where_they_leave_no_gaps(like):
     (memory,) = layout(like).on_device(HostLane(torch.device("cpu")))
     assert memory is not None
     assert memory.stride() == torch.empty_like(like).stride()
-
-
-def test_what_has_no_room_is_copied_on_the_copy_stream():
-    lane, leaf = CardLane(), torch.rand(3)
-    with lane.on(lane.copy):
-        moved = own_memory(leaf, lane)
-    assert torch.equal(moved, leaf)
-    assert moved.data_ptr() != leaf.data_ptr()
-    assert lane.card.allocated == leaf.nbytes
 
 
 def test_what_moves_itself_does_so_and_the_rest_stays():

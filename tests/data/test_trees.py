@@ -18,7 +18,6 @@ from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
 
 from flowdp.data.trees import (
     batch_length,
-    concatenated,
     cut,
     field_names,
     field_of,
@@ -187,23 +186,6 @@ def test_a_cache_of_transformers_is_opened(monkeypatch: pytest.MonkeyPatch) -> N
     assert [layer.keys.tolist() for layer in part.layers] == [X[1:3].tolist(), (X[1:3] + 1).tolist()]
 
 
-def test_classes_made_anew_in_each_call_have_one_form() -> None:
-    def named(x: Any) -> Any:
-        return namedtuple("Out", "x")(x)
-
-    def record(x: Any) -> Any:
-        @dataclass
-        class Out:
-            x: Any
-
-        return Out(x)
-
-    assert flatten(record(X))[1] == flatten(record(Y))[1]
-    assert type(record(X)) is not type(record(Y))
-    assert flatten(record(X))[1] != flatten(Plain(X, Y))[1]
-    assert flatten(named(X))[1] == flatten(named(Y))[1]
-
-
 # ---------------------------------------------------------------- columns
 @pytest.mark.parametrize(
     ("tree", "wanted"),
@@ -226,28 +208,6 @@ def test_lists_as_long_as_the_batch_are_cut_like_tensors(tree: Any, wanted: Any)
     part = tree_cut(tree, 1, 2)[1]
     assert type(part) is type(wanted)
     assert np.array_equal(part, wanted) if isinstance(part, np.ndarray) else part == wanted
-
-
-def test_the_fields_of_a_batch_of_two_samples() -> None:
-    assert tree_cut((["a", "b"], [1, 2]), 0, 1, length=2) == (["a"], [1])
-    assert tree_cut({"boxes": [[1, 2], [3, 4]], "x": X[:2]}, 0, 1, length=2)["boxes"] == [[1, 2]]
-
-
-def test_a_size_is_no_column_in_a_call() -> None:
-    leaves, _ = flatten(
-        {0: X, "size": (1, 2, 3, 4), "ids": [1, 2, 3, 4], "names": tuple("abcd")}, 4, with_sizes=True
-    )
-    assert [leaf for leaf in leaves if is_cut(leaf, 4)][1:] == [[1, 2, 3, 4], tuple("abcd")]
-
-
-def test_a_list_of_tensors_is_a_container() -> None:
-    assert len(flatten([X, X, X, X])[0]) == 4
-    assert len(flatten([X, "a", X, Y], 4)[0]) == 4
-
-
-def test_a_configuration_stays_one_object() -> None:
-    config = SimpleNamespace(width=3, names=["a", "b"])
-    assert tree_cut((X, config), 1, 2)[1] is config
 
 
 # ---------------------------------------------------------------- the length, and trees that cannot be cut
@@ -294,10 +254,3 @@ def test_paths_to_leaves() -> None:
 )
 def test_other_forms_differ(one: Any, other: Any) -> None:
     assert flatten(one)[1] != flatten(other)[1]
-
-
-def test_leaves_one_behind_the_other() -> None:
-    assert concatenated([Y[:1], Y[2:]]).tolist() == [0, 2, 3]
-    assert concatenated([np.ones(1), np.zeros(2)]).tolist() == [1, 0, 0]
-    assert concatenated([["a"], ["b", "c"]]) == ["a", "b", "c"]
-    assert concatenated([("a",), ("b",)]) == ("a", "b")

@@ -15,17 +15,13 @@ from flowdp.device.accelerator import (
     INTERFACE,
     accelerator_devices,
     accelerator_type,
-    default_stream,
-    device_generator,
     device_module,
     is_accelerator,
     obstacle,
     started_devices,
-    untried,
 )
-from tests.accelerators import FakeXpu, XpuCard, pretend
+from tests.accelerators import XpuCard, pretend
 from tests.data.cards import put_on_streams
-from tests.fakes import FakeCuda
 
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 
@@ -35,12 +31,6 @@ def test_the_machines_accelerator(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     pretend(monkeypatch, kind, count=2)
     assert accelerator_type() == kind
     assert accelerator_devices() == [torch.device(kind, 0), torch.device(kind, 1)]
-
-
-def test_a_torch_for_the_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
-    assert accelerator_type() is None
-    assert accelerator_devices() == started_devices() == []
 
 
 def test_each_device_has_the_module_of_its_type() -> None:
@@ -65,26 +55,6 @@ def test_a_module_that_lacks_something_is_refused_by_its_name(
     assert f"needs {name}, which torch.xpu does not have; pass devices=['cpu']" in reason
 
 
-def test_metal_is_refused_for_what_it_cannot_do() -> None:
-    reason = obstacle("mps")
-    assert reason is not None
-    assert "no float64 and one stream; pass devices=['cpu']" in reason
-
-
-def test_platforms_that_have_never_been_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert [untried(kind) for kind in ("cpu", "cuda", "xpu")] == [None, None, "XPU"]
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert [untried(kind) for kind in ("cpu", "cuda")] == [None, "ROCm"]
-
-
-def test_a_device_draws_from_its_own_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    generators = torch.Generator(), torch.Generator()
-    monkeypatch.setattr(torch.xpu, "default_generators", generators)
-    assert device_generator(XPU) is generators[1]
-    assert device_generator(CPU) is torch.default_generator
-
-
 @pytest.mark.parametrize(
     ("kind", "is_started", "count"), [("xpu", True, 2), ("xpu", False, 0), ("mps", True, 0)]
 )
@@ -94,12 +64,6 @@ def test_a_device_that_torch_has_not_started_has_drawn_nothing(
     module = pretend(monkeypatch, kind)
     monkeypatch.setattr(module, "is_initialized", lambda: is_started, raising=False)
     assert len(started_devices()) == count
-
-
-@pytest.mark.parametrize("module", [FakeCuda(), FakeXpu()])
-def test_the_default_stream_is_no_stream_that_is_current_now(module: Any) -> None:
-    with module.stream(module.Stream()):
-        assert default_stream(module, XPU) is module.default
 
 
 def test_an_import_asks_no_driver() -> None:

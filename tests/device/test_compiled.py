@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -15,18 +14,14 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from torch.utils import _python_dispatch
 
 import flowdp
 from flowdp.device.compiled import (
     FirstCalls,
     Uncompiled,
-    compile_alike,
-    has_compiled,
-    make_room,
     uses_compile,
 )
-from flowdp.device.dispatch import FLAGS, RankMode
+from flowdp.device.dispatch import RankMode
 from flowdp.replica.model_copy import copy_module
 from flowdp.threads.crew import Crew
 
@@ -232,55 +227,12 @@ def test_partition_ratios_say_that_nothing_is_compiled(
     assert backend.calls == 1  # not uncompiled for good
 
 
-def test_room_is_for_ranks_once(backend: Backend) -> None:
-    config = torch._dynamo.config
-    config.recompile_limit, config.accumulated_recompile_limit = 5, 100
-    make_room(1)
-    assert config.recompile_limit == 5
-    make_room(4)
-    make_room(4)
-    make_room(2)
-    assert (config.recompile_limit, config.accumulated_recompile_limit) == (20, 400)
-    config.recompile_limit = 7
-    make_room(3)
-    assert config.recompile_limit == 21
-
-
-def test_settings_of_the_starting_thread_are_those_of_ranks(backend: Backend) -> None:
-    torch._dynamo.config.recompile_limit = 3
-    seen: list[int] = []
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        seen.append(torch._dynamo.config.recompile_limit)
-        return error(model, batch)
-
-    train(model=Net(), loss=loss, devices=["cpu"] * 2)
-    crew = Crew(["a", "b"])
-    try:
-        seen += [limit or 0 for limit in crew.run([lambda: torch._dynamo.config.recompile_limit] * 2)]
-    finally:
-        crew.close()
-    assert set(seen) == {6}
-
-
 def test_a_copy_is_compiled_as_its_original(backend: Backend) -> None:
     copy = copy_module(in_place(backend), torch.device("cpu"))
     copy(X[:3])
     assert backend.calls == 1
     plain = copy_module(Net(), torch.device("cpu"))
     assert plain._compiled_call_impl is None
-
-
-def test_a_compilation_of_unknown_settings_is_refused() -> None:
-    net, twin = Net(), Net()
-
-    def compiled(x: Tensor) -> Tensor:
-        return x
-
-    compiled._torchdynamo_orig_callable = net._call_impl  # type: ignore[attr-defined]
-    net._compiled_call_impl = compiled
-    with pytest.raises(ValueError, match=r"use torch.compile\(model\)"):
-        compile_alike(net, twin)
 
 
 def test_compiled_parts_are_found(backend: Backend) -> None:
@@ -360,22 +312,6 @@ def test_a_rank_compiles_beside_one_in_a_mode(backend: Backend, by_stack: bool) 
     assert backend.calls == 1
 
 
-@by_either_rule
-def test_a_flag_that_was_left_set_does_not_keep_a_rank_from_compiling(
-    backend: Backend, by_stack: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in FLAGS:
-        if hasattr(_python_dispatch, name):
-            monkeypatch.setattr(_python_dispatch, name, True)
-    net = torch.compile(Net(), backend=backend)
-    with (
-        modes_are_found(by_stack),
-        FirstCalls(net).turn(3),
-    ):
-        net(X[:3])
-    assert backend.calls == 1
-
-
 @pytest.mark.skipif(not LOOKS_AT_STACK, reason="torch 2.8 compiles again in a mode that sets no flag")
 def test_what_is_compiled_does_not_run_past_a_mode(backend: Backend) -> None:
     """Guards would miss a mode of which they do not know."""
@@ -386,16 +322,3 @@ def test_what_is_compiled_does_not_run_past_a_mode(backend: Backend) -> None:
             net(X[:3])
         net(X[:3])
     assert backend.calls == 1
-
-
-def test_a_process_in_which_something_was_compiled_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = dict(counters)
-    counters.clear()
-    try:
-        assert not has_compiled()
-        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-        assert has_compiled()
-        monkeypatch.delitem(sys.modules, "torch._dynamo.utils")
-        assert not has_compiled()
-    finally:
-        counters.update(counts)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowdp.device.copies import carry, copied, move
+from flowdp.device.copies import carry, copied
 
-HERE = torch.device("cpu")
 THERE = torch.device("cpu", 0)  # another device by name, with readable values
 NOWHERE = torch.device("meta")
 
@@ -56,13 +55,6 @@ def test_one_copy_for_each_dtype() -> None:
     assert {tensor.device for tensor in arrived if tensor is not None} == {NOWHERE}
 
 
-def test_what_is_there_is_not_touched() -> None:
-    given = mixed()
-    assert all(after is before for after, before in zip(carry(given, HERE), given, strict=True))
-    assert carry([], THERE) == []
-    assert move(given[0], HERE) is given[0]  # type: ignore[type-var]
-
-
 def test_copies_are_memory_of_their_own() -> None:
     given = [tensor for tensor in mixed() if tensor is not None]
     made = copied(given)
@@ -76,13 +68,3 @@ def test_copies_are_memory_of_their_own() -> None:
     assert single.sum() == 3
     sparse = torch.eye(3).to_sparse()
     assert torch.equal(copied([sparse, single])[0].to_dense(), torch.eye(3))
-
-
-def test_sparse_tensors_travel_alone() -> None:
-    sparse = torch.eye(3).to_sparse()
-    with Copies() as copies:
-        (_, arrived) = carry([torch.ones(2), sparse], NOWHERE)
-    assert arrived.is_sparse
-    assert arrived.device == NOWHERE
-    assert copies.count == 2
-    assert torch.equal(carry([sparse], THERE)[0].to_dense(), torch.eye(3))

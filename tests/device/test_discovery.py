@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import logging
 import platform
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from flowdp.device.discovery import (
     DeviceSummary,
     choose_devices,
     cpu_name,
-    device_uuid,
     devices,
     reach_each_other,
     resolve_devices,
@@ -41,6 +37,8 @@ ONE_OF_TWO = DeviceSummary((gpu(0, problem="busy"), gpu(1)))
 NONE_OF_ONE = DeviceSummary((gpu(0, problem="no kernel image"), DeviceInfo(CPU, "some processor", 8 * GB)))
 XPUS = DeviceSummary((xpu(0), xpu(1)))
 XPU_1 = torch.device("xpu", 1)
+
+
 MAC = DeviceSummary(
     (DeviceInfo(torch.device("mps", 0), "MPS device", 0, "no float64"), DeviceInfo(CPU, "Apple M4", 8 * GB))
 )
@@ -214,19 +212,6 @@ def test_only_the_devices_that_are_named_are_tried(kind: str, monkeypatch: pytes
     assert compared == [(cards[1], cards[1]), (cards[0], cards[1])]
 
 
-def test_a_device_that_has_computed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "_fine", set())
-    assert discovery._problem_of(CPU) is None
-
-    def refuse(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("busy\nwith a stack")
-
-    monkeypatch.setattr(torch, "ones", refuse)
-    assert discovery._problem_of(CPU) is None
-    monkeypatch.setattr(discovery, "_fine", set())
-    assert discovery._problem_of(CPU) == "busy"
-
-
 @pytest.mark.parametrize(
     ("fault", "error"), [("float64", RuntimeError), ("float64", TypeError), ("memory", RuntimeError)]
 )
@@ -253,45 +238,3 @@ def test_a_device_is_tried_for_what_flowdp_needs_of_it(
     fault = ""
     assert discovery._problem_of(XPU_1) is None
     assert discovery._fine == {XPU_1}
-
-
-@pytest.mark.parametrize(
-    ("kind", "hip", "name"), [("xpu", None, "XPU"), ("cuda", "6.4", "ROCm"), ("cuda", None, None)]
-)
-def test_a_platform_that_has_never_been_run_is_named_once(
-    kind: str,
-    hip: str | None,
-    name: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    pretend(monkeypatch, kind)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    with caplog.at_level(logging.WARNING, "flowdp"):
-        assert resolve_devices("auto") == (torch.device(kind, 0), torch.device(kind, 1))
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (name is not None)
-    assert all(f"never been run on {name}: " in text for text in said)
-    caplog.clear()
-    resolve_devices(["cpu", "cpu"])
-    assert not caplog.records
-
-
-def test_metal_is_named_as_the_reason_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "mps", count=1)
-    assert resolve_devices("auto") == (CPU,)
-    assert "mps:0 unusable: flowdp computes means in float64" in str(devices())
-    with pytest.raises(OptionError, match=r"mps:0 cannot be used: .* pass devices=\['cpu'\]"):
-        resolve_devices(["mps"])
-
-
-@pytest.mark.parametrize(
-    ("properties", "uuid"),
-    [({"uuid": "01-23"}, "GPU-01-23"), ({"uuid": "MIG-01"}, "MIG-01"), ({}, None)],
-)
-def test_the_identifier_of_a_device(
-    properties: dict[str, Any], uuid: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (torch.cuda, torch.xpu):
-        monkeypatch.setattr(module, "get_device_properties", lambda device: SimpleNamespace(**properties))
-    assert device_uuid(CUDA_1) == device_uuid(XPU_1) == uuid

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowdp.device.draws import OwnDraws, SeededCalls, draw_seed, drawing_names
+from flowdp.device.draws import OwnDraws, SeededCalls, draw_seed
 from flowdp.errors import FlowdpError
 
 X = torch.ones(4, 6)
@@ -77,14 +77,6 @@ def test_a_rank_draws_from_its_own_generator(name: str, mode: Mode) -> None:
     assert not torch.equal(drawn(draw, 8, 0, mode), first)
 
 
-def test_functions_go_on_where_the_last_has_stopped() -> None:
-    with SeededCalls(OwnDraws(7, 0)):
-        found = [torch.rand(3), F.dropout(X), torch.rand(3)]
-    with OwnDraws(7, 0):
-        wanted = [torch.rand(3), F.dropout(X), torch.rand(3)]
-    assert all(map(torch.equal, found, wanted))
-
-
 def test_functions_that_draw_nothing_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     real = OwnDraws.__torch_dispatch__
@@ -99,22 +91,6 @@ def test_functions_that_draw_nothing_run_as_they_are(monkeypatch: pytest.MonkeyP
         assert seen == []
         F.dropout(X)
         assert seen != []
-
-
-def test_dropout_that_draws_nothing_is_no_draw() -> None:
-    for mode in (lambda draws: draws, SeededCalls):
-        with mode(OwnDraws(None, 0)), torch.inference_mode():
-            assert torch.equal(nn.Dropout().eval()(X), X)
-            F.scaled_dot_product_attention(HEADS, HEADS, HEADS)
-
-
-def test_a_function_without_a_form_with_a_generator_is_refused_in_words() -> None:
-    assert {"dropout", "rand", "bernoulli_", "rrelu", "multi_head_attention_forward"} <= drawing_names()
-    with (
-        SeededCalls(OwnDraws(7, 0)),
-        pytest.raises(FlowdpError, match=r"takes no generator.*partition_ratios"),
-    ):
-        torch.native_dropout(X, 0.5, True)
 
 
 def test_a_generator_of_the_users_own_stays() -> None:

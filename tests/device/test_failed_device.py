@@ -46,25 +46,6 @@ def test_tensors_stay_if_a_device_has_failed(monkeypatch: pytest.MonkeyPatch, ha
     assert [ref() is not None for ref in kept] == [has_failed] * 2
 
 
-def made_without_a_card(kind: type[Any]) -> Any:
-    """An object of a class of `torch.cuda`, also of a torch that was built without CUDA."""
-    return kind() if torch.version.cuda else object.__new__(kind)
-
-
-@pytest.mark.parametrize("kind", [torch.cuda.Event, torch.cuda.CUDAGraph])
-@pytest.mark.parametrize("has_failed", [True, False])
-def test_events_and_graphs_stay_too(kind: type[Any], has_failed: bool) -> None:
-    """Torch would warn of each that it destroys, behind the run's error."""
-    card = FakeCuda()
-    card.failure = RuntimeError(ASSERT) if has_failed else None
-    one = made_without_a_card(kind)
-    kept = weakref.ref(one)
-    keep_memory([StreamLane(CPU, card)])
-    del one
-    gc.collect()
-    assert (kept() is not None) == has_failed
-
-
 Door = Callable[[Callable[[nn.Module, Tensor], Tensor]], object]
 
 

@@ -183,14 +183,6 @@ def test_replicas_that_differ_are_named(build, parts):
         assert part in str(raised.value)
 
 
-def test_replicas_in_another_order_are_told():
-    first, second = nn.Module(), nn.Module()
-    first.a, first.b = nn.Linear(2, 2), nn.Linear(2, 2)
-    second.b, second.a = nn.Linear(2, 2), nn.Linear(2, 2)
-    with pytest.raises(OptionError, match="another order"):
-        FlatReplica(second, 1).check_like(FlatReplica(first, 0))
-
-
 def new_data(module: nn.Module) -> torch.Tensor:
     module.weight.data = torch.full((4,), 3.0)
     return module.weight
@@ -241,45 +233,6 @@ def test_what_came_back_is_no_longer_scattered():
     assert torch.equal(away, torch.full((4,), 3.0))
 
 
-def test_a_changed_shape_is_an_error():
-    module = nn.Sequential(nn.BatchNorm1d(4))
-    replica = FlatReplica(module, rank=2)
-    module[0].running_mean = torch.zeros(1)  # would broadcast
-    with pytest.raises(
-        CollectiveError, match=r"rank 2: buffer '0.running_mean' had shape \(4,\) .* \(1,\) now"
-    ):
-        replica.gather()
-
-
-@pytest.mark.parametrize(
-    "lose", [lambda m: delattr(m, "running_mean"), lambda m: setattr(m, "running_mean", None)]
-)
-def test_a_lost_tensor_is_an_error(lose):
-    module = nn.BatchNorm1d(4)
-    replica = FlatReplica(module, rank=2)
-    lose(module)
-    with pytest.raises(CollectiveError, match=r"rank 2: buffer 'running_mean' .* is gone"):
-        replica.gather()
-
-
-def test_a_lazy_module_is_refused():
-    with pytest.raises(OptionError, match=r"'0.weight' has no shape yet; run one batch"):
-        FlatReplica(nn.Sequential(nn.LazyLinear(3)))
-
-
-def test_a_buffer_without_mean_and_maximum_is_refused():
-    module = nn.Module()
-    module.register_buffer("hash", torch.zeros(3, dtype=torch.uint32))
-    with pytest.raises(OptionError, match=r"buffer 'hash' is torch.uint32"):
-        FlatReplica(module)
-
-
-def test_a_module_on_two_devices_is_refused():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(OptionError, match=r"rank 1: '1.weight' lies on meta, '0.weight' on cpu"):
-        FlatReplica(module, rank=1)
-
-
 # ---------------------------------------------------------------- kept buffers, and the check of the values
 def test_buffers_come_back_and_parameters_stay():
     module = Mixed()
@@ -295,35 +248,6 @@ def test_buffers_come_back_and_parameters_stay():
         before["scale"] += 1
         replica.put_back_buffers()
         assert_same(state(module), before)
-
-
-def test_buffers_that_changed_shape_or_are_gone_are_left_for_the_mean_to_tell():
-    module = Mixed()
-    replica = FlatReplica(module)
-    module.table = torch.zeros(9, dtype=torch.float64)
-    del module.phase
-    replica.keep_buffers()
-    module.norm.running_mean.fill_(7)
-    replica.put_back_buffers()
-    assert not module.norm.running_mean.any()
-    with pytest.raises(CollectiveError, match="phase"):
-        replica.gather()
-
-
-def test_who_has_no_buffers_says_so():
-    assert FlatReplica(Mixed()).has_buffers
-    assert not FlatReplica(nn.Linear(2, 2)).has_buffers
-
-
-def test_the_total_and_the_largest_are_of_the_parameters():
-    module = Mixed()
-    module.table.fill_(1e9)
-    replica = FlatReplica(module)
-    every = torch.cat(
-        [torch.view_as_real(p.to(torch.complex128).reshape(-1, 1)).flatten() for p in module.parameters()]
-    ).detach()
-    assert float(replica.total()) == pytest.approx(float(every.sum()), rel=1e-2)
-    assert float(replica.largest()) == pytest.approx(float(every.abs().max()))
 
 
 class Halves(nn.Module):

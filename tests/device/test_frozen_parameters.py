@@ -84,15 +84,6 @@ def test_parameters_of_any_form_have_a_sum(values: Tensor) -> None:
         assert frozen_sums(module)["frozen"] != before
 
 
-def test_those_whose_bits_are_no_plain_memory_are_left_out() -> None:
-    module = nn.Module()
-    module.sparse = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
-    module.nowhere = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
-    module.shortened = nn.Embedding(4, 3, max_norm=1.0).requires_grad_(False)
-    assert frozen_sums(module) == {}
-    assert noted(module).changed() == []
-
-
 def test_the_sum_of_a_replica_is_of_frozen_parameters_too() -> None:
     one, other = model(), model()
     first, second = FlatReplica(one), FlatReplica(other)
@@ -117,11 +108,3 @@ def test_they_are_checked_at_growing_distances_in_each_epoch_and_at_the_end() ->
     module[1].bias.data.mul_(0.5)
     with pytest.raises(CollectiveError, match=r"'1.weight' and 1 more have changed"):
         check.check()
-
-
-def test_one_that_is_trained_meanwhile_is_no_business_of_this_check() -> None:
-    module = model()
-    parameters = noted(module)
-    module[1].weight.requires_grad_(True)
-    module[1].weight.data.mul_(0.5)
-    assert parameters.changed() == []

@@ -49,11 +49,6 @@ def test_all_numbers_have_their_place():
     assert set(cuda.asked) == {DEVICE}
 
 
-def test_an_allocator_that_keeps_no_counts_has_zeros():
-    cuda = Cuda({})
-    assert read_memory(StreamLane(DEVICE, cuda)) == Memory(100, 70, 0, 0, 0, 0)
-
-
 def test_the_peak_begins_anew_on_the_device_of_the_lane():
     cuda = Cuda({})
     reset_peak(StreamLane(DEVICE, cuda))

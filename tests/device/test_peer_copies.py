@@ -56,13 +56,6 @@ def test_each_pair_is_checked_once_in_both_directions() -> None:
     assert len(link.used) == 6
 
 
-def test_one_card_or_none_has_nothing_to_copy() -> None:
-    link = Link()
-    check_copies([CARDS[0], CARDS[0], CPU], link)
-    check_copies([CPU, CPU], link)
-    assert link.used == []
-
-
 def test_a_broken_direction_is_named_and_not_taken_for_fine() -> None:
     link = Link((2, 0))
     for _ in range(2):

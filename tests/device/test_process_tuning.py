@@ -134,9 +134,3 @@ class TestSwitchInterval:
     def test_switched_off(self) -> None:
         with tuned_process(NONE):
             assert sys.getswitchinterval() == 0.005
-
-
-@pytest.mark.parametrize("field", ["openmp", "malloc", "switch_interval"])
-def test_a_setting_is_on_or_off(field: str) -> None:
-    with pytest.raises(OptionError, match=f"tune_process.{field} must be True or False, not 'x'"):
-        ProcessTuning(**{field: "x"})

@@ -99,15 +99,6 @@ def test_a_lap_without_pieces_is_known(watch: Stopwatch) -> None:
     assert watch.take_ms() == 0.0
 
 
-def test_marks_are_used_again(watch: Stopwatch, clock: Clock) -> None:
-    for _ in range(20):
-        run(watch, 3)
-        watch.lap()
-        clock.catch_up()
-        watch.take_ms()
-    assert len(clock.made) == 6
-
-
 def test_laps_that_pile_up_are_waited_for(
     watch: Stopwatch, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,10 +121,3 @@ def test_marks_lie_on_the_stream_that_is_current(clock: Clock) -> None:
     with lane.on(lane.comm):
         run(watch)
     assert [(stream, verb) for stream, verb, _ in clock.log] == [(lane.comm.name, "records")] * 2
-
-
-def test_what_fails_is_not_counted(watch: Stopwatch, clock: Clock) -> None:
-    with pytest.raises(KeyError), watch.running():
-        raise KeyError
-    watch.lap()
-    assert watch.take_ms() == 0.0

@@ -123,37 +123,6 @@ def test_a_lane_drives_its_device_by_torchs_module_for_it(
     inspect.signature(torch.get_device_module(kind).Event).bind(**asked[0])
 
 
-@pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_memory_of_the_host_is_pinned_for_every_accelerator(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lane, asked = StreamLane(torch.device(kind, 0), FakeCuda()), []
-
-    def empty(shape: Any, **choices: Any) -> None:
-        asked.append(choices["pin_memory"])
-
-    monkeypatch.setattr(torch, "empty", empty)
-    lane.pinned((2,), torch.float32)
-    assert asked == [True]
-
-
-def test_a_cpu_rank_has_the_same_names() -> None:
-    (lane,) = open_lanes([CPU])
-    assert isinstance(lane, HostLane)
-    assert not lane.is_async
-    first, second = lane.event(timing=True), lane.event(timing=True)
-    first.record(lane.compute)
-    with lane.on(lane.comm):
-        torch.ones(1000).sum()
-    second.record(lane.comm)
-    lane.comm.wait_event(second)
-    lane.await_caller()
-    lane.drain()
-    second.synchronize()
-    assert first.elapsed_time(second) > 0
-    assert lane.pinned((2, 3), torch.int64).shape == (2, 3)
-
-
 def test_pinned_memory_is_the_hosts_whatever_the_users_default_device_is(cuda: FakeCuda) -> None:
     with torch.device("meta"):
         for lane in (StreamLane(CPU, cuda), HostLane(CPU)):

@@ -80,19 +80,6 @@ def test_modes_that_are_off_are_switched_off() -> None:
         assert not torch.is_inference_mode_enabled()
 
 
-def test_a_thread_that_walks_its_graphs_itself_goes_on_doing_so() -> None:
-    modes = caller_modes(CPU)
-    with torch.autograd.set_multithreading_enabled(False), modes():
-        assert not torch._C._is_multithreading_enabled()
-
-
-def test_autocast_of_other_kinds_of_device_is_left_alone() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        modes = caller_modes(frozenset({"cuda"}))
-    inside, _ = elsewhere(modes)
-    assert not inside[2]
-
-
 def test_hooks_on_saved_tensors_are_held_back_and_come_back_in_order() -> None:
     heard: list[str] = []
 
@@ -155,22 +142,6 @@ def test_what_sees_the_calling_thread_alone_is_named_while_it_does(kind: str) ->
         thread.join()
         assert (seen == [None]) is (kind not in OF_ALL_THREADS)
     assert watcher() is None
-
-
-def test_traces_and_transforms_are_named() -> None:
-    seen: list[str | None] = []
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        seen.append(watcher())
-        return x.sum()
-
-    x = torch.ones(2)
-    torch.func.grad(note)(x)
-    torch.vmap(note)(x[None])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.trace(note, x, check_trace=False)
-    assert seen == ["a transform of torch.func"] * 2 + ["a trace"]
 
 
 @pytest.mark.parametrize(

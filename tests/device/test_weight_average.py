@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.weight_average import AveragedTensors, WeightAverage
-from flowdp.errors import OptionError
 
 DECAY = 0.9
 
@@ -147,17 +144,6 @@ def test_a_mean_begins_it() -> None:
     move(module)
     average.update()
     assert not torch.equal(average.named()["wide"], module.wide)
-
-
-def test_a_state_dict_that_hides_a_parameter_is_refused() -> None:
-    class Hides(nn.Linear):
-        def _save_to_state_dict(self, destination: dict[str, Any], *rest: Any) -> None:
-            super()._save_to_state_dict(destination, *rest)
-            del destination[f"{rest[0]}bias"]
-
-    module = nn.Sequential(Hides(2, 2))
-    with pytest.raises(OptionError, match=r"lacks its parameter '0\.bias'"):
-        averaged(module)
 
 
 def test_another_replicas_average_is_copied() -> None:

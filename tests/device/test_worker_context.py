@@ -32,20 +32,6 @@ def test_numbers_count_for_the_samples_of_the_step() -> None:
     assert recorded == {"accuracy": [(0.5, 8.0), (1.0, 2.0)], "length": [(3.0, 0.5)]}
 
 
-def test_a_tensor_is_passed_on_as_it_is() -> None:
-    kept: list[object] = []
-    mine, _ = worker(1)
-    mine.sink = lambda name, value, weight: kept.append(value)
-    value = torch.ones(())
-    mine.record("loss", value)
-    assert kept[0] is value
-
-
-def test_more_than_one_number_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'hits'.* one number, not a tensor of shape \(3,\)"):
-        worker()[0].record("hits", torch.ones(3))
-
-
 def test_outside_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(worker_context._local, "worker", raising=False)  # of another test, in this thread
     record_scalar("accuracy", 1.0)  # nothing happens, so a loss can be tested on its own

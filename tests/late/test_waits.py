@@ -75,17 +75,17 @@ def plain(module: nn.Module, batch: Any) -> Tensor:
     return loss_of(module, *batch)
 
 
-@pytest.mark.parametrize(("backend", "devices"), [("local", (0, 0)), ("local", (0, 1)), ("nccl", (0, 1))])
 @pytest.mark.parametrize(
-    "options",
+    ("backend", "devices", "options"),
     [
-        {},
-        {"max_grad_norm": 0.1},
-        {"max_grad_value": 0.1},
-        {"loss": weighted},
-        {"optimizer": lambda params: torch.optim.RMSprop(params, 0.01)},
+        ("local", (0, 0), {}),
+        ("local", (0, 1), {"max_grad_norm": 0.1}),
+        ("nccl", (0, 1), {"max_grad_norm": 0.1}),
+        ("nccl", (0, 1), {"max_grad_value": 0.1}),
+        ("local", (0, 0), {"loss": weighted}),
+        ("nccl", (0, 1), {"loss": weighted}),
+        ("local", (0, 1), {"optimizer": lambda params: torch.optim.RMSprop(params, 0.01)}),
     ],
-    ids=["plain", "clipped by norm", "clipped by value", "weighted", "not fused"],
 )
 def test_under_exact_no_host_waits_for_work_of_its_own_window(
     backend: str, devices: Sequence[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -55,7 +55,7 @@ HELD: list[int] = []
 TIMEOUT_S = 4.0
 """Timeout of a run whose machine is frozen."""
 
-WORKERS = ("train", "held", "frozen", "fails", "fails outside")
+WORKERS = ("train", "held", "frozen", "fails")
 
 
 def worker(kind: str, count: int, policy: Any) -> None:
@@ -65,8 +65,6 @@ def worker(kind: str, count: int, policy: Any) -> None:
 
     def train() -> flowdp.TrainedState:
         life = next(lives)
-        if kind == "fails outside" and place == 1:
-            raise OSError("the disk is gone")
         timeout_s = TIMEOUT_S if kind == "frozen" else 30.0
         batch = BROKEN_BATCH if kind == "fails" else BATCH
         trainer = trainer_of(policy, timeout_s, partial(_loss, kind, place, folder), batch)

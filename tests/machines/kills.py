@@ -1,12 +1,8 @@
 """Machines that are killed or frozen in the middle of a run, and the run that goes on.
 
-::
-
-    python -m tests.machines.kills --times 20
-
-kills processes of torchrun jobs, at random moments; torchrun starts all again, and they resume. The model
+Processes of torchrun jobs are killed at random moments; torchrun starts all again, and they resume. The model
 counts in an integer buffer how often each sample was trained in each epoch; of such a buffer the mean takes
-the largest, so batches that were lost with a process are not in it. `--worker` is the script itself.
+the largest, so batches that were lost with a process are not in it. As a module, this is one machine.
 """
 
 from __future__ import annotations
@@ -15,12 +11,10 @@ import argparse
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -251,35 +245,21 @@ def lost(number: signal.Signals, victim: int, step: int, worker: str = "sync") -
         return failed["at"] - at, took_s
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as one machine, or start jobs and kill their machines."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as one machine of a job."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--times", type=int, default=20, help="number of kills (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the moments (%(default)s)")
-    parser.add_argument("--worker", choices=(*POLICIES, LOOP), help=argparse.SUPPRESS)
-    parser.add_argument("--timeout", type=float, default=30.0, help=argparse.SUPPRESS)
-    parser.add_argument("--holds", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=(*POLICIES, LOOP), required=True)
+    parser.add_argument("--timeout", type=float, default=30.0)
+    parser.add_argument("--holds", action="store_true")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.holds:
         hold()
     if given.worker == LOOP:
         loop(given.timeout)
-        return 0
-    if given.worker:
+    else:
         worker(given.worker, given.timeout)
-        return 0
-    draw = random.Random(given.seed)
-    left, turn = given.times, 0
-    while left:
-        kills = min(3, left)
-        killed(POLICIES[turn % len(POLICIES)], kills, draw)
-        left, turn = left - kills, turn + 1
-    for kind, number, victim in product(("sync", LOOP), (signal.SIGKILL, signal.SIGSTOP), (0, 1)):
-        heard_s, ended_s = lost(number, victim, draw.randrange(20, 200), kind)
-        print(f"{kind}, {number.name} of machine {victim}: error {heard_s:.2f} s, end {ended_s:.2f} s later")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,7 @@ from tests.machines.launch import Job
 
 pytestmark = pytest.mark.posix
 
-JOBS = {2: CASES, 4: ("plain", "weights", "unlike")}
+JOBS = {2: CASES, 3: ("plain", "weights", "unlike")}
 STEPS = EPOCHS * 16
 
 

@@ -27,16 +27,14 @@ def test_torchrun_shrinks_and_grows_a_job_that_goes_on() -> None:
     resized("sync")
 
 
-@pytest.mark.parametrize("worker", ["sync", LOOP])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("worker", "victim"), [("sync", 0), (LOOP, 1)])
 def test_the_others_end_when_a_machine_is_killed(victim: int, worker: str) -> None:
     heard_s, ended_s = lost(signal.SIGKILL, victim, 60, worker)
     assert heard_s < NOTICED_S
     assert ended_s < NOTICED_S + END_S
 
 
-@pytest.mark.parametrize("worker", ["sync", LOOP])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("worker", "victim"), [("sync", 1), (LOOP, 0)])
 def test_the_others_end_when_a_machine_is_frozen(victim: int, worker: str) -> None:
     # Machine 0 keeps the store of torch.distributed, which then answers no question.
     heard_s, ended_s = lost(signal.SIGSTOP, victim, 60, worker)

@@ -31,7 +31,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Job]
         yield folder, done
 
 
-@pytest.fixture(scope="module", params=["2,2", "1,1,1"], ids=["as before", "three machines"])
+@pytest.fixture(scope="module", params=["1,1,1"], ids=["three machines"])
 def resumed(request: pytest.FixtureRequest, begun: tuple[Path, Job]) -> Iterator[tuple[list[int], Job]]:
     """A job that has resumed them, and the devices of its machines."""
     devices: str = request.param

@@ -95,7 +95,6 @@ def seen_by(run: Callable[[Callable[..., Tensor]], Run]) -> Counter[int]:
     return seen
 
 
-FORMS = pytest.mark.parametrize("collate", [as_record, as_encoding, as_tuple])
 OPTIONS: list[dict[str, Any]] = [
     {
         "policy": "exact",
@@ -113,8 +112,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@FORMS
-@pytest.mark.parametrize("options", OPTIONS, ids=["exact", "sizes", "processes"])
+@pytest.mark.parametrize(
+    ("collate", "options"), list(zip((as_record, as_encoding, as_tuple), OPTIONS, strict=True))
+)
 def test_what_is_no_tensor_stays_beside_its_sample(
     collate: Callable[[list[int]], Any], options: dict[str, Any]
 ) -> None:

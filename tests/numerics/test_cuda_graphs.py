@@ -22,6 +22,8 @@ from flowdp.data.prefetch import PrefetchFeed
 from flowdp.graphs.cuda_graph import CudaStepGraph
 from tests.fake_graphs import Captures
 
+pytestmark = pytest.mark.parametrize("lanes", ["streams"], indirect=True)  # a CPU has none
+
 SAMPLES, STEPS = 70, 24
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(SAMPLES, 3, generator=GENERATOR), torch.randint(2, (SAMPLES,), generator=GENERATOR)
@@ -35,8 +37,6 @@ def replays(lanes: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replays]:
     """Replays of each rank so far; checks at the end that no thread made a forbidden call during a
     capture.
     """
-    if lanes == "cpu":
-        pytest.skip("a CPU has no streams")
     count: Replays = defaultdict(int)
     seen: list[Captures] = []
     own = CudaStepGraph.run

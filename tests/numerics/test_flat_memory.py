@@ -86,7 +86,6 @@ def trained(is_flat: bool, kind: str, monkeypatch: pytest.MonkeyPatch, **options
     "options",
     [
         {"devices": 1, "policy": "sync"},
-        {"devices": 1, "policy": "cadence"},
         {"devices": 1, "policy": "async", "gradient_accumulation_steps": 2},
         {"devices": 2, "policy": "sync"},
         {

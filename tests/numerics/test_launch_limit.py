@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from flowdp import FailureOptions, OptionError, RuntimeOptions, Trainer, current_worker
 from flowdp.device.worker_context import CurrentWorker
 
+pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
+
 WAIT_S = 60.0
 ONE = RuntimeOptions(launch_limit=1)
 

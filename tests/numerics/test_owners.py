@@ -18,7 +18,7 @@ from flowdp.device.streams import HostLane, StreamLane
 from flowdp.replica.exact_replica import ExactReplica
 from tests.numerics.test_exact import RATIOS, apart, check_equal
 
-SAMPLES, WINDOW, STEPS = 160, 13, 50
+SAMPLES, WINDOW, STEPS = 160, 13, 30
 X = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 Y = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
@@ -109,10 +109,14 @@ def exact(make: Make, devices: int, model: nn.Module | None = None, **options: A
     return flowdp.Trainer(net() if model is None else model, make, mse, **{**given, **options})
 
 
-@pytest.mark.usefixtures("kept_replicas", "steps")
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.usefixtures("kept_replicas")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer(name: str, devices: int) -> None:
+def test_every_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two devices and on four, and each way to take a step."""
+    number = list(OPTIMIZERS).index(name)
+    if number % 3:
+        monkeypatch.setattr("flowdp.collective.memory_mean.SMALL", 0)
+    devices = 4 if number % 2 else 2
     model, make = net(), OPTIMIZERS[name]
     run = exact(make, devices, model).start()
     assert run.join().global_step == STEPS
@@ -121,7 +125,7 @@ def test_every_optimizer(name: str, devices: int) -> None:
 
 
 @pytest.mark.usefixtures("kept_replicas", "steps")
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor"])
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 def test_clipping_and_a_rate_set_on_the_way(name: str) -> None:
     model, make = net(), OPTIMIZERS[name]
     run = exact(make, 3, model, max_grad_norm=0.3).start()
@@ -131,7 +135,7 @@ def test_clipping_and_a_rate_set_on_the_way(name: str) -> None:
 
 
 @pytest.mark.usefixtures("kept_replicas", "steps")
-@pytest.mark.parametrize("name", ["AdamW", "fused AdamW", "Adafactor"])
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
 def test_the_state_is_there_once(name: str) -> None:
     run = exact(OPTIMIZERS[name], 3).start()
     result = run.join()
@@ -145,8 +149,7 @@ def test_the_state_is_there_once(name: str) -> None:
 
 
 @pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "Adafactor"])
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("name", "before", "after"), [("SGD", 2, 3), ("AdamW", 3, 1), ("Adafactor", 1, 2)])
 def test_a_checkpoint_goes_on_with_other_owners(name: str, before: int, after: int, tmp_path: Any) -> None:
     make, model = OPTIMIZERS[name], net()
     folder = flowdp.CheckpointOptions(tmp_path, every=20, unit="step")
@@ -320,14 +323,6 @@ def test_the_rank_that_trains_alone_owns_all(monkeypatch: pytest.MonkeyPatch, ma
     assert apart(model, plain(make)) < 1e-12
 
 
-def test_a_step_that_is_left_out_leaves_nothing_in_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
-    loss = Alone(at=9)
-    train_alone(monkeypatch, OPTIMIZERS["AdamW"], loss, model)
-    assert loss.at is None
-    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
-
-
 class Sees:
     """A loss that notes the parameters which each rank computes with, and a slow owner."""
 
@@ -370,27 +365,3 @@ def test_each_forward_begins_with_the_values_of_the_last_step(monkeypatch: pytes
     train_seen(sees)
     assert not sees.differ()
     assert [len(seen) for seen in sees.seen.values()] == [STEPS] * 3
-
-
-@pytest.mark.usefixtures("kept_replicas", "steps")
-@pytest.mark.parametrize("overflows", [False, True])
-def test_the_scale_of_the_loss_is_the_owners(overflows: bool) -> None:
-    """An overflow, here in a window of rank 1, leaves out the step of all."""
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        worker = flowdp.current_worker()
-        is_over = overflows and worker.rank == 1 and worker.global_step == 5
-        return mse(model, batch) * (1e38 if is_over else 1.0)
-
-    trainer = flowdp.Trainer(
-        net().float(), OPTIMIZERS["AdamW"], loss, dataset=(X.float(), Y.float()), batch_size=WINDOW,
-        per_device_batch_size=WINDOW, max_steps=STEPS, devices=["cpu"] * 2, policy="exact", precision="fp16",
-        progress=False, failures=flowdp.FailureOptions(check_loss=False),
-        runtime=flowdp.RuntimeOptions(partition_ratios=RATIOS[2]),
-    )  # fmt: skip
-    run = trainer.start()
-    run.join()
-    check_equal(run)
-    first, *others = [replica._scaler.state_dict() for replica in run._engine.replicas if replica._scaler]
-    assert others == [first]
-    assert (first["scale"] < 2.0**16) is overflows

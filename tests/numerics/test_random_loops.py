@@ -30,7 +30,7 @@ from tests.numerics.random_loops import (
     spread,
 )
 
-SEEDS = 60
+SEEDS = 25
 
 
 @pytest.fixture(autouse=True)

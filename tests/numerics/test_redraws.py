@@ -18,6 +18,9 @@ from flowdp.errors import FlowdpError
 
 X, Y = torch.rand(16, 4), torch.rand(16, 1)
 CPU = torch.device("cpu")
+# The generators of ranks are those of the host on fake streams, too.
+pytestmark = pytest.mark.parametrize("lanes", ["cpu"], indirect=True)
+
 MATCH = "draws random numbers in a forward that a backward computes again"
 
 
@@ -109,7 +112,7 @@ def test_ranks_that_share_a_generator_draw_nothing_again(door: str) -> None:
     assert MATCH in str(caught.value)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", ["windows", "cadence", "exact"])
 @pytest.mark.parametrize(("net", "devices"), [(Net(), 1), (Net(0.0), 2), (Plain(), 2)])
 def test_what_repeats_or_is_not_repeated_is_trained(door: str, net: nn.Module, devices: int) -> None:
     DOORS[door](net, devices)

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 import flowdp
 from flowdp.device.worker_context import CurrentWorker
 
+pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
+
 SAMPLES, BATCH_SIZE, EPOCHS = 203, 8, 2
 
 
@@ -43,9 +45,7 @@ def slow_down(worker: CurrentWorker, _: int) -> None:
     sum(range(20_000 * (worker.rank == 1) + 20_000 * (worker.local_step % 7 == 0)))
 
 
-@pytest.mark.parametrize(
-    ("policy", "devices"), [("sync", 1), ("sync", 2), ("sync", 3), ("cadence", 1), ("async", 1)]
-)
+@pytest.mark.parametrize(("policy", "devices"), [("sync", 1), ("sync", 3), ("cadence", 1), ("async", 1)])
 def test_two_runs_with_one_seed_are_the_same_bits(recorder, policy, devices):
     first = train(recorder, policy, devices, seed=7)
     recorder.before = slow_down

@@ -103,8 +103,9 @@ BOTH = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
 
 # ---------------------------------------------------------------- setup
 @BOTH
-@pytest.mark.parametrize("buffers", ["broadcast", "average"])
-@pytest.mark.parametrize(("count", "fast"), [(1, 1), (2, 6), (4, 1)])
+@pytest.mark.parametrize(
+    ("buffers", "count", "fast"), [("broadcast", 1, 1), ("average", 2, 6), ("broadcast", 4, 1)]
+)
 def test_a_loop_of_ones_own(lanes: FakeCuda | None, buffers: Any, count: int, fast: float) -> None:
     twin = network()
     model = convert(network())

@@ -33,11 +33,6 @@ def test_each_mix_of_devices_is_told_once(capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
-def test_without_a_console(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    tell_devices([CPU])
-
-
 def fit(**options: Any) -> None:
     flowdp.Trainer(
         nn.Linear(1, 1),
@@ -68,10 +63,3 @@ def test_it_is_told_by_default_and_not_with_progress_false(
         start()
     assert stream.getvalue().startswith("flowdp: training on 2 x cpu | ")
     assert stream.getvalue().count("\n") == 1
-
-
-def test_it_names_the_machine_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    tell_devices([CPU, CPU], ["machine 0 (one)", "machine 1 (two)"])
-    assert stream.getvalue().startswith("flowdp: training on 2 x cpu of machine 0 (one), one of 2 | ")

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowdp import Callback, EpochMetrics, OptionError, StepError, Trainer, current_worker
-from flowdp.observe import banner, bar
+from flowdp import Callback, EpochMetrics, StepError, Trainer, current_worker
+from flowdp.observe import banner
 from flowdp.observe.bar import ProgressBar, wants_progress
-from flowdp.policy.tally import Tally
 from flowdp.protocol.commands import RoundEnded
 
 
@@ -74,24 +72,6 @@ def test_auto_is_for_a_terminal_or_a_notebook(monkeypatch: pytest.MonkeyPatch) -
     assert not wants_progress("auto")
 
 
-def test_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_spec(name: str) -> ModuleSpec | None:
-        assert name == "tqdm"
-        return None
-
-    monkeypatch.setattr(bar, "find_spec", find_spec)
-    watched(monkeypatch)
-    assert not wants_progress("auto")
-    assert not wants_progress(False)
-    with pytest.raises(OptionError, match=r"needs tqdm: pip install 'flowdp\[progress\]'"):
-        run_with(True)
-
-
-def test_what_is_no_choice() -> None:
-    with pytest.raises(OptionError, match="True, False or 'auto', not 'on'"):
-        wants_progress("on")
-
-
 @pytest.mark.parametrize("progress", [True, "auto"])
 def test_it_is_drawn_and_ends_before_join_does(progress: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
@@ -102,14 +82,6 @@ def test_it_is_drawn_and_ends_before_join_does(progress: Any, monkeypatch: pytes
     assert "60/60" in drawn
     assert "loss=" in drawn
     assert drawn.endswith("\n")
-
-
-def test_it_is_not_drawn_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with("auto")  # the devices are named once
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    run_with("auto")
-    assert stream.getvalue() == ""
 
 
 def test_it_ends_with_a_run_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +115,6 @@ def test_what_it_says_of_a_round(bar_of: Any, parts: Any, monkeypatch: pytest.Mo
     progress.on_train_end(None)
     for part in parts:
         assert part in terminal.getvalue()
-
-
-def test_one_that_could_not_be_drawn_stays_away() -> None:
-    progress = ProgressBar(50, 25)  # on_train_start has raised
-    progress.on_round(round_record(35))
-    progress.on_train_end(None)
 
 
 # ---------------------------------------------------------------- on a terminal
@@ -296,33 +262,3 @@ def test_a_resumed_run_prints_no_old_epoch_as_a_new_one(monkeypatch: pytest.Monk
     assert len(printed) == 1
     assert seen[0].startswith("flowdp: training on 2 x cpu | ")
     check(seen[1:], *printed)
-
-
-def test_a_block_that_outlives_the_run_closes_the_bar() -> None:
-    stream = Terminal()
-    progress = ProgressBar(50, 25)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stderr", stream)
-        progress.on_train_start(None)
-        with progress.aside():
-            drawn = stream.getvalue()
-            progress.on_round(round_record(35))
-            progress.on_epoch_end(Tally(0, 1).result(1.0, 1, 1, None))
-            progress.on_train_end(None)
-            assert stream.getvalue() == drawn
-    assert "epoch 2/2:  70%" in stream.getvalue()
-    assert stream.getvalue().endswith("\n")
-
-
-def test_one_that_begins_inside_of_a_block_waits_for_its_end() -> None:
-    stream = Terminal()
-    progress = ProgressBar(50, 25)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stderr", stream)
-        with progress.aside():
-            progress.on_train_start(None)
-            screen = Screen(200)
-            screen.take(stream.getvalue())
-            assert "".join(screen.lines).strip() == ""
-        assert "0/50" in stream.getvalue()
-        progress.on_train_end(None)

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from flowdp.errors import OptionError
 from flowdp.observe.figure import new_figure
 
 
@@ -28,9 +27,3 @@ print("matplotlib.pyplot" in sys.modules)
 """
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert child.stdout.strip() == "False", child.stderr
-
-
-def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(OptionError, match=r"pip install 'flowdp\[plot\]'"):
-        new_figure("x", "y")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import Any
 
@@ -72,12 +71,6 @@ def test_the_buttons_steer_the_run(run: Any) -> None:
     assert "stopped" in view.value
     assert [control.disabled for control in (pause, stop, rate, apply)] == [True] * 4
     assert {one.lr for one in run.metrics("round")} >= {0.125}
-
-
-def test_without_ipywidgets_it_says_what_to_install(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    with pytest.raises(flowdp.OptionError, match=r"flowdp\[notebook\]"):
-        run.dashboard()
 
 
 def test_a_board_of_a_run_that_is_over_ends_its_thread(run: Any) -> None:

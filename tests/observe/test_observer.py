@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from flowdp.engine import records as records_module
 from flowdp.engine.records import Records
 from flowdp.errors import FlowdpError
 from flowdp.observe import observer as observer_module
-from flowdp.observe.callbacks import METHODS, Callback, EarlyStopping, OnCheckpoint
+from flowdp.observe.callbacks import METHODS, Callback, EarlyStopping
 from flowdp.observe.observer import Observer
 from flowdp.policy.tally import EpochMetrics, Tally
 from flowdp.protocol.commands import EvaluationEnded, Finish, RoundEnded
@@ -165,16 +162,6 @@ def test_all_hear_everything_in_order_on_one_thread() -> None:
     assert case.observer.complaints == ()
 
 
-def test_a_failure_is_heard_before_the_end() -> None:
-    book: list[tuple[str, str, Any]] = []
-    case = Case(Writes("a", book))
-    error = RuntimeError("a step failed")
-    case.failed.append(error)
-    case.whole()
-    assert book[-2:] == [("a", "on_exception", error), ("a", "on_train_end", None)]
-    assert case.asked == 0
-
-
 @pytest.mark.parametrize("callbacks", [(), (EarlyStopping(),), (Callback(),)])
 def test_without_anything_to_call_there_is_no_thread(callbacks: tuple[Callback, ...]) -> None:
     case = Case(*callbacks)
@@ -183,31 +170,6 @@ def test_without_anything_to_call_there_is_no_thread(callbacks: tuple[Callback, 
     assert case.observer.close(0)
     assert not case.observer.is_own_thread()
     assert case.observer.stack == ""
-
-
-def test_only_who_hears_rounds_is_woken_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    feed = Records.feed
-
-    def spy(records: Records, *, rounds: bool) -> records_module.RecordStream:
-        asked.append(rounds)
-        return feed(records, rounds=rounds)
-
-    monkeypatch.setattr(Records, "feed", spy)
-    got: list[int] = []
-    checkpoints = OnCheckpoint(lambda checkpoint: got.append(checkpoint.version))
-    Case(checkpoints).whole()
-    Case(checkpoints, Writes("a", [])).whole()
-    Case(EarlyStopping())
-    assert asked == [False, True]
-    assert got == [1, 1]
-
-
-def test_a_method_of_the_instance_is_called() -> None:
-    callback, got = Callback(), []
-    callback.on_epoch_end = got.append  # type: ignore[method-assign]
-    Case(callback).whole()
-    assert [metrics.epoch for metrics in got] == [0]
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "on_exception"])
@@ -253,38 +215,6 @@ def test_it_ends_the_run_where_the_class_says_so(method: str, caplog: pytest.Log
     assert caplog.records[0].getMessage().endswith("; it ends the run")
     assert book[-1] == ("a", "on_train_end", "the state" if method == "on_train_end" else None)
     assert ("a", "on_exception", error) in book or method == "on_train_end"
-
-
-def test_a_callback_that_leaves_by_system_exit_keeps_nobody_from_hearing() -> None:
-    def leave(_: Any) -> None:
-        raise SystemExit(3)
-
-    book: list[tuple[str, str, Any]] = []
-    callback = Callback()
-    callback.on_epoch_end = leave  # type: ignore[method-assign]
-    case = Case(callback, Writes("a", book))
-    case.whole()
-    assert ("a", "on_train_end", "the state") in book
-    assert case.records.problems == ("Callback.on_epoch_end raised SystemExit: 3",)
-
-
-def test_a_state_that_cannot_be_read_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    book: list[tuple[str, str, Any]] = []
-    case = Case(Writes("a", book))
-
-    def state() -> object:
-        raise RuntimeError("the device is gone")
-
-    case.state = state  # type: ignore[assignment]
-    case.whole()
-    assert book[-1] == ("a", "on_train_end", None)
-    assert "cannot be read" in caplog.text
-
-
-def test_the_state_is_read_for_those_alone_who_hear_of_the_end() -> None:
-    case = Case(Raises("on_epoch_end"))
-    case.whole()
-    assert case.asked == 0
 
 
 def test_without_a_failure_callbacks_have_their_time() -> None:
@@ -344,40 +274,3 @@ def test_a_callback_may_ask_whether_it_would_wait_for_itself() -> None:
     case.whole()
     assert answers == [True, False]
     assert not case.observer.is_own_thread()
-
-
-def test_a_checkpoint_is_kept_no_longer_than_it_takes() -> None:
-    gone: SimpleQueue[int] = SimpleQueue()
-    case = Case(OnCheckpoint(lambda checkpoint: None))
-    case.start()
-    try:
-        for version in (1, 2):
-            saved = Saved(version)
-            weakref.finalize(saved, gone.put, version)
-            case.records.add(saved)
-            del saved
-            assert gone.get(timeout=60) == version
-    finally:
-        case.end()
-        assert case.observer.close(10)
-
-
-def test_rounds_that_go_by_unseen_are_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(records_module, "KEPT_ROUNDS", 4)
-    stands, book = Stands(), []
-    case = Case(stands, Writes("a", book))
-    with let_go(stands):
-        case.start()
-        case.records.add(epoch_record(0))
-        assert stands.stands.wait(60)
-        for number in range(6):
-            case.records.add(round_record(number))
-        case.records.add(epoch_record(1))
-        case.end()
-        stands.go.set()
-        assert case.observer.close(10)
-    assert [said for _, method, said in book if method == "on_round"] == [2, 3, 4, 5]
-    assert [said for _, method, said in book if method == "on_epoch_end"] == [0, 1]
-    assert "2 records went by unseen" in caplog.text

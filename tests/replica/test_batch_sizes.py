@@ -57,17 +57,6 @@ def test_what_a_window_is(
     assert plan_sizes(DATA, batch_size, per_device, accumulation, "exact", 2) == expected
 
 
-def test_of_a_loader() -> None:
-    loader = DataLoader(DATA, 5)
-    assert plan_sizes(loader, None, None, 1, "sync", 2) == Sizes(3, (1, 1))
-    assert plan_sizes(loader, None, 5, 1, "sync", 2) == Sizes(5, (1, 1))
-    assert plan_sizes(loader, None, None, 2, "sync", 2) == Sizes(3, (1, 1), (2, 2))
-    assert plan_sizes(loader, None, None, 1, "exact", 2) == Sizes(5, (1, 1), None, 5, (5, 5))
-    assert plan_sizes(loader, None, 2, 1, "exact", 2) == Sizes(5, (1, 1), None, 5, (2, 2))
-    unsized: DataLoader[Any] = DataLoader(DATA, batch_size=None)
-    assert plan_sizes(unsized, None, None, 1, "sync", 2) == Sizes(None, (1, 1))
-
-
 @pytest.mark.parametrize(
     ("groups", "policy", "batches", "steps"),
     [

@@ -53,13 +53,6 @@ def test_replicas_are_equal_and_share_nothing(policy: str) -> None:
     assert [replica.flat.rank for replica in made] == [0, 1, 2]
 
 
-def test_each_optimizer_has_its_replicas_parameters_and_rate() -> None:
-    for replica in build_replicas(settings(), [CPU, CPU]):
-        [optimizer] = replica.optimizers
-        assert optimizer.param_groups[0]["params"] == list(replica.module.parameters())
-        assert optimizer.param_groups[0]["lr"] == 1.0  # times the schedule's factor
-
-
 def test_an_instance_gives_its_weights_and_its_optimizer_state() -> None:
     model = nn.Linear(2, 2)
     optimizer = adam(model.parameters())

@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import StepLR
 
 import flowdp
 from flowdp import OptionError, StepError
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.custom_step import CustomStepReplica
-from flowdp.replica.learning_rate import LearningRate
 from tests.parts import parts_of
 
 CPU = torch.device("cpu")
@@ -156,33 +154,6 @@ def test_one_optimizer_is_a_list_of_one_and_instances_keep_their_form() -> None:
     assert [len(form) for form in (seen[0], seen[-1])] == [1, 2]
 
 
-def test_rates_of_all_optimizers_are_scaled_together() -> None:
-    rates: list[tuple[float, float]] = []
-
-    def step(worker: CurrentWorker, batch: Any) -> Mapping[str, Any]:
-        rates.append(tuple(one.param_groups[0]["lr"] for one in worker.optimizers.values()))
-        return gan_step(worker, batch)
-
-    train(
-        Gan(),
-        step,
-        1,
-        epochs=1,
-        scheduler=flowdp.SchedulerOptions(
-            lr_lambda=lambda position: 1.0 / (1 + position), lr_scaling="linear"
-        ),
-    )
-    assert rates == [(pytest.approx(0.01 / (1 + i)), pytest.approx(0.05 / (1 + i))) for i in range(8)]
-    rates.clear()
-    train(
-        Gan(), step, 1, epochs=1, scheduler=flowdp.SchedulerOptions(lambda o: StepLR(o, 4, 0.5), unit="step")
-    )
-    assert rates == [(0.01, 0.05)] * 4 + [(0.005, 0.025)] * 4
-    both = LearningRate(list(optimizers(Gan()).values()))
-    both.set(0.002, 0, 0)
-    assert [group["lr"] for group in both._groups] == pytest.approx([0.002, 0.01])
-
-
 # ---------------------------------------------------------------- the state after a step
 def replica(
     step: Any, precision: Any = "32", clip: float | None = None
@@ -235,15 +206,6 @@ def test_only_an_optimizers_own_parameters_are_clipped() -> None:
 
 
 # ---------------------------------------------------------------- the scale of "fp16"
-def test_one_scaler_for_both_and_one_update_a_call() -> None:
-    mine, worker = replica(gan_step, "fp16")
-    assert mine._scaler is not None
-    mine._scaler.set_growth_interval(2)
-    for _ in range(2):
-        mine.add((REAL[:6], NOISE[:6]), worker)
-        mine.step()
-    # The judge's update comes before the maker's backward, and the step's own update at its end.
-    assert mine._scaler.get_scale() == 64.0
 
 
 def test_an_overflow_leaves_that_optimizers_parameters_alone() -> None:
@@ -293,62 +255,7 @@ def test_one_optimizer_may_step_several_times_a_call() -> None:
     assert all(parameter.isfinite().all() for parameter in mine.module.parameters())
 
 
-def test_forward_is_under_autocast_and_backward_is_not() -> None:
-    seen: list[Any] = []
-
-    def step(worker: CurrentWorker, batch: Any) -> None:
-        model: Any = worker.model
-        out = model.makes(batch[1])
-        seen.append(out.dtype)
-        loss = out.float().mean()
-        loss.register_hook(lambda gradient: seen.append(torch.is_autocast_enabled("cpu")))
-        worker.backward(loss)
-        worker.step(worker.optimizers["make"])
-
-    mine, worker = replica(step, "bf16")
-    mine.add((REAL[:6], NOISE[:6]), worker)
-    assert seen == [torch.bfloat16, False]
-    assert not torch.is_autocast_enabled("cpu")
-
-
 # ---------------------------------------------------------------- errors
-
-
-MODEL = nn.Linear(3, 1)
-TWO = [SGD([MODEL.weight], 0.1), SGD([MODEL.bias], 0.1)]
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"loss": lambda model, batch: 0}, "loss and train_step each define a step"),
-        ({"train_step": 3}, r"must be a function of \(worker, batch\), not 3"),
-        ({"policy": "exact", "devices": 2}, "steps as it likes"),
-        ({"gradient_accumulation_steps": 2}, "one call gets one batch and is one step"),
-        ({"optimizer": []}, r"optimizer=\[\] holds none"),
-        ({"optimizer": {"a": 3}}, "a torch optimizer or a factory of one, not 3"),
-        ({"optimizer": TWO, "model": lambda: nn.Linear(3, 1)}, "give an optimizer factory"),
-        ({"optimizer": TWO, "train_step": None, "loss": lambda model, batch: 0}, "gives 2 optimizers"),
-        ({"train_step": None}, "loss must be a function"),
-    ],
-)
-def test_what_is_refused(options: dict[str, Any], match: str) -> None:
-    given: dict[str, Any] = {
-        "policy": "cadence", "model": MODEL, "optimizer": SGD(MODEL.parameters(), 0.1),
-        "train_step": gan_step, "epochs": 1,
-        "dataset": (REAL, NOISE), "per_device_batch_size": 6, "devices": 1,
-    } | options  # fmt: skip
-    with pytest.raises(OptionError, match=match):
-        flowdp.Trainer(**given)
-
-
-def test_several_optimizers_of_a_factory_need_a_step() -> None:
-    trainer = flowdp.Trainer(
-        nn.Linear(3, 1), lambda params: [SGD(params, 0.1)] * 2, lambda model, batch: model(batch[0]).mean(),
-        policy="cadence", dataset=(REAL, NOISE), per_device_batch_size=6, epochs=1, devices=1,
-    )  # fmt: skip
-    with pytest.raises(OptionError, match="gives 2 optimizers, and with a loss one takes the step"):
-        trainer.start()
 
 
 def lbfgs(params: Any) -> torch.optim.Optimizer:

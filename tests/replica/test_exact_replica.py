@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from flowdp.collective.batch_norm import WindowGroups
 from flowdp.data.batches import Portion
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.protocol.messages import Outcome, SampleRange
+from flowdp.protocol.gate import Outcome, Window
+from flowdp.protocol.messages import SampleRange
 from flowdp.replica.exact_replica import CHECKSUMS, ExactReplica
 from tests.parts import parts_of
 
 CPU = torch.device("cpu")
 X, Y = torch.arange(14.0).reshape(7, 2), torch.ones(7, 1)
-ALONE = Outcome(0, 1, (0,), (1,), (7,))
+ALONE = Outcome(0, 1, (0,), (1,), (7,), window=Window(touched=None))
 
 
 def mse(model: nn.Module, batch: Any) -> Tensor:
@@ -80,19 +81,6 @@ def test_the_optimizer_steps_at_the_meeting_and_not_before() -> None:
     assert not mine.module.weight.grad.any()
 
 
-def test_a_loss_of_another_model_is_told_at_the_first_step() -> None:
-    elsewhere = nn.Linear(2, 1)
-    mine, worker = replica(lambda model, batch: mse(elsewhere, batch))
-    with pytest.raises(ValueError, match="use the model that is passed in"):
-        mine.add(part(), worker)
-
-
-def test_a_weight_must_be_one_number() -> None:
-    mine, worker = replica(lambda model, batch: {"loss": mse(model, batch), "weight": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"must be one number, not of shape \(3,\)"):
-        mine.add(part(), worker)
-
-
 def test_a_micro_batch_of_no_weight_has_no_part_in_it() -> None:
     """Its mean, over nothing, is NaN."""
 
@@ -122,17 +110,6 @@ def test_a_part_without_any_weight_counts_for_nothing() -> None:
     assert value is not None
     assert mine.loss_weight is not None
     assert (value.item(), mine.loss_weight.item()) == (0.0, 0.0)
-
-
-def test_the_clipped_norm_is_that_of_the_mean() -> None:
-    mine, worker = replica(lambda model, batch: 100 * mse(model, batch), max_grad_norm=0.5)
-    before = torch.cat([p.detach().flatten() for p in mine.module.parameters()])
-    mine.add(part(), worker)
-    mine.step()
-    mine.averaged.gather()
-    mine.meet(ALONE)
-    moved = torch.cat([p.detach().flatten() for p in mine.module.parameters()]) - before
-    assert moved.norm().item() == pytest.approx(0.01 * 0.5, rel=1e-4)
 
 
 def test_fp16_unscales_gradients_and_neither_weight_nor_buffer() -> None:
@@ -183,16 +160,3 @@ def test_a_part_that_begins_again_leaves_nothing_behind(named: bool) -> None:
             one.averaged.gather()
             one.meet(ALONE)
     torch.testing.assert_close(mine.module.weight, twin.module.weight)
-
-
-@pytest.mark.parametrize(("pieces", "forwards"), [(1, 3), (2, 6), (4, 7)])
-def test_pieces_are_of_micro_batches(pieces: int, forwards: int) -> None:
-    mine, _ = replica(size=3)
-    mine.pieces = pieces
-    assert mine.forwards(part(), 7) == forwards
-
-
-def test_what_is_watched_are_the_gradients_unless_a_scaler_watches_them() -> None:
-    plain, _ = replica()
-    assert plain.watched is plain.gradients
-    assert replica(precision="fp16")[0].watched is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,6 @@ from flowdp.replica.factories import (
     build_models,
     build_optimizers,
     check_closure,
-    check_hooks,
     equal_start,
     needs_closure,
     seed_devices,
@@ -74,51 +72,6 @@ def test_the_log_says_once_which_modes_are_trained(
     assert "'0'; call model.train() first" in line
 
 
-def test_forms_of_a_factory() -> None:
-    seen: list[object] = []
-
-    def by_position(device: torch.device) -> nn.Module:
-        seen.append(device)
-        return net()
-
-    def by_name(width: int = 4, *, device: object = None) -> nn.Module:
-        seen.append((width, device))
-        return net()
-
-    def without(width: int = 4) -> nn.Module:
-        seen.append(width)
-        return net()
-
-    for factory in (by_position, by_name, without):
-        assert len(build_models(factory, TWO)) == 2
-    assert seen == [CPU, CPU, (4, CPU), (4, CPU), 4, 4]
-
-
-def test_factories_run_one_after_another_from_rank_0() -> None:
-    torch.manual_seed(3)
-    first, second = (module[0].weight.clone() for module in build_models(net, TWO))
-    torch.manual_seed(3)
-    assert torch.equal(net()[0].weight, first)
-    assert torch.equal(net()[0].weight, second)
-
-
-def test_a_factory_must_return_modules_of_its_own() -> None:
-    model = net()
-    with pytest.raises(OptionError, match="same module for rank 1"):
-        build_models(lambda: model, TWO)
-    with pytest.raises(OptionError, match="returned int for rank 0, not a module"):
-        build_models(lambda: 3, TWO)
-    with pytest.raises(OptionError, match="factory of one, not 7"):
-        build_models(7, TWO)
-
-
-def test_a_module_that_cannot_be_copied() -> None:
-    model = net()
-    model.handle = (n for n in range(3))
-    with pytest.raises(OptionError, match=r"cannot be copied .*TypeError.* give a factory"):
-        build_models(model, TWO)
-
-
 # ---------------------------------------------------------------- replicas
 @pytest.mark.parametrize("is_factory", [False, True])
 @pytest.mark.parametrize("lanes", [ONE, TWO])
@@ -168,18 +121,6 @@ def test_replicas_that_differ(frozen: bool, match: str) -> None:
 
     with pytest.raises(OptionError, match=match):
         equal_start(build_models(factory, TWO), TWO)
-
-
-def test_nothing_to_train() -> None:
-    with pytest.raises(OptionError, match="no parameter that requires grad"):
-        equal_start(build_models(lambda: net().requires_grad_(False), TWO), TWO)
-    with pytest.raises(OptionError, match="nothing to train"):
-        equal_start(build_models(nn.ReLU(), TWO), TWO)
-
-
-def test_lazy_modules() -> None:
-    with pytest.raises(OptionError, match="has no shape yet; run one batch"):
-        equal_start(build_models(nn.Sequential(nn.LazyLinear(3)), TWO), TWO)
 
 
 # ---------------------------------------------------------------- optimizers
@@ -243,21 +184,6 @@ def test_optimizers_of_something_else(make: Callable[[nn.Module], Any], match: s
         build_optimizers(make(other), build_models(model, ONE)[0], model)
 
 
-def test_an_instance_needs_its_model() -> None:
-    model = net()
-    with pytest.raises(OptionError, match="with a model factory, give an optimizer factory"):
-        build_optimizers(torch.optim.SGD(model.parameters(), 0.1), model, None)
-
-
-def test_hooks_on_parameters_are_refused() -> None:
-    model = net()
-    model[2].weight.register_hook(lambda gradient: gradient)
-    with pytest.raises(OptionError, match=r"parameter '2.weight' has hooks.*model=make_model"):
-        build_models(model, ONE)
-    with pytest.raises(OptionError, match=r"parameter '2.weight' has hooks.*register_step_pre_hook"):
-        check_hooks(model)
-
-
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
 def test_hooks_on_steps_that_a_rebuilt_optimizer_would_lose_are_refused(register: str) -> None:
     model, twin = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -298,25 +224,7 @@ def test_each_card_is_seeded_once_and_the_cpu_never(kind: str, monkeypatch: pyte
     assert seeded[0] != again[0]
 
 
-def test_recurrent_layers_get_their_chunk_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    flattened: list[int] = []
-    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda layer: flattened.append(id(layer)))
-    modules = build_models(nn.Sequential(nn.LSTM(2, 3), nn.Linear(3, 1)), TWO)
-    flattened.clear()  # torch does so on its way, too
-    equal_start(modules, TWO)
-    assert flattened == [id(module[0]) for module in modules]
-
-
 # ---------------------------------------------------------------- refusals
-
-
-def test_scripted_modules_are_refused() -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit")
-        scripted = torch.jit.script(nn.Linear(2, 1))
-    for model in (scripted, lambda: nn.Sequential(scripted)):
-        with pytest.raises(OptionError, match=r"torch\.jit\.script or trace.* give the module"):
-            build_models(model, ONE)
 
 
 def test_modules_that_hand_out_batches_themselves_are_refused() -> None:

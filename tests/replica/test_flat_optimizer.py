@@ -169,25 +169,6 @@ def test_the_bits_are_those_of_torch_parameter_by_parameter(
     assert_same_state(mine.own, plain.own)
 
 
-@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_choice_of_the_users_is_the_twins(kind: type[Optimizer], fused: bool) -> None:
-    mine, plain = both(kind, {"lr": 0.1, "fused": fused})
-    for step in range(3):
-        mine.step(step, ALL)
-        plain.step(step, ALL)
-    assert mine.stepped.param_groups[0]["fused"] is fused
-    assert_equal(mine.bag, plain.bag)
-    assert_same_state(mine.own, plain.own)
-
-
-def test_a_choice_left_to_torch_takes_the_fused_kernel_and_leaves_the_users_options_alone() -> None:
-    mine, _ = both(optim.AdamW, {"lr": 0.1})
-    mine.step(0, ALL)
-    assert mine.stepped.param_groups[0]["fused"] is True
-    assert mine.own.param_groups[0]["fused"] is None
-
-
 def groups(params: list[nn.Parameter]) -> list[Options]:
     """Groups with members that are not neighbours in the module; the last parameter is in none."""
     return [
@@ -205,23 +186,6 @@ def test_each_group_is_one_flat_parameter_with_its_own_options(kind: type[Optimi
         mine.step(step, ALL)
         plain.step(step, ALL)
     assert mine.lengths == [1, 1]
-    assert_equal(mine.bag, plain.bag)
-    assert_same_state(mine.own, plain.own)
-
-
-def test_parameters_of_several_dtypes_are_one_flat_parameter_each() -> None:
-    def bag() -> Bag:
-        made = Bag()
-        made.all[1].data = made.all[1].data.double()
-        made.all[4].data = made.all[4].data.bfloat16()
-        return made
-
-    mine = Flat(bag(), lambda params: optim.AdamW(params, lr=0.1))
-    plain = Plain(bag(), lambda params: optim.AdamW(params, lr=0.1, fused=True))
-    for step in range(STEPS):
-        mine.step(step, ALL)
-        plain.step(step, ALL)
-    assert mine.lengths == [3]
     assert_equal(mine.bag, plain.bag)
     assert_same_state(mine.own, plain.own)
 
@@ -261,17 +225,6 @@ STATEFUL = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     (optim.AdamW, {"lr": 0.1, "weight_decay": 0.1}),
 ]
-
-
-@pytest.mark.parametrize(("kind", "given"), STATEFUL)
-def test_parameters_that_are_never_used_are_never_stepped(kind: type[Optimizer], given: Options) -> None:
-    mine, plain = both(kind, given)
-    touched = [True, False, True, True, False]
-    for step in range(STEPS):
-        mine.step(step, touched)
-        plain.step(step, touched)
-    assert_equal(mine.bag, plain.bag)
-    assert_same_state(mine.own, plain.own)
 
 
 @pytest.mark.parametrize(("kind", "given"), STATEFUL)
@@ -410,22 +363,6 @@ def test_hooks_that_are_registered_later_see_the_users_optimizer_and_its_paramet
     assert_same_state(mine.own, plain.own)
 
 
-def test_a_group_that_is_added_is_stepped_too() -> None:
-    sides: list[Flat | Plain] = [
-        side(Bag(), lambda params: optim.AdamW(params[:3], lr=0.1, fused=True)) for side in (Flat, Plain)
-    ]
-    mine, plain = sides
-    for step in range(STEPS):
-        for one in sides:
-            if step == 7:
-                one.own.add_param_group({"params": list(one.bag.all[3:]), "lr": 0.2})
-            for idle in one.bag.all[3:]:
-                idle.requires_grad_(step >= 7)
-            one.step(step, [True, True, True, step >= 7, step >= 7])
-    assert_equal(mine.bag, plain.bag)
-    assert_same_state(mine.own, plain.own)
-
-
 def test_an_eps_that_becomes_zero_makes_no_nan_between_the_parameters() -> None:
     mine, plain = both(optim.AdamW, {"lr": 0.1, "fused": True}, RAGGED)
     touched = [True] * len(RAGGED)
@@ -515,13 +452,6 @@ def test_few_and_large_parameters_are_stepped_one_by_one_where_it_gains_nothing(
     assert (found is None) is gains
     small = Bag([(LARGE,), (16,)])
     assert obstacle(make(list(small.all)), small, FlatReplica(small)) is None
-
-
-def test_a_scheduler_of_torchs_is_no_step_of_the_users() -> None:
-    bag = Bag()
-    optimizer = optim.SGD(bag.parameters(), lr=0.1)
-    optim.lr_scheduler.StepLR(optimizer, 1)
-    assert obstacle(optimizer, bag, FlatReplica(bag)) is None
 
 
 def test_gaps_stay_zero() -> None:

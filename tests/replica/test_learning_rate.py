@@ -31,8 +31,8 @@ from torch.optim.lr_scheduler import (
 from bench.cadences import cadence_for
 from flowdp import SchedulerOptions, Trainer, current_worker
 from flowdp.checkpoint import file as checkpoint_file
-from flowdp.errors import CheckpointError, OptionError
-from flowdp.replica.learning_rate import LearningRate, check_scheduler
+from flowdp.errors import OptionError
+from flowdp.replica.learning_rate import LearningRate
 
 # torch 2.8: SequentialLR calls its schedulers in a way that raises its own warning.
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
@@ -91,15 +91,6 @@ def test_positions_may_be_skipped(name: str, is_instance: bool) -> None:
     assert rate.value == pytest.approx(expected[-1], rel=1e-9)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_factor_multiplies_what_the_scheduler_says(name: str) -> None:
-    expected = plain(SCHEDULERS[name], TOTAL)
-    rate = rate_of([sgd()], SCHEDULERS[name], "step", factor=2.0)
-    for position in range(TOTAL):
-        rate.advance(position, 0)
-        assert rate.value == pytest.approx(2.0 * expected[position], rel=1e-9)
-
-
 MORE: dict[str, Callable[[Optimizer], LRScheduler]] = {
     **SCHEDULERS,
     "chained": lambda opt: ChainedScheduler([StepLR(opt, 3), LambdaLR(opt, lambda i: 1 / (1 + i))]),
@@ -118,7 +109,7 @@ def loaded(state: dict[str, Any], into: LearningRate, optimizer: Optimizer, save
 
 
 @pytest.mark.parametrize("name", MORE)
-@pytest.mark.parametrize("at", [0, 5, 9])
+@pytest.mark.parametrize("at", [5])
 def test_a_restored_rate_is_that_of_a_run_without_a_break(name: str, at: int) -> None:
     whole, first, second = sgd(), sgd(), sgd(0.7)
     uninterrupted, before, after = (rate_of([one], MORE[name], "step") for one in (whole, first, second))
@@ -151,38 +142,6 @@ def test_a_rate_that_was_set_stays_and_the_factor_of_the_world_does_not() -> Non
     assert again.value == pytest.approx(0.05)
 
 
-def test_another_schedule_is_refused() -> None:
-    state = rate_of([sgd()], lambda opt: StepLR(opt, 2), "step").state_dict()
-    others = {
-        "no scheduler": rate_of([sgd()]),
-        "CosineAnnealingLR": rate_of([sgd()], SCHEDULERS["cosine"], "step"),
-        "StepLR, StepLR": rate_of([sgd(), sgd()], lambda opt: StepLR(opt, 2), "step"),
-    }
-    for said, other in others.items():
-        with pytest.raises(CheckpointError, match=f"the schedulers StepLR and 1 .*{said}"):
-            other.load_state_dict(state)
-
-
-def test_epochs_and_a_function() -> None:
-    by_epoch = rate_of([sgd()], lambda opt: StepLR(opt, 1, 0.5), "epoch")
-    by_function = rate_of([sgd()], lr_lambda=lambda step: 1 + step)
-    for position, epoch in ((0, 0), (5, 0), (7, 1), (9, 3)):
-        by_epoch.advance(position, epoch)
-        by_function.advance(position, epoch)
-        assert by_epoch.value == pytest.approx(0.1 * 0.5**epoch)
-        assert by_function.value == pytest.approx(0.1 * (1 + position))
-
-
-def test_a_plateau_is_stepped_with_the_loss_of_each_epoch() -> None:
-    rate = rate_of([sgd()], lambda opt: ReduceLROnPlateau(opt, factor=0.1, patience=0), "epoch")
-    assert rate.waits_for_metric
-    seen = []
-    for epoch, metric in enumerate((None, 1.0, 0.5, 0.6, 0.4)):
-        rate.advance(epoch * 5, epoch, (metric,))
-        seen.append(rate.value)
-    assert seen == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.01])
-
-
 def test_a_rank_without_steps_in_some_epochs_sees_their_losses_all_the_same() -> None:
     """Each loss once; an epoch that the scheduler does not see is no bad one."""
     rates = [
@@ -209,19 +168,6 @@ def test_a_rate_that_is_set_scales_all_groups_and_the_scheduler_goes_on_from_it(
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.002, 0.008])
 
 
-def test_a_rate_may_be_set_where_all_is_zero() -> None:
-    rate = rate_of([sgd(0.0)], lr_lambda=lambda step: 1.0 if step < 5 else 0.5)
-    rate.set(0.2, 1, 0)
-    rate.advance(2, 0)
-    assert rate.value == pytest.approx(0.2)
-    rate.advance(6, 0)
-    assert rate.value == pytest.approx(0.1)
-    warm_up = rate_of([sgd()], lambda opt: LambdaLR(opt, lambda i: float(i == 1)), "step")
-    warm_up.set(0.0, 1, 0)
-    warm_up.set(0.3, 2, 0)
-    assert warm_up.value == pytest.approx(0.3)
-
-
 def groups_of(*rates: float) -> SGD:
     return SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in rates], 0.1)
 
@@ -239,13 +185,6 @@ def test_a_group_that_is_held_still_stays_so_where_a_rate_is_set(options: dict[s
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0, lr, 4 * lr])
 
 
-def test_a_rate_is_not_set_where_it_would_thaw_any_group() -> None:
-    rates = LearningRate([groups_of(0.0, 0.0)])
-    for refused in (rates.check_set, lambda: rates.set(0.1, 0, 0)):
-        with pytest.raises(OptionError, match=r"all 2 are 0: it cannot know which of them"):
-            refused()
-
-
 def test_a_rate_in_a_tensor_stays_in_a_tensor() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), capturable=False)
     rate = rate_of([optimizer], lr_lambda=lambda step: 0.5)
@@ -255,41 +194,6 @@ def test_a_rate_in_a_tensor_stays_in_a_tensor() -> None:
 
 
 # ---------------------------------------------------------------- refusals
-OPTIMIZER = sgd()
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"scheduler": SCHEDULERS["step"]}, r"needs unit='step' or 'epoch' \(given None\)"),
-        ({"scheduler": SCHEDULERS["step"], "unit": "batch"}, "given 'batch'"),
-        ({"scheduler": SCHEDULERS["step"], "unit": "step", "lr_lambda": abs}, "scheduler and lr_lambda both"),
-        ({"unit": "step"}, "unit='step' is given without a scheduler"),
-        ({"lr_lambda": 0.5}, "lr_lambda must be a function of the global step, not 0.5"),
-        ({"lr_scaling": -1}, "lr_scaling must be a number of at least 0, not -1"),
-        ({"lr_scaling": None}, "lr_scaling must be a number of at least 0, not None"),
-        ({"lr_scaling": "square"}, "scheduler.lr_scaling must be .*'sqrt'.*, not 'square'"),
-        ({"warmup_steps": -1}, "warmup_steps must be an int of at least 0, not -1"),
-        ({"warmup_steps": 0.1}, "warmup_steps must be an int of at least 0, not 0.1"),
-        ({"scheduler": 0.5, "unit": "step"}, "torch scheduler or a factory of one, not 0.5"),
-        ({"scheduler": ReduceLROnPlateau(OPTIMIZER), "unit": "step"}, "scheduler.unit must be 'epoch'"),
-    ],
-)
-def test_options_that_need_a_guess(given: dict[str, Any], match: str) -> None:
-    with pytest.raises(OptionError, match=match):
-        SchedulerOptions(**given)
-
-
-def test_options_belong_to_the_optimizer() -> None:
-    assert check_scheduler(None, OPTIMIZER) == SchedulerOptions()
-    own = SchedulerOptions(StepLR(OPTIMIZER, 5), unit="step")
-    assert check_scheduler(own, OPTIMIZER) is own
-    for given, match in (
-        (SchedulerOptions(StepLR(sgd(), 5), unit="step"), "made for the optimizer instance"),
-        (SCHEDULERS["step"], r"must be SchedulerOptions\(..., unit='step' or 'epoch'\)"),
-    ):
-        with pytest.raises(OptionError, match=match):
-            check_scheduler(given, OPTIMIZER)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -336,8 +240,7 @@ def furthest(steps: Curve) -> list[tuple[int, int, float]]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["sync", "cadence"])
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize(("devices", "policy"), [(2, "sync"), (3, "cadence")])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_curve_is_the_same_on_any_number_of_devices(name: str, devices: int, policy: str) -> None:
     is_instance = devices == 2
@@ -363,7 +266,7 @@ def test_a_plateau_hears_of_every_epoch(policy: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [3])
 def test_a_function_of_the_step_and_the_scale_of_the_world(devices: int) -> None:
     ratio = 0.5
     steps = curve(
@@ -375,7 +278,7 @@ def test_a_function_of_the_step_and_the_scale_of_the_world(devices: int) -> None
         assert rate == pytest.approx(0.1 * (1 + ratio * (devices - 1)) / (1 + position))
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [3])
 def test_a_warm_up_is_a_factor_beside_the_schedule(devices: int) -> None:
     schedule = SCHEDULERS["step"]
     steps = curve(
@@ -387,19 +290,9 @@ def test_a_warm_up_is_a_factor_beside_the_schedule(devices: int) -> None:
         assert rate == pytest.approx(expected[position] * factor, rel=1e-9), position
 
 
-def test_a_rate_that_is_set_within_the_warm_up_goes_on_from_there() -> None:
-    optimizer = sgd()
-    rates = LearningRate([optimizer], SchedulerOptions(warmup_steps=10))
-    rates.advance(4, 0)
-    assert optimizer.param_groups[0]["lr"] == rates.value == pytest.approx(0.05)
-    rates.set(0.2, 4, 0)
-    assert rates.value == pytest.approx(0.2)
-    rates.advance(9, 0)
-    assert rates.value == pytest.approx(0.4)
+def test_a_resumed_warm_up_has_the_same_bits() -> None:
+    stop = 7
 
-
-@pytest.mark.parametrize("stop", [3, 7, 20])
-def test_a_resumed_warm_up_has_the_same_bits(stop: int) -> None:
     def fresh() -> tuple[SGD, LearningRate]:
         optimizer = sgd()
         options = SchedulerOptions(SCHEDULERS["cosine"], unit="step", warmup_steps=11, lr_scaling="sqrt")
@@ -417,28 +310,6 @@ def test_a_resumed_warm_up_has_the_same_bits(stop: int) -> None:
         cut.advance(position, 0)
         assert cut_optimizer.param_groups[0]["lr"] == whole_optimizer.param_groups[0]["lr"]
         assert cut.value == whole.value
-
-
-def test_a_batch_that_does_not_grow_with_the_devices_needs_no_scaling() -> None:
-    given: dict[str, Any] = {
-        "dataset": torch.ones(8, 1),
-        "per_device_batch_size": 2,
-        "epochs": 1,
-        "policy": "exact",
-    }
-    scaled = SchedulerOptions(lr_scaling="linear", warmup_steps=3)
-    with pytest.raises(OptionError, match="lr_scaling='linear' is for a batch that grows with"):
-        Trainer(nn.Linear(1, 1), sgd_of, mse, batch_size=4, scheduler=scaled, **given)
-    Trainer(nn.Linear(1, 1), sgd_of, mse, scheduler=scaled, **given)
-    Trainer(nn.Linear(1, 1), sgd_of, mse, batch_size=4, scheduler=SchedulerOptions(warmup_steps=3), **given)
-
-
-def sgd_of(params: Any) -> SGD:
-    return SGD(params, 0.1)
-
-
-def mse(model: nn.Module, batch: Tensor) -> Tensor:
-    return F.mse_loss(model(batch), batch)
 
 
 # ---------------------------------------------------------------- other schedulers than torch's
@@ -506,16 +377,6 @@ def test_schedulers_of_timm_and_others_of_the_users_own() -> None:
     updates = rates_of(lambda opt: Cosine(opt, 4, t_in_epochs=False), "step", steps)
     assert updates == pytest.approx([0.1, 0.075, 0.05, 0.0])
     assert rates_of(Halving, "step", steps) == pytest.approx([0.1, 0.05, 0.025, 0.00625])
-
-
-def test_an_instance_is_copied_for_each_optimizer() -> None:
-    optimizer = sgd()
-    scheduler = Cosine(optimizer, 4)
-    check_scheduler(SchedulerOptions(scheduler, unit="epoch"), optimizer)
-    rate = rate_of([sgd()], scheduler, "epoch")
-    rate.advance(3, 2)
-    assert rate.value == pytest.approx(0.05)
-    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize(("unit", "right"), [("step", "epoch"), ("epoch", "step")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial, wraps
@@ -17,7 +16,7 @@ from torch.optim import SGD
 
 import flowdp
 from flowdp.errors import OptionError
-from flowdp.replica.model_copy import CopyError, copy_module
+from flowdp.replica.model_copy import copy_module
 
 CPU = torch.device("cpu")
 X, Y = torch.rand(32, 6, dtype=torch.float64), torch.rand(32, dtype=torch.float64)
@@ -162,13 +161,6 @@ def test_marks_on_parameters_are_copied() -> None:
     assert made.weight.options["of"] is made.bias
 
 
-def test_gradients_are_not_copied() -> None:
-    model = nn.Linear(2, 2)
-    model(torch.ones(1, 2)).sum().backward()
-    assert all(parameter.grad is None for parameter in copy_module(model, CPU).parameters())
-    assert model.weight.grad is not None
-
-
 def pruned() -> nn.Module:
     return prune.random_unstructured(nn.Linear(3, 3), "weight", 0.5)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -191,16 +183,3 @@ def test_weights_that_each_forward_computes(make: Callable[[], nn.Module]) -> No
     made(x).sum().backward()
     assert torch.equal(made(x), model(x))
     assert all(parameter.grad is not None for parameter in made.parameters())
-
-
-def test_why_a_module_cannot_be_copied() -> None:
-    model: Any = nn.Linear(2, 2)
-    model.lock = threading.Lock()
-    with pytest.raises(CopyError, match="cannot pickle"):
-        copy_module(model, CPU)
-    del model.lock
-    model.found = [model(torch.ones(1, 2))]
-    with pytest.raises(CopyError, match="its attribute 'found' holds a tensor with a graph: detach it"):
-        copy_module(model, CPU)
-    with pytest.raises(RuntimeError):
-        copy.deepcopy(model)

@@ -105,13 +105,6 @@ def test_what_is_no_loss(loss: Callable[..., Any], error: type[Exception], match
         step(replica(loss))
 
 
-@pytest.mark.parametrize("batch", [torch.ones(2, 2), {"x": BATCH[0], "y": BATCH[1]}, (*BATCH, BATCH[1])])
-def test_a_criterion_needs_two_parts(batch: Any) -> None:
-    with pytest.raises(TypeError, match=f"batches of two parts, not {type(batch).__name__}"):
-        step(replica(nn.MSELoss()), batch)
-    step(replica(nn.MSELoss()), list(BATCH))
-
-
 def test_a_criterion_is_copied_for_each_replica() -> None:
     criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0]))
     first, second = loss_function(criterion, CPU), loss_function(criterion, CPU)
@@ -163,15 +156,6 @@ def test_an_overflow_in_fp16_leaves_the_parameters_alone_and_lowers_the_scale() 
     assert mine._scaler.get_scale() == 1.0
 
 
-def test_fp16_clips_the_gradient_and_not_its_scaled_form() -> None:
-    module = nn.Linear(2, 1)
-    before = torch.cat([p.detach().flatten() for p in module.parameters()])
-    loss = lambda model, batch: 0.1 * model(batch[0]).float().mean()  # noqa: E731
-    step(replica(loss, module, precision="fp16", max_grad_norm=0.05))
-    moved = torch.cat([p.detach().flatten() for p in module.parameters()]) - before
-    assert moved.norm().item() == pytest.approx(0.1 * 0.05, rel=1e-3)
-
-
 # ---------------------------------------------------------------- retried steps
 def test_a_micro_batch_in_pieces_has_the_gradient_of_the_whole() -> None:
     seen: list[tuple[int, int]] = []
@@ -190,14 +174,6 @@ def test_a_micro_batch_in_pieces_has_the_gradient_of_the_whole() -> None:
     assert worker.samples == 7
     for parameter, gradient in zip(mine.module.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-13)
-
-
-def test_what_cannot_be_cut_is_one_forward() -> None:
-    mine = replica()
-    mine.pieces = 4
-    assert mine.forwards(BATCH, 2) == 2
-    assert mine.forwards({"n": 2}, 2) == 1
-    assert mine.forwards((torch.ones(3),), 2) == 1
 
 
 # ---------------------------------------------------------------- one flat parameter
@@ -330,15 +306,6 @@ def test_a_copy_steps_as_its_donor() -> None:
             assert torch.equal(mine.module.state_dict()[name], tensor), name
         step(mine)
         step(donor)
-
-
-def test_the_scale_of_the_loss_is_copied() -> None:
-    donor, mine = adam(1, 1, precision="fp16"), adam(2, 1, precision="fp16")
-    assert donor._scaler is not None
-    assert mine._scaler is not None
-    donor._scaler.update(32.0)
-    mine.copy_from(donor)
-    assert mine._scaler.get_scale() == 32.0
 
 
 @pytest.mark.parametrize("side", ["donor", "copying"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from bench.gpu import averaging, checks, nccl
-from bench.gpu.part import Figure, Place, Skipped
+from bench.gpu.part import Figure, Place
 from flowdp.collective import nccl as collective
 from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveError
@@ -67,12 +66,6 @@ def test_several_ranks(fake: FakeNccl, trainings: list[dict[str, Any]], ranks: i
     assert fake.abused == []
 
 
-def test_an_old_nccl_lets_no_ranks_share_a_card(fake: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake, "get_version", lambda: 22809)
-    with pytest.raises(Skipped, match=r"need NCCL 2\.30 or later, this one is 22809"):
-        list(nccl.measure_several(2, Place(CPU)))
-
-
 def test_wrong_sums_end_the_part(fake: FakeNccl, trainings: list[dict[str, Any]]) -> None:
     fake.broken = True
     with pytest.raises(CollectiveError, match="wrong sums"):
@@ -86,40 +79,3 @@ def test_means_that_are_off_end_the_part(
     monkeypatch.setattr(nccl, "deviation", lambda *_: float("nan"))
     with pytest.raises(RuntimeError, match="from float64 by nan"):
         list(nccl.measure_several(2, Place(CPU)))
-
-
-def test_means_that_are_off_when_a_rank_leaves_end_the_part(
-    fake: FakeNccl, trainings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nccl, "deviation", lambda *_, leaves=False: 1.0 if leaves else 0.0)
-    with pytest.raises(RuntimeError, match=r"2 ranks without one that left differ from float64 by 1\.0"):
-        list(nccl.measure_several(2, Place(CPU)))
-
-
-def test_a_training_with_faults_ends_the_part(fake: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults: Callable[..., list[str]] = lambda *_, **options: ["replicas differed"] if options["stall"] else []  # noqa: E731
-    monkeypatch.setattr(nccl, "faults_of", faults)
-    with pytest.raises(RuntimeError, match="cadence, delays in backward: replicas differed"):
-        list(nccl.measure_several(2, Place(CPU)))
-
-
-def test_a_rank_whose_leaving_brings_faults_ends_the_part(
-    fake: FakeNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faults: Callable[..., list[str]] = lambda *_, **options: ["it hung"] if "leaver" in options else []  # noqa: E731
-    monkeypatch.setattr(nccl, "faults_of", faults)
-    with pytest.raises(RuntimeError, match="one of 2 ranks leaves: it hung"):
-        list(nccl.measure_several(2, Place(CPU)))
-
-
-def test_one_rank_that_changes_its_replica(fake: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = nccl.sum_replicas
-
-    def shifting(launch: Any, sides: Any, samples: Any, *, drift: bool) -> None:
-        own(launch, sides, samples, drift=drift)
-        sides[0].scale(2.0, drift=False)
-
-    monkeypatch.setattr(nccl, "sum_replicas", shifting)
-    with pytest.raises(RuntimeError, match="changed its sum"):
-        list(nccl.measure_one(Place(CPU)))
-    assert fake.destroyed == [0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu import partitions
-from bench.gpu.partitions import COUNT_OFFSET, Driver, PartitionedModule, by_driver, lanes_on
+from bench.gpu.partitions import COUNT_OFFSET, PartitionedModule, by_driver, lanes_on
 from flowdp.device.streams import StreamLane
 from tests.fakes import FakeCuda
 
@@ -79,17 +79,6 @@ def test_all_streams_of_a_lane_belong_to_its_part(monkeypatch: pytest.MonkeyPatc
     assert [priority for _, priority in library.made] == [0, -1, 0, 0, -1, 0, -1]
     assert lanes[1].compute == (4, 0)
     assert lanes[1].event().cuda is cuda  # type: ignore[attr-defined]
-
-
-def test_an_older_driver_and_a_refusal_are_named() -> None:
-    with pytest.raises(RuntimeError, match="this driver has no cuDeviceGet"):
-        Driver(object()).split(0, 88)
-    with pytest.raises(RuntimeError, match="132 multiprocessors have no part of 88"):
-        Driver(Library(granted=0)).split(0, 88)
-    failing = Library()
-    failing.cuGreenCtxCreate = lambda *_: 801  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="cuGreenCtxCreate failed with error 801 of the driver"):
-        by_driver(CPU, (88, 40), failing)
 
 
 @pytest.mark.parametrize("has_streams", [True, False])

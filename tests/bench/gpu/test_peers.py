@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,12 +55,6 @@ def test_a_row_that_raises_is_named_and_the_others_go_on(monkeypatch: pytest.Mon
     assert "peers, GPT, broken: ValueError: no graph today" in error
 
 
-def test_what_is_not_installed_is_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, error = found(monkeypatch, Other=Row(failing, "no_such_package"))
-    assert Note("peers: Other is left out, the package no_such_package is not installed") in seen
-    assert error == ""
-
-
 def test_ratios_are_those_of_common_rounds() -> None:
     ours, graph = Seen({0: 2.0, 1: 6.0, 2: 3.0}), Seen({0: 1.0, 1: 2.0})
     assert ours.times(graph) == 2.5
@@ -76,26 +67,3 @@ def test_rows_of_one_order_train_alike() -> None:
     names = ("by hand, data on the card, fused", EXPERT, "torch.compile by hand")
     losses = [peers.train(CPU, work, peers.ROWS[name])[1] for name in names]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
-
-
-def test_a_capture_leaves_model_and_optimizer_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With calls of CUDA that do nothing, so the capture itself steps, which a card does not."""
-    model, begin = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.zeros(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def step() -> None:
-        model(torch.randn(4, 3)).square().sum().backward()
-        optimizer.step()
-        begin.add_(4)
-
-    stream = SimpleNamespace(wait_stream=lambda _: None)
-    calls = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": nullcontext}
-    graph = SimpleNamespace(replay=partial(peers.cleared, step, optimizer))
-    for name, call in {**calls, "CUDAGraph": lambda: graph, "graph": nullcontext}.items():
-        monkeypatch.setattr(torch.cuda, name, call)
-    replay = peers.captured(step, model, optimizer, begin)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not any(one.any() for state in optimizer.state.values() for one in state.values())
-    replay()
-    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])

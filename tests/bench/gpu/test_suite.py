@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import suite as suite_module
-from bench.gpu.suite import CUT, JOURNAL, SPOILT, Outcome, Suite, complete_lines, read, run_suite
+from bench.gpu.suite import JOURNAL, SPOILT, run_suite
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -69,26 +68,6 @@ def test_a_crash_costs_one_test(tmp_path: Path) -> None:
     assert "lost: test_it.py::test_crash" in str(suite)
 
 
-def test_all_is_well(tmp_path: Path) -> None:
-    calls: list[int] = []
-    suite = run_suite(tmp_path / "journal", caller(tmp_path, "def test_it(): pass", calls))
-    assert (suite.is_right, calls, str(suite)) == (True, [0], "1 passed")
-
-
-def test_more_options(tmp_path: Path) -> None:
-    text = "def test_one(): pass\ndef test_two(): pass"
-    suite = run_suite(tmp_path / "journal", caller(tmp_path, text, []), ("-k", "two"))
-    assert [outcome.test for outcome in suite.outcomes] == ["test_it.py::test_two"]
-
-
-@pytest.mark.parametrize("text", ["import nothing_like_it", ""])
-def test_nothing_that_can_be_run_is_not_right(tmp_path: Path, text: str) -> None:
-    calls: list[int] = []
-    suite = run_suite(tmp_path / "journal", caller(tmp_path, text, calls))
-    assert not suite.is_right
-    assert len(calls) == 1
-
-
 def test_a_suite_that_always_crashes_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "import os\n" + "".join(f"def test_{n}(): os.abort()\n" for n in range(9))
     monkeypatch.setattr(suite_module, "RESTARTS", 2)
@@ -137,59 +116,3 @@ def test_after_a_test_that_spoils_the_device_the_others_have_a_new_process(tmp_p
     ]
     assert calls == [SPOILT, 0]
     assert suite.is_complete
-
-
-LONG = """
-import pytest
-@pytest.mark.long
-def test_first(): pass
-def test_second(): pass
-"""
-
-
-def test_long_tests_come_last(tmp_path: Path) -> None:
-    suite = run_suite(tmp_path / "journal", caller(tmp_path, LONG, []), ("-W", "ignore"))
-    assert [outcome.test for outcome in suite.outcomes] == [
-        "test_it.py::test_second",
-        "test_it.py::test_first",
-    ]
-
-
-def test_what_was_cut_has_not_failed(tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-
-    def call(_arguments: list[str], _environment: dict[str, str]) -> int:
-        lines = [{"planned": 5}, vars(Outcome("t::one", "passed")), vars(Outcome("t::two", "lost"))]
-        journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return CUT
-
-    suite = run_suite(journal, call)
-    assert [outcome.outcome for outcome in suite.outcomes] == ["passed", "cut"]
-    assert (suite.is_cut, suite.is_sound, suite.is_right) == (True, True, False)
-    assert str(suite).startswith("1 passed, 1 cut; the time was over, and 3 were not reached")
-
-
-def test_the_first_failure_of_a_test_is_kept(tmp_path: Path) -> None:
-    """A teardown fails behind a test that has spoilt the device."""
-    lines = [vars(Outcome("t::one", "failed", why=why)) for why in ("the reason", "an effect of it")]
-    (tmp_path / "journal").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [outcome.why for outcome in read(tmp_path / "journal")] == ["the reason"]
-
-
-def test_half_a_line_costs_its_entry_alone(tmp_path: Path) -> None:
-    whole = json.dumps(vars(Outcome("t::one", "passed")))
-    (tmp_path / "journal").write_text(f"{whole}\n{whole[:9]}{whole}\n{whole}\n")
-    assert [outcome.test for outcome in read(tmp_path / "journal")] == ["t::one"]
-
-
-def test_skips_are_right_and_shown_with_their_reason() -> None:
-    skipped = [Outcome(f"t::{n}", "skipped", why="needs 2 CUDA devices") for n in range(3)]
-    suite = Suite(skipped, is_complete=True)
-    assert suite.is_right
-    assert str(suite) == "3 skipped\n  skipped 3: needs 2 CUDA devices"
-
-
-def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
-    for text, lines in (("", []), ("one\ntwo\n", ["one", "two"]), ('one\n{"ki', ["one"])):
-        (tmp_path / "file").write_text(text)
-        assert complete_lines(tmp_path / "file") == lines

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu import partitions, unequal
+from bench.gpu import unequal
 from bench.gpu.part import Figure, Finding, Note, Place
 from bench.gpu.unequal import DDP, POLICIES, RATIO, WAITS, Unequal, open_unequal
 from flowdp.device.streams import HostLane
 from flowdp.replica import build
-from tests.data.cards import Card
 
 CPU = Place(torch.device("cpu"))
 
@@ -41,17 +39,6 @@ def figures(findings: list[Finding]) -> dict[str, float]:
     return {one.name: one.value for one in findings if isinstance(one, Figure)}
 
 
-def until_error() -> tuple[list[Finding], str]:
-    """The findings, and the error behind them."""
-    found: list[Finding] = []
-    try:
-        for finding in unequal.measure(CPU):
-            found.append(finding)  # noqa: PERF402  # what came before an error is kept
-    except RuntimeError as error:
-        return found, str(error)
-    return found, ""
-
-
 def test_figures_are_fractions_of_the_sum_and_times_ddp(rates: dict[str, float]) -> None:
     found = list(unequal.measure(CPU))
     assert Note("unequal: the ranks are made unequal by waits") in found
@@ -63,26 +50,6 @@ def test_figures_are_fractions_of_the_sum_and_times_ddp(rates: dict[str, float])
     assert seen[f"unequal, cadence: times {DDP}"] == 75.0 / 24.0
 
 
-def test_a_policy_that_fails_is_named_and_the_others_go_on(rates: dict[str, float]) -> None:
-    del rates["cadence"]
-    found, error = until_error()
-    assert Note("unequal, cadence: KeyError: 'cadence'") in found
-    assert "unequal, sync: samples/s" in figures(found)
-    assert "unequal, cadence: KeyError" in error
-
-
-def test_ddp_that_fails_takes_only_its_own_figures(
-    rates: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: Any) -> Any:
-        raise RuntimeError("not over within 60 s")
-
-    monkeypatch.setattr(unequal, "ddp_rates", failing)
-    found, error = until_error()
-    assert error == f"unequal, {DDP}: not over within 60 s"
-    assert "unequal, sync: samples/s" in figures(found)
-
-
 def test_a_rank_that_waits_is_slower_by_the_ratio() -> None:
     ranks, refused = open_unequal(CPU)
     assert (ranks.kind, refused) == (WAITS, [])
@@ -91,21 +58,6 @@ def test_a_rank_that_waits_is_slower_by_the_ratio() -> None:
     alone, beside = unequal.speeds(ranks, 0.2)
     assert alone[0] > alone[1]
     assert min(beside) > 0
-
-
-def test_where_no_part_can_be_made_it_says_why_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(*_: Any) -> Any:
-        raise RuntimeError("this driver has no cuGreenCtxCreate")
-
-    class Card(Place):
-        is_cuda = True
-
-    monkeypatch.setattr(partitions, "SPLITS", {"green contexts": refusing})
-    monkeypatch.setattr(unequal, "timed_ms", lambda *_, **__: 5.0)
-    ranks, refused = open_unequal(Card(CPU.device))
-    assert ranks.kind == WAITS
-    assert refused == ["green contexts: RuntimeError: this driver has no cuGreenCtxCreate"]
-    assert ranks.waits[0] * ranks.size.batch == 10_000_000  # cycles of 5 ms
 
 
 def test_a_run_has_the_given_lanes() -> None:
@@ -122,42 +74,9 @@ def test_a_policy_trains_on_both_ranks(name: str) -> None:
     assert unequal.policy_rate(ranks, name, 0.1, 0.2) > 0
 
 
-class Part:
-    """Part of a fake card; counts its streams."""
-
-    multiprocessors = 44
-
-    def __init__(self, card: Card) -> None:
-        self.card, self.streams = card, 0
-
-    def stream(self, priority: int) -> Any:
-        self.streams += 1
-        return self.card.Stream(CPU.device, priority)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_trains_on_the_streams_of_parts(name: str) -> None:
-    """A run takes everything but its streams from the module of the card."""
-    card = Card()
-    parts = [Part(card), Part(card)]
-    lanes = partitions.lanes_on(CPU.device, parts, card)
-    ranks = Unequal(CPU, "parts of a fake card", lanes, unequal.TINY)
-    assert unequal.policy_rate(ranks, name, 0.1, 0.2) > 0
-    assert min(part.streams for part in parts) >= 3
-    assert card.races == []
-
-
 @pytest.mark.posix
 def test_ddp_runs_in_two_processes() -> None:
     ranks, _ = open_unequal(CPU)
     first, second = unequal.ddp_rates(ranks, 0.2, limit_s=120)
     assert first.keys() == second.keys() == {"alone", "beside", "ddp"}
     assert min(*first.values(), *second.values()) > 0
-
-
-@pytest.mark.posix
-def test_processes_of_ddp_that_fail_are_named() -> None:
-    ranks, _ = open_unequal(CPU)
-    ranks.kind = "no such kind"
-    with pytest.raises(RuntimeError, match="the processes ended with exit codes"):
-        unequal.ddp_rates(ranks, 0.2, limit_s=120)

@@ -54,23 +54,9 @@ def record() -> dict[str, Any]:
     }
 
 
-def test_the_tables_show_few_and_many_ranks() -> None:
-    text = scale.tables(record())
-    assert "| sync | 2.0 | 8.0 | 64.0 | 1024.0 | 2,000 | 8,000 | 64,000 | 1,024,000 |" in text
-    assert "| exact | 10 % | 0.00 | 1.00 | 0.00 | 1.00 | 0.00 | 1.00 |" in text
-    assert text.count("\n| ") == 2 + 2 + 4 + 16  # heads, rules, policies, policies and averagings
-
-
 def test_the_page_is_that_of_the_record() -> None:
     newest = scale.newest()
     _, _, rest = scale.PAGE.read_text(encoding="utf-8").partition(scale.BEGIN)
     table, _, _ = rest.partition(scale.END)
     assert table.strip() == scale.tables(newest).strip()
     assert f"scale, {newest['date']}, {newest['commit']}" in scale.PICTURE.read_text(encoding="utf-8")
-
-
-def test_every_figure_is_in_the_picture() -> None:
-    drawn = scale.figure(record())
-    lines = [len(axes.get_lines()) for axes in drawn.axes]
-    assert lines == [4, 12, 12, 12]
-    assert [list(line.get_xdata()) for line in drawn.axes[1].get_lines()] == [list(scale.RANKS)] * 12

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.micro import setup_models
-from bench.micro.setup_models import CASES, RATIOS, SIDES, Loop, Times, measured, rows
+from bench.micro.setup_models import CASES, RATIOS, SIDES, Loop, measured
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -45,21 +44,3 @@ def test_sides_take_turns_after_a_warm_up_of_each() -> None:
     assert ratios["m, wall, two / plain"] == 2.0
     assert ratios["m, CPU, fixed / two"] == 1.5
     assert times.cpu["plain"] == [4.0, 4.0, 4.0]
-
-
-def test_a_row_has_medians_and_ratios() -> None:
-    wall = {
-        "plain": [1.0, 2.0, 9.0],
-        "setup": [1.0, 2.0, 9.0],
-        "two": [2.0, 2.0, 9.0],
-        "fixed": [3.0, 3.0, 9.0],
-    }
-    _, line, _ = rows({"m": Times(wall, wall)}).splitlines()
-    figures = ["m", "wall", "2.000", "ms", "2.000", "ms", "2.000", "ms", "3.000", "ms"]
-    assert line.split() == [*figures, "1.00", "1.00", "1.50", "1.50"]
-
-
-def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        setup_models.main(["--only", "no such model"])
-    assert "GRUCell loop" in capsys.readouterr().err

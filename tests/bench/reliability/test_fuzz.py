@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.reliability.fuzz import MUTATIONS, files, fuzz, main, mutated
+from bench.reliability.fuzz import MUTATIONS, files, fuzz, mutated
 from flowdp.checkpoint.file import read
 
 
@@ -64,16 +64,3 @@ def test_a_checksum_that_nobody_looks_at_is_seen(monkeypatch: pytest.MonkeyPatch
     report = fuzz(200)
     assert report.failures
     assert all("checksum was not noticed" in happened for _, happened in report.failures)
-
-
-def test_the_table_and_the_file_of_failures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--mutations", "20", "--failures", str(tmp_path / "failures.txt")]
-    assert main(arguments) == 0
-    assert "20 mutations" in capsys.readouterr().out
-    assert not (tmp_path / "failures.txt").exists()
-    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda archive: None)
-    # The parsers alone refuse most of them, too.
-    assert main(["--mutations", "300", *arguments[2:]]) == 1
-    assert "checksum" in (tmp_path / "failures.txt").read_text()

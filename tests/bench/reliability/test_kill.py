@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.reliability import kill as bench
-from bench.reliability.kill import POINTS, POLICIES, kill, main
+from bench.reliability.kill import POINTS, kill
 from bench.reliability.lives import Aim, Plan
 from flowdp.checkpoint import folder
 from flowdp.checkpoint.resume import Resumed
@@ -18,9 +17,9 @@ SECOND = Aim("sync folder", write=2)
 
 
 def test_random_kills() -> None:
-    report = kill(10, seed=1)
+    report = kill(6, seed=1)
     assert report.faults == []
-    assert report.hits.total() == 10
+    assert report.hits.total() == 6
     assert report.counts["resumes"] > 0
 
 
@@ -35,7 +34,7 @@ def test_killed_before_each_call_of_a_write() -> None:
     assert report.counts["unfinished files, torn"] == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["exact", "cadence"])
 def test_a_model_that_is_not_put_back_is_seen(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Resumed, "put_back", lambda *_: None)
     faults = kill(1, plans=[Plan(policy)], aims=[Aim("sync folder", write=1)]).faults
@@ -65,28 +64,9 @@ def test_a_file_that_has_its_name_too_early_is_seen(monkeypatch: pytest.MonkeyPa
     assert any("has the name of a whole one" in fault for fault in faults)
 
 
-def test_a_file_that_is_left_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(path: Path, state: Any, *, also: Path | None = None) -> None:
-        if not (left := path.with_name("best.pt.tmp")).exists():
-            left.touch()  # not of the following write, which would replace it
-        write(path, state, also=also)
-
-    write = folder.write
-    monkeypatch.setattr(folder, "write", careless)
-    killed_twice: dict[str, Any] = {"plans": [Plan("sync")], "aims": [SECOND, SECOND]}
-    assert kill(2, **killed_twice).faults == []
-    monkeypatch.setattr(folder, "LEFT_OVER", re.compile("x"))
-    assert any("was not removed" in fault for fault in kill(2, **killed_twice).faults)
-
-
 def test_after_a_cut_power_the_torn_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "TORN_EVERY", 1)
     report = kill(3, seed=2, plans=[Plan("exact")], aims=[SECOND] * 3)
     assert report.faults == []
     assert report.counts["torn files put there"] > 0
     assert report.counts["torn files refused"] > 0
-
-
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--kills", "1", "--seed", "3"]) == 0
-    assert "1 kills in" in capsys.readouterr().out

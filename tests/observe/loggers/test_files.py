@@ -21,7 +21,6 @@ import torch.nn.functional as F
 import flowdp
 from tests.reliability.small import WAIT_S, stop
 
-HOSTILE = ['a,"b"', "line\nend", "ünï→✓", "a/b//..", "", "=1+1", "'", " "]
 X = torch.arange(24.0).view(12, 2) / 24
 
 
@@ -72,19 +71,6 @@ def test_a_run_reads_back_as_its_history(tmp_path: Path) -> None:
     assert [(one["epoch"], one["global_step"]) for one in epochs] == [(0, 6), (1, 12)]
     assert last == {"status": "done"}
     assert run.status().problems == ()
-
-
-def test_hostile_names_of_a_run(tmp_path: Path) -> None:
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        for index, name in enumerate(HOSTILE):
-            flowdp.record_scalar(name, index)
-        return F.mse_loss(model(batch[0]), batch[1])
-
-    table, lines = tmp_path / "m.csv", tmp_path / "m.jsonl"
-    trainer(flowdp.CSVLogger(table), flowdp.JSONLLogger(lines), loss=loss).fit()
-    for row in (*rows_of(table), *objects_of(lines)[1:-1]):
-        for index, name in enumerate(HOSTILE):
-            assert float(row[f"train/{name}"]) == float(row[f"rank1/{name}"]) == index
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e-300, 0.1, 3])
@@ -140,19 +126,6 @@ def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path: Path, torn: str) 
     assert [one["status"] for one in objects_of(lines) if "status" in one] == ["done", "done"]
 
 
-def test_a_part_of_an_epoch_gives_way_to_the_whole(tmp_path: Path) -> None:
-    def run(**options: Any) -> flowdp.TrainedState:
-        table, lines = flowdp.CSVLogger(tmp_path / "m.csv"), flowdp.JSONLLogger(tmp_path / "m.jsonl")
-        return trainer(table, lines, checkpoint=tmp_path / "c", resume=True, **options).fit()
-
-    state = run(max_steps=8)
-    assert [row["is_complete"] for row in rows_of(tmp_path / "m.csv")] == ["", "0"]
-    assert not state.history[-1].is_complete
-    run()
-    assert [row["epoch"] for row in rows_of(tmp_path / "m.csv")] == ["0", "1"]
-    assert [one["epoch"] for one in objects_of(tmp_path / "m.jsonl") if "epoch" in one] == [0, 1]
-
-
 def test_an_epoch_that_a_stop_left_unevaluated_gives_way_to_the_evaluated_one(tmp_path: Path) -> None:
     handle: Future[flowdp.Run] = Future()
 
@@ -187,23 +160,6 @@ def test_a_new_run_writes_over_nothing(tmp_path: Path, caplog: pytest.LogCapture
     }
     assert all(len(rows_of(tmp_path / f"m{which}.csv")) == 2 for which in ("", "-1", "-2"))
     assert "m.csv is of another run, and is called" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a,b\n1,2\n", "[1]\n", "\xff\x00"],
-)
-def test_a_file_of_another_kind_is_set_aside(tmp_path: Path, text: str) -> None:
-    for kind, name in ((flowdp.CSVLogger, "m.csv"), (flowdp.JSONLLogger, "m.jsonl")):
-        path = tmp_path / name
-        path.write_bytes(text.encode("latin1"))
-        one = logger(kind, path)
-        one.begin({}, 6)
-        one.log({"a": 1.0}, 7)
-        one.end("done")
-        assert (tmp_path / f"m-1{path.suffix}").read_bytes() == text.encode("latin1")
-    assert [row["a"] for row in rows_of(tmp_path / "m.csv")] == ["1.0"]
-    assert [one["a"] for one in objects_of(tmp_path / "m.jsonl") if "a" in one] == [1.0]
 
 
 KILLED = """
@@ -245,19 +201,6 @@ def test_a_killed_process_loses_a_row_at_most(tmp_path: Path) -> None:
         steps = [int(row["global_step"]) for row in read(tmp_path / name) if "global_step" in row]
         assert steps[:told] == list(range(1, told + 1))
         assert steps[-1] == 10**9
-
-
-@pytest.mark.parametrize("kind", [flowdp.CSVLogger, flowdp.JSONLLogger])
-def test_a_place_that_cannot_be_written_is_refused_early(tmp_path: Path, kind: Any) -> None:
-    (tmp_path / "file").write_text("")
-    for path, message in (
-        (tmp_path, "is a folder"),
-        (tmp_path / "file/m.csv", "cannot be made"),
-        ("", "needs the path of a file, not ''"),
-        (3, "needs the path of a file, not 3"),
-    ):
-        with pytest.raises(flowdp.OptionError, match=f"{kind.__name__}.*{message}"):
-            kind(path)
 
 
 def test_a_file_that_is_lost_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:

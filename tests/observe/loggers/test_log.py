@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import flowdp
-from flowdp.observe.observer import Observer
 
 X = torch.arange(24.0).view(12, 2) / 24
 
@@ -32,11 +31,6 @@ class Book:
 
     def steps(self, name: str) -> list[int]:
         return [step for kind, numbers, step in self.calls if kind == "log" and name in numbers]
-
-
-class Half:
-    def begin(self, settings: Any, step: int) -> None: ...
-    def log(self, numbers: Any, step: int) -> None: ...
 
 
 def trainer(*callbacks: flowdp.Callback, **options: Any) -> flowdp.Trainer:
@@ -87,18 +81,6 @@ def test_evaluations_by_steps_are_logged() -> None:
     assert book.steps("eval/loss") == [4, 8, 12]
 
 
-def test_a_logger_of_epochs_is_not_woken_by_rounds() -> None:
-    asked: list[bool] = []
-
-    class Spy:
-        def feed(self, *, rounds: bool) -> None:
-            asked.append(rounds)
-
-    for every in ("epoch", "round", 3):
-        Observer(Spy(), [flowdp.Log(Book(), every=every)], print)  # type: ignore[arg-type]
-    assert asked == [False, True, True]
-
-
 def test_a_resumed_run_begins_at_its_step(tmp_path: Any) -> None:
     trainer(checkpoint=tmp_path, epochs=1).fit()
     book = Book()
@@ -141,28 +123,3 @@ def test_a_logger_that_cannot_begin_is_told_once_and_left_alone(caplog: pytest.L
     assert book.steps("epoch") == [6, 12]
     assert run.status().problems == ("Log.on_train_start raised OSError: no such service",)
     assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("logger", [None, print, Book, Half()])
-def test_what_is_no_logger(logger: Any) -> None:
-    with pytest.raises(
-        flowdp.OptionError, match=r"begin\(settings, step\), log\(numbers, step\) and end\(status\)"
-    ):
-        flowdp.Log(logger)
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, "step", None])
-def test_every_is_checked(every: Any) -> None:
-    with pytest.raises(flowdp.OptionError, match="every must be 'epoch', 'round' or a number of steps"):
-        flowdp.Log(Book(), every=every)
-
-
-def test_the_protocol_is_that_of_the_loggers() -> None:
-    assert isinstance(Book(), flowdp.RunLogger)
-    assert not isinstance(Half(), flowdp.RunLogger)
-
-
-def test_a_trial_of_everything_logs_nothing() -> None:
-    book = Book()
-    trainer(flowdp.Log(book), fast_dev_run=True).fit()
-    assert book.calls == []
