@@ -151,8 +151,8 @@ def expected(
     """The outer steps of the rounds of a run with a linear loss.
 
     A mean is the last one less, for each rank, its part of the samples times the sum of its steps. A rank has
-    no part in the round of its `bad` step, and a round without samples changes nothing: in async the last
-    meeting is one, if no rank has stepped since its snapshot.
+    no part in the round of its `bad` step, nor in the one whose outcome tells that. A round without samples
+    changes nothing: in async the last meeting is one, if no rank has stepped since its snapshot.
     """
     made = Outer(options, {"weight": line().weight.detach()})
     data = run._engine._parts.services.source.tensors[1]  # type: ignore[attr-defined]
@@ -161,7 +161,9 @@ def expected(
     for record in records:
         taken = [list(itertools.islice(mine, n)) for mine, n in zip(left, record.steps, strict=True)]
         samples = [
-            0 if any((rank, number) == bad for number, _ in theirs) else record.samples[rank]
+            0
+            if any((rank, number) == bad for number, _ in theirs) or f"rank {rank} had NaN" in record.reason
+            else record.samples[rank]
             for rank, theirs in enumerate(taken)
         ]
         if not any(samples):
