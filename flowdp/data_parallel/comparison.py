@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flowdp.data.trees import tensors_of, tree_map, walk
 from flowdp.data_parallel.call import Run
-from flowdp.data_parallel.cut import Arguments
+from flowdp.data_parallel.cut import Arguments, Part
 from flowdp.data_parallel.layout import Callee, Layout
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.compiled import Uncompiled
@@ -118,6 +118,7 @@ class Result:
         parameters: Parameters behind the run, by name: forward may have written to them.
         kept: Numbers in buffers and attributes of the first device, by name.
         leaves: Tensors at the ends of its graph that are none of those.
+        fills: It puts tensors that it does not return into containers among its arguments.
         error: The error by which it ended; None: none.
     """
 
@@ -126,6 +127,7 @@ class Result:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[str, list[Any]] = field(default_factory=dict)
     leaves: dict[int, Tensor] = field(default_factory=dict)
+    fills: bool = False
     error: Exception | None = None
 
 
@@ -156,6 +158,11 @@ def _compare(replicas: Replicas, call: Call) -> str:
             break
     if whole.error is not None:
         return _warn(call, f"with the whole batch it raises {_words(whole.error)}")
+    if whole.fills:  # a list of auxiliary losses, which would stay empty
+        raise FlowdpError(
+            f"{call.callee.name} puts tensors into a list, dict or other container among its arguments, and "
+            "each device does so for its part: let it return them"
+        )
     parts = trial.run(is_cut=True)
     for key in whole.leaves.keys() & parts.leaves.keys():
         raise lost_gradient("the module's forward", whole.leaves[key])
@@ -264,7 +271,10 @@ class Trial:
             modules.append(replicas.isolated(part.rank, instead))
             given = part.replaced([move(tensor, replicas.devices[0]) for tensor in part.tensors])
             with self._draws:
+                before = _tensors_in(given)
                 made.append(call.run(modules[-1], given))
+            # Those that it returns, too, are the caller's to take: the cache of a language model.
+            result.fills |= bool(_tensors_in(given) - before - set(map(id, tensors_of(made[-1]))))
         output = arguments.join(made, parts)
         inputs = {n: one for n, one in zip(self._names, standing, strict=True) if one.requires_grad}
         inputs |= {f"argument {number}": one for number, one in enumerate(leaves)}
@@ -294,6 +304,10 @@ class Trial:
             leaves.append(own.requires_grad_())
             return own.clone()
         return own
+
+
+def _tensors_in(part: Part) -> set[int]:
+    return set(map(id, tensors_of([part.args, part.kwargs])))
 
 
 def _kept(module: nn.Module) -> dict[str, list[Any]]:

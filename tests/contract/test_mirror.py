@@ -29,6 +29,7 @@ FREE_FILES = {
     "data_parallel/test_pattern_state.py": "the same: what a model keeps",
     "data_parallel/test_pattern_graphs.py": "the same: what loops do with graphs",
     "data_parallel/test_pattern_hooks.py": "the same: what watches a model",
+    "data_parallel/test_pattern_containers.py": "the same: containers among the arguments",
 }
 
 
