@@ -272,11 +272,11 @@ class ReadingOptions:
         drop_last: Leave out an epoch's last batch where it is not full. None is False.
         collate_fn: Makes a batch of a list of samples. None is torch's.
         num_workers: Processes that read the dataset. None is 0: a thread reads, in turn with the evaluation
-            and other runs of this process, whose datasets may share an open file. It cannot see other
-            readers: a loop of your own over the same dataset while the run goes on needs processes here or
-            there. Processes live
-            through all epochs, so that a change of the dataset between two epochs does not reach them; a
-            warning names a number, text or flag of the dataset that was changed.
+            and other runs whose datasets have an object in an attribute in common, as an open file. It
+            cannot see other readers: a loop of your own over the same dataset while the run goes on needs
+            processes here or there. Processes live through all epochs, so that a change of the dataset
+            between two epochs does not reach them; a warning names a number, text or flag of the dataset that
+            was changed.
     """
 
     shuffle: bool | None = None

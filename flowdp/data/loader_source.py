@@ -1,9 +1,9 @@
 """Reading a dataset: one thread, one torch DataLoader, all devices.
 
-`Reader` is the source of map-style datasets; in a run on several machines, `DemandReader`. The sources of
-this process read in turns, batch by batch: their datasets may share an open file, as the parts of a split do,
-and two threads that seek and read one file get wrong samples without an error. Batches that worker processes
-read need no turn.
+`Reader` is the source of map-style datasets; in a run on several machines, `DemandReader`. Sources whose
+datasets have an object in common read in turns, batch by batch: it may be an open file, as the parts of a
+split share one, and two threads that seek and read one file get wrong samples without an error. Batches that
+worker processes read need no turn.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.batches import Portion, cloned, makes_new
@@ -38,8 +42,35 @@ _Key = tuple[int, ...]  # (epoch, batch), or more of it: its order is the order 
 NOTHING = object()
 """An iterator's answer at its end."""
 
-_turns = Turns()
-"""Turns of all readers of this process to be inside a dataset's own code."""
+VALUES = (type(None), bool, int, float, str, bytes, type, FunctionType, Tensor, np.ndarray)
+"""Types that any number of threads may read."""
+
+_turns: WeakValueDictionary[int, Turns] = WeakValueDictionary()
+"""Turns to be inside the code of a dataset, by the ids of objects that it has; its readers hold both."""
+
+_finding = threading.Lock()
+"""Held while turns are looked up or made."""
+
+
+def _turns_of(dataset: object) -> list[Turns]:
+    """Turns of a dataset, of those that it wraps, and of the objects in their attributes.
+
+    In one order for all readers, so that no two wait for each other.
+    """
+    keys: set[int] = set()
+    seen: set[int] = set()
+    todo = [dataset]
+    while todo:
+        reader = todo.pop()
+        if isinstance(reader, VALUES) or id(reader) in seen:
+            continue
+        seen.add(id(reader))
+        held = getattr(reader, "__dict__", {})
+        keys |= {id(reader), *(id(value) for value in held.values() if not isinstance(value, VALUES))}
+        inner = held.get("datasets")  # as `ConcatDataset`; `dataset` as `Subset`
+        todo += [held.get("dataset"), *(inner if isinstance(inner, (list, tuple)) else ())]
+    with _finding:
+        return [_turns.setdefault(key, Turns()) for key in sorted(keys)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +146,7 @@ class LoaderSource(Source):
         self._makes_new = makes_new(loader)
         self._reading: _Key = (plan.start.done, 0)  # position of the reader
         self._begun = -1  # the last epoch that was waited for, on demand; the reader's own
+        self._turns = [] if self._loader.num_workers else _turns_of(self._loader.dataset)
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
         self._sent: SentAttributes | None = None  # to the processes
@@ -241,7 +273,8 @@ class LoaderSource(Source):
             self._left.clear()
             self._waiting.clear()
             self._changed.notify()
-        _turns.look()
+        for turns in self._turns:
+            turns.look()
         if self._sent is not None and self._reading[0] > self.plan.start.done:
             self._sent.look()  # the last epochs may have been read before the first had been trained
         if self._thread is None:
@@ -256,9 +289,8 @@ class LoaderSource(Source):
             # A thread that is left is inside the dataset's code, and torch would wait 5 s for each.
             self._processes.terminate()
         self._thread.join(GRACE_S)
-        _turns.take_away(
-            self._thread
-        )  # it may still be inside the dataset's code, and runs to come read, too
+        for turns in self._turns:  # it may still be inside the dataset's code, and runs to come read, too
+            turns.take_away(self._thread)
         return not self._thread.is_alive()
 
     def _comes(self, key: _Key) -> bool:
@@ -283,15 +315,13 @@ class LoaderSource(Source):
         return iter(self._loader)
 
     def _in_turn(self, read: Callable[[], Any]) -> Any:
-        """Call the dataset's own code, when no other reader of this process does; on the reader thread."""
-        if self._loader.num_workers:
+        """Call the dataset's own code, when no reader that shares an object does; on the reader thread."""
+        with ExitStack() as held:
+            for turns in self._turns:
+                if not turns.begin(lambda: self._closing):
+                    raise ProtocolError("the source was closed while it waited for its turn to read")
+                held.callback(turns.end)
             return read()
-        if not _turns.begin(lambda: self._closing):
-            raise ProtocolError("the source was closed while it waited for its turn to read")
-        try:
-            return read()
-        finally:
-            _turns.end()
 
     @abstractmethod
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:

@@ -16,17 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, random_split
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, random_split
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
-from flowdp.data.loader_source import Reader, ReadPlan
+from flowdp.data.loader_source import Reader, ReadPlan, _turns_of
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.open_source import open_source
 from flowdp.data.source import Source
 from flowdp.errors import DataError, ProtocolError
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import OpenEpoch, Position
+from tests.loops import WAIT_S
 
 SAMPLES = 103
 CLOSE_MS = 30_000.0  # the tests' own waits are longer
@@ -702,3 +703,56 @@ def test_a_reader_that_is_left_inside_a_dataset_holds_no_later_run_up(runs: Any)
     assert later.take(0, 0, 0).shape == (8,)
     hanging.goes_on.set()
     run.reader.threads()[0].join(60)
+
+
+# ---------------------------------------------------------------- turns of readers that share an object
+class Bytes(Dataset[int]):
+    """Bytes of a file that is given open."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        self.file.seek(index)
+        return int(self.file.read(1)[0])
+
+
+def shared(one: object, other: object) -> bool:
+    """Whether the readers of two datasets take turns."""
+    mine = _turns_of(one)
+    return not set(mine).isdisjoint(_turns_of(other))
+
+
+def test_readers_of_datasets_with_a_common_object_take_turns(tmp_path: Path) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(12)))
+    with path.open("rb") as file, path.open("rb") as second:
+        whole = Bytes(file)
+        left, right = random_split(whole, (0.5, 0.5))
+        both = ConcatDataset([Bytes(second), left])
+        assert shared(left, right)
+        assert shared(both, right)
+        assert shared(whole, Bytes(file))
+        assert not shared(whole, Bytes(second))
+        whole.dataset = whole  # type: ignore[attr-defined]
+        assert shared(whole, right)
+
+
+def test_a_reader_that_hangs_holds_up_no_other_dataset(runs: Any) -> None:
+    inside, goes_on = threading.Event(), threading.Event()
+
+    class Hangs(Counted):
+        def __getitem__(self, index: int) -> int:
+            inside.set()
+            goes_on.wait(WAIT_S)
+            return super().__getitem__(index)
+
+    try:
+        runs(Hangs())
+        assert inside.wait(WAIT_S)
+        assert runs(Counted(), shuffle=False).take(0, 0, 0).tolist() == list(range(8))
+    finally:
+        goes_on.set()
