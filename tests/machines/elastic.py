@@ -98,10 +98,6 @@ def _loss(kind: str, place: int, folder: Path, model: nn.Module, batch: Sequence
     if kind == "held" and worker.rank == 0 and worker.global_step >= HELD_STEP and not HELD:
         HELD.append(dist.get_world_size())
         (folder / "gate").open().close()  # a named pipe: until the test opens its other end
-    if kind == "held" and HELD and dist.get_world_size() == HELD[0]:
-        sum(
-            range(400_000)
-        )  # else the run may be over before a question a second has told of the third machine
     return loss(model, batch)
 
 

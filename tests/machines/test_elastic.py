@@ -62,7 +62,7 @@ def test_a_machine_that_comes_later_takes_part() -> None:
     with ElasticJob("held", machines=2) as job:
         begun = job.started(2, 0)
         job.add({"RANK": "2"})
-        job.wait_until(lambda: "this machine waits for" in job.output(), "a machine that waits")
+        job.wait_until(lambda: "which let it in behind a checkpoint" in job.output(), "one that waits")
         (job.folder / "gate").open("w").close()
         three = job.started(3)
         assert {one["pid"] for one in begun.values()} < {one["pid"] for one in three.values()}
