@@ -54,7 +54,7 @@ FIELDS = (
     "best",
 )
 LATER: dict[str, Any] = {"orders": None, "top": [], "best_model": {}, "ema": {}, "best_ema": {}, "outer": {}}
-"""What an older file may not have."""
+"""Fields that a file of an older version may lack, and their values then."""
 
 log = logging.getLogger("flowdp")
 
