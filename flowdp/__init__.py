@@ -28,7 +28,6 @@ from flowdp.ddp.synchronizer import GradientSynchronizer
 from flowdp.device.discovery import devices
 from flowdp.device.seeding import seed_everything
 from flowdp.device.worker_context import current_worker, record_scalar
-from flowdp.elastic import run_elastic
 from flowdp.engine.evaluation import EvaluationOptions
 from flowdp.errors import (
     CheckpointError,
@@ -68,14 +67,15 @@ from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import EpochMetrics, RankMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.replica.learning_rate import SchedulerOptions
-from flowdp.result import Status, TrainedState, load_checkpoint
-from flowdp.run import Run, runs
 from flowdp.sim.plan import Prediction, simulate
 from flowdp.timeline.timeline import Timeline
-from flowdp.trainer import Trainer
-from flowdp.tuning.batch_size import BatchSizes, DeviceBatchSizes, find_batch_size
-from flowdp.tuning.compare import ComparedRun, Comparison, compare
-from flowdp.tuning.learning_rate import LrCurve, find_lr
+from flowdp.trainer.elastic import run_elastic
+from flowdp.trainer.result import Status, TrainedState, load_checkpoint
+from flowdp.trainer.run import Run, runs
+from flowdp.trainer.trainer import Trainer
+from flowdp.trainer.tuning.batch_size import BatchSizes, DeviceBatchSizes, find_batch_size
+from flowdp.trainer.tuning.compare import ComparedRun, Comparison, compare
+from flowdp.trainer.tuning.learning_rate import LrCurve, find_lr
 
 __all__ = [  # noqa: RUF022 - in the order in which a reader meets them
     "Trainer",

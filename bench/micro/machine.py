@@ -18,9 +18,9 @@ from flowdp.device.process_tuning import SWITCH_INTERVAL_S
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog
-from flowdp.machine.gate import GateState
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions, Policy
+from flowdp.protocol.gate_state import GateState
 from flowdp.protocol.messages import Arrival
 from flowdp.sim.world import VirtualRank, World
 from flowdp.threads.gate import Gate

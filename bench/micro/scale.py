@@ -26,10 +26,10 @@ from bench.harness import RESULTS, ROOT, options, report
 from flowdp import simulate
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.gate import GateState
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.commands import RoundEnded
+from flowdp.protocol.gate_state import GateState
 from flowdp.protocol.messages import Arrival
 from flowdp.sim.world import VirtualRank, World
 

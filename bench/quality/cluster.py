@@ -22,10 +22,10 @@ from bench.quality.tasks import Task
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.gate import GateState
 from flowdp.machine.worker import Done, Snapshot, Step, WorkerMachine
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.commands import Average, Command
+from flowdp.protocol.gate_state import GateState
 from flowdp.protocol.messages import Averaged, Checksum, Outcome, SyncAck
 from flowdp.sim.world import VirtualRank, World
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from flowdp.data.slots import is_plain
-from flowdp.data.trees import (
+from flowdp.device.trees import (
     Form,
     concatenated,
     cut,
@@ -29,7 +29,7 @@ from flowdp.data.trees import (
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
 
-__all__ = ["Gathered", "Portion", "cloned", "cuts", "joined", "made", "makes_new", "taken_apart"]
+__all__ = ["Portion", "cloned", "cuts", "joined", "makes_new", "taken_apart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,36 +101,6 @@ class Portion:
         return self.build(
             [leaf[start:stop] if own else leaf for leaf, own in zip(self.leaves, self.is_cut, strict=True)]
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """Samples of a dataset that lies on the device; the batch is made where it is needed, by a graph, too.
-
-    Attributes:
-        index: Which samples, on the device. Shape [samples].
-        make: Makes the batch of an index.
-        samples: Number of samples.
-    """
-
-    index: Tensor
-    make: Callable[[Tensor], Any]
-    samples: int
-
-    @property
-    def batch(self) -> Any:
-        """The batch, in new memory."""
-        return self.make(self.index)
-
-    def rows(self, start: int, stop: int) -> Gathered:
-        """The samples [start, stop) of it."""
-        whole = stop - start == self.samples
-        return self if whole else Gathered(self.index[start:stop], self.make, stop - start)
-
-
-def made(batch: Any) -> Any:
-    """A batch as the user's code gets it."""
-    return batch.batch if type(batch) is Gathered else batch
 
 
 def makes_new(loader: object) -> bool:

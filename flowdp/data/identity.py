@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowdp.data.trees import flatten
+from flowdp.device.trees import flatten
 from flowdp.errors import OptionError
 
 __all__ = ["Identity", "check_identities", "content_checksum"]

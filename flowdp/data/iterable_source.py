@@ -19,7 +19,7 @@ from flowdp.data.identity import Identity, content_checksum
 from flowdp.data.loader_source import NOTHING, LoaderSource, ReadPlan
 from flowdp.data.processes import begin
 from flowdp.data.source import Batch
-from flowdp.data.trees import batch_length
+from flowdp.device.trees import batch_length
 from flowdp.errors import CheckpointError, DataError
 from flowdp.policy.formats import format_error
 

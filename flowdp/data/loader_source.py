@@ -27,8 +27,8 @@ from flowdp.data.batches import Portion, cloned, makes_new
 from flowdp.data.epoch_order import ALL, KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, BatchOrder, Stride
 from flowdp.data.processes import GRACE_S, Processes, SentAttributes, begin, starting
 from flowdp.data.source import Batch, Source
-from flowdp.data.trees import tree_map
 from flowdp.device.openmp import set_own_threads
+from flowdp.device.trees import tree_map
 from flowdp.errors import DataError, ProtocolError
 from flowdp.policy.formats import format_error, format_indices
 from flowdp.protocol.messages import SampleRange

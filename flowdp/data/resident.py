@@ -13,11 +13,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from flowdp.data.batches import Gathered
 from flowdp.data.feed import Feed
 from flowdp.data.slots import keep_for
 from flowdp.data.source import Batch
 from flowdp.data.tensor_source import TensorSource
+from flowdp.device.gathered import Gathered
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange

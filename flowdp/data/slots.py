@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from flowdp.data.source import Batch
-from flowdp.data.trees import Form, moves_itself, tensors_of
 from flowdp.device.accelerator import is_accelerator
 from flowdp.device.copies import dense_strides
 from flowdp.device.streams import QUIET, Event, Lane, Stream
+from flowdp.device.trees import Form, moves_itself, tensors_of
 
 __all__ = [
     "HOST_SLOTS",

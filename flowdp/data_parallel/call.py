@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import Gradients, has_hooks
-from flowdp.data.trees import flatten, unflatten
 from flowdp.data_parallel.cut import Part
 from flowdp.data_parallel.device_copies import Copying, Packed
 from flowdp.data_parallel.replicas import Modes, Replicas
 from flowdp.device.copies import move
+from flowdp.device.trees import flatten, unflatten
 
 __all__ = ["Graphs", "Run", "call_parts"]
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.trees import tensors_of, tree_map, walk
 from flowdp.data_parallel.call import Run
 from flowdp.data_parallel.cut import Arguments, Part
 from flowdp.data_parallel.layout import Callee, Layout
@@ -30,6 +29,7 @@ from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.compiled import Uncompiled
 from flowdp.device.copies import move
 from flowdp.device.seeding import generators_kept, seed_everything
+from flowdp.device.trees import tensors_of, tree_map, walk
 from flowdp.errors import FlowdpError
 from flowdp.modules.comparison import compare
 from flowdp.modules.constant_draws import TF32, ConstantDraws

@@ -1,6 +1,6 @@
 """Cutting of the arguments of a call over the devices.
 
-They are trees (`flowdp.data.trees`). A leaf with the batch's length along its dim is cut; everything else
+They are trees (`flowdp.device.trees`). A leaf with the batch's length along its dim is cut; everything else
 goes whole. The parts are views in the caller's graph: autograd puts their gradients together, as those of
 any other views.
 """
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowdp.data.trees import column, cut, described, flatten, is_cut, is_size, unflatten, walk
 from flowdp.data_parallel.join import join
 from flowdp.data_parallel.layout import Call, Callee, Layout, WeightFunction
+from flowdp.device.trees import column, cut, described, flatten, is_cut, is_size, unflatten, walk
 
 __all__ = ["Arguments", "Part"]
 

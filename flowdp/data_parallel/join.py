@@ -1,8 +1,8 @@
 """Joining of the outputs of a call that several devices did.
 
-Outputs are trees (`flowdp.data.trees`). Tensors are joined along their dim, numbers are reduced, and all else
-is the same on all devices, or has an entry for each sample. All of it is in the caller's graph, so that each
-part gets its share of the gradient.
+Outputs are trees (`flowdp.device.trees`). Tensors are joined along their dim, numbers are reduced, and all
+else is the same on all devices, or has an entry for each sample. All of it is in the caller's graph, so that
+each part gets its share of the gradient.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowdp.data.trees import column, concatenated, flatten, is_cut, is_same, unflatten
 from flowdp.data_parallel.layout import Layout, Reduction, WeightFunction
+from flowdp.device.trees import column, concatenated, flatten, is_cut, is_same, unflatten
 from flowdp.errors import FlowdpError
 
 __all__ = ["join"]

@@ -12,10 +12,10 @@ from flowdp.data.batches import cloned, makes_new
 from flowdp.data.processes import starting
 from flowdp.data.slots import keep_for
 from flowdp.data.staging import Staging
-from flowdp.data.trees import batch_length, flatten, tensors_of, unflatten
 from flowdp.data_parallel.windows import Piece, Window
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.streams import Lane
+from flowdp.device.trees import batch_length, flatten, tensors_of, unflatten
 from flowdp.errors import DataError
 from flowdp.policy.cadence import Cadence
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.trees import field_names, field_of
+from flowdp.device.trees import field_names, field_of
 from flowdp.errors import FlowdpError, OptionError
 
 __all__ = [

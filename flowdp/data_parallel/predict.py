@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from flowdp.data.trees import cut, tree_map
 from flowdp.data_parallel.cut import Arguments
 from flowdp.data_parallel.join import join
 from flowdp.data_parallel.layout import Callee, Layout, WeightFunction
 from flowdp.data_parallel.loss_context import Inputs
+from flowdp.device.trees import cut, tree_map
 from flowdp.errors import DataError
 from flowdp.validators import check_int
 

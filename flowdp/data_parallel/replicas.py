@@ -24,7 +24,6 @@ from flowdp.collective.batch_norm import SharedStatistics, taking_part
 from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.slots import keep_for
-from flowdp.data.trees import tensors_of
 from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link
 from flowdp.device.compiled import FirstCalls, warn_of_draws
 from flowdp.device.copies import carry, copied
@@ -33,6 +32,7 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.device.stopwatch import Stopwatch
 from flowdp.device.streams import Lane
 from flowdp.device.torch_modes import caller_modes, unhooked
+from flowdp.device.trees import tensors_of
 from flowdp.modules.constant_draws import still
 from flowdp.modules.shallow import ShallowReplicas
 from flowdp.policy.recheck import Recheck

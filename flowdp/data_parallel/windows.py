@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.gradient_sum import Gradients, accumulate, add_up, without_hooks
-from flowdp.data.trees import field_of, tree_map
 from flowdp.data_parallel.call import call_parts
 from flowdp.data_parallel.comparison import lost_gradient, outside
 from flowdp.data_parallel.cut import Part
@@ -26,6 +25,7 @@ from flowdp.data_parallel.layout import PLAIN
 from flowdp.data_parallel.loss_context import BatchPlan, Results, Traces, last_outputs
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.copies import move
+from flowdp.device.trees import field_of, tree_map
 
 __all__ = ["Piece", "Window", "WindowResult", "run_window"]
 

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from flowdp.checks import check_loop_backend, fixed_ratios
 from flowdp.collective.select import open_loop
-from flowdp.data.trees import batch_length, tree_map
 from flowdp.data_parallel.arguments import (
     OptimizerOption,
     check_cadence,
@@ -55,6 +54,7 @@ from flowdp.device.dispatch import prepared_torch
 from flowdp.device.process_tuning import as_tuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.torch_modes import watcher
+from flowdp.device.trees import batch_length, tree_map
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.evaluation import evaluating
 from flowdp.errors import FlowdpError

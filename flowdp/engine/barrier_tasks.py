@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flowdp.checkpoint.host_copies import PinnedBlocks
-from flowdp.checkpoint.rank_state import capture, capture_generator, restore
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.errors import ProtocolError
 from flowdp.protocol.messages import (
@@ -22,6 +21,7 @@ from flowdp.protocol.messages import (
     Settled,
     StateSaved,
 )
+from flowdp.replica.rank_state import capture, capture_generator, restore
 from flowdp.replica.replica import Replica
 
 __all__ = ["BarrierTasks"]

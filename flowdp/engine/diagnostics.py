@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowdp.data.source import Source
-from flowdp.engine.stacks import stacks
 from flowdp.engine.worker_thread import Worker
 from flowdp.errors import StallError
 from flowdp.network.channel import Sign
 from flowdp.policy.formats import format_indices
 from flowdp.protocol.commands import Quarantined
 from flowdp.threads.gate import Gate, Waiting
+from flowdp.threads.stacks import stacks
 
 __all__ = ["Diagnostics", "Progress"]
 

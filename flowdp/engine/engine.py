@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from flowdp.checkpoint.resume import StopPosition
 from flowdp.checkpoint.writer import CapturedState
 from flowdp.data.feed import Feed
 from flowdp.device.discovery import device_names
@@ -22,6 +21,7 @@ from flowdp.engine import active_runs
 from flowdp.engine.coordinator_thread import CoordinatorShell
 from flowdp.engine.diagnostics import Diagnostics, Progress
 from flowdp.engine.machine_links import FollowerLink, LeaderLink
+from flowdp.engine.resume import StopPosition
 from flowdp.engine.services import Services
 from flowdp.engine.worker_thread import Mail, Worker
 from flowdp.errors import FlowdpError

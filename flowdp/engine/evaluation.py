@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from flowdp.data.limit import check_limit
 from flowdp.data.slots import await_dataset, keep_for
 from flowdp.data.source import Batch, Source
-from flowdp.data.trees import moves_itself, tensors_of, tree_map
 from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.copies import move
 from flowdp.device.streams import Lane
+from flowdp.device.trees import moves_itself, tensors_of, tree_map
 from flowdp.device.worker_context import CurrentWorker, current_worker
 from flowdp.engine.metrics import (
     MachineMetrics,

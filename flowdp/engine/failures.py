@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Iterable
 
-from flowdp.engine.stacks import stacks
 from flowdp.errors import StallError
 from flowdp.policy.formats import format_error
+from flowdp.threads.stacks import stacks
 
 __all__ = ["Failures"]
 

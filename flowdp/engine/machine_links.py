@@ -19,7 +19,6 @@ from flowdp.engine.services import Services
 from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError, MachineLostError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Phase
-from flowdp.machine.gate import GateState
 from flowdp.network.channel import Sign
 from flowdp.protocol.commands import (
     AbortGate,
@@ -34,6 +33,7 @@ from flowdp.protocol.commands import (
     Save,
     Send,
 )
+from flowdp.protocol.gate_state import GateState
 from flowdp.protocol.messages import (
     Abort,
     Arrival,

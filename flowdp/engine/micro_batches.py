@@ -9,9 +9,10 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from flowdp.data.batches import joined, made
+from flowdp.data.batches import joined
 from flowdp.data.feed import Feed
 from flowdp.data.source import Batch, Source
+from flowdp.device.gathered import made
 from flowdp.machine.worker import Step
 
 __all__ = ["MicroBatch", "MicroBatcher", "joined"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.trees import concatenated, described, flatten, is_cut, tree_map, unflatten
 from flowdp.device.compiled import FirstCalls
+from flowdp.device.trees import concatenated, described, flatten, is_cut, tree_map, unflatten
 from flowdp.engine.evaluation import EvaluatedReplica, evaluating, own_generator, to_lane
 from flowdp.engine.shared_batches import SharedBatches
 from flowdp.errors import DataError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from flowdp.engine.failures import Failures
-from flowdp.engine.records import Records
 from flowdp.errors import FlowdpError
+from flowdp.observe.records import Records
 from flowdp.protocol.messages import CheckpointWritten, Fact, Failed, Requested
 from flowdp.threads.inbox import Inbox
 

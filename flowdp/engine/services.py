@@ -15,11 +15,11 @@ from flowdp.data.source import Source
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.failures import Failures
-from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.signals import SigtermStop
 from flowdp.network.channel import Channel
 from flowdp.network.team import Team
+from flowdp.observe.records import Records
 from flowdp.replica.joint_step import JointStep
 from flowdp.replica.span_step import SpanStep
 from flowdp.threads.gate import Gate

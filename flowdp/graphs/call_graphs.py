@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.trees import Form, flatten, unflatten
 from flowdp.device.accelerator import device_generator
 from flowdp.device.compiled import uses_compile
 from flowdp.device.cuda_graphs import Graph, GraphPool
 from flowdp.device.streams import StreamLane
+from flowdp.device.trees import Form, flatten, unflatten
 from flowdp.errors import FlowdpError
 from flowdp.graphs.base import NotCaptured
 from flowdp.graphs.trials import is_plain, reason_of, without_trace

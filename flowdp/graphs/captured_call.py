@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.trees import flatten
 from flowdp.device.accelerator import device_generator, untried
 from flowdp.device.stopwatch import Stopwatch
 from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.torch_modes import watcher
+from flowdp.device.trees import flatten
 from flowdp.errors import OptionError
 from flowdp.graphs.base import NotCaptured
 from flowdp.graphs.call_graphs import CallGraphs, unique_tensors

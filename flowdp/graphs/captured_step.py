@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.data.batches import Gathered, made
-from flowdp.data.trees import flatten
 from flowdp.device.accelerator import device_generator
+from flowdp.device.gathered import Gathered, made
+from flowdp.device.trees import flatten
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep
 from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph
 from flowdp.graphs.decisions import Decisions, Form, Tell

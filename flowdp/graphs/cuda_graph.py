@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.data.batches import Gathered
-from flowdp.data.trees import tree_map
 from flowdp.device.accelerator import device_generator, untried
 from flowdp.device.cuda_graphs import Graph, GraphPool
+from flowdp.device.gathered import Gathered
 from flowdp.device.streams import StreamLane
+from flowdp.device.trees import tree_map
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep, watching
 from flowdp.graphs.guards import Guards

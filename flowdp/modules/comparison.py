@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowdp.data.trees import flatten
+from flowdp.device.trees import flatten
 
 __all__ = ["compare", "is_close"]
 

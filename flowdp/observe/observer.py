@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowdp.engine.records import Record, Records
-from flowdp.engine.stacks import stacks
 from flowdp.errors import FlowdpError
 from flowdp.observe.callbacks import METHODS, Callback, overrides
+from flowdp.observe.records import Record, Records
 from flowdp.policy.formats import format_error
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.threads.inbox import LISTEN_S
+from flowdp.threads.stacks import stacks
 
 __all__ = ["Observer"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flowdp.data.batches import made
+from flowdp.device.gathered import made
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.factories import all_of, needs_closure
 from flowdp.replica.replica import Replica, ReplicaParts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowdp.data.batches import Gathered, Portion, made
+from flowdp.data.batches import Portion
+from flowdp.device.gathered import Gathered, made
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Factors
 from flowdp.replica.replica import whole_batch

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.trees import tree_map
 from flowdp.device.compiled import Uncompiled, uses_compile
+from flowdp.device.trees import tree_map
 from flowdp.modules.comparison import is_close
 from flowdp.modules.constant_draws import ConstantDraws, still
 from flowdp.policy.formats import format_error

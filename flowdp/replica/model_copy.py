@@ -16,8 +16,8 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.trees import tensors_of
 from flowdp.device.compiled import compile_alike
+from flowdp.device.trees import tensors_of
 from flowdp.policy.formats import format_error
 from flowdp.replica.optimizer_rebuild import leaves
 

@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import min_part_size, plain_layers
 from flowdp.collective.outer import OuterMomentum
-from flowdp.data.batches import Portion, cuts, made
+from flowdp.data.batches import Portion, cuts
 from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.compiled import frees_at_once, uses_compile
 from flowdp.device.draws import OwnDraws
 from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.frozen_parameters import FrozenCheck
+from flowdp.device.gathered import made
 from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.weight_average import AveragedTensors, WeightAverage
 from flowdp.device.worker_context import CurrentWorker, Steps

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowdp.data.batches import Gathered, Portion, cuts, made
-from flowdp.data.trees import tensors_of
+from flowdp.data.batches import Portion, cuts
 from flowdp.device.compiled import as_written, uses_compile
 from flowdp.device.draws import OwnDraws, SeededCalls
+from flowdp.device.gathered import Gathered, made
+from flowdp.device.trees import tensors_of
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.policy.recheck import Recheck, is_due_at

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from flowdp.errors import OptionError
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.gate import GateState
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.formats import format_duration
 from flowdp.policy.shares import normalised_ratios
 from flowdp.protocol.commands import RoundEnded
+from flowdp.protocol.gate_state import GateState
 from flowdp.sim.world import VirtualRank, World
 from flowdp.validators import check_int, check_number, one_of
 

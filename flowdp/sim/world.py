@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.gate import GateState
 from flowdp.machine.worker import (
     Apply,
     Done,
@@ -29,6 +28,7 @@ from flowdp.machine.worker import (
 )
 from flowdp.policy.tally import Work, pace_ms
 from flowdp.protocol.commands import Average, Command, Direct, EpochEnded, Finish, RoundEnded, Send
+from flowdp.protocol.gate_state import GateState
 from flowdp.protocol.messages import (
     Averaged,
     BarrierTask,

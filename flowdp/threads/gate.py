@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flowdp.errors import CollectiveAborted
-from flowdp.machine.gate import GateState, PartState
 from flowdp.policy.formats import format_error
+from flowdp.protocol.gate_state import GateState, PartState
 from flowdp.protocol.messages import Arrival, Directives, Outcome
 
 __all__ = ["Gate", "Waiting"]

@@ -49,7 +49,7 @@ def test_what_is_left_out() -> None:
     told = "\n".join(
         [
             "Traceback (most recent call last):",
-            '  File "flowdp/run.py", line 3, in join',
+            '  File "flowdp/trainer/run.py", line 3, in join',
             "    raise error",
             "    ^^^^^^^^^^^",
             f'  File "{errors_page.__file__}", line 5, in loss',

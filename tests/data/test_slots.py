@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from flowdp.data.slots import Layout, is_plain, own_memory
-from flowdp.data.trees import flatten
 from flowdp.device.streams import HostLane
+from flowdp.device.trees import flatten
 from tests.accelerators import OnXpu
 from tests.data.cards import CardLane
 

@@ -13,8 +13,8 @@ from flowdp.collective.host import HostMean
 from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import open_lanes
-from flowdp.machine.gate import decide
 from flowdp.protocol.gate import Arrival, Directives, Window
+from flowdp.protocol.gate_state import decide
 
 
 class Zoo(nn.Module):

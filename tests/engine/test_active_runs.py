@@ -12,7 +12,7 @@ import torch
 
 from flowdp import OptionError
 from flowdp.engine import active_runs
-from flowdp.engine.records import Records
+from flowdp.observe.records import Records
 from flowdp.protocol.commands import Finish
 from flowdp.protocol.messages import Requested
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from flowdp.engine.failures import Failures
-from flowdp.engine.stacks import stacks
 from flowdp.errors import StallError
+from flowdp.threads.stacks import stacks
 
 
 def test_the_first_stays_and_the_others_are_notes() -> None:

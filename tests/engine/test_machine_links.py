@@ -14,7 +14,6 @@ import pytest
 
 from flowdp.engine.failures import Failures
 from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Relayed, _Orphaned
-from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.errors import CollectiveAborted, StepError
 from flowdp.machine.config import CoordinatorConfig
@@ -22,6 +21,7 @@ from flowdp.machine.coordinator import Phase
 from flowdp.network.channel import Channel, Sign
 from flowdp.network.machines import find_machines
 from flowdp.network.team import Team
+from flowdp.observe.records import Records
 from flowdp.protocol.commands import AbortGate, Finish, Paused, Quarantined, RoundEnded, Send
 from flowdp.protocol.messages import (
     Abort,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flowdp.engine.failures import Failures
-from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.errors import FlowdpError
+from flowdp.observe.records import Records
 from flowdp.protocol.messages import Failed, Requested
 
 

@@ -7,10 +7,10 @@ import torch
 from flowdp.checkpoint.writer import Saver
 from flowdp.data.open_source import open_source
 from flowdp.engine.failures import Failures
-from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import Services
 from flowdp.network.team import Team
+from flowdp.observe.records import Records
 
 
 def services() -> Services:

@@ -17,13 +17,13 @@ import flowdp
 from bench.cadences import cadence_for
 from bench.gpu.checks import BATCH_SIZE, deviation, faults_of, held_by, samples
 from bench.gpu.checks import model as perceptron
-from flowdp.checkpoint.rank_state import capture
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.streams import Lane, StreamLane, open_lanes
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine import build as engine_module
+from flowdp.replica.rank_state import capture
 from flowdp.replica.replica import Replica
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda, FakeEvent

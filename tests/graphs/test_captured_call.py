@@ -523,7 +523,7 @@ def test_recording_changes_nothing(cuda: FakeCuda) -> None:
 
 
 def _flat(*args: Any) -> Any:
-    from flowdp.data.trees import flatten
+    from flowdp.device.trees import flatten
 
     return flatten([args, {}])
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowdp.data.batches import Gathered
 from flowdp.device.cuda_graphs import GraphPool
+from flowdp.device.gathered import Gathered
 from flowdp.device.streams import StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.captured_step import CAPTURED, Captured

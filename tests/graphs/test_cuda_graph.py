@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowdp.data.trees import tensors_of
 from flowdp.device.streams import QUIET, StreamLane
+from flowdp.device.trees import tensors_of
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Factors, NotCaptured
 from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph

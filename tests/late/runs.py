@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import flowdp
 from bench.cadences import cadence_for
 from bench.gpu.checks import Single
-from flowdp.result import TrainedState
+from flowdp.trainer.result import TrainedState
 from tests.late.device import LateCuda, Site
 from tests.late.install import installed
 from tests.late.orders import LATE, Order

@@ -12,7 +12,6 @@ import pytest
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator, Phase
-from flowdp.machine.gate import GateState
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.tally import Tally
@@ -32,6 +31,7 @@ from flowdp.protocol.commands import (
     Send,
 )
 from flowdp.protocol.gate import Window
+from flowdp.protocol.gate_state import GateState
 from flowdp.protocol.messages import (
     Abort,
     Checksum,

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 import flowdp
-from flowdp import trainer
 from flowdp.collective import nccl_machines, select
 from flowdp.collective.nccl_machines import NcclMachinesMean, open_nccl_machines
 from flowdp.collective.select import open_collective
 from flowdp.device.streams import Lane
 from flowdp.engine import build
+from flowdp.trainer import trainer
 from tests.collective.fake_nccl import FakeNcclOfMachines
 from tests.data.cards import Card, put_on_streams
 from tests.machines import exact, rounds

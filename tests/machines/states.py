@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp import start
-from flowdp.checkpoint import rank_state
 from flowdp.checkpoint.host_copies import PinnedBlocks
-from flowdp.checkpoint.rank_state import capture, of_rank
-from flowdp.checkpoint.resume import Resumed
 from flowdp.engine import barrier_tasks
+from flowdp.engine.resume import Resumed
+from flowdp.replica import rank_state
 from flowdp.replica.factories import all_of
+from flowdp.replica.rank_state import capture, of_rank
 from flowdp.replica.replica import Replica
+from flowdp.trainer import start
 from tests.machines.launch import report
 from tests.machines.rounds import data, digest, packed
 

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 from flowdp.errors import CollectiveError, MachineLostError, OptionError
 from flowdp.network import machines as module
 from flowdp.network.machines import Machines, backend_here, find_machines
-from flowdp.team_options import find_team
-from flowdp.trainer import Trainer
+from flowdp.trainer.team_options import find_team
+from flowdp.trainer.trainer import Trainer
 from tests.accelerators import pretend
 from tests.torch_world import in_processes
 

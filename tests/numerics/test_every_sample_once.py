@@ -179,7 +179,7 @@ def test_the_reading_on_demand_of_several_machines(recorder, monkeypatch, policy
         sources.append(open_source(*given, **{**options, "machines": 2}))
         return sources[-1]
 
-    monkeypatch.setattr("flowdp.config.open_source", opened)
+    monkeypatch.setattr("flowdp.trainer.config.open_source", opened)
     door = Door()
     recorder.before = lambda _, count: door.wait() if count == 5 else None
     reading = flowdp.ReadingOptions(num_workers=num_workers)

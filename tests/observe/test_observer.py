@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from flowdp.engine.records import Records
 from flowdp.errors import FlowdpError
 from flowdp.observe import observer as observer_module
 from flowdp.observe.callbacks import METHODS, Callback, EarlyStopping
 from flowdp.observe.observer import Observer
+from flowdp.observe.records import Records
 from flowdp.policy.tally import EpochMetrics, Tally
 from flowdp.protocol.commands import EvaluationEnded, Finish, RoundEnded
 

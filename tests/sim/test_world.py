@@ -7,10 +7,10 @@ import pytest
 from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.gate import GateState
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import Policy
 from flowdp.protocol.commands import Command, RoundEnded
+from flowdp.protocol.gate_state import GateState
 from flowdp.protocol.messages import Fact
 from flowdp.sim.plan import simulate
 from flowdp.sim.world import VirtualRank, World

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from flowdp.errors import CollectiveAborted, ProtocolError
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.event_log import brief
-from flowdp.machine.gate import GateState, PartState
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import (
     Done,
@@ -32,6 +31,7 @@ from flowdp.protocol.commands import (
     RoundEnded,
     Save,
 )
+from flowdp.protocol.gate_state import GateState, PartState
 from flowdp.protocol.messages import (
     Arrival,
     BarrierTask,

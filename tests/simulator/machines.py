@@ -13,8 +13,8 @@ from typing import Any
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.gate import GateState, PartState
 from flowdp.machine.worker import Enter
+from flowdp.protocol.gate_state import GateState, PartState
 from flowdp.protocol.messages import Arrival, BarrierTask, Fact, Order, Outcome, Settle, Settled
 from flowdp.sim.world import VirtualRank, World
 

@@ -6,9 +6,9 @@ import pytest
 
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.gate import GateState
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions
+from flowdp.protocol.gate_state import GateState
 from flowdp.protocol.messages import Outcome, Settled
 from flowdp.sim.world import VirtualRank
 from tests.simulator.machines import Links, MachinesWorld

@@ -24,7 +24,6 @@ from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
-from flowdp.machine.gate import GateState, PartState
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.worker import Action, Enter, Leave, Serve, WorkerMachine
 from flowdp.options import CadenceOptions
@@ -44,6 +43,7 @@ from flowdp.protocol.commands import (
     Finish,
     Send,
 )
+from flowdp.protocol.gate_state import GateState, PartState
 from flowdp.protocol.messages import (
     Abort,
     Arrival,

@@ -22,8 +22,8 @@ from flowdp.device.streams import HostLane, open_lanes
 from flowdp.errors import OptionError, ProtocolError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.gate import GateState
 from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
+from flowdp.protocol.gate_state import GateState
 from flowdp.protocol.messages import (
     Arrival,
     Averaged,

@@ -30,11 +30,11 @@ from flowdp.device.worker_context import CurrentWorker, bind
 from flowdp.engine.failures import Failures
 from flowdp.engine.meter import Meter, OrderSums
 from flowdp.engine.rank_pool import RankPool
-from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail, RankParts, Worker
 from flowdp.network.team import Team
+from flowdp.observe.records import Records
 from flowdp.options import FailureOptions
 from flowdp.protocol.messages import (
     Abort,

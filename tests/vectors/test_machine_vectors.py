@@ -16,7 +16,6 @@ from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.gate import GateState, decide
 from flowdp.machine.rounds import Constraints
 from flowdp.machine.worker import Enter, Idle, Leave, Snapshot, Step, WorkerMachine
 from flowdp.options import CadenceOptions
@@ -24,6 +23,7 @@ from flowdp.policy.cadence import Cadence
 from flowdp.policy.lead import Overshoot
 from flowdp.policy.ledger import Ledger
 from flowdp.protocol.commands import Command, EpochEnded, RoundEnded, Send
+from flowdp.protocol.gate_state import GateState, decide
 from flowdp.protocol.messages import (
     Arrival,
     Averaged,

@@ -14,7 +14,7 @@ from bench.reliability.failures import main, matrix
 from bench.reliability.faults import ALL, BACKENDS, POLICIES, WHENS, Case, Fault, all_cases
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.nan_guard import NanGuard
-from flowdp.engine.records import Records
+from flowdp.observe.records import Records
 
 FOUND_FAULTS = {
     # While a reader was held, ranks without data met again and again, which counted as progress.

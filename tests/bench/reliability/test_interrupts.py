@@ -11,7 +11,7 @@ import pytest
 
 import flowdp
 from bench.reliability.interrupts import interrupt, make, places
-from flowdp.start import start_run
+from flowdp.trainer.start import start_run
 
 
 @pytest.fixture
@@ -35,6 +35,6 @@ def test_a_start_that_leaves_a_thread_is_found(
         return start_run(config, undo)
 
     assert interrupt(trainer, last) == []
-    monkeypatch.setattr("flowdp.trainer.start_run", leaves)
+    monkeypatch.setattr("flowdp.trainer.trainer.start_run", leaves)
     assert "flowdp-left" in " ".join(interrupt(trainer, last) or ())
     assert interrupt(trainer, "nowhere.py:1") is None

@@ -11,7 +11,7 @@ from bench.reliability import kill as bench
 from bench.reliability.kill import POINTS, kill
 from bench.reliability.lives import Aim, Plan
 from flowdp.checkpoint import folder
-from flowdp.checkpoint.resume import Resumed
+from flowdp.engine.resume import Resumed
 
 SECOND = Aim("sync folder", write=2)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from flowdp.checkpoint.writer import Checkpoint
-from flowdp.engine.records import KEPT_CHECKPOINTS, KEPT_ROUNDS, Records
+from flowdp.observe.records import KEPT_CHECKPOINTS, KEPT_ROUNDS, Records
 from flowdp.policy.tally import EpochMetrics, Tally
 from flowdp.protocol.commands import Finish, RoundEnded
 

@@ -208,7 +208,7 @@ def test_a_run_on_the_same_device_is_not_disturbed(monkeypatch: pytest.MonkeyPat
     def held(devices: Any) -> None:
         raise OptionError(f"devices: {devices} is held by another run")
 
-    monkeypatch.setattr("flowdp.inference.check_free", held)
+    monkeypatch.setattr("flowdp.trainer.inference.check_free", held)
     assert active_runs.check_free is not held
     for call in (lambda: trainer(net()).predict(X), lambda: trainer(net(), evaluation=(X, Y)).validate()):
         with pytest.raises(OptionError, match="held by another run"):

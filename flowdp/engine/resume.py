@@ -14,7 +14,6 @@ from torch import Tensor
 from flowdp.checkpoint.file import read
 from flowdp.checkpoint.fingerprint import differences, orders
 from flowdp.checkpoint.folder import CheckpointFolder
-from flowdp.checkpoint.rank_state import of_rank, restore, restore_momentum
 from flowdp.checkpoint.weights import Weights
 from flowdp.data.source import Source
 from flowdp.errors import CheckpointError, OptionError
@@ -25,6 +24,7 @@ from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.position import Position
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.rank_state import of_rank, restore, restore_momentum
 from flowdp.replica.replica import Replica
 
 __all__ = ["Resumed", "StopPosition", "find", "shared_start"]

@@ -16,13 +16,13 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from flowdp.checkpoint.file import plain, read, write
-from flowdp.checkpoint.rank_state import capture, capture_generator, of_rank, restore
 from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import CheckpointError
 from flowdp.protocol.position import Position
 from flowdp.replica.factories import Optimizers, all_of
 from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
+from flowdp.replica.rank_state import capture, capture_generator, of_rank, restore
 from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda
 from tests.parts import parts_of

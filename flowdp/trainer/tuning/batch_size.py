@@ -10,14 +10,14 @@ from functools import partial
 import torch
 from torch.utils.data import DataLoader
 
-from flowdp.config import RunConfig
 from flowdp.data.open_source import dataset_length
 from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.errors import FlowdpError, OptionError, OutOfDeviceMemory
 from flowdp.policy.table import Table
 from flowdp.replica.batch_sizes import plan_sizes
-from flowdp.trainer import Trainer
-from flowdp.tuning.trial import trial_run
+from flowdp.trainer.config import RunConfig
+from flowdp.trainer.trainer import Trainer
+from flowdp.trainer.tuning.trial import trial_run
 from flowdp.validators import check_int
 
 __all__ = ["BatchSizes", "DeviceBatchSizes", "find_batch_size", "search_sizes"]

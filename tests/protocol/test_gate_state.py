@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flowdp.errors import CollectiveAborted, ProtocolError
-from flowdp.machine.gate import GateState, PartState, decide
 from flowdp.protocol.gate import Window
+from flowdp.protocol.gate_state import GateState, PartState, decide
 from flowdp.protocol.messages import Arrival, Directives, Outcome
 
 

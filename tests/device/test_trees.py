@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
 
-from flowdp.data.trees import (
+from flowdp.device.trees import (
     batch_length,
     cut,
     field_names,

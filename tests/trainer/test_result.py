@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.result import Status, TrainedState, load_checkpoint, on_cpu, weights_on_cpu
+from flowdp.trainer.result import Status, TrainedState, load_checkpoint, on_cpu, weights_on_cpu
 
 DATA = torch.arange(24.0).reshape(12, 2)
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from flowdp.config import RunConfig
 from flowdp.observe.loggers.log import Setting
 from flowdp.replica.batch_sizes import listed
 from flowdp.replica.factories import Optimizers
 from flowdp.replica.replica import Replica
+from flowdp.trainer.config import RunConfig
 
 __all__ = ["plain_setting", "run_settings"]
 

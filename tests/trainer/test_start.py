@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from flowdp import Callback, EarlyStopping, OnCheckpoint, ReadingOptions, Trainer
-from flowdp.checkpoint.resume import Resumed
-from flowdp.config import RunConfig
+from flowdp.engine.resume import Resumed
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.machine.barrier_tasks import SavePlan
 from flowdp.options import CheckpointOptions
-from flowdp.result import TrainedState
-from flowdp.start import barrier_plan, check_run, find_start, open_folder
+from flowdp.trainer.config import RunConfig
+from flowdp.trainer.result import TrainedState
+from flowdp.trainer.start import barrier_plan, check_run, find_start, open_folder
 
 
 def config(**options: Any) -> RunConfig:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flowdp.config import RunConfig
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_duration, format_error, format_metric
 from flowdp.policy.table import Table
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
-from flowdp.trainer import Trainer
-from flowdp.tuning.trial import trial_run
+from flowdp.trainer.config import RunConfig
+from flowdp.trainer.trainer import Trainer
+from flowdp.trainer.tuning.trial import trial_run
 from flowdp.validators import check_int
 
 __all__ = ["ComparedRun", "Comparison", "compare"]

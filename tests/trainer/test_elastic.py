@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 
 import flowdp
-from flowdp import elastic, validators
+from flowdp import validators
 from flowdp.errors import CollectiveError, MachineLostError, MachineWaitsError, OptionError
+from flowdp.trainer import elastic
 
 
 @pytest.fixture

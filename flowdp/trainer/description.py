@@ -12,12 +12,12 @@ from dataclasses import MISSING, fields
 from torch import nn
 
 from flowdp.collective.select import choose_path
-from flowdp.config import RunConfig
 from flowdp.device.discovery import look_at
 from flowdp.errors import FlowdpError
 from flowdp.replica.batch_sizes import listed
-from flowdp.settings import plain_setting
-from flowdp.start import check_run
+from flowdp.trainer.config import RunConfig
+from flowdp.trainer.settings import plain_setting
+from flowdp.trainer.start import check_run
 
 __all__ = ["describe_run"]
 

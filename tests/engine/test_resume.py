@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 from flowdp.checkpoint.file import write
 from flowdp.checkpoint.fingerprint import orders
 from flowdp.checkpoint.folder import CheckpointFolder
-from flowdp.checkpoint.rank_state import capture
-from flowdp.checkpoint.resume import Resumed, find
 from flowdp.data.open_source import Source, open_source
+from flowdp.engine.resume import Resumed, find
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.tally import RankSums
 from flowdp.protocol.position import OpenEpoch, Position
+from flowdp.replica.rank_state import capture
 from flowdp.replica.replica import Replica
 from tests.parts import parts_of
 

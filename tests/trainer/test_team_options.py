@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import flowdp
 from flowdp import MachineOptions, Trainer
 from flowdp.errors import OptionError
-from flowdp.team_options import _check_backend, _part_of
+from flowdp.trainer.team_options import _check_backend, _part_of
 from tests.torch_world import in_processes
 
 SAME: dict[str, tuple[dict[str, Any], str]] = {

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
 from flowdp import BatchSizes, DeviceBatchSizes, find_batch_size
-from flowdp.tuning import batch_size
-from flowdp.tuning.batch_size import search_sizes
+from flowdp.trainer.tuning import batch_size
+from flowdp.trainer.tuning.batch_size import search_sizes
 from tests.tuning.small import DATA, loss, trainer
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import flowdp
-from flowdp.tuning.trial import trial_run
+from flowdp.trainer.tuning.trial import trial_run
 from tests.tuning.small import DATA, net, sgd, trainer
 
 

@@ -12,11 +12,8 @@ from pathlib import Path
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.machine_states import StateCollector, StateSender
-from flowdp.checkpoint.rank_state import has_generator
-from flowdp.checkpoint.resume import Resumed, find, shared_start
 from flowdp.checkpoint.writer import Saver
 from flowdp.checks import check_checkpoints
-from flowdp.config import RunConfig
 from flowdp.data.identity import check_identities
 from flowdp.data.open_source import dataset_length, loader_order
 from flowdp.data.source import Source
@@ -25,11 +22,10 @@ from flowdp.engine.active_runs import check_free
 from flowdp.engine.build import build_engine
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.failures import Failures
-from flowdp.engine.records import Records
 from flowdp.engine.requests import Requests
+from flowdp.engine.resume import Resumed, find, shared_start
 from flowdp.engine.services import Services
 from flowdp.engine.signals import SigtermStop, check_sigterm
-from flowdp.inference import open_evaluator, try_evaluation
 from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.exact_rounds import LONE_RANK
@@ -41,18 +37,22 @@ from flowdp.observe.bar import ProgressBar
 from flowdp.observe.callbacks import step_callbacks
 from flowdp.observe.loggers.log import Setting
 from flowdp.observe.observer import Observer
+from flowdp.observe.records import Records
 from flowdp.observe.timeline_file import TimelineFile
 from flowdp.protocol.messages import Requested
 from flowdp.replica.build import build_replicas
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.factories import all_of
 from flowdp.replica.joint_step import owner_of
+from flowdp.replica.rank_state import has_generator
 from flowdp.replica.replica import Replica
-from flowdp.result import TrainedState
-from flowdp.run import Run
-from flowdp.settings import run_settings
 from flowdp.threads.shield import interrupts_held
 from flowdp.timeline.timeline import Timeline
+from flowdp.trainer.config import RunConfig
+from flowdp.trainer.inference import open_evaluator, try_evaluation
+from flowdp.trainer.result import TrainedState
+from flowdp.trainer.run import Run
+from flowdp.trainer.settings import run_settings
 
 __all__ = ["barrier_plan", "check_run", "find_start", "open_folder", "start_run"]
 

@@ -33,7 +33,7 @@ from flowdp.policy.monitor import Monitor
 from flowdp.protocol.position import Position
 from flowdp.replica.batch_sizes import Sizes
 from flowdp.replica.build import ReplicaConfig
-from flowdp.result import TrainedState
+from flowdp.trainer.result import TrainedState
 
 __all__ = ["DatasetOption", "RunConfig"]
 

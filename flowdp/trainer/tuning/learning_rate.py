@@ -20,8 +20,8 @@ from flowdp.policy.formats import format_metric
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.learning_rate import SchedulerOptions
 from flowdp.replica.replica import Loss, loss_function
-from flowdp.trainer import Trainer
-from flowdp.tuning.trial import trial_run
+from flowdp.trainer.trainer import Trainer
+from flowdp.trainer.tuning.trial import trial_run
 from flowdp.validators import check_int, check_number
 
 if TYPE_CHECKING:

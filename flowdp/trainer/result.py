@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from flowdp.checkpoint.export import save_weights
-from flowdp.checkpoint.resume import StopPosition, find
 from flowdp.checkpoint.weights import Weights, checked_average, load_average
 from flowdp.device.flat_parameters import memory_key
+from flowdp.engine.resume import StopPosition, find
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_metric
 from flowdp.policy.tally import EpochMetrics

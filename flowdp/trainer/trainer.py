@@ -28,13 +28,10 @@ from flowdp.checks import (
     check_resume,
     check_step,
 )
-from flowdp.config import DatasetOption, RunConfig
-from flowdp.description import describe_run
 from flowdp.engine.evaluation import EvaluationOptions, check_evaluation, check_judged
 from flowdp.engine.metrics import check_metrics
 from flowdp.engine.predictor import PredictStep
 from flowdp.errors import OptionError
-from flowdp.inference import StateOption, predict, validate
 from flowdp.observe.bar import wants_progress
 from flowdp.observe.callbacks import Callback, check_callbacks, ema_decay_of, monitor_of
 from flowdp.observe.timeline_file import check_timeline
@@ -56,10 +53,13 @@ from flowdp.replica.custom_step import TrainStep
 from flowdp.replica.factories import ModelOption, OptimizerOption
 from flowdp.replica.learning_rate import SchedulerOptions, check_scheduler
 from flowdp.replica.replica import LossOption
-from flowdp.result import TrainedState
-from flowdp.run import Run
-from flowdp.start import check_run, start_run
-from flowdp.team_options import check_team, find_team
+from flowdp.trainer.config import DatasetOption, RunConfig
+from flowdp.trainer.description import describe_run
+from flowdp.trainer.inference import StateOption, predict, validate
+from flowdp.trainer.result import TrainedState
+from flowdp.trainer.run import Run
+from flowdp.trainer.start import check_run, start_run
+from flowdp.trainer.team_options import check_team, find_team
 from flowdp.validators import check_int, one_of
 
 __all__ = ["Trainer"]

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flowdp.engine.stacks import stacks
+from flowdp.threads.stacks import stacks
 
 
 @contextmanager

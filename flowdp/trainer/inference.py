@@ -11,9 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from flowdp.checkpoint.rank_state import restore_model
-from flowdp.checkpoint.resume import find
-from flowdp.config import DatasetOption, RunConfig
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.open_source import loader_generators
 from flowdp.device.process_tuning import as_tuning
@@ -23,6 +20,7 @@ from flowdp.engine.evaluation import EvaluatedReplica, Evaluator
 from flowdp.engine.metrics import MachineMetrics, rank_metrics
 from flowdp.engine.predictor import Predictor, PredictStep, forward_step, joined
 from flowdp.engine.rank_threads import on_all_ranks
+from flowdp.engine.resume import find
 from flowdp.engine.shared_batches import SharedBatches
 from flowdp.errors import OptionError
 from flowdp.options import ProcessTuning
@@ -30,8 +28,10 @@ from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import evaluation_means
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.inference import build_inference
+from flowdp.replica.rank_state import restore_model
 from flowdp.replica.replica import Replica
-from flowdp.result import TrainedState
+from flowdp.trainer.config import DatasetOption, RunConfig
+from flowdp.trainer.result import TrainedState
 from flowdp.validators import check_function, check_int
 
 __all__ = ["StateOption", "open_evaluator", "predict", "try_evaluation", "validate"]

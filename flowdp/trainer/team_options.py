@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from flowdp.config import RunConfig
 from flowdp.device.accelerator import is_accelerator
 from flowdp.device.discovery import resolve_devices
 from flowdp.engine.metrics import named_metrics
@@ -18,6 +17,7 @@ from flowdp.machine.policies import ROUNDS
 from flowdp.network.machines import Machines, find_machines, world_here
 from flowdp.network.team import Team
 from flowdp.options import MachineOptions
+from flowdp.trainer.config import RunConfig
 
 __all__ = ["check_team", "find_team"]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from flowdp.config import RunConfig
 from flowdp.data.open_source import loader_generators
 from flowdp.device.seeding import generators_kept
 from flowdp.errors import OptionError
-from flowdp.run import Run
-from flowdp.start import start_run
+from flowdp.trainer.config import RunConfig
+from flowdp.trainer.run import Run
+from flowdp.trainer.start import start_run
 
 __all__ = ["trial_run"]
 

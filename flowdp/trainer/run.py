@@ -28,8 +28,8 @@ from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.protocol.messages import Requested
 from flowdp.replica.factories import ModelOption
-from flowdp.result import Status, TrainedState, alone, ema_on_cpu, on_cpu, weights_on_cpu
 from flowdp.timeline.timeline import Timeline
+from flowdp.trainer.result import Status, TrainedState, alone, ema_on_cpu, on_cpu, weights_on_cpu
 from flowdp.validators import check_number, is_int
 
 if TYPE_CHECKING:
