@@ -9,7 +9,7 @@ FlowdpError
     OutOfDeviceMemory        it has no room for one more step    .rank
   CollectiveError            averaging failed
     CollectiveAborted        another rank failed first; that error is the one to read
-    CollectiveTimeout        the devices do not get on with it
+    CollectiveTimeout        a rank does not make its call
     MachineLostError         another machine of the job has died, or says nothing
     MachineWaitsError        another machine waits to take part; run_elastic goes on with it
   StallError                 nothing has moved for a long time  .ranks .stacks
@@ -126,7 +126,7 @@ class CollectiveAborted(CollectiveError):
 
 
 class CollectiveTimeout(CollectiveError):
-    """A round has begun on the devices and does not end: one of them, or a link between two, is dead."""
+    """A rank of a process group has not made a call that the others have made, within the timeout."""
 
 
 class MachineLostError(CollectiveError):

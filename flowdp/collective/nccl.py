@@ -12,6 +12,9 @@ reduction inside the switch, which is worth more than the pass.
 
 A communicator knows no fewer ranks than it was made for. When ranks have left, the next launch makes new ones
 for the others, while these stand in the gate.
+
+With several machines one communicator has the ranks of all: NCCL finds the way itself, within a machine from
+board to board, between machines by their network. Inner rounds have one of each machine's own.
 """
 
 from __future__ import annotations
@@ -42,9 +45,10 @@ from flowdp.collective.nccl_setup import (
     sum_replicas,
 )
 from flowdp.collective.on_streams import StreamedMean
-from flowdp.device.flat_parameters import FlatTensors
-from flowdp.device.streams import QUIET, Event, Lane
+from flowdp.device.flat_parameters import FlatReplica, FlatTensors
+from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
+from flowdp.network.team import Team
 from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Outcome
 
@@ -86,18 +90,21 @@ class NcclMean(StreamedMean):
     int32; else none. The drift is the weighted mean over the members, the same number for all, and cannot
     tell less than about 5e-4 from zero.
 
+    With a `team` on several machines the means are of all of them, and inner rounds of this machine alone;
+    indices of ranks are those of this machine then, outcomes are of all.
+
     Args:
-        replicas: One per rank.
-        lanes: One per rank.
-        nccl: Replacement of `cupy.cuda.nccl`, in tests.
-        hung: Called, on a thread of its own, when a round does not end on the devices; they are released, and
-            the mean is not to be trusted, as soon as it returns.
-        outer: Outer step behind each mean; None: there is none.
-        members: These ranks among those of several machines; None: they are all.
+        replicas: One per rank of this machine.
+        lanes: One per rank of this machine.
+        nccl: cupy's module, or its replacement in tests; None: `load` finds it.
+        outer: Outer step behind each mean, of all machines; None: there is none.
+        team: The ranks of all machines; None: these are all.
+        name: NCCL's name of the group of all machines.
 
     Raises:
         OptionError: The replicas differ in structure, or a rank trains on the CPU.
-        CollectiveError: NCCL does not work here; the replicas are as they were.
+        CollectiveError: NCCL does not work here, or another machine did not come; the replicas are as they
+            were.
 
     Threads:
         Made by one thread, before the workers run; `CommunicatorSetup.wait` bounds its wait.
@@ -108,13 +115,21 @@ class NcclMean(StreamedMean):
         replicas: Sequence[FlatTensors],
         lanes: Sequence[Lane],
         nccl: Any = None,
-        hung: Callable[[CollectiveError], object] = lambda _: None,
         outer: OuterOptions | None = None,
-        members: Members | None = None,
+        team: Team | None = None,
+        name: Any = None,
     ) -> None:
         super().__init__(replicas, lanes, width=3, outer=outer)
         self._nccl = load() if nccl is None else nccl
         self._members = tuple(range(len(lanes)))  # ranks of the communicators
+        self._team = team
+        members = None
+        if team is not None:
+            self.first, self._is_alone = team.ranks.start, False
+            members = Members(name, team.ranks, team.world_size)
+            # Of parameters the host tells the gate: an inner round of one rank has no mean to replace what
+            # its device rejects.
+            self.masks = not isinstance(replicas[0], FlatReplica)
         self._load_kernels()
         with room_errors():
             with QUIET:
@@ -122,7 +137,14 @@ class NcclMean(StreamedMean):
                     Side(self._nccl, lane, replica.flats, rank)
                     for rank, (lane, replica) in enumerate(zip(lanes, replicas, strict=True))
                 ]
-            self._comms = self._open(hung, members)
+            self._comms = self._open(members)
+            self._inner: Communicators | None = None  # of this machine alone
+            if team is not None and team.options.rounds > 1 and len(lanes) > 1:
+                try:
+                    self._inner = self._open(None)
+                except BaseException:
+                    self._comms.abort()
+                    raise
 
     def launch(self, outcome: Outcome, behind: Callable[[], object] = lambda: None) -> None:
         """See `Collective.launch`.
@@ -137,8 +159,11 @@ class NcclMean(StreamedMean):
         super().launch(outcome, behind)
 
     def _fit(self, outcome: Outcome) -> None:
-        """Make communicators for the members of a round, where ranks have left."""
-        if outcome.members != self._members:
+        """Make communicators for the members of a round, where ranks have left.
+
+        Those of several machines end together.
+        """
+        if self._team is None and outcome.members != self._members:
             left = sorted(set(self._members).difference(outcome.members))
             self._members = outcome.members
             try:
@@ -149,20 +174,22 @@ class NcclMean(StreamedMean):
                     f"{error}"
                 ) from error
 
-    def _open(self, hung: Callable[[CollectiveError], object], members: Members | None) -> Communicators:
+    def _open(self, members: Members | None) -> Communicators:
         """Make the communicators of the ranks here, among others or for these alone."""
         wait_s = {} if members is None else {"sums_s": MAKING_S}  # those of other machines load kernels
         flats = [replica.flats for replica in self._replicas]
         setup = CommunicatorSetup(self._nccl, self._lanes, flats, members=members)
-        return Communicators(self._nccl, self._lanes, partial(setup.wait, **wait_s), hung)
+        return Communicators(self._nccl, self._lanes, partial(setup.wait, **wait_s))
 
     def abort(self) -> None:
         """See `Collective.abort`. It returns after a few seconds at most."""
-        self._comms.abort()
+        for comms in filter(None, (self._comms, self._inner)):
+            comms.abort()
 
     def close(self) -> None:
         """See `Collective.close`."""
-        self._comms.close()
+        for comms in filter(None, (self._comms, self._inner)):
+            comms.close()
 
     def _make_anew(self) -> None:
         """Communicators for the members that are left; a single one needs none.
@@ -181,6 +208,12 @@ class NcclMean(StreamedMean):
 
         with QUIET, room_errors():
             self._comms.renew(make)
+
+    def _here(self, outcome: Outcome) -> Sequence[int]:
+        if self._team is None:
+            return outcome.members
+        ranks = self._team.ranks
+        return [rank - ranks.start for rank in outcome.members if rank in ranks]
 
     def _workers(self, outcome: Outcome) -> Sequence[int]:
         return self._here(outcome)
@@ -220,12 +253,12 @@ class NcclMean(StreamedMean):
 
     def _group(self, outcome: Outcome) -> tuple[Communicators, Sequence[float]]:
         """The communicators of the ranks that take the mean of a round together, and the weights of these."""
-        return self._comms, [outcome.samples[member] for member in outcome.members]
-
-    def _launched(self, outcome: Outcome, start: Sequence[Event], done: Sequence[Event]) -> None:
-        self._group(outcome)[0].watchdog.launched(
-            outcome.round, start[0], done
-        )  # all begin when the last step is done
+        if self._team is None:
+            return self._comms, [outcome.samples[member] for member in outcome.members]
+        if outcome.inner:
+            assert self._inner is not None
+            return self._inner, [outcome.samples[rank] for rank in self._team.ranks]
+        return self._comms, _weights(outcome, self._team)
 
     def _drift(
         self,
@@ -238,3 +271,19 @@ class NcclMean(StreamedMean):
             return nan, nan
         away = square / weight - mean_square
         return relative_drift(0.0 if away < 0.0 else away, mean_square), sqrt(mean_square)
+
+
+def _weights(outcome: Outcome, team: Team) -> Sequence[float]:
+    """Weight of each rank's replica in the mean of all machines.
+
+    A machine weighs as much as the samples of all its rounds since the last one; its replicas have parts in
+    that by the steps since their own last mean. Shape (world_size,).
+    """
+    if not outcome.earlier:
+        return outcome.samples
+    weights: list[float] = []
+    for machine in range(len(team.sizes)):
+        ranks = team.of(machine)
+        local, samples = outcome.local_weights(ranks), sum(outcome.weights[rank] for rank in ranks)
+        weights += [samples * weight / max(1, sum(local)) for weight in local]
+    return weights

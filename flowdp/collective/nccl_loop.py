@@ -7,7 +7,6 @@ device at that moment are not known here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,34 +19,21 @@ from flowdp.collective.nccl_setup import (
     Call,
     Communicators,
     CommunicatorSetup,
-    nccl_dtype,
+    nccl_call,
     nccl_errors,
     room_errors,
 )
-from flowdp.collective.on_streams import ROUNDS
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
 
 __all__ = ["SUMMED", "NcclLoop"]
 
-log = logging.getLogger("flowdp")
-
 SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that NCCL sums."""
 
 Rows = Sequence[Sequence[Tensor]]
 """Contiguous tensors of each rank, on its device: equally many on all, of equal sizes and dtypes."""
-
-
-class _Marks:
-    """The marks of one launch. They are recorded again `ROUNDS` launches later."""
-
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self.ready = [lane.event() for lane in lanes]
-        self.start = lanes[0].event()
-        self.done = [lane.event() for lane in lanes]
-        self.is_recorded = False
 
 
 class NcclLoop:
@@ -80,17 +66,18 @@ class NcclLoop:
         self._lanes = tuple(lanes)
         self._held = held
         self._nccl = load() if nccl is None else nccl
-        self._marks = [_Marks(lanes) for _ in range(ROUNDS)]
-        self._launches = 0
+        self._ready = [lane.event() for lane in lanes]
+        self._start = lanes[0].event()
+        self._done = [lane.event() for lane in lanes]
         with room_errors():
             setup = CommunicatorSetup(self._nccl, lanes, [_flats(lane, sizes) for lane in lanes])
-            self._comms = Communicators(self._nccl, lanes, setup.wait, _tell)
+            self._comms = Communicators(self._nccl, lanes, setup.wait)
 
     def broadcast(self, rows: Rows) -> None:
         """Give all ranks the first rank's rows, of any dtypes.
 
         Raises:
-            CollectiveError: NCCL refuses, has hung before, or is closed.
+            CollectiveError: NCCL refuses, or is closed.
         """
         self._launch(rows, "broadcast", 0)
 
@@ -115,43 +102,26 @@ class NcclLoop:
         self._comms.close()
 
     def _calls(self, lane: Lane, rows: Sequence[Tensor], name: str, *how: int) -> list[Call]:
-        stream = int(getattr(lane.comm, "cuda_stream", 0))
         if name == "broadcast":
             rows = [row.view(torch.uint8) for row in rows]
-        return [
-            (
-                name,
-                (
-                    row.data_ptr(),
-                    row.data_ptr(),
-                    row.numel(),
-                    nccl_dtype(self._nccl, row.dtype),
-                    *how,
-                    stream,
-                ),
-            )
-            for row in rows
-        ]
+        return [nccl_call(self._nccl, lane, name, row, row, *how) for row in rows]
 
     def _launch(self, rows: Rows, name: str, *how: int) -> None:
-        marks = self._next_marks()
         here = [lane.current() for lane in self._lanes]
         calls = [self._calls(lane, own, name, *how) for lane, own in zip(self._lanes, rows, strict=True)]
         try:
             with self._held(), QUIET:
-                for ready, stream in zip(marks.ready, here, strict=True):
+                for ready, stream in zip(self._ready, here, strict=True):
                     ready.record(stream)
                     self._lanes[0].comm.wait_event(ready)
-                marks.start.record(self._lanes[0].comm)
+                self._start.record(self._lanes[0].comm)
                 for lane in self._lanes[1:]:
-                    lane.comm.wait_event(marks.start)
-                with nccl_errors(
-                    self._nccl, f"{name} on {', '.join(str(lane.device) for lane in self._lanes)}"
-                ):
+                    lane.comm.wait_event(self._start)
+                where = ", ".join(str(lane.device) for lane in self._lanes)
+                with nccl_errors(self._nccl, f"{name} on {where}"):
                     self._comms.launch(calls)
-                marks.is_recorded = True
                 # Held back to here: rows that an interrupt lets go may be allocated again.
-                for done, lane, current in zip(marks.done, self._lanes, here, strict=True):
+                for done, lane, current in zip(self._done, self._lanes, here, strict=True):
                     done.record(lane.comm)
                     current.wait_event(done)
                     # Memory of the rank's thread may be freed now, and allocated again by that thread.
@@ -159,23 +129,6 @@ class NcclLoop:
         except CollectiveError as error:
             self._comms.abort(error)
             raise
-        self._comms.watchdog.launched(self._launches, marks.start, marks.done)
-
-    def _next_marks(self) -> _Marks:
-        """Marks that every device has passed; the host runs half of them ahead, at most.
-
-        The watchdog looks at the other half: `ROUNDS // 2` launches.
-        """
-        self._launches += 1
-        earlier = self._marks[(self._launches - ROUNDS // 2) % ROUNDS]
-        if earlier.is_recorded:
-            for done in earlier.done:
-                done.synchronize()
-        return self._marks[self._launches % ROUNDS]
-
-
-def _tell(error: CollectiveError) -> None:
-    log.error("%s. The gradients and parameters since then are not right", error)
 
 
 def _flats(lane: Lane, sizes: Mapping[torch.dtype, int]) -> list[Flat]:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import arithmetic
-from flowdp.collective.watchdog import LIMIT_S, Watchdog
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
@@ -36,7 +35,7 @@ __all__ = [
     "abort_all",
     "gather_calls",
     "launch_group",
-    "nccl_dtype",
+    "nccl_call",
     "nccl_errors",
     "room_errors",
     "sum_call",
@@ -68,9 +67,24 @@ _MAKING = threading.Lock()
 would wait for each other."""
 
 
-def nccl_dtype(nccl: Any, dtype: torch.dtype) -> int:
-    """NCCL's number of a dtype: `NCCL_BFLOAT16` for torch.bfloat16."""
-    return int(getattr(nccl, "NCCL_" + str(dtype).removeprefix("torch.").upper()))
+def nccl_call(
+    nccl: Any, lane: Lane, name: str, given: Tensor, taken: Tensor, *how: int, count: int | None = None
+) -> Call:
+    """A call on a rank's comm stream.
+
+    Args:
+        nccl: cupy's module.
+        lane: Lane of the rank.
+        name: Method of the communicator.
+        given: Memory that is read.
+        taken: Memory that is written to.
+        how: Operation, or rank, where the method takes them.
+        count: Elements; None: those of `given`.
+    """
+    number = getattr(nccl, "NCCL_" + str(given.dtype).removeprefix("torch.").upper())
+    stream = getattr(lane.comm, "cuda_stream", 0)
+    count = given.numel() if count is None else count
+    return name, (given.data_ptr(), taken.data_ptr(), count, int(number), *how, int(stream))
 
 
 def sum_call(
@@ -86,21 +100,18 @@ def sum_call(
         takes_max: The maximum instead of the sum.
     """
     part = memory if part is None else part
-    arguments = memory.data_ptr(), part.data_ptr(), part.numel(), nccl_dtype(nccl, memory.dtype)
     operation = int(nccl.NCCL_MAX if takes_max else nccl.NCCL_SUM)
     name = "allReduce" if part is memory else "reduceScatter"
-    return name, (*arguments, operation, _handle(lane))
+    return nccl_call(nccl, lane, name, memory, part, operation, count=part.numel())
 
 
 def gather_calls(nccl: Any, lane: Lane, flats: Sequence[Flat], rank: int) -> list[Call]:
     """The calls by which all ranks get each one's span of the flats that are cut."""
-    calls: list[Call] = []
-    for flat in flats:
-        if flat.spans > 1 and flat.split:
-            memory, own = flat.memory, flat.memory[flat.span(rank)]
-            arguments = own.data_ptr(), memory.data_ptr(), own.numel(), nccl_dtype(nccl, memory.dtype)
-            calls.append(("allGather", (*arguments, _handle(lane))))
-    return calls
+    return [
+        nccl_call(nccl, lane, "allGather", flat.memory[flat.span(rank)], flat.memory)
+        for flat in flats
+        if flat.spans > 1 and flat.split
+    ]
 
 
 def launch_group(nccl: Any, comms: Sequence[Any], calls: Sequence[Sequence[Call]]) -> None:
@@ -112,10 +123,6 @@ def launch_group(nccl: Any, comms: Sequence[Any], calls: Sequence[Sequence[Call]
                 getattr(comm, name)(*arguments)
     finally:
         nccl.groupEnd()
-
-
-def _handle(lane: Lane) -> int:
-    return int(getattr(lane.comm, "cuda_stream", 0))
 
 
 class _Carried:
@@ -248,10 +255,10 @@ def _parts(flat: Flat, rank: int) -> Iterator[_Carried]:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks of this process among those of its communicators, where other processes have more of them.
+    """The ranks of this process among those of its communicators, of which other processes may have more.
 
     Attributes:
-        name: NCCL's name of the group, which all of its processes were told.
+        name: NCCL's name of the group, which all of its processes were told; None: it has none yet.
         ranks: Ranks of this process.
         size: Ranks of all.
     """
@@ -317,7 +324,7 @@ class CommunicatorSetup:
         members: Members | None = None,
     ) -> None:
         self._nccl = nccl
-        self._members = members
+        self._members = members or Members(None, range(len(lanes)), len(lanes))
         self._quiet = quiet
         self._lanes = lanes
         self._flats = flats
@@ -395,32 +402,27 @@ class CommunicatorSetup:
         `initAll` does the same, but holds the interpreter lock meanwhile.
         """
         members = self._members
-        if members is None:
-            members = Members(self._nccl.get_unique_id(), self._ranks, len(self._lanes))
+        name = members.name or self._nccl.get_unique_id()
         self._nccl.groupStart()
         try:
             for rank, lane in zip(members.ranks, self._lanes, strict=True):
                 with lane.on(lane.comm):  # NCCL takes the current device
-                    self._comms.append(self._nccl.NcclCommunicator(members.size, members.name, rank))
+                    self._comms.append(self._nccl.NcclCommunicator(members.size, name, rank))
         finally:
             self._nccl.groupEnd()
-
-    @property
-    def _ranks(self) -> range:
-        return range(len(self._lanes)) if self._members is None else self._members.ranks
 
     def _check(self) -> None:
         """Take two means of known values; first-use allocations are made here."""
         self._go(outside=False)
+        ranks, size = self._members.ranks, self._members.size
         with self._quiet:
             flats = [
                 [_stand_in(lane, flat) for flat in own]
                 for lane, own in zip(self._lanes, self._flats, strict=True)
             ]
-            places = list(zip(self._lanes, flats, self._ranks, strict=True))
+            places = list(zip(self._lanes, flats, ranks, strict=True))
             sides = [Side(self._nccl, *place) for place in places]
         gathers = [gather_calls(self._nccl, *place) for place in places]
-        ranks, size = self._ranks, len(sides) if self._members is None else self._members.size
         wrong: list[str] = []  # told behind both sums: another machine waits for this one in the second
         for samples in (range(1, size + 1), range(size)):
             if not any(samples):
@@ -453,7 +455,7 @@ class CommunicatorSetup:
 
     def _where(self) -> str:
         devices = ", ".join(str(lane.device) for lane in self._lanes)
-        others = 0 if self._members is None else self._members.size - len(self._lanes)
+        others = self._members.size - len(self._lanes)
         return f"{devices} and {others} of other machines" if others else devices
 
 
@@ -483,28 +485,16 @@ class Communicators:
         nccl: cupy's module.
         lanes: Lanes of the ranks.
         make: Makes the communicators.
-        hung: Called, on a thread of its own, when a launch does not end on the devices; they are released as
-            soon as it returns.
-
-    Attributes:
-        watchdog: Is told of each launch.
 
     Threads:
         `launch`, `renew`: one at a time. Others: any.
     """
 
-    def __init__(
-        self,
-        nccl: Any,
-        lanes: Sequence[Lane],
-        make: Callable[[], list[Any]],
-        hung: Callable[[CollectiveError], object],
-    ) -> None:
-        self._nccl, self._lanes, self._hung = nccl, tuple(lanes), hung
+    def __init__(self, nccl: Any, lanes: Sequence[Lane], make: Callable[[], list[Any]]) -> None:
+        self._nccl, self._lanes = nccl, tuple(lanes)
         self._lock = threading.Lock()  # guards the two below, which an abort and a close change
         self._comms = make()
         self._error: CollectiveError | None = None
-        self.watchdog = Watchdog([lane.device for lane in lanes], LIMIT_S, self._give_up)
 
     def launch(self, calls: Sequence[Sequence[Call]]) -> None:
         """Launch the calls of each rank here as one group.
@@ -524,7 +514,6 @@ class Communicators:
         They are not destroyed: an abort does not wait, whatever the device of a rank that left is doing. All
         of them are, for they share memory.
         """
-        self.watchdog.forget()
         abort_all(self._take())
         comms = make() if self._error is None else []
         with self._lock:
@@ -544,11 +533,9 @@ class Communicators:
         finally:
             if is_quiet:
                 QUIET.release()
-            self.watchdog.close()
 
     def close(self) -> None:
         """Give them back behind the work of the devices; a second time does nothing."""
-        self.watchdog.close()
         comms = self._take(CollectiveError("NCCL was aborted or closed"))
         # The garbage collector may call this from a thread that holds QUIET, and then must not wait.
         if QUIET.acquire(timeout=ABORT_S / 2):
@@ -573,13 +560,6 @@ class Communicators:
         except BaseException:
             abort_all(comms)  # else the garbage collector destroys them, at any time
             raise
-
-    def _give_up(self, error: CollectiveError) -> None:
-        """Report a hang first: ranks, once released, go on with numbers that are none."""
-        try:
-            self._hung(error)
-        finally:
-            self.abort(error)
 
     def _take(self, error: CollectiveError | None = None) -> list[Any]:
         with self._lock:

@@ -21,7 +21,7 @@ from flowdp.collective.base import NOTHING, Averaging, Judge, Reading, is_held, 
 from flowdp.collective.fused import MEMBERS, Kernels, kernels_on
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import FlatTensors
-from flowdp.device.streams import QUIET, Event, Lane
+from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import OptionError, ProtocolError
 from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Outcome
@@ -131,8 +131,6 @@ class StreamedMean(ABC):
                 marks.told[reporter].record(lane.comm)
         marks.reporters = tuple(reports)
         self._latest = marks
-        start, done = ([row[worker] for worker in marks.workers] for row in (marks.start, marks.done))
-        self._launched(outcome, start, done)
 
     def average(self, rank: int, outcome: Outcome) -> Reading:
         """See `Collective.average`."""
@@ -190,11 +188,6 @@ class StreamedMean(ABC):
     @abstractmethod
     def spread(self, replicas: Sequence[FlatTensors]) -> None:
         """Enqueue that all ranks get each one's span of these memories; behind a mean."""
-
-    def _launched(  # noqa: B027 - most have nothing to report
-        self, outcome: Outcome, start: Sequence[Event], done: Sequence[Event]
-    ) -> None:
-        """The round is on the comm streams, between these marks of its workers."""
 
     @abstractmethod
     def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -99,7 +99,6 @@ def open_collective(
     replicas: Sequence[FlatTensors],
     lanes: Sequence[Lane],
     meet: Callable[[int], None],
-    hung: Callable[[CollectiveError], object],
     outer: OuterOptions | None = None,
     team: Team | None = None,
     *,
@@ -113,7 +112,6 @@ def open_collective(
         replicas: One per rank.
         lanes: One per rank.
         meet: The second meeting at the gate, for collectives whose members work together on the host.
-        hung: Called, on another thread, when a round does not end on the devices, just before it is aborted.
         outer: Outer step behind each mean; None: there is none. It begins at the parameters that are there.
         team: The ranks of all machines; None: these replicas are all. With several machines, each makes this
             call.
@@ -132,8 +130,8 @@ def open_collective(
     if path.backend == "nccl":
         try:
             if team is not None and team.is_spread:
-                return open_nccl_machines(replicas, lanes, team, hung, outer)
-            return NcclMean(replicas, lanes, hung=hung, outer=outer)
+                return open_nccl_machines(replicas, lanes, team, outer)
+            return NcclMean(replicas, lanes, outer=outer)
         except MachineLostError:
             raise
         except CollectiveError as error:

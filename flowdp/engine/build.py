@@ -176,7 +176,6 @@ def _open_meeting(
         averaged,
         lanes,
         lambda index: gate.finish(team.ranks[index]),
-        partial(services.requests.fail, is_awaited=False),
         means[1],
         team,
         overlaps=config.overlaps,

@@ -18,7 +18,6 @@ from flowdp.collective.nccl import NcclMean
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.engine.nan_guard import note_nonfinite
-from flowdp.errors import CollectiveError
 from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
@@ -84,16 +83,9 @@ class FakeWorld:
     Args:
         make: Makes the collective.
         cards: Card of each rank; -1 is a CPU rank.
-        hung: Called by the watchdog when a round does not end on the cards.
     """
 
-    def __init__(
-        self,
-        make: Make,
-        cards: Sequence[int] = (0, 0),
-        hung: Callable[[CollectiveError], object] = lambda error: None,
-    ) -> None:
-        self.hung = hung
+    def __init__(self, make: Make, cards: Sequence[int] = (0, 0)) -> None:
         self.cuda = FakeCuda()
         self.lanes: list[Lane] = [
             HostLane(torch.device("cpu")) if card < 0 else FakeLane(torch.device("cuda", card), self.cuda)
@@ -189,13 +181,7 @@ def host_mean(world: FakeWorld, outer: OuterOptions | None = None) -> HostMean:
 
 
 def nccl_mean(world: FakeWorld, outer: OuterOptions | None = None) -> NcclMean:
-    mean = NcclMean(world.replicas, world.lanes, FakeNccl(world.cuda, world.lanes), world.hung, outer)
-    WATCHED.append(mean)
-    return mean
-
-
-WATCHED: list[NcclMean] = []
-"""Means whose watchdogs a test has started; `conftest.py` ends them."""
+    return NcclMean(world.replicas, world.lanes, FakeNccl(world.cuda, world.lanes), outer)
 
 
 WAYS: dict[str, tuple[Make, tuple[int, ...]]] = {

@@ -14,7 +14,7 @@ import torch
 from flowdp.collective import nccl, nccl_setup
 from flowdp.collective.nccl import load
 from flowdp.device.streams import QUIET
-from flowdp.errors import CollectiveError, CollectiveTimeout
+from flowdp.errors import CollectiveError
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.collective.fake_world import FakeWorld, nccl_mean
 from tests.collective.test_nccl_setup import wait_for_the_helper
@@ -117,33 +117,6 @@ def remade(world: FakeWorld, monkeypatch: pytest.MonkeyPatch, doing: Callable[[]
     monkeypatch.setattr(nccl.CommunicatorSetup, "wait", wait)
     world.gate.leave(1)
     return world.hold([1, 0, 2], ranks=[0, 2])
-
-
-def test_making_them_is_no_hang(monkeypatch):
-    """Nor does it count that the device of the rank that left never reaches its part of the last mean."""
-    monkeypatch.setattr(nccl_setup, "LIMIT_S", 0.05)
-    told = []
-    world = FakeWorld(nccl_mean, (0, 1, 2), told.append)
-    world.read(world.hold([1, 2, 3]))
-
-    def outlast():
-        looks = 0
-        world.mean._marks[0].done[1].passed = threading.Event()
-        real = world.mean._comms.watchdog._begun
-
-        def begun():
-            nonlocal looks
-            looks += 1
-            if looks == 12:  # three times the limit
-                enough.set()
-            return real()
-
-        enough = threading.Event()
-        monkeypatch.setattr(world.mean._comms.watchdog, "_begun", begun)
-        assert enough.wait(60)
-
-    world.read(remade(world, monkeypatch, outlast))
-    assert told == []
 
 
 def test_a_run_that_ends_meanwhile_leaves_no_communicator(world, monkeypatch):
@@ -264,41 +237,6 @@ def test_an_abort_releases_a_launch_that_hangs(world, monkeypatch):
     hung.join(60)
     assert not hung.is_alive()
     assert not QUIET.locked()
-
-
-def test_a_round_that_hangs_is_told_and_then_aborted(monkeypatch):
-    """In this order: released ranks must find the failure reported."""
-    monkeypatch.setattr(nccl_setup, "LIMIT_S", 0.05)
-    told = []
-    world = FakeWorld(nccl_mean, (0, 1, 2), lambda error: told.append((error, fake(world).aborted[:])))
-    world.read(world.hold([1, 2, 3]))
-    world.mean._marks[1].done[2].passed = fake(world).wake  # set by an abort
-    (reading, *_) = world.hold([1, 2, 3])[2:]
-    reading()  # waits for the event
-    world.mean.close()  # waits for the watchdog
-    ((error, aborted),) = told
-    assert isinstance(error, CollectiveTimeout)
-    assert "averaging round 1 over cuda:0, cuda:1, cuda:2" in str(error)
-    assert aborted == []
-    assert sorted(fake(world).aborted) == [0, 1, 2]
-    assert fake(world).destroyed == []
-
-
-def test_what_is_hung_is_aborted_even_if_it_cannot_be_told(world, monkeypatch):
-    def full(error):
-        raise RuntimeError("the inbox is full")
-
-    monkeypatch.setattr(world.mean._comms, "_hung", full)
-    with pytest.raises(RuntimeError, match="the inbox is full"):
-        world.mean._comms._give_up(CollectiveTimeout("it hangs"))
-    assert sorted(fake(world).aborted) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("end", ["abort", "close"])
-def test_the_watchdog_ends_with_the_mean(world, end):
-    assert world.mean._comms.watchdog._thread.is_alive()
-    getattr(world.mean, end)()
-    assert not world.mean._comms.watchdog._thread.is_alive()
 
 
 def test_closing_destroys_when_the_streams_are_done(world, monkeypatch):

@@ -12,7 +12,8 @@ import torch
 from flowdp.collective import nccl_machines
 from flowdp.collective.base import Averaging
 from flowdp.collective.host import HostMean
-from flowdp.collective.nccl_machines import NcclMachinesMean, open_nccl_machines
+from flowdp.collective.nccl import NcclMean
+from flowdp.collective.nccl_machines import open_nccl_machines
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import QUIET
 from flowdp.errors import CollectiveError
@@ -85,7 +86,7 @@ class World:
             nccl_machines.load = lambda: self.nccl
             if loads is not None:
                 self.nccl = loads(self)
-            self.mean = open_nccl_machines(self.replicas, self.lanes, self.team, lambda _: None, outer)
+            self.mean = open_nccl_machines(self.replicas, self.lanes, self.team, outer)
 
         self.opened = len(self.nccl.groups)  # sums of the start, with no other thread of the run yet
 
@@ -129,7 +130,7 @@ class World:
         self.mean.close()
         assert not self.cuda.races
         assert not self.nccl.abused
-        if isinstance(self.mean, NcclMachinesMean):
+        if isinstance(self.mean, NcclMean):
             assert not self.nccl.aborted
             assert all(is_quiet for is_quiet, _ in self.nccl.groups[self.opened :]), "a launch beside others"
 

@@ -28,12 +28,11 @@ CUDA = [torch.device("cuda", index) for index in range(2)]
 class Nccl:
     """Stands for `NcclMean`: this machine has no NCCL."""
 
-    def __init__(self, replicas: Any, lanes: Any, hung: Any, outer: Any) -> None:
-        self.hung = hung
+    def __init__(self, replicas: Any, lanes: Any, outer: Any) -> None:
         self.outer = [outer] * len(replicas)
 
 
-def refuse(replicas: Any, lanes: Any, hung: Any, outer: Any = None) -> Any:
+def refuse(replicas: Any, lanes: Any, outer: Any = None) -> Any:
     raise CollectiveError("cupy is not there")
 
 
@@ -53,14 +52,10 @@ def lane(device: torch.device) -> Lane:
     return made
 
 
-def told(error: CollectiveError) -> None:
-    pass
-
-
 def opened(devices: list[torch.device], backend: Any, policy: Any = "cadence", outer: Any = None) -> Any:
     replicas = [FlatReplica(nn.Linear(2, 1), rank) for rank in range(len(devices))]
     lanes = [lane(device) for device in devices]
-    return open_collective(backend, policy, replicas, lanes, lambda rank: None, told, outer)
+    return open_collective(backend, policy, replicas, lanes, lambda rank: None, outer)
 
 
 def chosen(devices: list[torch.device], backend: Any = "auto", policy: Any = "cadence") -> type:
@@ -204,19 +199,19 @@ def spread(monkeypatch: pytest.MonkeyPatch, backend: Any, *, agrees: bool = True
     monkeypatch.setattr(select, "HostMean", Spread)
     replicas = [FlatReplica(nn.Linear(2, 1), 0)]
     of = team(1, agrees=agrees)
-    return open_collective(backend, "sync", replicas, [lane(CUDA[0])], lambda rank: None, told, None, of)
+    return open_collective(backend, "sync", replicas, [lane(CUDA[0])], lambda rank: None, None, of)
 
 
 def test_nccl_is_opened_on_all_machines_or_on_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def open_them(replicas: Any, lanes: Any, team: Any, hung: Any, outer: Any) -> str:
+    def open_them(replicas: Any, lanes: Any, team: Any, outer: Any) -> str:
         return f"nccl of {team.world_size}"
 
     monkeypatch.setattr(select, "open_nccl_machines", open_them)
     assert spread(monkeypatch, "auto") == "nccl of 2"
     assert isinstance(spread(monkeypatch, "auto", agrees=False), Spread)
-    monkeypatch.setattr(select, "open_nccl_machines", lambda *given: refuse(*given[:2], given[3]))
+    monkeypatch.setattr(select, "open_nccl_machines", lambda *given: refuse(*given[:2]))
     with caplog.at_level(logging.WARNING, "flowdp"):
         assert isinstance(spread(monkeypatch, "auto"), Spread)
     assert "without NCCL: cupy is not there" in caplog.text

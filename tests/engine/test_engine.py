@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flowdp import (
-    CollectiveTimeout,
     DataError,
+    FailureOptions,
     OptionError,
     OutOfDeviceMemory,
     Run,
+    StallError,
     StepError,
     Trainer,
     current_worker,
 )
-from flowdp.collective import nccl_setup
 from flowdp.collective.nccl import NcclMean
 from flowdp.engine import active_runs
 from flowdp.engine import build as build_module
@@ -130,21 +130,22 @@ def test_a_collective_that_hangs_on_the_devices_ends_the_run(
         replicas: Any,
         lanes: Any,
         meet: Any,
-        hung: Any,
         outer: Any,
         *_team: Any,
         **_on: Any,
     ) -> NcclMean:
         made.append(FakeNccl(lanes[0].device_module, lanes))
-        mean = NcclMean(replicas, lanes, made[0], hung, outer)
+        mean = NcclMean(replicas, lanes, made[0], outer)
         mean._marks[2].done[1].passed = made[0].wake  # of the third round; an abort opens it
         return mean
 
-    monkeypatch.setattr(nccl_setup, "LIMIT_S", 0.05)
     monkeypatch.setattr(build_module, "open_collective", collective)
-    run = trainer(policy=policy, epochs=None, max_steps=10**9).start()
-    with pytest.raises(CollectiveTimeout, match=r"averaging round \d over cpu, cpu began"):
+    failures = FailureOptions(stall_timeout=0.5)
+    run = trainer(policy=policy, epochs=None, max_steps=10**9, failures=failures).start()
+    with pytest.raises(StallError):
         run.join(WAIT_S)
+    for thread in threads():  # the error is there before the devices are released
+        thread.join(WAIT_S)
     assert sorted(made[0].aborted) == [0, 1]
     assert made[0].abused == []
     assert threads() == []

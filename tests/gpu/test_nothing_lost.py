@@ -247,12 +247,11 @@ def over_nccl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         replicas: Any,
         lanes: Any,
         meet: Any,
-        hung: Any,
         outer: Any,
         *_team: Any,
         **_on: Any,
     ) -> NcclMean:
-        return NcclMean(replicas, lanes, FakeNccl(lanes[0].device_module, lanes), hung, outer)
+        return NcclMean(replicas, lanes, FakeNccl(lanes[0].device_module, lanes), outer)
 
     monkeypatch.setattr(engine_module, "open_collective", collective)
     return {"devices": ["cpu"] * 3}

@@ -20,7 +20,6 @@ from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.collective.nccl_loop import NcclLoop
-from flowdp.collective.on_streams import ROUNDS
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import StreamLane
 from flowdp.protocol.messages import Outcome
@@ -194,22 +193,6 @@ def freed_rows_of_nccl(cuda: LateCuda) -> list[str]:
     return []
 
 
-def run_ahead_of_nccl(cuda: LateCuda) -> list[str]:
-    """Sums that the host launches without a look at the devices."""
-    lanes = [StreamLane(torch.device("cuda", index)) for index in range(2)]
-    loop = NcclLoop(lanes, {torch.float64: SIZE})
-    rows = [[torch.zeros(SIZE, dtype=torch.float64, device=lane.device)] for lane in lanes]
-    cuda.synchronize_all()
-    for _ in range(ROUNDS):
-        for (row,) in rows:
-            row.add_(1)
-        loop.all_reduce(rows)
-    waiting = sum(not callable(entry) for entry in lanes[1].comm.queue)  # type: ignore[attr-defined]
-    found = [] if waiting <= 6 * ROUNDS // 2 else [f"{waiting} marks and waits of NCCL are not passed"]
-    loop.close()
-    return found
-
-
 MEANS = [
     rounds(DeviceMean, (0, 0)),
     rounds(DeviceMean, (0, 1)),
@@ -220,5 +203,4 @@ MEANS = [
     snapshots((0, 1)),
     Door("sums of NCCL", sums_of_nccl),
     Door("freed rows of NCCL", freed_rows_of_nccl),
-    Door("NCCL, the host ahead", run_ahead_of_nccl),
 ]

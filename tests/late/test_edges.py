@@ -91,16 +91,15 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "collective/local_group.py _Rendezvous._enqueue: mark.record(lane.comm)": THREADS,
     "collective/nccl_loop.py NcclLoop._launch: ready.record(stream)": LOOP,
     "collective/nccl_loop.py NcclLoop._launch: self._lanes[0].comm.wait_event(ready)": LOOP,
-    "collective/nccl_loop.py NcclLoop._launch: marks.start.record(self._lanes[0].comm)": [
+    "collective/nccl_loop.py NcclLoop._launch: self._start.record(self._lanes[0].comm)": [
         (DOOR["sums of NCCL"], first("comm"))
     ],
-    "collective/nccl_loop.py NcclLoop._launch: lane.comm.wait_event(marks.start)": [
+    "collective/nccl_loop.py NcclLoop._launch: lane.comm.wait_event(self._start)": [
         (DOOR["sums of NCCL"], first("comm"))
     ],
     "collective/nccl_loop.py NcclLoop._launch: done.record(lane.comm)": LOOP,
     "collective/nccl_loop.py NcclLoop._launch: current.wait_event(done)": LOOP,
     "collective/nccl_loop.py NcclLoop._launch: lane.compute.wait_event(done)": late("freed rows of NCCL"),
-    "collective/nccl_loop.py NcclLoop._next_marks: done.synchronize()": late("NCCL, the host ahead"),
     "collective/on_streams.py StreamedMean.prepare: "
     "self._ready[rank].record(self._lanes[rank].compute)": CARD,
     "collective/on_streams.py StreamedMean.launch: comm.wait_event(self._ready[member])": CARD,

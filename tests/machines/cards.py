@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import flowdp
 from flowdp.collective import nccl_machines, select
-from flowdp.collective.nccl_machines import NcclMachinesMean, open_nccl_machines
+from flowdp.collective.nccl import NcclMean
+from flowdp.collective.nccl_machines import open_nccl_machines
 from flowdp.collective.select import open_collective
 from flowdp.device.streams import Lane
 from flowdp.engine import build
@@ -44,7 +45,7 @@ def main(backend: Any) -> None:
     put_on_streams(card)
     machine = dist.get_rank()
 
-    def fake_nccl(replicas: Any, lanes: Sequence[Lane], team: Any, *more: Any) -> NcclMachinesMean:
+    def fake_nccl(replicas: Any, lanes: Sequence[Lane], team: Any, *more: Any) -> NcclMean:
         fake = FakeNcclOfMachines(card, lanes, team.ranks, team.world_size)
         put(nccl_machines, "load", lambda: fake)
         return open_nccl_machines(replicas, lanes, team, *more)

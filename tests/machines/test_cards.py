@@ -15,7 +15,7 @@ from tests.machines.test_rounds import judge_end, total
 
 pytestmark = pytest.mark.posix
 
-COLLECTIVES = {"auto": "HostMean", "nccl": "NcclMachinesMean"}
+COLLECTIVES = {"auto": "HostMean", "nccl": "NcclMean"}
 
 
 @pytest.fixture(scope="module", params=COLLECTIVES)
