@@ -63,6 +63,7 @@ def acks(
     rounds_held: int | None = None,
     drift: float | None = None,
     sync_ms: float = 1.0,
+    inner_ms: float = 0.0,
     **wishes: bool,
 ) -> list[SyncAck]:
     """The acknowledgments of all ranks when a block has ended so."""
@@ -88,10 +89,11 @@ def acks(
                 busy_ms=done[rank] * pace_ms[rank],
                 pace_ms=pace_ms[rank] if done[rank] else 0.0,
                 losses=(8.0 * done[rank], 8 * done[rank]),
+                wait_ms=2.0,
+                sync_ms=inner_ms + sync_ms if first.inner else sync_ms * held,
             ),
             sync_ms,
-            wait_ms=2.0,
-            drift=drift,
+            drift,
         )
         for rank, order in block.items()
     ]

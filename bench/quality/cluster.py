@@ -307,10 +307,9 @@ class _TrainingWorld(World):
 
     def acknowledgment(self, number: int, outcome: Outcome, done: Done, sync_ms: float) -> SyncAck:
         """Acknowledge the last round of an order, with the distance that was measured."""
-        rank = self.ranks[number]
-        work, drift = rank.work(done), self._drifts[number] if outcome.drift else None
+        work, drift = self.ranks[number].work(done), self._drifts[number] if outcome.drift else None
         checksum = Checksum("simulated", 0) if outcome.compares else None
-        return SyncAck(number, outcome, work, sync_ms, rank.wait_ms, drift=drift, checksum=checksum)
+        return SyncAck(number, outcome, work, sync_ms, drift, checksum)
 
     # ---------------------------------------------------------------- means while the ranks train (async)
     def snapshot(self, number: int, action: Snapshot) -> None:

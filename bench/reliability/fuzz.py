@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from flowdp.checkpoint.file import read, write
 from flowdp.errors import CheckpointError
-from flowdp.policy.tally import EpochMetrics, RankMetrics, RankSums
+from flowdp.policy.tally import EpochMetrics, RankMetrics, Work
 from flowdp.protocol.position import OpenEpoch, Position
 from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
 
@@ -101,7 +101,7 @@ def files(folder: Path) -> list[bytes]:
             "learning_rate": rate.state_dict(),
         }
         sums = tuple(
-            RankSums(2, 8, losses=(1.5, 8), scalars={"accuracy": (4.0, 8.0)}) for _ in range(world_size)
+            Work(2, 2, 8, losses=(1.5, 8), scalars={"accuracy": (4.0, 8.0)}) for _ in range(world_size)
         )
         metrics = RankMetrics(8, 2, 1.0, 0.0, 0.0, 0.0, 0.5, {"accuracy": 0.5}, 0.1)
         history = EpochMetrics(0, 3, 0.5, {}, (metrics,), 1.0, (8.0,), (1.0,), 0.1, 1, 0.0, 1, None, 1.0, 2)

@@ -72,6 +72,8 @@ class OrderSums:
             lr=lr,
             norms=self.norms,
             group_lrs=group_lrs,
+            wait_ms=self.wait_ms,
+            sync_ms=self.sync_ms,
         )
 
 

@@ -377,7 +377,6 @@ class Worker:
             return
         self._meter.met(reading)
         self.current.round = outcome.round
-        order = self.machine.order
         if window is not None and not window.alone:
             try:
                 self._step_together(arrival, outcome)
@@ -389,12 +388,11 @@ class Worker:
             if outcome.lr is not None:
                 self._set_lr(outcome.lr, outcome.global_step)
         self.activity.moved()
-        has_inner = order is not None and order.sync is not None and order.sync.inner
         done = self.machine.met(outcome)
         self._batcher.settle()
         self._is_bound = False
         if done is not None:
-            self._close(done, outcome, has_inner=has_inner)
+            self._close(done, outcome)
         self._numbers.met()
 
     def _advance_rates(self, arrival: Arrival) -> None:
@@ -407,8 +405,8 @@ class Worker:
             self.current.epoch = order.epoch
             self.replica.learning_rate.advance(arrival.global_step, order.epoch, order.metrics)
 
-    def _close(self, done: Done, outcome: Outcome | None = None, *, has_inner: bool = False) -> None:
-        """Close an order, with a mean or without one; `has_inner`: only the last was of all machines."""
+    def _close(self, done: Done, outcome: Outcome | None = None) -> None:
+        """Close an order, with a mean or without one."""
         self._tell_feed()
         numbers, checksum = self._numbers, None
         bad, verdict, lr = numbers.bad, numbers.verdict, self.current.lr
@@ -439,11 +437,9 @@ class Worker:
                     outcome,
                     work,
                     mean.sync_ms,
-                    sums.wait_ms,
                     None if late or self.rank in outcome.bad else mean.drift,
                     None if checksum is None else checksum(),
                     mean.norm,
-                    inner_ms=sums.sync_ms - mean.sync_ms if has_inner else 0.0,
                 )
             )
 

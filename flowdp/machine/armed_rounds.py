@@ -115,40 +115,18 @@ class HeldRounds:
 
     @property
     def sync_ms(self) -> float:
-        """Averaging time of one round; after inner rounds, of the one of all machines."""
+        """Averaging time of the last round."""
         return max(ack.sync_ms for ack in self.armed.acks.values())
 
     @property
     def inner_ms(self) -> float:
-        """Averaging time of the inner rounds, all together."""
-        return max(ack.inner_ms for ack in self.armed.acks.values())
-
-    @property
-    def averaging_ms(self) -> float:
-        """Averaging time of all rounds together."""
-        return max(map(self.rank_sync_ms, self.armed.acks))
-
-    @property
-    def wait_ms(self) -> tuple[float, ...]:
-        """Waiting in the gate per rank, all rounds together. Shape (world_size,)."""
-        acks = self.armed.acks
-        return tuple(acks[rank].wait_ms if rank in acks else 0.0 for rank in range(len(self.works)))
-
-    def rank_sync_ms(self, rank: int) -> float:
-        """Averaging time of a rank, all rounds together."""
-        ack = self.armed.acks.get(rank)
-        if ack is None:
-            return 0.0
-        return ack.inner_ms + ack.sync_ms if self.armed.sync.inner else ack.sync_ms * self.rounds
+        """Averaging time of the rounds before the last one, all together."""
+        return max(ack.work.sync_ms - ack.sync_ms for ack in self.armed.acks.values())
 
     @property
     def longest_ms(self) -> float:
         """Time of all rounds held: of the rank whose work, waits and averagings took longest."""
-        own_ms = (
-            work.busy_ms + work.data_ms + wait_ms + self.rank_sync_ms(rank)
-            for rank, (work, wait_ms) in enumerate(zip(self.works, self.wait_ms, strict=True))
-        )
-        return max(own_ms)
+        return max(work.busy_ms + work.data_ms + work.wait_ms + work.sync_ms for work in self.works)
 
     @property
     def bad(self) -> dict[int, tuple[int, int] | None]:

@@ -12,6 +12,8 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from statistics import median
 from typing import ClassVar, Self
 
@@ -293,10 +295,10 @@ class AsyncRounds(Rounds):
                 raise ProtocolError(f"asynchronous rounds know no {fact}")
         return []
 
-    def _credit(self, rank: int, order: StartEpoch, work: Work, wait_ms: float = 0.0) -> None:
+    def _credit(self, rank: int, order: StartEpoch, work: Work) -> None:
         self._is_bad |= work.bad is not None
         self.epochs.count_back(order.epoch, rank, order.batches, work.steps)
-        self.epochs.record(rank, work, wait_ms=wait_ms)
+        self.epochs.record(rank, work)
         self._ranks[rank].credit(order, work)
         self._trained += work.steps
 
@@ -469,7 +471,7 @@ class AsyncRounds(Rounds):
         for rank, state in enumerate(self._ranks):
             theirs = meeting.acks[rank]
             if state.orders:
-                self._credit(rank, state.orders.popleft(), theirs.work, theirs.wait_ms)
+                self._credit(rank, state.orders.popleft(), theirs.work)
             for order in state.orders:
                 self.epochs.count_back(order.epoch, rank, order.batches, 0)
                 state.dealt -= order.steps
@@ -499,8 +501,8 @@ class AsyncRounds(Rounds):
         reason: str,
         now_ms: float,
     ) -> RoundEnded:
-        works = [state.works for state in self._ranks]
-        flat = [work for theirs in works for work in theirs]
+        flat = [work for state in self._ranks for work in state.works]
+        works = [reduce(add, state.works, Work(0, 0, 0)) for state in self._ranks]
         epoch = max((work.epoch for work in flat), default=self.epochs.done)
         start_ms, self._round_start_ms = self._round_start_ms, now_ms
         for state in self._ranks:
@@ -513,12 +515,11 @@ class AsyncRounds(Rounds):
             steps=steps,
             samples=samples,
             wall_ms=0.0 if math.isnan(start_ms) else now_ms - start_ms,
-            wait_ms=(0.0,) * self.world_size,
             sync_ms=sync_ms,
             anchor=self.anchor,
             drift=drift,
             reason=reason,
-            **summary(works, flat[-1] if flat else None),
+            **summary(works, flat[-1] if flat else works[0]),
         )
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flowdp.errors import ProtocolError
 from flowdp.policy.ledger import ENDLESS, Ledger
@@ -170,7 +170,7 @@ class Epochs:
             one = self._begin(-stood.spent_ms, stood.position)
             one.ledger.resume(stood.position, stood.left)
             for rank, sums in enumerate(stood.sums):
-                one.tally.resume(rank % self.world_size, sums)
+                one.tally.add(rank % self.world_size, sums)
             one.tally.close_round(stood.sync_ms, stood.divergence, stood.rounds)
 
     def start(self, now_ms: float) -> None:
@@ -218,10 +218,10 @@ class Epochs:
         if batches:
             self.of(epoch).count_back(rank, batches, steps)
 
-    def record(self, rank: int, work: Work, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
+    def record(self, rank: int, work: Work) -> None:
         """Count a rank's work towards its epoch."""
         if work.steps or self._is_open(work.epoch):
-            self._find(work.epoch).tally.add(rank, work, wait_ms=wait_ms, sync_ms=sync_ms)
+            self._find(work.epoch).tally.add(rank, work)
 
     def close_round(self, epoch: int, sync_ms: float, drift: float | None, rounds: int) -> int:
         """Count rounds towards an epoch or, if it has been reported, towards the next one; returns which."""
@@ -311,7 +311,7 @@ def _standing(one: _Open, now_ms: float) -> OpenEpoch:
         epoch=ledger.epoch,
         position=ledger.position,
         left=tuple(map(tuple, ledger.left)),
-        sums=tuple(replace(sums, scalars=dict(sums.scalars)) for sums in tally.ranks),
+        sums=tuple(tally.ranks),
         rounds=tally.rounds,
         sync_ms=tally.sync_ms,
         divergence=tally.divergence,

@@ -317,16 +317,17 @@ class PlannedRounds(Rounds):
         return records
 
     def _settle(self, held: HeldRounds, now_ms: float) -> list[Command]:
-        outcome, works, wait_ms, drifts = held.outcome, held.works, held.wait_ms, held.drifts
+        outcome, works, drifts = held.outcome, held.works, held.drifts
         self._count_back(held)
         for rank, work in enumerate(works):
-            self.epochs.record(rank, work, wait_ms=wait_ms[rank], sync_ms=held.rank_sync_ms(rank))
+            self.epochs.record(rank, work)
         self.global_step = outcome.global_step
         self._bad = held.bad | self._bad
         drift = largest_drift(drifts) if drifts else None
         reason = self._measure(held) or reason_of(outcome)
         share = self._share_changes.report(self._weights)
-        epoch = self.epochs.close_round(held.armed.epoch, held.averaging_ms, drift, held.rounds)
+        averaging_ms = max(work.sync_ms for work in works)
+        epoch = self.epochs.close_round(held.armed.epoch, averaging_ms, drift, held.rounds)
         if outcome.voids:
             self._void()
         if self._armed:
@@ -339,14 +340,13 @@ class PlannedRounds(Rounds):
             steps=tuple(work.steps for work in works),
             samples=tuple(work.samples for work in works),
             wall_ms=now_ms - held.armed.start_ms,
-            wait_ms=tuple(wait_ms),
             sync_ms=held.sync_ms,
             anchor=self.anchor,
             drift=drift,
             reason=reason,
             param_norm=held.norm,
             share=share,
-            **summary([[work] for work in works], held.longest),
+            **summary(works, held.longest),
         )
         return [record]
 

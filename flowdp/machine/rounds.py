@@ -7,13 +7,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any, ClassVar, Literal, Self
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.policy.cadence import Cadence
-from flowdp.policy.tally import joined_norms, mean_and_largest
 from flowdp.protocol.commands import Command
 from flowdp.protocol.messages import DataEnded, Fact, Outcome, SyncAck, Work
 from flowdp.protocol.position import Position
@@ -193,24 +194,23 @@ def outcome_of(acks: Mapping[int, SyncAck]) -> Outcome:
     return outcome
 
 
-def summary(works: Sequence[Sequence[Work]], last: Work | None) -> dict[str, Any]:
+def summary(works: Sequence[Work], last: Work) -> dict[str, Any]:
     """Fields of `RoundEnded` that follow from the ranks' reports.
 
     Args:
-        works: Reports of each rank since the record before. Shape (world_size, reports).
+        works: Work of each rank since the record before. Shape (world_size,).
         last: The one whose learning rates are the record's.
     """
-    every = [work for theirs in works for work in theirs]
-    samples = sum(work.losses[1] for work in every)
-    grad_norm, grad_norm_max = mean_and_largest(joined_norms(work.norms for work in every))
+    whole = reduce(add, works)
     return {
-        "loss": math.fsum(work.losses[0] for work in every) / samples if samples else None,
-        "lr": 0.0 if last is None else last.lr,
-        "group_lrs": {} if last is None else last.group_lrs,
-        "busy_ms": tuple(math.fsum(work.busy_ms for work in theirs) for theirs in works),
-        "data_ms": tuple(math.fsum(work.data_ms for work in theirs) for theirs in works),
-        "grad_norm": grad_norm,
-        "grad_norm_max": grad_norm_max,
+        "loss": whole.loss,
+        "lr": last.lr,
+        "group_lrs": last.group_lrs,
+        "busy_ms": tuple(work.busy_ms for work in works),
+        "data_ms": tuple(work.data_ms for work in works),
+        "wait_ms": tuple(work.wait_ms for work in works),
+        "grad_norm": whole.grad_norm,
+        "grad_norm_max": whole.grad_norm_max,
     }
 
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 from flowdp.policy.drift import largest_drift
 from flowdp.policy.formats import format_duration, format_metric
@@ -17,12 +19,9 @@ __all__ = [
     "NO_NORMS",
     "EpochMetrics",
     "RankMetrics",
-    "RankSums",
     "Tally",
     "Work",
     "evaluation_means",
-    "joined_norms",
-    "mean_and_largest",
     "pace_ms",
 ]
 
@@ -31,23 +30,9 @@ NO_NORMS = (0.0, 0.0, 0)
 """No gradients were clipped."""
 
 
-def joined_norms(parts: Iterable[tuple[float, float, int]]) -> tuple[float, float, int]:
-    """Sum, largest and number of the norms of several parts."""
-    total, largest, count = NO_NORMS
-    for part in parts:
-        total, largest, count = total + part[0], max(largest, part[1]), count + part[2]
-    return total, largest, count
-
-
-def mean_and_largest(norms: tuple[float, float, int]) -> tuple[float | None, float | None]:
-    """Mean and maximum of the norms; None for each without any."""
-    total, largest, count = norms
-    return (total / count, largest) if count else (None, None)
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work of a rank for one order.
+    """Work of a rank for one order, or for several together: a sum has what all of them have done.
 
     Attributes:
         epoch: Epoch of the batches.
@@ -63,6 +48,8 @@ class Work:
         bad: (epoch, batch) of the first step with NaN or inf values; None without one.
         norms: Sum, largest and number of the 2-norms of its steps' gradients, where they were clipped.
         group_lrs: Learning rates of all groups at the last step, by name; empty where there is one group.
+        wait_ms: Time in the gate waiting for other ranks.
+        sync_ms: Time in averaging.
     """
 
     epoch: int
@@ -77,6 +64,55 @@ class Work:
     bad: tuple[int, int] | None = None
     norms: tuple[float, float, int] = NO_NORMS
     group_lrs: Mapping[str, float] = field(default_factory=dict)
+    wait_ms: float = 0.0
+    sync_ms: float = 0.0
+
+    def __add__(self, later: Work) -> Work:
+        """Both together, without what belongs to one order: its pace and its first bad step."""
+        scalars = dict(self.scalars)
+        for name, (total, weight) in later.scalars.items():
+            known = scalars.get(name, (0.0, 0.0))
+            scalars[name] = (known[0] + total, known[1] + weight)
+        last = later if later.steps else self
+        norms, more = self.norms, later.norms
+        return Work(
+            epoch=self.epoch,
+            steps=self.steps + later.steps,
+            samples=self.samples + later.samples,
+            busy_ms=self.busy_ms + later.busy_ms,
+            data_ms=self.data_ms + later.data_ms,
+            losses=(self.losses[0] + later.losses[0], self.losses[1] + later.losses[1]),
+            scalars=scalars,
+            lr=last.lr,
+            norms=(norms[0] + more[0], max(norms[1], more[1]), norms[2] + more[2]),
+            group_lrs=last.group_lrs,
+            wait_ms=self.wait_ms + later.wait_ms,
+            sync_ms=self.sync_ms + later.sync_ms,
+        )
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss; None without any."""
+        total, samples = self.losses
+        return total / samples if samples else None
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Weighted means of the scalars; NaN for one without weight."""
+        return {
+            name: total / weight if weight else math.nan for name, (total, weight) in self.scalars.items()
+        }
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Mean norm of the gradients; None where none were clipped."""
+        total, _, count = self.norms
+        return total / count if count else None
+
+    @property
+    def grad_norm_max(self) -> float | None:
+        """Largest norm of the gradients; None where none were clipped."""
+        return self.norms[1] if self.norms[2] else None
 
 
 def pace_ms(total_ms: float, longest_ms: float, steps: int) -> float:
@@ -206,38 +242,6 @@ class EpochMetrics:
         )
 
 
-@dataclass(slots=True)
-class RankSums:
-    """Sums of one rank's work in an epoch so far.
-
-    Attributes:
-        steps: Optimizer steps.
-        samples: Samples trained.
-        busy_ms: Time in steps.
-        data_ms: Time waiting for batches.
-        wait_ms: Time waiting for other ranks.
-        sync_ms: Time in averaging.
-        losses: Sum of loss x samples, and the samples it was summed over; weights that the losses name, in
-            place of samples.
-        scalars: Name -> (weighted sum, sum of weights).
-        lr: Learning rate of the first group at its last step.
-        norms: See `Work.norms`.
-        group_lrs: See `Work.group_lrs`.
-    """
-
-    steps: int = 0
-    samples: int = 0
-    busy_ms: float = 0.0
-    data_ms: float = 0.0
-    wait_ms: float = 0.0
-    sync_ms: float = 0.0
-    losses: tuple[float, float] = (0.0, 0)
-    scalars: dict[str, tuple[float, float]] = field(default_factory=dict)
-    lr: float = 0.0
-    norms: tuple[float, float, int] = NO_NORMS
-    group_lrs: Mapping[str, float] = field(default_factory=dict)
-
-
 class Tally:
     """Adds up the work of one epoch.
 
@@ -246,7 +250,7 @@ class Tally:
         world_size: Ranks.
 
     Attributes:
-        ranks: Sums of each rank. Shape (world_size,).
+        ranks: Work of each rank so far. Shape (world_size,).
         rounds: Averagings.
         sync_ms: Time of all of them, without waiting.
         divergence: Largest drift, NaN where one was NaN; None where not measured.
@@ -256,53 +260,14 @@ class Tally:
 
     def __init__(self, epoch: int, world_size: int) -> None:
         self._epoch = epoch
-        self.ranks = [RankSums() for _ in range(world_size)]
+        self.ranks = [Work(epoch, 0, 0) for _ in range(world_size)]
         self.rounds = 0
         self.sync_ms = 0.0
         self.divergence: float | None = None
 
-    def add(self, rank: int, work: Work, *, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
-        """Count the work of a rank for an order.
-
-        Args:
-            rank: Rank index.
-            work: Its report.
-            wait_ms: Its waiting for other ranks, all rounds of the order together.
-            sync_ms: Its time in averaging, all rounds of the order together.
-        """
-        self.resume(
-            rank,
-            RankSums(
-                steps=work.steps,
-                samples=work.samples,
-                busy_ms=work.busy_ms,
-                data_ms=work.data_ms,
-                wait_ms=wait_ms,
-                sync_ms=sync_ms,
-                losses=work.losses,
-                scalars=dict(work.scalars),
-                lr=work.lr,
-                norms=work.norms,
-                group_lrs=work.group_lrs,
-            ),
-        )
-
-    def resume(self, rank: int, done: RankSums) -> None:
-        """Count earlier sums, of a rank of this run or of the one that it continues."""
-        sums = self.ranks[rank]
-        sums.steps += done.steps
-        sums.samples += done.samples
-        sums.busy_ms += done.busy_ms
-        sums.data_ms += done.data_ms
-        sums.wait_ms += done.wait_ms
-        sums.sync_ms += done.sync_ms
-        sums.losses = (sums.losses[0] + done.losses[0], sums.losses[1] + done.losses[1])
-        for name, (total, weight) in done.scalars.items():
-            known = sums.scalars.get(name, (0.0, 0.0))
-            sums.scalars[name] = (known[0] + total, known[1] + weight)
-        sums.norms = joined_norms((sums.norms, done.norms))
-        if done.steps:
-            sums.lr, sums.group_lrs = done.lr, done.group_lrs
+    def add(self, rank: int, work: Work) -> None:
+        """Count the work of a rank: for an order, or in the run that this one continues."""
+        self.ranks[rank] += work
 
     def close_round(self, sync_ms: float, drift: float | None, rounds: int = 1) -> None:
         """Count averagings.
@@ -336,61 +301,44 @@ class Tally:
             epochs: Epochs of the run, or None.
             is_complete: Whether it is all of the epoch.
         """
-        ranks = self.ranks
-        samples = [sums.samples for sums in ranks]
-        busy_ms = sum(sums.busy_ms for sums in ranks)
-        grad_norm, grad_norm_max = mean_and_largest(joined_norms(sums.norms for sums in ranks))
-        first = next((sums for sums in ranks if sums.steps), None)
+        whole = reduce(add, self.ranks)
+        first = next((work for work in self.ranks if work.steps), whole)  # which has no rate either
+        available_ms = len(self.ranks) * epoch_ms
         return EpochMetrics(
             epoch=self._epoch,
             epochs=epochs,
-            loss=_mean_loss(ranks),
-            scalars=_mean_scalars(ranks),
-            per_rank=tuple(_rank_metrics(sums) for sums in ranks),
+            loss=whole.loss,
+            scalars=whole.means,
+            per_rank=tuple(map(_rank_metrics, self.ranks)),
             epoch_ms=epoch_ms,
-            throughput=tuple(1000.0 * count / epoch_ms if epoch_ms > 0.0 else 0.0 for count in samples),
-            share=tuple(count / max(1, sum(samples)) for count in samples),
-            lr=0.0 if first is None else first.lr,
+            throughput=tuple(1e3 * work.samples / epoch_ms if epoch_ms > 0.0 else 0.0 for work in self.ranks),
+            share=tuple(work.samples / max(1, whole.samples) for work in self.ranks),
+            lr=first.lr,
             rounds=self.rounds,
             sync_ms=self.sync_ms,
             anchor=anchor,
             divergence=self.divergence,
-            efficiency=min(1.0, busy_ms / (len(ranks) * epoch_ms)) if epoch_ms > 0.0 else 0.0,
+            efficiency=min(1.0, whole.busy_ms / available_ms) if available_ms > 0.0 else 0.0,
             global_step=global_step,
-            grad_norm=grad_norm,
-            grad_norm_max=grad_norm_max,
+            grad_norm=whole.grad_norm,
+            grad_norm_max=whole.grad_norm_max,
             is_complete=is_complete,
-            group_lrs={} if first is None else first.group_lrs,
+            group_lrs=first.group_lrs,
         )
 
 
-def _rank_metrics(sums: RankSums) -> RankMetrics:
+def _rank_metrics(work: Work) -> RankMetrics:
     return RankMetrics(
-        samples=sums.samples,
-        steps=sums.steps,
-        busy_ms=sums.busy_ms,
-        data_wait_ms=sums.data_ms,
-        wait_ms=sums.wait_ms,
-        sync_ms=sums.sync_ms,
-        loss=_mean_loss([sums]),
-        scalars=_mean_scalars([sums]),
-        lr=sums.lr,
+        samples=work.samples,
+        steps=work.steps,
+        busy_ms=work.busy_ms,
+        data_wait_ms=work.data_ms,
+        wait_ms=work.wait_ms,
+        sync_ms=work.sync_ms,
+        loss=work.loss,
+        scalars=work.means,
+        lr=work.lr,
     )
-
-
-def _mean_loss(ranks: Sequence[RankSums]) -> float | None:
-    samples = sum(sums.losses[1] for sums in ranks)
-    return sum(sums.losses[0] for sums in ranks) / samples if samples else None
-
-
-def _mean_scalars(ranks: Sequence[RankSums]) -> dict[str, float]:
-    names = dict.fromkeys(name for sums in ranks for name in sums.scalars)
-    means = {}
-    for name in names:
-        pairs = [sums.scalars[name] for sums in ranks if name in sums.scalars]
-        weight = sum(weight for _, weight in pairs)
-        means[name] = sum(total for total, _ in pairs) / weight if weight else math.nan
-    return means
 
 
 def evaluation_means(

@@ -446,24 +446,19 @@ class SyncAck:
         outcome: Outcome of the last round held.
         work: The work done, all rounds of the order together; `bad` is there, too, where the device has left
             the rank out of the last mean, which no outcome could tell.
-        sync_ms: Averaging time of one round, without waiting; after inner rounds, that of the one of all
-            machines.
-        wait_ms: Time in the gate waiting for others, all rounds together.
+        sync_ms: Averaging time of the last round, without waiting.
         drift: ||replica - mean|| / ||mean|| in the last round; None where not measured.
         checksum: Of the replica after the step of the last round, where its outcome compares; else None.
         norm: 2-norm of the averaged parameters in the last round; None where the drift is not measured.
-        inner_ms: Averaging time of the inner rounds before it, all together, without waiting.
     """
 
     rank: int
     outcome: Outcome
     work: Work
     sync_ms: float = 0.0
-    wait_ms: float = 0.0
     drift: float | None = None
     checksum: Checksum | None = None
     norm: float | None = None
-    inner_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flowdp.policy.monitor import Best
-from flowdp.policy.tally import EpochMetrics, RankSums
+from flowdp.policy.tally import EpochMetrics, Work
 
 __all__ = ["Best", "OpenEpoch", "Position"]
 
@@ -22,7 +22,7 @@ class OpenEpoch:
         epoch: Index of the epoch.
         position: First batch that was never dealt.
         left: Earlier batches that were not trained, per rank. Shape (world_size, ...).
-        sums: The ranks' sums of it. Shape (world_size,).
+        sums: Work of each rank in it. Shape (world_size,).
         rounds: Averagings in it.
         sync_ms: Time of all of them.
         divergence: Largest drift; None where not measured.
@@ -32,7 +32,7 @@ class OpenEpoch:
     epoch: int
     position: int
     left: tuple[tuple[int, ...], ...]
-    sums: tuple[RankSums, ...]
+    sums: tuple[Work, ...]
     rounds: int = 0
     sync_ms: float = 0.0
     divergence: float | None = None

@@ -61,10 +61,10 @@ class VirtualRank:
         steps: Steps since its last report.
         samples: Samples of these steps.
         entered_ms: Time at which it last entered the gate.
-        wait_ms: Time in the gate since its last acknowledgment.
+        wait_ms: Time in the gate since its last report.
         data_wait_ms: Time that it waited for the batch of the next step.
         trained_ms: Time of all its steps.
-        inner_ms: Averaging time of inner rounds since its last acknowledgment.
+        sync_ms: Averaging time since its last report.
     """
 
     machine: WorkerMachine
@@ -77,7 +77,7 @@ class VirtualRank:
     wait_ms: float = 0.0
     data_wait_ms: float = 0.0
     trained_ms: float = 0.0
-    inner_ms: float = 0.0
+    sync_ms: float = 0.0
     _busy_ms: float = 0.0  # since the last report, as the two below
     _data_ms: float = 0.0
     _longest_ms: float = 0.0
@@ -113,7 +113,10 @@ class VirtualRank:
             data_ms=self._data_ms,
             pace_ms=pace_ms(self._busy_ms + self._data_ms, self._longest_ms, self.steps),
             losses=(1.0 * self.samples, self.samples),
+            wait_ms=self.wait_ms,
+            sync_ms=self.sync_ms,
         )
+        self.wait_ms = self.sync_ms = 0.0
         self._busy_ms, self._data_ms, self._longest_ms, self.steps, self.samples = 0.0, 0.0, 0.0, 0, 0
         return work
 
@@ -356,11 +359,10 @@ class World:
         for member in outcome.members:
             rank = self.ranks[member]
             rank.state = "idle"
-            rank.inner_ms += sync_ms if outcome.inner else 0.0
+            rank.sync_ms += sync_ms
             done = rank.machine.met(outcome)
             if done is not None:
                 self.tell(self.acknowledgment(member, outcome, done, sync_ms), "up", member)
-                rank.wait_ms = rank.inner_ms = 0.0
             self.clock.after(0.0, self.resume, member, "idle")
 
     def acknowledgment(self, number: int, outcome: Outcome, done: Done, sync_ms: float) -> SyncAck:
@@ -368,13 +370,4 @@ class World:
         rank = self.ranks[number]
         checksum = Checksum("simulated", 0) if outcome.compares else None
         work = rank.work(done)
-        return SyncAck(
-            number,
-            outcome,
-            work,
-            sync_ms,
-            rank.wait_ms,
-            drift=0.001,
-            checksum=checksum,
-            inner_ms=rank.inner_ms,
-        )
+        return SyncAck(number, outcome, work, sync_ms, drift=0.001, checksum=checksum)

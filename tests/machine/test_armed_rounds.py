@@ -54,10 +54,10 @@ def test_what_a_rank_did_is_what_it_said() -> None:
 )
 def test_what_a_rank_did_that_is_gone_is_what_the_means_hold(count: int, last: Outcome, steps: int) -> None:
     made = block(count)
-    made.acks[0] = SyncAck(0, last, Work(1, 3, 24), 0.5, 2.0)
+    made.acks[0] = SyncAck(0, last, Work(1, 3, 24, wait_ms=2.0, sync_ms=1.5), 0.5)
     held = made.held([0], {1: 16})
     assert held.works[1] == Work(1, steps, 16)
-    assert (held.wait_ms, held.rank_sync_ms(0), held.rank_sync_ms(1)) == ((2.0, 0.0), 0.5 * held.rounds, 0.0)
+    assert (held.sync_ms, held.inner_ms, held.longest_ms) == (0.5, 1.0, 3.5)
 
 
 def test_an_epoch_that_is_shorter_than_what_was_dealt() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,7 +140,7 @@ def test_the_averaging_of_inner_rounds_counts_too() -> None:
     ready = orders(decide(machine))
     for _ in range(3):
         inner_ms = 50.0 * (sync(ready[0][0]).count - 1)
-        settle(machine, [replace(ack, inner_ms=inner_ms) for ack in acks(ready.pop(0), sync_ms=50.0)])
+        settle(machine, acks(ready.pop(0), sync_ms=50.0, inner_ms=inner_ms))
         ready += orders(decide(machine))
     assert machine.anchor > 40
     assert machine.times.inner_ms == 50.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowdp.machine.event_log import KEPT, RECORDS, EventLog, brief, decode, encode
-from flowdp.policy.tally import EpochMetrics, RankSums
+from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import Send
 from flowdp.protocol.messages import StartEpoch, SyncPoints, Tick, Work, WorkerReady
 from flowdp.protocol.position import OpenEpoch, Position
@@ -17,13 +17,13 @@ from flowdp.protocol.position import OpenEpoch, Position
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1 + 0.2, 1e-300])
 def test_floats_come_back_to_the_last_bit(value: float) -> None:
-    sums = RankSums(1, 8, value, losses=(value, 8), scalars={"float": (value, 1.0), "dict": (1.0, 1.0)})
+    sums = Work(0, 1, 8, value, losses=(value, 8), scalars={"float": (value, 1.0), "dict": (1.0, 1.0)})
     line = json.dumps(encode(sums), allow_nan=False)
     assert repr(decode(json.loads(line))) == repr(sums)
 
 
 def test_a_position_survives() -> None:
-    position = Position(2, 1, (OpenEpoch(1, 3, ((1,), ()), (RankSums(2, 8), RankSums())),), 4, versions=1)
+    position = Position(2, 1, (OpenEpoch(1, 3, ((1,), ()), (Work(1, 2, 8), Work(1, 0, 0))),), 4, versions=1)
     assert decode(json.loads(json.dumps(encode(position)))) == position
     assert RECORDS["EpochMetrics"] is EpochMetrics
 

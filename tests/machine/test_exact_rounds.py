@@ -104,7 +104,10 @@ def acks(
         assert order.parts is not None
         samples = [part.samples for part in order.parts[:rounds_held] if part.samples]
         busy_ms = sum(samples) * ms_per_sample[rank]
-        work = Work(order.epoch, len(samples), sum(samples), busy_ms, pace_ms=busy_ms / max(1, len(samples)))
+        pace_ms = busy_ms / max(1, len(samples))
+        work = Work(
+            order.epoch, len(samples), sum(samples), busy_ms, pace_ms=pace_ms, sync_ms=1.0 * rounds_held
+        )
         checksum = None if checksums is None else checksums[rank]
         answers.append(SyncAck(rank, outcome, work, 1.0, checksum=checksum))
     return answers
@@ -291,7 +294,7 @@ def lone_acks(block: Block, ms_per_step: float) -> list[SyncAck]:
     )
     busy_ms = steps * ms_per_step
     work = Work(0, steps, samples, busy_ms, pace_ms=ms_per_step)
-    idle = SyncAck(0, outcome, Work(0, 0, 0), 0.1, wait_ms=busy_ms)
+    idle = SyncAck(0, outcome, Work(0, 0, 0, wait_ms=busy_ms), 0.1)
     return [
         SyncAck(at, outcome, work, 0.1) if at == rank else replace(idle, rank=at) for at in range(len(block))
     ]

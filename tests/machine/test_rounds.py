@@ -48,14 +48,13 @@ def test_only_exact_averages_gradients_and_only_async_snapshots() -> None:
 
 
 def test_reports_of_a_rank_are_added_up() -> None:
-    works = [
-        [Work(0, 1, 8, 5.0, 1.0, losses=(8.0, 8)), Work(0, 2, 16, 7.0, 0.5, losses=(48.0, 16))],
-        [],
-    ]
+    both = Work(0, 1, 8, 5.0, 1.0, losses=(8.0, 8)) + Work(0, 2, 16, 7.0, 0.5, losses=(48.0, 16))
+    works = [both, Work(0, 0, 0)]
     fields = summary(works, Work(0, 2, 16, lr=0.1, group_lrs={"a": 0.1, "b": 0.2}))
     assert (fields["busy_ms"], fields["data_ms"], fields["loss"]) == ((12.0, 0.0), (1.5, 0.0), 56.0 / 24)
     assert (fields["lr"], fields["group_lrs"]) == (0.1, {"a": 0.1, "b": 0.2})
-    assert (summary([[], []], None)["loss"], summary([[], []], None)["lr"]) == (None, 0.0)
+    nothing = summary(works[1:], works[1])
+    assert (nothing["loss"], nothing["lr"]) == (None, 0.0)
 
 
 def test_all_are_told_the_same() -> None:

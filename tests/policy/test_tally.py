@@ -19,12 +19,11 @@ def result(tally, epoch_ms=1000.0):
 @pytest.fixture
 def metrics():
     tally = Tally(2, 2)
-    tally.add(0, work(600, 0.5, steps=6, busy_ms=800.0, data_ms=5.0, lr=0.1), wait_ms=50.0, sync_ms=20.0)
+    tally.add(0, work(600, 0.5, steps=6, busy_ms=800.0, data_ms=5.0, lr=0.1, wait_ms=50.0, sync_ms=20.0))
     tally.add(1, work(300, 0.8, steps=3, busy_ms=700.0, scalars={"accuracy": (240.0, 300.0)}, lr=0.2))
     tally.add(
         0,
-        work(100, 0.1, busy_ms=150.0, data_ms=1.0, scalars={"accuracy": (50.0, 100.0)}, lr=0.3),
-        wait_ms=10.0,
+        work(100, 0.1, busy_ms=150.0, data_ms=1.0, scalars={"accuracy": (50.0, 100.0)}, lr=0.3, wait_ms=10.0),
     )
     tally.close_round(4.0, None)
     tally.close_round(15.0, 0.02, rounds=5)
@@ -99,9 +98,9 @@ def test_sums_of_another_run_count_on():
         work(300, 0.8, data_ms=1.0, lr=0.2),
     ]
     for part, tally in zip(parts, (first, second), strict=True):
-        whole.add(0, part, wait_ms=1.0, sync_ms=2.0)
-        tally.add(0, part, wait_ms=1.0, sync_ms=2.0)
-    second.resume(0, replace(first.ranks[0]))
+        whole.add(0, part)
+        tally.add(0, part)
+    second.add(0, first.ranks[0])
     metrics = result(second)
     assert metrics.loss == pytest.approx(result(whole).loss)
     assert replace(metrics, loss=0.0).per_rank[0].samples == 900

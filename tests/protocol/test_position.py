@@ -7,13 +7,13 @@ import math
 from dataclasses import replace
 
 from flowdp.machine.event_log import decode, encode
-from flowdp.policy.tally import EpochMetrics, RankSums
+from flowdp.policy.tally import EpochMetrics, Work
 from flowdp.protocol.position import Best, OpenEpoch, Position
 
-SUMS = RankSums(3, 12, 30.0, 1.0, 2.0, 0.5, (4.5, 12), {"accuracy": (6.0, 12.0)}, 0.1)
-OPEN = OpenEpoch(2, 9, ((4, 6), (7,)), (SUMS, RankSums()), 2, 1.5, 0.01, 80.0)
+SUMS = Work(2, 3, 12, 30.0, 1.0, losses=(4.5, 12), scalars={"accuracy": (6.0, 12.0)}, lr=0.1, wait_ms=2.0)
+OPEN = OpenEpoch(2, 9, ((4, 6), (7,)), (SUMS, Work(2, 0, 0)), 2, 1.5, 0.01, 80.0)
 POSITION = Position(
-    2, 2, (OPEN, OpenEpoch(3, 0, ((), ()), (RankSums(), RankSums()))), 40, 7, 30, 0.4, 3, 10, (5.0, 0.0)
+    2, 2, (OPEN, OpenEpoch(3, 0, ((), ()), (Work(3, 0, 0), Work(3, 0, 0)))), 40, 7, 30, 0.4, 3, 10, (5.0, 0.0)
 )
 
 OWED = EpochMetrics(

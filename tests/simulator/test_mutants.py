@@ -34,7 +34,7 @@ from flowdp.policy.recovery import OutlierFilter
 from flowdp.policy.save_budget import SaveBudget
 from flowdp.policy.shares import part_sizes
 from flowdp.policy.streams_ledger import StreamsLedger
-from flowdp.policy.tally import EpochMetrics, RankSums
+from flowdp.policy.tally import EpochMetrics, Work
 from flowdp.protocol.commands import (
     AbortGate,
     Command,
@@ -858,7 +858,7 @@ mutant(
 
 @advice("S7", Lives(100), Epochs, "resume")
 def the_sums_of_an_epoch_do_not_survive_a_resume(resume, self, position):
-    empty = tuple(replace(one, sums=tuple(RankSums() for _ in one.sums)) for one in position.open)
+    empty = tuple(replace(one, sums=tuple(Work(one.epoch, 0, 0) for _ in one.sums)) for one in position.open)
     resume(self, replace(position, open=empty))
 
 
