@@ -37,14 +37,14 @@ from tests.fake_graphs import Captures, FakeGraph
 Clock = dict[int, int]
 
 
-def _merge(into: Clock, other: Clock) -> None:
+def merge(into: Clock, other: Clock) -> None:
     for stream, time in other.items():
         if into.get(stream, -1) < time:
             into[stream] = time
 
 
 @dataclass
-class _Access:
+class Access:
     stream: FakeStream
     time: int
     start: int
@@ -52,14 +52,14 @@ class _Access:
     what: str
 
 
-@dataclass
-class _Watched:
+@dataclass(eq=False)
+class Watched:
     name: str
     start: int
     stop: int
-    keep: Tensor  # so that its address is not reused
-    writes: list[_Access] = field(default_factory=list)
-    reads: list[_Access] = field(default_factory=list)
+    keep: Tensor | None  # so that its address is not reused
+    writes: list[Access] = field(default_factory=list)
+    reads: list[Access] = field(default_factory=list)
 
 
 class FakeStream:
@@ -81,7 +81,7 @@ class FakeStream:
     def synchronize(self) -> None:
         self.cuda.captures.unsafe(f"synchronised {self}", self)
         with self.cuda.lock:
-            _merge(self.cuda.host, {**self.clock, self.number: self.time})
+            merge(self.cuda.host, {**self.clock, self.number: self.time})
 
     def query(self) -> bool:
         if self.cuda.failure is not None:
@@ -120,14 +120,14 @@ class FakeEvent:
     def wait(self, stream: FakeStream) -> None:
         self.cuda.captures.awaited(self, stream)
         with self.cuda.lock:
-            _merge(stream.clock, self.clock)
+            merge(stream.clock, self.clock)
             self.cuda.log.append((stream.name, "waits for", self.name))
 
     def synchronize(self) -> None:
         self.cuda.captures.unsafe(f"waited for {self.name}", event=self)
         assert self.passed.wait(60)
         with self.cuda.lock:
-            _merge(self.cuda.host, self.clock)
+            merge(self.cuda.host, self.clock)
 
     def query(self) -> bool:
         self.cuda.captures.unsafe(f"asked {self.name}", event=self)
@@ -163,7 +163,7 @@ class FakeCuda:
         self.host: Clock = {}
         self.log: list[tuple[str, str, str]] = []
         self.races: list[str] = []
-        self._watched: list[_Watched] = []
+        self.watched: list[Watched] = []
         self._local = threading.local()
         self.captures = self.memory = Captures()
         self.default = FakeStream(self, None, 0)
@@ -226,13 +226,13 @@ class FakeCuda:
                 start = tensor.data_ptr()
                 before = tensor.storage_offset() * tensor.itemsize
                 stop = start + int(tensor.untyped_storage().nbytes() - before)
-                self._watched.append(_Watched(name, start, stop, tensor))
+                self.watched.append(Watched(name, start, stop, tensor))
 
     def access(self, stream: FakeStream, what: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Record an operation on a stream. Fakes of libraries that take raw pointers call it themselves."""
         with self.lock:
             stream.time += 1
-            _merge(stream.clock, self.host)
+            merge(stream.clock, self.host)
             for tensor in writes:
                 self._book(stream, what, tensor, is_write=True)
             for tensor in reads:
@@ -246,37 +246,32 @@ class FakeCuda:
         span = tensor.numel()
         if not tensor.is_contiguous():
             span = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        stop = start + span * tensor.itemsize
-        touched = [watched for watched in self._watched if start < watched.stop and watched.start < stop]
-        if not touched:
-            return
-        access = _Access(stream, stream.time, start, stop, what)
-        for watched in touched:
-            for other in watched.writes + (watched.reads if is_write else []):
-                if (
-                    access.start < other.stop
-                    and other.start < access.stop
-                    and not self._ordered(other, access)
-                ):
-                    self.races.append(
-                        f"{watched.name}: {what} on {stream} {'writes' if is_write else 'reads'} what "
-                        f"{other.what} on {other.stream} touched; nothing orders them"
-                    )
-            kept = watched.writes if is_write else watched.reads
-            # Accesses before a write are ordered before all that follows the write, or were reported just
-            # now.
-            covered = [watched.writes, watched.reads] if is_write else [watched.reads]
-            for accesses in covered:
-                accesses[:] = [
-                    old
-                    for old in accesses
-                    if not (access.start <= old.start and old.stop <= access.stop)
-                    or (not is_write and old.stream is not stream)
-                ]
-            kept.append(access)
+        access = Access(stream, stream.time, start, start + span * tensor.itemsize, what)
+        for watched in self.watched:
+            if start < watched.stop and watched.start < access.stop:
+                self.check(watched, access, is_write=is_write)
+
+    def check(self, watched: Watched, access: Access, *, is_write: bool) -> None:
+        """Check an access to watched memory, under the lock."""
+        for other in watched.writes + (watched.reads if is_write else []):
+            if access.start < other.stop and other.start < access.stop and not self._ordered(other, access):
+                self.races.append(
+                    f"{watched.name}: {access.what} on {access.stream} {'writes' if is_write else 'reads'} "
+                    f"what {other.what} on {other.stream} touched; nothing orders them"
+                )
+        # Accesses before a write are ordered before all that follows the write, or were reported just now.
+        covered = [watched.writes, watched.reads] if is_write else [watched.reads]
+        for accesses in covered:
+            accesses[:] = [
+                old
+                for old in accesses
+                if not (access.start <= old.start and old.stop <= access.stop)
+                or (not is_write and old.stream is not access.stream)
+            ]
+        (watched.writes if is_write else watched.reads).append(access)
 
     @staticmethod
-    def _ordered(before: _Access, after: _Access) -> bool:
+    def _ordered(before: Access, after: Access) -> bool:
         return (
             before.stream is after.stream or after.stream.clock.get(before.stream.number, -1) >= before.time
         )

@@ -10,13 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from flowdp.data.slots import is_plain
+from flowdp.data.moving import is_plain
 from flowdp.device.trees import (
-    Form,
     concatenated,
     cut,
     described,
@@ -44,18 +42,14 @@ class Portion:
         is_cut: Whether each leaf is cut. Shape (leaves,).
         build: Makes a batch of leaves.
         samples: Number of samples.
-        tree: Form of the batch; None where it is gathered from tensors.
         whole: The batch; None where it is gathered, or was moved.
-        uncut: Its leaves before the cut; None where it is gathered, or was moved.
     """
 
     leaves: Sequence[Any]
     is_cut: Sequence[bool]
     build: Callable[[list[Any]], Any]
     samples: int
-    tree: Form | None = None
     whole: Any = None
-    uncut: Sequence[Any] | None = None
 
     @classmethod
     def of(cls, batch: Any, samples: int, part: SampleRange | None = None) -> Portion:
@@ -77,24 +71,16 @@ class Portion:
             cut(leaf, part.start, part.samples) if is_one else leaf
             for leaf, is_one in zip(leaves, is_own, strict=True)
         ]
-        return cls(own, is_own, partial(unflatten, form=tree), part.samples, tree, batch, leaves)
+        return cls(own, is_own, partial(unflatten, form=tree), part.samples, batch)
 
     @classmethod
     def gathered(cls, parts: Sequence[Tensor], pack: Callable[[list[Tensor]], Any]) -> Portion:
         """A batch gathered from tensors, sample by sample."""
         return cls(parts, [True] * len(parts), pack, len(parts[0]))
 
-    def first(self, samples: int) -> list[Any]:
-        """The leaves of the whole batch's first samples; where it was gathered, the portion's own.
-
-        Where there are fewer, its tensors are as long all the same, with rows that repeat themselves.
-        """
-        leaves = self.leaves if self.uncut is None else self.uncut
-        return [_first(leaf, samples) if own else leaf for leaf, own in zip(leaves, self.is_cut, strict=True)]
-
     def on(self, leaves: Sequence[Any]) -> Portion:
         """The same portion with its leaves on another device."""
-        return replace(self, leaves=leaves, whole=None, uncut=None)
+        return replace(self, leaves=leaves, whole=None)
 
     def rows(self, start: int, stop: int) -> Any:
         """A batch of its samples [start, stop), in the same memory."""
@@ -127,18 +113,12 @@ def _clone(leaf: Any) -> Any:
     return leaf.clone() if is_plain(leaf) and not leaf.requires_grad else leaf
 
 
-def taken_apart(payload: Any) -> tuple[Sequence[Any], Form | None, Callable[[list[Any]], Any]]:
-    """The leaves of a batch or a portion, its form, and a function that rebuilds one from other leaves."""
+def taken_apart(payload: Any) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Any]]:
+    """The leaves of a batch or a portion, and a function that rebuilds one from other leaves."""
     if isinstance(payload, Portion):
-        return payload.leaves, payload.tree, payload.on
+        return payload.leaves, payload.on
     leaves, tree = flatten(payload)
-    return leaves, tree, partial(unflatten, form=tree)
-
-
-def _first(leaf: Any, samples: int) -> Any:
-    if isinstance(leaf, Tensor) and len(leaf) < samples:
-        leaf = torch.cat([leaf] * -(-samples // len(leaf)))  # keeps channels_last
-    return leaf[:samples]
+    return leaves, partial(unflatten, form=tree)
 
 
 def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:

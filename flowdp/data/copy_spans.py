@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 from flowdp.device.streams import Event, Lane
@@ -35,15 +37,13 @@ class CopySpans:
         self._passed = self._mark()  # a mark that the device has passed, ...
         self._passed.synchronize()
         self._passed_s = perf_counter()  # ... and when
-        self._begin = self._passed
 
-    def begin(self) -> None:
-        """Mark the beginning of a copy."""
-        self._begin = self._mark()
-
-    def end(self) -> None:
-        """Mark its end, and record copies that are over."""
-        self._flights.append((self._begin, self._mark()))
+    @contextmanager
+    def copy(self) -> Iterator[None]:
+        """Context in which a copy is enqueued; at its end, copies that are over are recorded."""
+        begin = self._mark()
+        yield
+        self._flights.append((begin, self._mark()))
         while len(self._flights) > IN_FLIGHT:
             self._land()
 

@@ -25,7 +25,6 @@ def open_feeds(
     lanes: Sequence[Lane],
     *,
     held: Sequence[int] | None = None,
-    rows: int | None = None,
     spans: Sequence[RankSpans] = (),
     usage: float = USAGE,
     depth: int | None = None,
@@ -39,7 +38,6 @@ def open_feeds(
         source: Source of all ranks' batches.
         lanes: One per rank.
         held: Batches that each rank uses at a time; None: one.
-        rows: Samples of a part, for which a prefetched one has a slot; None: batches are taken whole.
         spans: Recorders of the ranks' spans; empty: there is no timeline.
         usage: Part of a device that may be in use.
         depth: Batches that a rank prefetches, at most; None: by the device's memory.
@@ -75,7 +73,6 @@ def open_feeds(
                     lane,
                     gauge=gauges[lane.device],
                     held=1 if held is None else held[rank],
-                    rows=rows,
                     spans=spans[rank] if spans else None,
                 )
             )

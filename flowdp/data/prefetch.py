@@ -1,13 +1,15 @@
-"""Batches copied to the device ahead of the worker, into memory that is allocated once.
+"""Batches copied to the device ahead of the worker.
 
 ::
 
-    source -> host slot (pinned) ==copy stream==> device slot -> compute stream -> the same slot again
-              3 of them            `copied`       depth + 1      `ready` `free`
+    source -> host buffer (pinned) ==copy stream==> slot        -> compute stream -> the same slot again
+              3 of them              `copied`       depth + 1      `ready` `free`
 
-One thread per rank. A host slot is filled once the copy out of it has been passed, which the thread waits
+One thread per rank. A host buffer is filled once the copy out of it has been passed, which the thread waits
 for. The device orders all else: a copy waits for the slot's `free`, `compute` for the slot's `ready`. So
-neither the worker nor its stream ever waits for the host's side of a copy.
+neither the worker nor its stream ever waits for the host's side of a copy. A batch is allocated on the copy
+stream, which has waited for `free` when the batch before it in the slot is let go: so the allocator gives it
+that memory again, and no other.
 
 The fetched batches are always the beginning of the worker's list, in that order. So a batch that a worker
 waits for has every batch before it out of the way, and a slot: no order of events can lock the two up.
@@ -17,32 +19,27 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from time import perf_counter
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowdp.data.batches import Portion, taken_apart
 from flowdp.data.copy_spans import CopySpans
 from flowdp.data.feed import Feed
-from flowdp.data.slots import (
-    Layout,
-    Pool,
-    Slot,
-    first_rows,
-    is_plain,
-)
+from flowdp.data.moving import is_plain
 from flowdp.data.source import Batch, Source
 from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.memory import read_memory
 from flowdp.device.openmp import set_own_threads
-from flowdp.device.streams import QUIET, Lane
+from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import ProtocolError
 from flowdp.policy.budget import USAGE, Memory, RingBudget, payload_depth
 from flowdp.protocol.messages import SampleRange
@@ -52,6 +49,74 @@ __all__ = ["PrefetchFeed", "RingGauge"]
 
 _Key = tuple[int, int, SampleRange | None]  # (epoch, batch, part)
 _GRACE_S = 0.9
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Place of one batch on the device.
+
+    Attributes:
+        ready: Recorded on `copy` behind the copy of the batch.
+        free: Recorded on `compute` behind the step that used it.
+        batch: The last batch here.
+    """
+
+    ready: Event
+    free: Event
+    batch: Batch = None
+
+
+@dataclass(slots=True)
+class Slots:
+    """The slots of a rank.
+
+    Attributes:
+        lane: Lane of the rank.
+        held: Most of them that are in use at a time: there may always be so many.
+        depth: How many more there may be.
+        made: Slots that exist.
+        unused: Those of them without a batch that is wanted.
+    """
+
+    lane: Lane
+    held: int
+    depth: int
+    made: int = 0
+    unused: deque[Slot] = field(default_factory=deque)
+
+    @property
+    def limit(self) -> int:
+        """Most slots that may exist."""
+        return self.held + self.depth
+
+    @property
+    def ahead(self) -> int:
+        """Slots but for those in use."""
+        return max(0, self.made - self.held)
+
+    def lend(self) -> Slot | None:
+        """A slot to fill, a new one where none is unused; None: all are in use."""
+        if self.unused:
+            return self.unused.popleft()
+        if self.made >= self.limit:
+            return None
+        self.made += 1
+        return Slot(self.lane.event(), self.lane.event())
+
+    def give_back(self, slot: Slot) -> None:
+        """Take back a slot; one above the limit is dropped, with its memory."""
+        if self.made <= self.limit:
+            self.unused.append(slot)
+            return
+        self.made -= 1
+        self.lane.copy.wait_event(slot.free)
+        slot.batch = None
+
+    def resize(self, depth: int) -> None:
+        """Set the depth: unused slots beyond go now, those in use when they come back."""
+        self.depth = depth
+        while self.unused and self.made > self.limit:
+            self.give_back(self.unused.pop())
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +134,75 @@ class _Fetched:
     payload: Batch
     slot: Slot | None = None
     is_dropped: bool = False
+
+
+class Carrier:
+    """Brings a rank's batches to its device.
+
+    Args:
+        source: Source of all ranks' batches.
+        rank: Rank index.
+        lane: Lane of the rank.
+        spans: Recorder of the rank's spans; None: there is no timeline.
+
+    Attributes:
+        tensors: The source, where its batches are gathered here; else None.
+        batch_bytes: Size of the largest batch so far on the device; 0 before the first.
+
+    Threads:
+        The prefetch thread. `take`, and the attributes: any.
+    """
+
+    def __init__(self, source: Source, rank: int, lane: Lane, spans: RankSpans | None) -> None:
+        is_gathered = isinstance(source, TensorSource) and all(map(is_plain, source.tensors))
+        self.tensors = source if is_gathered and isinstance(source, TensorSource) else None
+        self.batch_bytes = 0
+        self._source = source
+        self._rank = rank
+        self._lane = lane
+        self._staging = Staging(lane)
+        self._copies = None if spans is None else CopySpans(lane, spans)
+
+    def take(self, key: _Key) -> Batch | None:
+        """A batch of the source; None where it is not there yet."""
+        return self._source.take(self._rank, *key)
+
+    def fill(self, slot: Slot, fetched: _Fetched) -> None:
+        """Enqueue the copies of a batch into a slot.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for it.
+
+        Streams:
+            `copy` is current.
+        """
+        self._lane.copy.wait_event(slot.free)
+        slot.batch = None
+        with nullcontext() if self._copies is None else self._copies.copy():
+            slot.batch = self._bring(fetched.key, fetched.payload)
+            slot.ready.record(self._lane.copy)
+
+    def clear(self) -> None:
+        """Let the pinned memory go. Threads: any, behind the last copy."""
+        self._staging.clear()
+
+    def land(self) -> None:
+        """Wait for the copies, and record their times."""
+        if self._copies is not None:
+            self._copies.close()
+
+    def _bring(self, key: _Key, payload: Batch) -> Batch:
+        if self.tensors is not None:
+            rows = self._staging.gather(self.tensors, *key)
+            self._measure(rows)
+            return self.tensors.pack(rows) if key[2] is None else Portion.gathered(rows, self.tensors.pack)
+        leaves, build = taken_apart(payload)
+        moved = self._staging.bring(leaves)
+        self._measure(leaf for leaf in moved if isinstance(leaf, Tensor))
+        return build(moved)
+
+    def _measure(self, tensors: Iterable[Tensor]) -> None:
+        self.batch_bytes = max(self.batch_bytes, sum(tensor.nbytes for tensor in tensors))
 
 
 class RingGauge:
@@ -103,20 +237,20 @@ class RingGauge:
         self._lock = threading.Lock()  # guards the budget; taken before that of a ring
         self._budget = RingBudget(ranks, usage=usage, limit=limit)
 
-    def join(self, ring: PrefetchFeed) -> int:
-        """Add a ring, and return its number here."""
+    def join(self, ring: PrefetchFeed) -> None:
+        """Add a ring."""
         self._rings.append(ring)
-        return len(self._rings) - 1
 
     @property
     def first(self) -> int:
         """Batches ahead of a rank before the memory has been read."""
         return self._budget.first
 
-    def trained(self, number: int) -> None:
-        """Note that a rank has taken a whole step."""
+    def trained(self, ring: PrefetchFeed) -> None:
+        """Note that the rank of a ring has taken a whole step."""
         with self._lock:
-            self._budget.trained(number)
+            if self._rings:
+                self._budget.trained(self._rings.index(ring))
 
     def look(self, epoch: int) -> None:
         """Read the memory and size all rings of the device by it, where that is due.
@@ -136,11 +270,11 @@ class RingGauge:
             for ring, depth in zip(self._rings, depths, strict=True):
                 ring.resize(depth)
 
-    def ran_short(self, number: int, ahead: int) -> None:
-        """Note that a ring had no room for more than these batches ahead, and shorten it."""
+    def ran_short(self, ring: PrefetchFeed) -> None:
+        """Note that a ring had no room for more batches ahead than it has, and shorten it."""
         with self._lock:
             if self._rings:
-                self._rings[number].resize(self._budget.ran_short(number, ahead))
+                ring.resize(self._budget.ran_short(self._rings.index(ring), ring.ahead))
 
     def give_all(self) -> bool:
         """Free the memory of all rings of the device, as a step has run out of memory.
@@ -163,9 +297,8 @@ class PrefetchFeed(Feed):
     """Copies a rank's batches ahead of it.
 
     Until the gauge has been read one batch is fetched ahead of those in use; where it leaves room for none,
-    each is fetched when it is asked for. Batches like the first full one, and shorter ones, lie in slots;
-    others are allocated, one more at a time than are in use. A slot's batch may be written over from
-    `release` on, so a step that keeps one clones it.
+    each is fetched when it is asked for. The memory of a batch may be written over from `release` on, so a
+    step that keeps one clones it.
 
     Args:
         source: Source of all ranks' batches.
@@ -173,7 +306,6 @@ class PrefetchFeed(Feed):
         lane: Its device.
         gauge: Gauge of the device, which sizes the ring; this one joins it.
         held: Most batches in use at a time.
-        rows: Most samples of a part, for which a slot has room. None: batches are taken whole.
         spans: Recorder of the rank's spans; None: there is no timeline.
     """
 
@@ -185,30 +317,16 @@ class PrefetchFeed(Feed):
         *,
         gauge: RingGauge,
         held: int = 1,
-        rows: int | None = None,
         spans: RankSpans | None = None,
     ) -> None:
         self._source = source
         self._rank = rank
         self._lane = lane
         self._gauge = gauge
-        self._number = gauge.join(self)
+        self._carrier = Carrier(source, rank, lane, spans)
         self._notify: Callable[[int, int], None]
         self._thread: threading.Thread | None = None
-        self._held = held
-        self._spans = spans
         self._in_use: list[Slot] = []  # the worker's
-
-        # The prefetch thread's.
-        self._staging = Staging(lane)
-        self._copies: CopySpans | None = None
-        sizes = [n for n in (source.batch_size, source.samples) if n is not None]
-        self._rows = rows or min(sizes, default=1)  # of a full batch: where they differ, the first one
-        self._tensors: TensorSource | None = None  # its batches are gathered here
-        self._layout: Layout | None = None  # of a full batch
-        if isinstance(source, TensorSource) and all(map(is_plain, source.tensors)):
-            self._tensors = source
-            self._layout = Layout.of_gathered(source.tensors, self._rows)
 
         # Serialises everything below; notified when there may be something to do for the prefetch thread.
         self._changed = threading.Condition()
@@ -216,28 +334,27 @@ class PrefetchFeed(Feed):
         self._fetched: dict[_Key, _Fetched] = {}  # the beginning of `_upcoming`, in its order
         self._asked = False  # the source did not have the next one, and will wake us
         self._wanted: _Key | None = None  # the worker waits for it
-        self._depth = gauge.first
-        self._ring = Pool(held + self._depth, least=held)
-        self._loose = Pool(held + min(self._depth, 1), least=held)
+        self._slots = Slots(lane, held, gauge.first)
         self._is_trained = False  # the gauge knows of a whole step
         self._error: BaseException | None = None
         self._closing = False
+        gauge.join(self)
 
     @property
     def depth(self) -> int:
         """Batches fetched ahead of those in use, at most; any thread may ask."""
-        return self._depth
+        return self._slots.depth
 
     # ------------------------------------------------------------ for the gauge
     @property
     def batch_bytes(self) -> int:
-        """Size of a full batch on the device; 0 while that is not known."""
-        return 0 if self._layout is None else self._layout.nbytes
+        """Size of the largest batch so far on the device; 0 before the first."""
+        return self._carrier.batch_bytes
 
     @property
     def ahead(self) -> int:
         """Slots of the ring but for those in use."""
-        return max(0, self._ring.made - self._held)
+        return self._slots.ahead
 
     def resize(self, depth: int) -> bool:
         """Hold so many batches ahead; those beyond go back to the source.
@@ -248,21 +365,17 @@ class PrefetchFeed(Feed):
             Whether memory became free, or will.
         """
         with self._changed:
-            if self._tensors is None:
+            if self._carrier.tensors is None:
                 depth = min(depth, payload_depth(self.batch_bytes))
-            made = self._ring.made + self._loose.made
-            self._depth = depth
-            self._ring.resize(self._held + depth)
-            # Batches unlike the first full one are rare, or each has a size of its own: one ahead.
-            self._loose.resize(self._held + min(depth, 1))
+            made = self._slots.made
+            self._slots.resize(depth)
             if depth == 0:  # it may be for a step that ran out of memory: the gauge waits for a whole one
                 self._is_trained = False
             if len(self._fetched) > self._most_ahead:
                 self._give_back(self._most_ahead)
             self._changed.notify()
-            pools = self._ring, self._loose
             # One that is being filled now goes when it is.
-            return sum(pool.made for pool in pools) < made or any(pool.made > pool.limit for pool in pools)
+            return self._slots.made < made or self._slots.made > self._slots.limit
 
     # ------------------------------------------------------------ the worker
     def start(self, notify: Callable[[int, int], None]) -> None:
@@ -279,7 +392,7 @@ class PrefetchFeed(Feed):
     def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Hand a batch over; see `Feed.take`."""
         key = (epoch, batch, part)
-        if len(self._in_use) >= self._held:
+        if len(self._in_use) >= self._slots.held:
             raise ProtocolError(f"rank {self._rank} took batch {batch} of epoch {epoch} without a release")
         with self._changed:
             if not self._upcoming or self._upcoming[0] != key:
@@ -309,7 +422,7 @@ class PrefetchFeed(Feed):
         with self._changed:
             if not self._closing:
                 for slot in slots:
-                    slot.pool.give_back(slot)
+                    self._slots.give_back(slot)
                 self._changed.notify()
 
     def wake(self, _epoch: int, _batch: int) -> None:  # an old one makes us ask once too often
@@ -323,14 +436,14 @@ class PrefetchFeed(Feed):
         with self._changed:
             is_known, self._is_trained = self._is_trained, True
         if not is_known:
-            self._gauge.trained(self._number)
+            self._gauge.trained(self)
 
     def shrink(self) -> bool:
         """Give all memory ahead back, as its neighbours do; see `Feed.shrink`."""
         has_given = self._gauge.give_all()
         with self._changed:  # for the slot that is being filled
             self._changed.wait_for(
-                lambda: self._closing or self._error or self._ring.made <= self._ring.limit, _GRACE_S
+                lambda: self._closing or self._error or self._slots.made <= self._slots.limit, _GRACE_S
             )
         return has_given
 
@@ -344,8 +457,9 @@ class PrefetchFeed(Feed):
             if self._thread.is_alive():
                 return False
         with self._changed:  # a reference to an ended run must not keep the device's memory
-            for slots in (self._fetched, self._staging, self._ring.unused, self._loose.unused):
-                slots.clear()
+            self._fetched.clear()
+            self._slots.unused.clear()
+            self._carrier.clear()
             self._in_use = []
         self._gauge.close()
         return True
@@ -364,7 +478,7 @@ class PrefetchFeed(Feed):
             fetched = self._fetched.pop(key)
             fetched.is_dropped = True
             if fetched.slot is not None:  # else the prefetch thread is at it, and looks
-                fetched.slot.pool.give_back(fetched.slot)
+                self._slots.give_back(fetched.slot)
             if fetched.payload is not None:
                 epoch, batch, part = key
                 self._source.give_back(epoch, batch, fetched.payload, part)
@@ -375,19 +489,17 @@ class PrefetchFeed(Feed):
     @property
     def _most_ahead(self) -> int:
         """Batches that may be fetched now, under the lock: the one that the worker waits for in any case."""
-        return max(self._depth, self._wanted is not None)
+        return max(self.depth, self._wanted is not None)
 
     # ------------------------------------------------------------ the prefetch thread
     def _run(self) -> None:
         try:
             set_own_threads(1)  # the cores belong to the workers
             with torch.no_grad(), self._lane.on(self._lane.copy):
-                self._copies = None if self._spans is None else CopySpans(self._lane, self._spans)
                 while (fetched := self._fetch()) is not None:
                     self._load(fetched)
                     self._gauge.look(fetched.key[0])
-                if self._copies is not None:
-                    self._copies.close()
+                self._carrier.land()
         except BaseException as error:  # the waiting worker must hear of it
             keep_memory([self._lane])
             self._fail(error)
@@ -401,9 +513,9 @@ class PrefetchFeed(Feed):
                     return None
                 key = self._upcoming[len(self._fetched)]
                 payload = None
-                if self._tensors is None:
+                if self._carrier.tensors is None:
                     # Under the lock: a `follow` finds it here, or it lies at the source.
-                    payload = self._source.take(self._rank, *key)
+                    payload = self._carrier.take(key)
                     if payload is None:
                         self._asked = True
                         continue
@@ -415,83 +527,46 @@ class PrefetchFeed(Feed):
         return self._closing or (not self._asked and ahead < min(self._most_ahead, len(self._upcoming)))
 
     def _load(self, fetched: _Fetched) -> None:
-        """Bring a batch to the device."""
-        key, tensors = fetched.key, self._tensors
-        epoch, batch, part = key
-        samples = self._source.samples_in(epoch, batch) if part is None else part.samples
-        fill: Callable[[Slot], Batch]
-        if tensors is not None and samples <= self._rows:
-            pool, fill = self._ring, partial(self._gather, tensors, key, samples)
-        else:
-            payload = self._source.take(self._rank, *key) if fetched.payload is None else fetched.payload
-            leaves, tree, build = taken_apart(payload)
-            if self._layout is None and isinstance(payload, Portion):
-                self._layout = Layout.of(payload.first(self._rows), tree)
-            elif self._layout is None and samples >= self._rows:
-                self._layout = Layout.of(leaves, tree)  # the first full one has their layout
-            is_alike = self._layout is not None and self._layout.holds(leaves, tree)
-            pool, fill = self._ring if is_alike else self._loose, partial(self._copy, leaves, build)
-        slot = self._acquire(fetched, pool)
-        if slot is None:
-            return
-        self._lane.copy.wait_event(slot.free)
-        if self._copies is not None:
-            self._copies.begin()
-        slot.batch = None
-        slot.batch = fill(slot)
-        slot.ready.record(self._lane.copy)
-        if self._copies is not None:
-            self._copies.end()
-        with self._changed:
-            if fetched.is_dropped:
-                pool.give_back(slot)
-                self._changed.notify_all()
-                return
-            fetched.slot = slot
-            is_wanted = self._wanted == key
-            if is_wanted:
-                self._wanted = None  # one note for each wait: the worker's inbox is bounded
-        if is_wanted:
-            self._notify(epoch, batch)
-
-    def _acquire(self, fetched: _Fetched, pool: Pool) -> Slot | None:
-        """Wait for a slot, or make one; None where the batch was given back meanwhile, or at the end."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closing or fetched.is_dropped or pool.unused or pool.made < pool.limit
-                )
-                if self._closing or fetched.is_dropped:
-                    return None
-                if pool.unused:
-                    return pool.unused.popleft()
-                pool.made += 1
+        """Bring a batch to the device, unless it is given back meanwhile, or the end comes."""
+        while (slot := self._acquire(fetched)) is not None:
             try:
-                return self._new_slot(pool)
+                self._carrier.fill(slot, fetched)
             except torch.OutOfMemoryError:
-                with self._changed:
-                    pool.made -= 1
-                    is_spare = pool.made >= pool.least
-                # Half of what there is: torch has emptied its cache for us, and the steps want it back.
-                if is_spare:
-                    self._gauge.ran_short(self._number, self.ahead)
-                elif not self._gauge.give_all():
+                if not self._make_room():
                     raise
+                continue
+            with self._changed:
+                if fetched.is_dropped:
+                    self._slots.give_back(slot)
+                    self._changed.notify_all()
+                    return
+                fetched.slot = slot
+                is_wanted = self._wanted == fetched.key
+                if is_wanted:
+                    self._wanted = None  # one note for each wait: the worker's inbox is bounded
+            if is_wanted:
+                self._notify(*fetched.key[:2])
+            return
 
-    def _new_slot(self, pool: Pool) -> Slot:
-        lane, layout = self._lane, self._layout
-        memory = layout.on_device(lane) if layout is not None and pool is self._ring else []
-        return Slot(pool, memory, lane.event(), lane.event())
+    def _acquire(self, fetched: _Fetched) -> Slot | None:
+        """Wait for a slot; None where the batch was given back meanwhile, or at the end."""
+        with self._changed:
+            while not (self._closing or fetched.is_dropped):
+                if slot := self._slots.lend():
+                    return slot
+                self._changed.wait()
+        return None
 
-    def _gather(self, source: TensorSource, key: _Key, rows: int, slot: Slot) -> Batch:
-        """Fill a slot from the dataset's own tensors."""
-        batch = [first_rows(rows, memory) for memory in slot.memory if memory is not None]
-        self._staging.gather(source, key, batch)
-        return source.pack(batch) if key[2] is None else Portion.gathered(batch, source.pack)
-
-    def _copy(self, leaves: Sequence[Any], build: Callable[[list[Any]], Batch], slot: Slot) -> Batch:
-        """Fill a slot from a batch; leaves that do not fit get memory of their own."""
-        return build(self._staging.bring(leaves, slot.memory))
+    def _make_room(self) -> bool:
+        """Drop the slot for whose batch there was no memory, and shorten the ring; False: it has no more."""
+        with self._changed:
+            self._slots.made -= 1
+            is_spare = self._slots.made >= self._slots.held
+        if not is_spare:
+            return self._gauge.give_all()
+        # Half of what there is: torch has emptied its cache for us, and the steps want it back.
+        self._gauge.ran_short(self)
+        return True
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

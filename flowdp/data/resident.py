@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from flowdp.data.feed import Feed
-from flowdp.data.slots import keep_for
+from flowdp.data.moving import keep_for
 from flowdp.data.source import Batch
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.gathered import Gathered
-from flowdp.device.streams import QUIET, Event, Lane
+from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
 
@@ -63,23 +63,21 @@ class ResidentData:
         return orders + sum(tensor.nbytes for tensor in source.tensors if tensor.device != device)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _OrderOnDevice:
     """The order of an epoch on the device.
 
     Attributes:
         epoch: Index of the epoch.
         bounds: Start and stop of each batch in the order.
-        staging: Pinned. Shape [samples].
+        staging: Pinned; kept until the copy out of it is over, long since. Shape [samples].
         index: On the device. Shape [samples].
-        copied: Recorded behind the copy from `staging`.
     """
 
     epoch: int
     bounds: list[tuple[int, int]]
     staging: Tensor
     index: Tensor
-    copied: Event
 
 
 class ResidentFeed(Feed):
@@ -101,7 +99,8 @@ class ResidentFeed(Feed):
         """A batch that is still to be gathered, on `compute`; always there. See `Feed.take`."""
         order = self._orders[epoch % ORDERS_KEPT]
         if order is None or order.epoch != epoch:
-            order = self._orders[epoch % ORDERS_KEPT] = self._upload(epoch, order)
+            self._orders[epoch % ORDERS_KEPT] = None  # its memory is that of the new one
+            order = self._orders[epoch % ORDERS_KEPT] = self._upload(epoch)
         if not 0 <= batch < len(order.bounds):
             raise IndexError(f"batch {batch} of an epoch of {len(order.bounds)} batches")
         start, stop = order.bounds[batch]
@@ -118,23 +117,16 @@ class ResidentFeed(Feed):
     def _gather(self, index: Tensor) -> Batch:
         return self._source.pack([tensor.index_select(0, index) for tensor in self._tensors])
 
-    def _upload(self, epoch: int, old: _OrderOnDevice | None) -> _OrderOnDevice:
-        """Bring an epoch's order to the device, into the memory of an older one."""
+    def _upload(self, epoch: int) -> _OrderOnDevice:
+        """Bring an epoch's order to the device."""
         parts = [self._source.index(epoch, batch) for batch in range(self._source.batches)]
         bounds = list(pairwise(accumulate(map(len, parts), initial=0)))
-        samples = bounds[-1][1]
-        if old is None or len(old.staging) < samples:
-            with QUIET:
-                staging = self._lane.pinned((samples,), torch.int64)
-            index = torch.empty(samples, dtype=torch.int64, device=self._lane.device)
-            old = _OrderOnDevice(epoch, bounds, staging, index, self._lane.event())
-        old.copied.synchronize()  # two epochs ago: passed long since, so no wait
-        staging = old.staging[:samples]
+        with QUIET:
+            staging = self._lane.pinned((bounds[-1][1],), torch.int64)
         torch.cat(parts, out=staging)
         self._check(epoch, staging)
-        old.index[:samples].copy_(staging, non_blocking=True)
-        old.copied.record(self._lane.compute)
-        return _OrderOnDevice(epoch, bounds, old.staging, old.index, old.copied)
+        index = torch.empty_like(staging, device=self._lane.device)
+        return _OrderOnDevice(epoch, bounds, staging, index.copy_(staging, non_blocking=True))
 
     def _check(self, epoch: int, index: Tensor) -> None:
         # On the device a wrong index would end the process's use of CUDA, and no error would name the index.

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowdp.data.slots import HOST_SLOTS, first_rows, is_plain, own_memory
+from flowdp.data.moving import is_plain, own_memory
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.copies import aligned, dense_strides
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.protocol.messages import SampleRange
 
-__all__ = ["Staging"]
+__all__ = ["HOST_SLOTS", "Staging"]
+
+HOST_SLOTS = 3
+"""Buffers of pinned memory: one is filled, one is copied, and with a third neither waits for the other."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Buffer:
     """A pinned buffer.
 
@@ -36,7 +39,7 @@ class _Buffer:
 
     memory: Tensor
     copied: Event
-    kept: list[Tensor] = field(default_factory=list)
+    kept: Sequence[Tensor]
 
 
 class Staging:
@@ -53,53 +56,47 @@ class Staging:
         self._lane = lane
         self._buffers: deque[_Buffer] = deque()
 
-    def bring(self, leaves: Sequence[Any], memory: Sequence[Tensor | None] = ()) -> list[Any]:
+    def bring(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of a batch on the device; what does not move is as it was.
-
-        Args:
-            leaves: The leaves.
-            memory: A place there for each, or for one that is longer; None: it gets memory of its own. Empty:
-                all do.
 
         Streams:
             `copy` is current: it allocates there, and copies. The host waits for the copies of the third
             last batch.
         """
-        homes = memory or [None] * len(leaves)
-        plain = [
-            leaf
-            for leaf, home in zip(leaves, homes, strict=True)
-            if is_plain(leaf) and leaf.numel() > 0 and (home is not None or not leaf.requires_grad)
-        ]
+        plain = [leaf for leaf in leaves if is_plain(leaf) and leaf.numel() > 0 and not leaf.requires_grad]
         pinned = [leaf for leaf in plain if leaf.is_pinned()]
         staged = {id(leaf) for leaf in plain} - {id(leaf) for leaf in pinned}
-        buffer, parts = self._lend([leaf for leaf in plain if id(leaf) in staged])
-        buffer.kept = pinned
-        part, moved = iter(parts), []
-        for leaf, home in zip(leaves, homes, strict=True):
-            if id(leaf) in staged:
-                leaf = next(part).copy_(leaf)
-            if home is None:
-                moved.append(own_memory(leaf, self._lane))
-            else:
-                target = first_rows(len(leaf) if leaf.dim() else 0, home)
-                moved.append(target.copy_(leaf, non_blocking=True))
+        buffer, parts = self._lend([leaf for leaf in plain if id(leaf) in staged], pinned)
+        part = iter(parts)
+        moved = [
+            own_memory(next(part).copy_(leaf) if id(leaf) in staged else leaf, self._lane) for leaf in leaves
+        ]
         buffer.copied.record(self._lane.copy)
         return moved
 
     def gather(
-        self, source: TensorSource, key: tuple[int, int, SampleRange | None], memory: Sequence[Tensor]
-    ) -> None:
-        """Gather a batch of tensors into memory of the device. Streams: as `bring`."""
-        buffer, parts = self._lend(memory)
-        source.gather(*key, out=parts)
-        for target, part in zip(memory, parts, strict=True):
-            target.copy_(part, non_blocking=True)
+        self, source: TensorSource, epoch: int, batch: int, part: SampleRange | None = None
+    ) -> list[Tensor]:
+        """A batch of tensors on the device, gathered in pinned memory. Streams: as `bring`."""
+        samples = source.samples_in(epoch, batch) if part is None else part.samples
+        likes = [
+            torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+            for tensor in source.tensors
+        ]
+        buffer, parts = self._lend(likes)
+        source.gather(epoch, batch, part, out=parts)
+        moved = [own_memory(rows, self._lane) for rows in parts]
         buffer.copied.record(self._lane.copy)
+        return moved
 
-    def _lend(self, likes: Sequence[Tensor]) -> tuple[_Buffer, list[Tensor]]:
-        """A buffer that no copy reads any more, and parts of it, formed like these tensors."""
-        buffer = self._next(sum(aligned(like.nbytes) for like in likes))
+    def _lend(self, likes: Sequence[Tensor], pinned: Sequence[Tensor] = ()) -> tuple[_Buffer, list[Tensor]]:
+        """A buffer that no copy reads any more, and parts of it, formed like these tensors.
+
+        Args:
+            likes: A part of the buffer is made for each.
+            pinned: Tensors that are copied from where they are, and kept as long as the buffer.
+        """
+        buffer = self._next(sum(aligned(like.nbytes) for like in likes), pinned)
         parts, used = [], 0
         for like in likes:
             part = buffer.memory[used : used + like.nbytes].view(like.dtype)
@@ -111,15 +108,16 @@ class Staging:
         """Let the memory go."""
         self._buffers.clear()
 
-    def _next(self, nbytes: int) -> _Buffer:
+    def _next(self, nbytes: int, pinned: Sequence[Tensor]) -> _Buffer:
         """A buffer of so many bytes that no copy reads any more."""
-        if len(self._buffers) < HOST_SLOTS:
-            buffer = _Buffer(self._pinned(nbytes), self._lane.event())
-        else:
-            buffer = self._buffers.popleft()
-            buffer.copied.synchronize()
-            if len(buffer.memory) < nbytes:
-                buffer.memory = self._pinned(nbytes)
+        memory, copied = None, None
+        if len(self._buffers) == HOST_SLOTS:
+            oldest = self._buffers.popleft()
+            memory, copied = oldest.memory, oldest.copied
+            copied.synchronize()
+        if memory is None or len(memory) < nbytes:
+            memory = self._pinned(nbytes)
+        buffer = _Buffer(memory, copied or self._lane.event(), pinned)
         self._buffers.append(buffer)
         return buffer
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from flowdp.data.batches import cloned, makes_new
+from flowdp.data.moving import keep_for
 from flowdp.data.processes import starting
-from flowdp.data.slots import keep_for
 from flowdp.data.staging import Staging
 from flowdp.data_parallel.windows import Piece, Window
 from flowdp.device.failed_device import keep_memory

@@ -23,7 +23,7 @@ from flowdp.collective.base import add_weighted
 from flowdp.collective.batch_norm import SharedStatistics, taking_part
 from flowdp.collective.local_group import group_lanes
 from flowdp.collective.process_group import ProcessGroup
-from flowdp.data.slots import keep_for
+from flowdp.data.moving import keep_for
 from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link
 from flowdp.device.compiled import FirstCalls, warn_of_draws
 from flowdp.device.copies import carry, copied

@@ -212,13 +212,10 @@ def _open_ranks(
 ) -> list[RankParts]:
     """Open what each rank has for itself: its feed, and the threads that it computes with."""
     ranks, lanes = services.team.ranks, [replica.lane for replica in replicas]
-    batch = config.global_batch
     feeds = open_feeds(
         services.source,
         lanes,
         held=[(config.groups or (1,) * config.world_size)[rank] for rank in ranks],
-        # Room for twice an equal share of a global batch.
-        rows=None if batch is None else min(batch.size, -(-2 * batch.size // config.world_size)),
         spans=() if services.timeline is None else services.timeline.ranks,
         usage=runtime.memory_fraction,
         depth=runtime.prefetch_depth,

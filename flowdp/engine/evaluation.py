@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.data.limit import check_limit
-from flowdp.data.slots import await_dataset, keep_for
+from flowdp.data.moving import await_dataset, keep_for
 from flowdp.data.source import Batch, Source
 from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.compiled import FirstCalls

@@ -8,6 +8,7 @@ stream that the host has always waited for.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from flowdp.device.streams import QUIET, Event, StreamLane
 from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.replica import build, factories
-from tests.fakes import FakeCuda, FakeEvent, FakeStream
+from tests.fakes import Access, FakeCuda, FakeEvent, FakeStream, Watched, merge
 
 NEAR = torch.device("cpu", 0)
 
@@ -53,7 +54,7 @@ class Card(FakeCuda):
     Attributes:
         deaf: Streams and events that do not wait, to show that each wait is needed.
         waiters: Names of the threads that waited for an event.
-        allocated: Bytes of device memory allocated under streams.
+        allocated: Bytes of device memory that are allocated under streams.
         refused: Number of allocations without room.
     """
 
@@ -69,6 +70,7 @@ class Card(FakeCuda):
         self.host_stream = FakeStream(self, None, 0)
         self.host_stream.name = "the host"
         self._pinned: list[tuple[int, int]] = []
+        self._freed: dict[FakeStream, list[Watched]] = {}
         self._pinning = threading.local()
 
     def Stream(self, device: Any = None, priority: int = 0) -> FakeStream:
@@ -122,7 +124,7 @@ class Card(FakeCuda):
                 assert stream.name != "copy" or QUIET.locked(), "allocated while a collective may be launched"
                 if stream.name == "copy":
                     self.captures.unsafe("allocated memory")
-                self._allocate(writes[0])
+                self._allocate(writes[0], stream)
             return
         if any(start <= tensor.data_ptr() < stop for tensor in writes for start, stop in self._pinned):
             super().access(self.host_stream, what, reads, writes)
@@ -130,14 +132,29 @@ class Card(FakeCuda):
         else:
             super().access(stream, what, reads, writes)
 
-    def _allocate(self, memory: Tensor) -> None:
+    def _allocate(self, memory: Tensor, stream: FakeStream) -> None:
         with self.lock:
             if self.allocated + memory.nbytes > self.room:
                 self.refused += 1
                 self._told()
                 raise torch.OutOfMemoryError("the fake card is full")
             self.allocated += memory.nbytes
-        self.watch("a slot", memory)
+            stream.time += 1
+            merge(stream.clock, self.host)
+            for freed in self._freed.pop(stream, ()):  # it may be any of these
+                access = Access(stream, stream.time, freed.start, freed.stop, "the next batch")
+                self.check(freed, access, is_write=True)
+            start = memory.data_ptr()
+            watched = Watched("a slot", start, start + memory.nbytes, None)
+            self.watched.append(watched)
+        weakref.finalize(memory, self._free, watched, stream)
+
+    def _free(self, watched: Watched, stream: FakeStream) -> None:
+        """Give memory back to the stream that has allocated it, for what it allocates next."""
+        with self.lock:
+            self.allocated -= watched.stop - watched.start
+            self._freed.setdefault(stream, []).append(watched)
+            self.watched.remove(watched)
 
 
 class CardLane(StreamLane):

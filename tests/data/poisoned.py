@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowdp.data.prefetch import PrefetchFeed
+from flowdp.device.trees import tensors_of
 
 
 class PoisonedFeed(PrefetchFeed):
@@ -26,16 +27,14 @@ class PoisonedFeed(PrefetchFeed):
             slot.free.record(self._lane.compute)
             with self._lane.on(self._lane.copy):
                 self._lane.copy.wait_event(slot.free)
-                poison(slot.memory)
+                poison(tensors_of(slot.batch))
             PoisonedFeed.count += 1
         super().release()
 
 
-def poison(memory: Sequence[Tensor | None]) -> None:
-    """Overwrite a slot with NaN, or the largest integer."""
+def poison(memory: Iterable[Tensor]) -> None:
+    """Overwrite tensors with NaN, or the largest integer."""
     for tensor in memory:
-        if tensor is None:
-            continue
         worst: Any = math.nan
         if not (tensor.is_floating_point() or tensor.is_complex()):
             worst = tensor.dtype is torch.bool or torch.iinfo(tensor.dtype).max

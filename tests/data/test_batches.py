@@ -66,7 +66,6 @@ def test_what_was_gathered_is_cut_everywhere() -> None:
     portion = Portion.gathered([ROWS, ROWS[:, 0]], lambda parts: Pair(*parts))
     assert portion.rows(4, 6).y.tolist() == [8, 10]
     assert portion.samples == 6
-    assert [len(leaf) for leaf in portion.first(2)] == [2, 2]
 
 
 def batch(start: int, stop: int) -> dict[str, Any]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowdp.data.slots import HOST_SLOTS
-from flowdp.data.staging import Staging
+from flowdp.data.staging import HOST_SLOTS, Staging
 from tests.data.cards import CardLane
 
 

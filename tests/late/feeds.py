@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from flowdp.data.copy_spans import CopySpans
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.data.resident import ResidentData, ResidentFeed
-from flowdp.data.slots import Pool, Slot
 from flowdp.data.staging import Staging
 from flowdp.data.tensor_source import TensorSource
 from flowdp.data_parallel.loader import Epoch
@@ -87,16 +87,15 @@ def shared(_cuda: LateCuda) -> list[str]:
 
 
 class Told(PrefetchFeed):
-    """A feed that tells when it has made a slot."""
+    """A feed that tells when it has brought a batch."""
 
     def __init__(self, source: TensorSource, lane: StreamLane) -> None:
         super().__init__(source, 0, lane, gauge=RingGauge(lane))
         self.slots = threading.Semaphore(0)
 
-    def _new_slot(self, pool: Pool) -> Slot:
-        slot = super()._new_slot(pool)
+    def _load(self, fetched: Any) -> None:
+        super()._load(fetched)
         self.slots.release()
-        return slot
 
 
 def shrunk(_cuda: LateCuda) -> list[str]:
@@ -197,9 +196,8 @@ def spans(cuda: LateCuda) -> list[str]:
         made = CopySpans(lane, kept)
         for _ in range(3):
             called_s.append(perf_counter())
-            made.begin()
-            torch.ones(2, device="cuda:0")
-            made.end()
+            with made.copy():
+                torch.ones(2, device="cuda:0")
             cuda.current_stream().synchronize()
         made.close()
     is_early = any(start < called for start, called in zip(kept.starts_s, called_s, strict=True))
