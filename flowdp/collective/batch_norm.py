@@ -188,8 +188,6 @@ def _forward(layer: nn.SyncBatchNorm, name: str, shared: SharedStatistics, value
     group = shared.group
     if group is None or group.size == 1 or not _takes_statistics(layer):
         return nn.SyncBatchNorm.forward(layer, values)
-    layer._check_input_dim(values)
-    layer._check_non_zero_input_channels(values)
     with torch.no_grad():
         mean, variance, count = _statistics(values.detach(), group, f"forward of {name!r}")
         if layer.training and layer.track_running_stats:

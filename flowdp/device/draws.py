@@ -35,7 +35,7 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 MADE_OF_DRAWS = (
     *("dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "fractional_max_pool2d_with_indices"),
-    *("_fractional_max_pool2d", "_fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
+    "fractional_max_pool3d_with_indices",
     *("fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax", "kaiming_uniform_", "lobpcg"),
     *("multi_head_attention_forward", "pca_lowrank"),
     *("rrelu", "svd_lowrank"),
@@ -149,7 +149,7 @@ class SeededCalls(TorchFunctionMode):
     ) -> Any:
         """Run a function."""
         given = kwargs or {}
-        if getattr(func, "__name__", None) in self._names and _may_draw(func, args, given):
+        if getattr(func, "__name__", "").lstrip("_") in self._names and _may_draw(func, args, given):
             with self._draws:
                 return func(*args, **given)
         return func(*args, **given)
@@ -178,9 +178,9 @@ def drawing_names() -> frozenset[str]:
     found = set(MADE_OF_DRAWS)
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
-        overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+        overloads = packet.overloads() if isinstance(packet, type(torch.ops.aten.add)) else ()
         if any(torch.Tag.nondeterministic_seeded in getattr(packet, one).tags for one in overloads):
-            found.add(name)
+            found.add(name.lstrip("_"))
     return frozenset(found)
 
 

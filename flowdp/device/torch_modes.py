@@ -69,12 +69,12 @@ def unhooked() -> Iterator[None]:
 def watcher() -> str | None:
     """Something that sees the operations of the calling thread and of no other; None: there is nothing.
 
-    Counters of operations, profilers, traces, derivatives of other kinds than autograd's, hooks on saved
+    Counters of operations, traces, derivatives of other kinds than autograd's, hooks on saved
     tensors, and hooks on all modules.
     """
     if torch.compiler.is_compiling():
         return "torch.compile or torch.export"
-    if torch._C._get_tracing_state() is not None:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "a trace"
     modes = [
         mode
@@ -89,8 +89,6 @@ def watcher() -> str | None:
         return "forward-mode differentiation"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "a hook on saved tensors"
-    if torch._C._autograd._profiler_enabled():
-        return "torch.profiler"
     if parametrize._cache_enabled:
         return "parametrize.cached()"
     return "a hook on all modules" if _has_any_global_hook() else None

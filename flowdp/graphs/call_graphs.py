@@ -220,20 +220,19 @@ class CallGraphs:
         leaves = [nn.Parameter(one.detach()) for one in self._trained]
         instead = {id(one): leaf for one, leaf in zip(self._trained, leaves, strict=True)}
         self._standing = [instead[id(one)] for one in self.parameters]
-        held: list[tuple[dict[str, Any], str, Any]] = []
-        for part in self._module.modules():
-            held += [(part._parameters, *item) for item in part._parameters.items()]
-            if isinstance(part, nn.RNNBase):  # keeps a list of its parameters
-                held.append((vars(part), "_flat_weights", part._flat_weights))
-                part._flat_weights = [instead.get(id(one), one) for one in part._flat_weights]
-        for table, name, one in held:  # two names may be one parameter
-            if id(one) in instead:
-                table[name] = instead[id(one)]
+        held = [
+            (part, name, parameter)
+            for part in self._module.modules()
+            for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+            if id(parameter) in instead
+        ]
+        for part, name, parameter in held:  # by the class, which may keep a list of its own, as nn.LSTM does
+            setattr(part, name, instead[id(parameter)])
         try:
             yield leaves
         finally:
-            for table, name, one in held:
-                table[name] = one
+            for part, name, parameter in held:
+                setattr(part, name, parameter)
             self._standing = []
 
     # ------------------------------------------------------------ running
@@ -281,7 +280,9 @@ class CallGraphs:
         chosen = [
             one for one, is_taken in zip(self._found, is_there, strict=True) if one is not None and is_taken
         ]
-        made = iter(torch._foreach_mul(chosen, 1.0))
+        copies = [torch.empty_like(gradient) for gradient in chosen]
+        torch._foreach_copy_(copies, chosen)
+        made = iter(copies)
         return [next(made) if is_taken else None for is_taken in is_there]
 
     def eager(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:

@@ -25,7 +25,7 @@ from flowdp.errors import OptionError
 from flowdp.graphs.base import NotCaptured
 from flowdp.graphs.call_graphs import CallGraphs, unique_tensors
 from flowdp.graphs.decisions import Decisions, Form
-from flowdp.graphs.guards import HOOKS, Guards
+from flowdp.graphs.guards import Guards, hook_tables
 from flowdp.graphs.trials import Pair, bound_of, first_difference, spec_of, without_trace
 from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import LaunchWatch
@@ -184,7 +184,7 @@ class CapturedCall(Decisions[CallGraphs]):
 
     def _record(self, form: Form[CallGraphs], leaves: Sequence[Any]) -> CallGraphs:
         for name, part in self._module.named_modules():
-            if any(getattr(part, key) for key in HOOKS):
+            if any(hook_tables(part)):
                 raise NotCaptured(f"{name or 'the module'} has a hook, which would not be called")
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.device != self._lane.device:

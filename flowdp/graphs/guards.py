@@ -21,12 +21,16 @@ from torch import Tensor, nn
 
 from flowdp.graphs.base import PLAIN
 
-__all__ = ["HOOKS", "Guards"]
+__all__ = ["Guards", "hook_tables"]
 
 TABLES = ("_parameters", "_buffers", "_modules")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _free = attrgetter("requires_grad")
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """The hooks of a module on its forward and backward: a dict for each kind."""
+    return [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and "ward" in name]
 
 
 class Guards:
@@ -120,7 +124,7 @@ class Guards:
                 self._seen.add(id(part))
                 self._table(f"{part_name or type(part).__name__}", vars(part))
                 self._homes += [vars(part)[key] for key in TABLES]
-                self._sized += [vars(part)[key] for key in HOOKS]
+                self._sized += hook_tables(part)
         elif not isinstance(value, Tensor) and isinstance(getattr(value, "__dict__", None), dict):
             self._table(name, vars(value))
 

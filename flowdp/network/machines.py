@@ -403,7 +403,7 @@ def _meet_in_default_group() -> None:
     Does nothing where the default group, the user's, has none for the host's memory.
     """
     world = dist.group.WORLD
-    if world is not None and torch.device("cpu") in world._device_types:
+    if world is not None and "cpu:" in dist.get_backend_config(world):
         work = dist.all_reduce(torch.zeros(1), async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=START_S))

@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import ALIGNMENT, FlatReplica
@@ -546,7 +545,7 @@ class FlatOptimizer:
     def _own_number(self, value: Tensor) -> Tensor:
         """A number of the state as the replica's optimizer would keep it."""
         if self._picks_fused:
-            return value.to(torch_optimizer._get_scalar_dtype(), copy=True)
+            return value.to(torch.promote_types(torch.float32, torch.get_default_dtype()), copy=True)
         return value.clone()
 
     def _state_of(self, at: int) -> dict[str, Any]:
@@ -632,12 +631,7 @@ def _reload(flat: FlatOptimizer | None) -> None:
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
-    )
+    return any(hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks") and "step" in name)
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:

@@ -18,8 +18,6 @@ from flowdp.policy.formats import format_error
 
 __all__ = ["leaves", "rebuild", "variables"]
 
-_HOOKS = "_optimizer_"  # begins the names of torch's dicts of hooks
-
 
 def rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Optimizer:
     """A copy of an optimizer, with a replica's parameters in place of those of `source`, its model.
@@ -43,7 +41,7 @@ def rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Optim
     kept = {
         name: value
         for name, value in vars(optimizer).items()
-        if not name.startswith(_HOOKS) and not callable(getattr(type(optimizer), name, None))
+        if not name.endswith("_hooks") and not callable(getattr(type(optimizer), name, None))
     }
     try:
         vars(twin).update(copy.deepcopy(kept, memo))
@@ -129,7 +127,7 @@ def _is_counted(value: object, method: object) -> bool:
 
 def _own_hooks(optimizer: Optimizer) -> list[Any]:
     """The user's hooks on an optimizer, without those that `setup` has left there."""
-    dicts = [value for name, value in vars(optimizer).items() if name.startswith(_HOOKS)]
+    dicts = [value for name, value in vars(optimizer).items() if name.endswith("_hooks")]
     hooks = [hook for held in dicts for hook in held.values()]
     modules = (getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks)
     return [hook for hook, name in zip(hooks, modules, strict=True) if not name.startswith("flowdp.")]

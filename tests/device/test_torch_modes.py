@@ -120,7 +120,6 @@ WATCHERS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "a hook on saved tensors",
     ),
     "offloading": (torch.autograd.graph.save_on_cpu, "a hook on saved tensors"),
-    "a profiler": (torch.profiler.profile, "torch.profiler"),
     "a dual level": (forward_ad.dual_level, "forward-mode differentiation"),
     "a hook on all modules": (module_hook, "a hook on all modules"),
 }
