@@ -19,7 +19,6 @@ import flowdp
 from bench.gpu.part import Figure, Finding, Note, Place
 from flowdp.data.feed import DirectFeed
 from flowdp.data.resident import ResidentFeed
-from flowdp.engine.device_meter import DeviceMeter
 from flowdp.engine.meter import Meter
 from flowdp.engine.worker_thread import Worker
 from flowdp.machine.worker import WorkerMachine
@@ -65,14 +64,13 @@ class Stopwatch:
 
 def parts(place: Place) -> dict[str, tuple[type, str]]:
     """Parts of a worker's step: name, class and method."""
-    meter = place.pick(DeviceMeter, Meter)
     feed = place.pick(ResidentFeed, DirectFeed)
     return {
         "what next": (WorkerMachine, "next"),
         "take": (feed, "take"),
-        "begin": (meter, "begin"),
+        "begin": (Meter, "begin"),
         "learning rate": (LearningRate, "advance"),
-        "end": (meter, "end"),
+        "end": (Meter, "end"),
         "release": (feed, "release"),
         "count": (WorkerMachine, "trained"),
         "step in all": (Worker, "_step"),

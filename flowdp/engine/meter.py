@@ -1,17 +1,21 @@
-"""Step times and sums of losses of a rank, by the host's clock."""
+"""Step times and sums of losses of a rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from flowdp.collective.base import Averaging, Reading
-from flowdp.device.streams import Event
+from flowdp.device.streams import Lane
+from flowdp.engine.clocks import PAGE, STEPS_AHEAD, Kind, Mark, open_clock
 from flowdp.machine.worker import Done, Step
+from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.policy.efficiency import Activity
 from flowdp.policy.tally import NO_NORMS, pace_ms
 from flowdp.protocol.messages import Work
@@ -29,6 +33,7 @@ class OrderSums:
         sync_ms: Time in averaging, all rounds together.
         losses: Samples, or weights that losses name, that `loss` is summed over: of losses that were finite.
         longest_ms: Longest step, with its wait for data.
+        scalars: Weighted sum and sum of weights of each recorded number.
         averaging: Timing of the last round's mean; None without one.
         norms: See `Work.norms`.
     """
@@ -42,7 +47,7 @@ class OrderSums:
     longest_ms: float = 0.0
     loss: float = 0.0
     losses: float = 0
-    scalars: dict[str, list[float]] = field(default_factory=dict)
+    scalars: dict[str, tuple[float, float]] = field(default_factory=dict)
     averaging: Averaging | None = None
     norms: tuple[float, float, int] = NO_NORMS
 
@@ -52,11 +57,9 @@ class OrderSums:
             total, largest, count = self.norms
             self.norms = total + value, max(largest, value), count + 1
 
-    def scalar(self, name: str, total: float, weight: float) -> None:
-        """Add to a weighted sum."""
-        sums = self.scalars.setdefault(name, [0.0, 0.0])
-        sums[0] += total
-        sums[1] += weight
+    def scalar(self, name: str, weight: float, total: float) -> None:
+        """Take a weighted sum of the order, with the sum of its weights."""
+        self.scalars[name] = total, weight
 
     def work(self, done: Done, lr: float, group_lrs: Mapping[str, float]) -> Work:
         """The order's work, for its report, with the learning rates of its last step."""
@@ -68,7 +71,7 @@ class OrderSums:
             data_ms=self.data_ms,
             pace_ms=pace_ms(self.busy_ms + self.data_ms, self.longest_ms, self.steps),
             losses=(self.loss, self.losses),
-            scalars={name: (total, weight) for name, (total, weight) in self.scalars.items()},
+            scalars=self.scalars,
             lr=lr,
             norms=self.norms,
             group_lrs=group_lrs,
@@ -78,41 +81,48 @@ class OrderSums:
 
 
 class Meter:
-    """Meter of one rank; this one is of a rank whose work is done when the call returns (see `DeviceMeter`).
+    """Meter of one rank.
 
     Every step is `begin`, then `end`; every round `meet`, then `met`; every order ends with `close`.
 
     Args:
+        lane: Lane of the rank; its compute stream is current at each call.
+        watch: Takes the times of its steps, to decide whether they are captured; None: that is decided.
         spans: Recorder of the rank's spans; None: the run has no timeline.
 
     Attributes:
         round: Counts the means of the rank; the next step is of this one.
         bad: Round -> its first step whose loss was found not to be finite, until a caller removes it.
-        step_ms: Time of the last step without its wait for data; 0 where only the device knows.
+        step_ms: Time of the last step that has landed, without its wait for data.
 
     Threads:
         The worker's own.
     """
 
-    def __init__(self, spans: RankSpans | None = None) -> None:
+    def __init__(self, lane: Lane, watch: LaunchWatch | None = None, spans: RankSpans | None = None) -> None:
+        self._lane, self._watch, self._spans = lane, watch, spans
+        self._clock = open_clock(lane)
         self._sums = OrderSums()
-        self._open: list[tuple[str, float, float]] = []  # values recorded in the current step
-        self._spans = spans
-        self._start_s = 0.0
-        self._waited_s = 0.0
+        self._scalars: dict[str, tuple[float | Tensor, float]] = {}  # weighted sums of the order, and weights
+        self._saved = self._scalars  # when the step under way began
+        self._unseen: list[Tensor] = []  # losses on a device, since the last call of `losses`
+        self._begin = self._last = self._clock.mark()  # of the step under way; where the last work ended
+        self._launch_s = 0.0  # when the step under way began, by the host's clock
         self.round = 0
         self.bad: dict[int, Step] = {}
         self.step_ms = 0.0
 
     def begin(self, start_s: float) -> None:
-        """Begin a step, whose batch is there and which is about to be put on the device.
+        """Begin a step, whose batch is there; waits until the device is less than `STEPS_AHEAD` steps behind.
 
         Args:
             start_s: When the host began to get the batch, by `perf_counter`.
         """
-        self._start_s = start_s
-        if self._open:
-            self._count_recorded()
+        self._clock.limit(Kind.STEP, STEPS_AHEAD - 1)
+        if self._watch is not None:
+            self._launch_s = perf_counter()
+        self._begin = self._clock.begin(start_s)
+        self._saved = self._scalars.copy()
 
     def end(
         self,
@@ -131,88 +141,108 @@ class Meter:
             norms: 2-norms of its gradients, where they were clipped. Shape [] each.
             weight: Weight of the loss, the mean over its samples; None where it counts by samples. Shape [].
         """
-        sums = self._sums
-        for norm in norms:
-            sums.norm(norm.item())
+        sums, clock, watch = self._sums, self._clock, self._watch
         if loss is not None:
-            value = loss.item()
-            if isfinite(value):
-                counted = samples if weight is None else weight.item() * samples
-                sums.loss += value * counted
-                sums.losses += counted
-            else:
-                self.bad.setdefault(self.round, step)
-        if self._open:
-            self._count_recorded()
+            note = partial(self._note_loss, sums, samples, step, self.round)
+            self._unseen += clock.read(note, loss, *([] if weight is None else [weight]))[:1]
+            if len(self._unseen) > PAGE:
+                self._unseen = [torch.stack(self._unseen).sum()]
+        for norm in norms:
+            clock.read(sums.norm, norm)
         sums.samples += samples
         sums.steps += 1
-        now_s = perf_counter()
-        spent_ms = self.step_ms = (now_s - self._start_s) * 1e3
-        sums.busy_ms += spent_ms
-        if self._spans is not None:
-            self._spans.add(Activity.STEP, self._start_s, now_s)
-        if self._waited_s:
-            sums.data_ms += self._waited_s * 1e3
-            spent_ms += self._waited_s * 1e3
-            self._waited_s = 0.0
-        if spent_ms > sums.longest_ms:
-            sums.longest_ms = spent_ms
+        last, begin, end = self._last, self._begin, clock.mark()
+        self._last = end
+        launch_ms = 0.0 if watch is None else (perf_counter() - self._launch_s) * 1e3
+
+        def land() -> None:
+            busy_ms, data_ms = clock.step_ms(last, begin, end)
+            self.step_ms = busy_ms
+            sums.busy_ms += busy_ms
+            sums.data_ms += data_ms
+            sums.longest_ms = max(sums.longest_ms, busy_ms + data_ms)
+            if clock.is_behind:
+                self._record(begin, (Activity.DATA, data_ms, 1))
+            self._record(end, (Activity.STEP, busy_ms, 1))
+            if watch is not None:
+                watch.take(launch_ms, busy_ms)
+
+        clock.then(land, Kind.STEP, end, (last, begin))
 
     def discard(self) -> None:
         """Drop all values recorded since `begin`: the step begins again."""
-        self._open.clear()
+        self._scalars = self._saved.copy()
 
     def waited(self, seconds: float) -> None:
         """Count the time that the host waited for the batch of the next step."""
-        self._waited_s += seconds
-        self._start_s += seconds  # of a step that is under way, which was not busy then
-        if self._spans is not None:
+        self._clock.waited(seconds)
+        if self._spans is not None and not self._clock.is_behind:
             now_s = perf_counter()
             self._spans.add(Activity.DATA, now_s - seconds, now_s)
 
     def scalar(self, name: str, value: float | Tensor, weight: float) -> None:
-        """Count a number towards a mean."""
+        """Count a number towards a mean; a tensor of a device that runs behind its host stays there."""
+        total, weights = self._scalars.get(name, (0.0, 0.0))
         if not weight:
-            value = 0.0  # a mean over nothing, NaN as a rule: times 0 it would stay so
-        number = value.item() if isinstance(value, Tensor) else value
-        self._open.append((name, number * weight, weight))
+            pass  # a mean over nothing, NaN as a rule: times 0 it would stay so
+        elif not isinstance(value, Tensor):
+            total = total + value * weight
+        elif not self._clock.is_behind or value.device != self._lane.device:
+            total = total + value.item() * weight
+        elif isinstance(total, Tensor):
+            total = torch.add(total, value.detach().reshape(()), alpha=weight)
+        else:
+            total = value.detach().reshape(()).to(torch.float64) * weight + total
+        self._scalars[name] = total, weights + weight
 
     def send(self) -> None:
         """Let the losses of all steps so far come to the host behind them."""
-
-    def wait_for(self, event: Event) -> None:
-        """Wait until the device has passed a mark that the host runs ahead of."""
-        event.synchronize()
+        self._clock.send()
 
     def look(self) -> None:
         """Wait for the losses of all steps so far, and see whether they are finite."""
+        self._clock.send()
+        self.settle()
 
     def losses(self) -> Tensor | None:
         """Number on a device that is finite if all losses since the last call are; None without losses.
 
         Float64, shape [].
         """
-        return None
+        unseen, self._unseen = self._unseen, []
+        if len(unseen) > 1:
+            return torch.stack(unseen).sum()
+        return unseen[0] if unseen else None
 
     def meet(self) -> None:
-        """Begin the wait at the gate."""
-        self._start_s = perf_counter()
+        """Begin the wait at the gate; rounds without steps are bounded as steps are.
+
+        The wait for other ranks may be long, and planning stops while a report is missing: one that no step
+        of this round has brought, because it had so few, is fetched. Its steps go on on the device meanwhile.
+        """
+        self._clock.limit(Kind.FACT, 0)
+        self._clock.limit(Kind.ROUND, STEPS_AHEAD - 1)
+        self._last = self._clock.since(self._last, perf_counter())
 
     def met(self, reading: Reading) -> None:
         """Note that the round's mean is on its way: whatever was not averaging was waiting for other ranks.
 
+        The mark lies behind the compute stream's wait for the mean.
+
         Args:
             reading: Its timing and results.
         """
-        sums = self._sums
-        averaging = sums.averaging = reading()
-        now_s = perf_counter()
-        wait_ms = max(0.0, (now_s - self._start_s) * 1e3 - averaging.sync_ms)
-        sums.wait_ms += wait_ms
-        sums.sync_ms += averaging.sync_ms
-        if self._spans is not None:
-            self._spans.meeting(self._start_s, self._start_s + wait_ms / 1e3, now_s)
-        self._start_s = now_s
+        sums, clock, last, resumed = self._sums, self._clock, self._last, self._clock.mark()
+        self._last = resumed
+
+        def land() -> None:
+            averaging = sums.averaging = reading()
+            wait_ms = max(0.0, clock.ms(last, resumed) - averaging.sync_ms)
+            sums.wait_ms += wait_ms
+            sums.sync_ms += averaging.sync_ms
+            self._record(resumed, (Activity.GATE, wait_ms, 1), (Activity.AVERAGE, averaging.sync_ms, 1))
+
+        clock.then(land, Kind.ROUND, resumed, (last,))
 
     def stepped(self, norms: Sequence[Tensor] = ()) -> None:
         """Count the step behind the mean, which is on the device, as work (exact).
@@ -220,12 +250,17 @@ class Meter:
         Args:
             norms: See `end`.
         """
+        sums, clock, last = self._sums, self._clock, self._last
         for norm in norms:
-            self._sums.norm(norm.item())
-        now_s = perf_counter()
-        self._sums.busy_ms += (now_s - self._start_s) * 1e3
-        if self._spans is not None:
-            self._spans.add(Activity.STEP, self._start_s, now_s, count=0)
+            clock.read(sums.norm, norm)
+        end = self._last = clock.mark()
+
+        def land() -> None:
+            busy_ms = clock.ms(last, end)
+            sums.busy_ms += busy_ms
+            self._record(end, (Activity.STEP, busy_ms, 0))
+
+        clock.then(land, Kind.OTHER, end, (last,))
 
     def averaged(self, start_s: float) -> None:
         """Count the time since the last step as averaging: a snapshot was taken, or a mean applied (async).
@@ -233,32 +268,63 @@ class Meter:
         Args:
             start_s: When the host began with it, by `perf_counter`.
         """
-        now_s = perf_counter()
-        self._sums.sync_ms += (now_s - start_s) * 1e3
-        if self._spans is not None:
-            self._spans.add(Activity.AVERAGE, start_s, now_s)
+        sums, clock, last = self._sums, self._clock, self._last
+        start, end = clock.since(last, start_s), clock.mark()
+        self._last = end
+
+        def land() -> None:
+            sync_ms = clock.ms(start, end)
+            sums.sync_ms += sync_ms
+            self._record(end, (Activity.AVERAGE, sync_ms, 1))
+
+        clock.then(land, Kind.OTHER, end, (last,))
 
     def close(self, post: Callable[[OrderSums], None]) -> None:
         """Close an order; the next step belongs to another.
 
         Args:
-            post: Called with the order's sums, at once or in a later call of this meter.
+            post: Called with the order's sums when the device has passed its last step: at once, or in a
+                later call of this meter.
         """
-        self._count_recorded()
         sums, self._sums = self._sums, OrderSums()
-        post(sums)
+        scalars, self._scalars = self._scalars, {}
+        for name, (total, weight) in scalars.items():
+            if isinstance(total, Tensor):
+                self._clock.read(partial(sums.scalar, name, weight), total)
+            else:
+                sums.scalar(name, weight, total)
+        self._clock.send()
+        self.then(lambda: post(sums))
 
     def then(self, post: Callable[[], None]) -> None:
         """Call `post` once all earlier events were reported: events are posted in the order of occurrence."""
-        post()
+        here = self._clock.mark()
+        self._clock.then(post, Kind.FACT, here, (here,))
 
     def settle(self) -> None:
         """Wait for the device and report what is due, before the thread waits for a message.
 
         Call again after blocking, so that the wait is charged to no step.
         """
+        self._last = self._clock.settle(self._last)
 
-    def _count_recorded(self) -> None:
-        for name, total, weight in self._open:
-            self._sums.scalar(name, total, weight)
-        self._open.clear()
+    def _note_loss(self, sums: OrderSums, samples: int, step: Step, round: int, *values: float) -> None:
+        """Count a loss, and its weight per sample if it names one."""
+        loss, *weights = values
+        if isfinite(loss):
+            weight = weights[0] * samples if weights else samples
+            sums.loss += loss * weight
+            sums.losses += weight
+        else:
+            self.bad.setdefault(round, step)
+
+    def _record(self, end: Mark, *parts: tuple[Activity, float, int]) -> None:
+        """Record spans that follow each other up to a mark: use, milliseconds, and what they count for."""
+        if self._spans is None:
+            return
+        start_s = self._clock.start_s(sum(ms for _, ms, _ in parts), end)
+        for activity, ms, count in parts:
+            end_s = start_s + ms / 1e3
+            if ms > 0.0:
+                self._spans.add(activity, start_s, end_s, count)
+            start_s = end_s

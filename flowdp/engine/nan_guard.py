@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowdp.device.streams import QUIET
+from flowdp.engine.clocks import wait_for
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter
 from flowdp.machine.worker import Step, WorkerMachine
@@ -162,7 +163,7 @@ class NanGuard:
         verdict, self.verdict = self.verdict, None
         if verdict is None:
             return
-        self._meter.wait_for(self._passed)
+        wait_for(self._passed)
         verdict.is_read = True
         if not self._told:
             return

@@ -21,11 +21,10 @@ from flowdp.data.feed import Feed
 from flowdp.device import worker_context
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.failed_device import keep_memory
-from flowdp.engine import meter
 from flowdp.engine.activity import RankActivity
 from flowdp.engine.barrier_tasks import BarrierTasks
-from flowdp.engine.device_meter import open_meter
 from flowdp.engine.error_context import ErrorContext
+from flowdp.engine.meter import Meter, OrderSums
 from flowdp.engine.micro_batches import MicroBatcher
 from flowdp.engine.nan_guard import NanGuard
 from flowdp.engine.oom_retry import OomRetry, without_frames
@@ -152,7 +151,7 @@ class Worker:
         self.machine = WorkerMachine(self.rank, global_step)
         with lane.on(lane.compute):
             captured = replica.captured
-            self._meter = open_meter(lane, None if captured is None else captured.watch, spans)
+            self._meter = Meter(lane, None if captured is None else captured.watch, spans)
         self.current = worker_context.CurrentWorker(  # a resumed run may evaluate before its first step
             self.rank,
             replica.device,
@@ -416,7 +415,7 @@ class Worker:
             self._fit_feed()
             checksum = self.replica.checksum() if outcome.compares else None
 
-        def post(sums: meter.OrderSums) -> None:
+        def post(sums: OrderSums) -> None:
             # The last mean's, where no gate comes before this.
             if verdict is not None and not verdict.is_read:
                 numbers.read(is_reported=True)

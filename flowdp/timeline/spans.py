@@ -61,11 +61,6 @@ class RankSpans:
         """Add a span, in seconds by `perf_counter`."""
         self._tracks[activity].add((start_s, end_s, end_s - start_s, count))
 
-    def meeting(self, start_s: float, averaging_s: float, end_s: float) -> None:
-        """Add a round's wait at the gate, and the averaging behind it."""
-        self.add(Activity.GATE, start_s, averaging_s)
-        self.add(Activity.AVERAGE, averaging_s, end_s)
-
     def read(self, activity: Activity) -> Matrix:
         """Rows of (start, end, busy, count), in seconds, in the order in which they ended. Shape (n, 4)."""
         return self._tracks[activity].read()

@@ -1,4 +1,4 @@
-"""Tests of both meters on the same steps, and of the host meter's clock."""
+"""Tests of a meter with either clock on the same steps, and of the host's clock."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from flowdp.collective.base import Averaging
-from flowdp.device.streams import StreamLane
+from flowdp.device.streams import HostLane, StreamLane
+from flowdp.engine import clocks
 from flowdp.engine import meter as module
-from flowdp.engine.device_meter import PAGE, DeviceMeter
+from flowdp.engine.clocks import PAGE
 from flowdp.engine.meter import Meter, OrderSums
 from flowdp.machine.worker import Done, Step
 from flowdp.policy.efficiency import Activity
@@ -37,7 +38,7 @@ def lane(cuda: FakeCuda) -> StreamLane:
 
 @pytest.fixture(params=["host", "device"])
 def meter(request: pytest.FixtureRequest, lane: StreamLane) -> Meter:
-    return Meter() if request.param == "host" else DeviceMeter(lane)
+    return Meter(HostLane(CPU) if request.param == "host" else lane)
 
 
 def steps(meter: Meter, *losses: float, samples: int = 4) -> None:
@@ -106,7 +107,7 @@ def test_facts_keep_their_order(meter: Meter) -> None:
 
 
 def test_waits_for_data_are_told_apart_on_the_host() -> None:
-    meter = Meter()
+    meter = Meter(HostLane(CPU))
     meter.waited(0.5)
     meter.waited(0.25)
     steps(meter, 1.0)
@@ -114,8 +115,9 @@ def test_waits_for_data_are_told_apart_on_the_host() -> None:
 
 
 def test_a_wait_inside_a_step_is_not_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "perf_counter", lambda: 10.75)
-    meter = Meter()
+    for place in (clocks, module):
+        monkeypatch.setattr(place, "perf_counter", lambda: 10.75)
+    meter = Meter(HostLane(CPU))
     meter.begin(10.0)
     meter.waited(0.5)
     meter.end(torch.tensor(1.0), 4, STEP)
@@ -126,8 +128,9 @@ def test_a_wait_inside_a_step_is_not_its_work(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_step_behind_a_mean_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [10.0]
-    monkeypatch.setattr(module, "perf_counter", lambda: now_s[0])
-    meter = Meter()
+    for place in (clocks, module):
+        monkeypatch.setattr(place, "perf_counter", lambda: now_s[0])
+    meter = Meter(HostLane(CPU))
     meter.meet()
     now_s[0] += 0.5
     meter.met(lambda: Averaging(100.0, None))

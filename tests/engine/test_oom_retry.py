@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import flowdp
 from flowdp import record_scalar
+from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter
@@ -245,7 +246,7 @@ class Alone:
     def __init__(self, module: nn.Module, loss: Callable[..., Any]) -> None:
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         self.replica = Replica(parts_of(module, optimizer), loss)
-        self.meter, self.feed = Meter(), Shrinking()
+        self.meter, self.feed = Meter(HostLane(torch.device("cpu"))), Shrinking()
         self.current = CurrentWorker(0, CPU, module, sink=self.meter.scalar)
         source: Any = None
         place, feed = ErrorContext(self.current, self.replica.lane, source), self.feed

@@ -24,7 +24,7 @@ from flowdp import (
     Trainer,
     current_worker,
 )
-from flowdp.engine.device_meter import DeviceMeter
+from flowdp.engine.meter import Meter
 from tests.fakes import FakeEvent
 
 pytestmark = pytest.mark.usefixtures("lanes")
@@ -281,7 +281,7 @@ class Drains:
         self.count = 0
         self._lock = threading.Lock()
         self._is_idle = threading.local()
-        synchronize, settle, item = FakeEvent.synchronize, DeviceMeter.settle, Tensor.item
+        synchronize, settle, item = FakeEvent.synchronize, Meter.settle, Tensor.item
 
         def watched(event: FakeEvent) -> None:
             compute, host = event.cuda.current_stream(), event.cuda.host
@@ -293,14 +293,14 @@ class Drains:
             self._note(True)
             return item(tensor)
 
-        def settled(meter: DeviceMeter) -> None:
+        def settled(meter: Meter) -> None:
             self._is_idle.here = True
             settle(meter)
             self._is_idle.here = False
 
         monkeypatch.setattr(FakeEvent, "synchronize", watched)
         monkeypatch.setattr(Tensor, "item", asked)
-        monkeypatch.setattr(DeviceMeter, "settle", settled)
+        monkeypatch.setattr(Meter, "settle", settled)
 
     def _note(self, waits: bool) -> None:
         is_worker = threading.current_thread().name.startswith("flowdp-worker")

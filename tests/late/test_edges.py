@@ -167,8 +167,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "device/streams.py StreamLane._await: mark.record(other)": late("resident by hand"),
     "device/streams.py StreamLane._await: stream.wait_event(mark)": late("resident by hand"),
     "engine/evaluation.py to_lane: keep_for(lane.compute, tensors_of(moved))": [(EVALUATED, LATE)] * OFTEN,
-    "engine/meter.py Meter.wait_for: event.synchronize()": late("steered"),
-    "engine/device_meter.py DeviceMeter._mark: event.record(self._lane.compute)": late("steered"),
+    "engine/clocks.py wait_for: event.synchronize()": late("steered"),
+    "engine/clocks.py DeviceClock.mark: event.record(self._lane.compute)": late("steered"),
     "engine/nan_guard.py NanGuard.judge: self._passed.record(self._lane.compute)": late("not finite") * OFTEN,
     "replica/factories.py build_models: lane.await_caller()": late("models of build_models"),
     "replica/joint_step.py JointStep.step: self._given.record(replica.lane.compute)": [(UNLIKE, LATE)]
@@ -223,7 +223,7 @@ REDUNDANT = {
         "each call sends the parameters, and torch lets the first device's stream wait for the other's "
         "before a copy; so does NCCL"
     ),
-    "engine/device_meter.py DeviceMeter.settle: self._last.record(self._lane.compute)": (
+    "engine/clocks.py DeviceClock.settle: last.record(self._lane.compute)": (
         "a time alone: from here on the next step's wait for data counts"
     ),
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.engine.device_meter import DeviceMeter
+from flowdp.engine.meter import Meter
 from tests.late.device import LateCuda, Mark
 from tests.late.doors import EXACT, trainer_of
 from tests.late.install import installed
@@ -46,14 +46,14 @@ def waits_of(
     monkeypatch: pytest.MonkeyPatch, devices: Sequence[int] = (0, 1), backend: str = "local", **options: Any
 ) -> int:
     """Waits in a run."""
-    cuda, settle = WatchedCuda(2), DeviceMeter.settle
+    cuda, settle = WatchedCuda(2), Meter.settle
 
-    def settled(meter: DeviceMeter) -> None:
+    def settled(meter: Meter) -> None:
         cuda.is_idle.here = True
         settle(meter)
         cuda.is_idle.here = False
 
-    monkeypatch.setattr(DeviceMeter, "settle", settled)
+    monkeypatch.setattr(Meter, "settle", settled)
     runtime = flowdp.RuntimeOptions(partition_ratios=(0.5, 0.5), backend=backend)  # type: ignore[arg-type]
     given = {**EXACT, "runtime": runtime, "failures": flowdp.FailureOptions(check_loss=False), **options}
     with installed(cuda):

@@ -113,7 +113,8 @@ def test_a_million_steps_need_little_memory_and_are_all_counted() -> None:
             start_s = step * 1e-3
             recorder.add(Activity.STEP, start_s, start_s + 8e-4)
             if step % 2 == rank:
-                recorder.meeting(start_s + 8e-4, start_s + 9e-4, start_s + 1e-3)
+                recorder.add(Activity.GATE, start_s + 8e-4, start_s + 9e-4)
+                recorder.add(Activity.AVERAGE, start_s + 9e-4, start_s + 1e-3)
     tables = [recorder.read(activity) for recorder in timeline.ranks for activity in Activity]
     # The numbers are the memory: 8 bytes each, and the lists hold as many again before they grow.
     assert 2 * sum(table.nbytes for table in tables) < 8 << 20

@@ -165,7 +165,7 @@ def _bound_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fresh_worker() -> Meter:
     """Make the calling thread a worker's; returns the destination of its values."""
-    meter = Meter()
+    meter = Meter(HostLane(torch.device("cpu")))
     bind(CurrentWorker(0, torch.device("cpu"), nn.Linear(1, 1), samples=1, sink=meter.scalar))
     return meter
 

@@ -1,4 +1,4 @@
-"""Tests of step times by events on a device, without waits for them."""
+"""Tests of a meter whose clock is a device's: times by events, without waits for them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from flowdp.collective.base import Averaging
-from flowdp.device.streams import HostLane, StreamLane
-from flowdp.engine import device_meter as module
-from flowdp.engine.device_meter import PAGE, STEPS_AHEAD, DeviceMeter, open_meter
+from flowdp.device.streams import StreamLane
+from flowdp.engine.clocks import PAGE, STEPS_AHEAD, DeviceClock
 from flowdp.engine.meter import Meter, OrderSums
 from flowdp.machine.worker import Step
 from tests.engine.test_meter import closed, steps
@@ -26,11 +25,6 @@ def cuda() -> FakeCuda:
 @pytest.fixture
 def lane(cuda: FakeCuda) -> StreamLane:
     return StreamLane(CPU, cuda)
-
-
-def test_the_lane_decides(lane: StreamLane) -> None:
-    assert type(open_meter(HostLane(CPU))) is Meter
-    assert type(open_meter(lane)) is DeviceMeter
 
 
 class Clock:
@@ -52,7 +46,7 @@ class Clock:
 
 def test_busy_is_in_steps_and_data_between_them(lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    meter = DeviceMeter(lane)
+    meter = Meter(lane)
     for gap_ms, step_ms in ((5.0, 100.0), (1.0, 20.0), (3.0, 20.0)):
         clock.passes(gap_ms)
         meter.begin(0.0)
@@ -70,7 +64,7 @@ def test_busy_is_in_steps_and_data_between_them(lane: StreamLane, monkeypatch: p
 
 def test_the_step_behind_a_mean_is_work(lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    meter = DeviceMeter(lane)
+    meter = Meter(lane)
     for _ in range(2):
         meter.begin(0.0)
         clock.passes(10.0)
@@ -88,7 +82,7 @@ def test_the_step_behind_a_mean_is_work(lane: StreamLane, monkeypatch: pytest.Mo
 def test_the_host_stays_three_steps_ahead_and_no_more(
     lane: StreamLane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meter = DeviceMeter(lane)
+    meter = Meter(lane)
     awaited: list[FakeEvent] = []
     synchronize = FakeEvent.synchronize
 
@@ -104,7 +98,7 @@ def test_the_host_stays_three_steps_ahead_and_no_more(
 
 
 def test_reports_come_without_waiting_when_later_steps_land(lane: StreamLane) -> None:
-    meter = DeviceMeter(lane)
+    meter = Meter(lane)
     reports: list[OrderSums] = []
     steps(meter, 1.0)
     meter.close(reports.append)
@@ -115,7 +109,7 @@ def test_reports_come_without_waiting_when_later_steps_land(lane: StreamLane) ->
 
 
 def test_nothing_is_read_back_on_the_step_path(lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = DeviceMeter(lane)
+    meter = Meter(lane)
 
     def refuse(tensor: torch.Tensor) -> float:
         raise AssertionError("read back")
@@ -130,7 +124,7 @@ def test_nothing_is_read_back_on_the_step_path(lane: StreamLane, monkeypatch: py
 
 @pytest.mark.parametrize("names", [1, 5])
 def test_a_full_page_makes_room(lane: StreamLane, names: int) -> None:
-    meter = DeviceMeter(lane)
+    meter = Meter(lane)
     count = 2 * PAGE + 10
     for step in range(count):
         meter.begin(0.0)
@@ -144,7 +138,7 @@ def test_a_full_page_makes_room(lane: StreamLane, names: int) -> None:
 
 def test_a_step_that_begins_again_may_have_filled_pages(lane: StreamLane) -> None:
     """More values than a page has cells, in a step whose first attempt recorded still more."""
-    meter = DeviceMeter(lane)
+    meter = Meter(lane)
     names = [f"s{number}" for number in range(PAGE + 10)]
 
     def record(count: int, value: float) -> None:
@@ -163,25 +157,10 @@ def test_a_step_that_begins_again_may_have_filled_pages(lane: StreamLane) -> Non
     assert work.losses == (3.0, 2)
     both, later = dict.fromkeys(names[: PAGE - 5], (11.0, 2.0)), names[PAGE - 5 : PAGE + 5]
     assert work.scalars == both | dict.fromkeys(later, (10.0, 1.0))
-    assert len(meter._pages) == 2
-
-
-def test_what_is_saved_and_put_back_is_free_of_races(cuda: FakeCuda, lane: StreamLane) -> None:
-    with lane.on(lane.compute):
-        meter = DeviceMeter(lane)
-        cuda.watch("the cells", meter._page.device, meter._saved)
-        for _ in range(3):
-            meter.begin(0.0)
-            meter.scalar("name", torch.tensor(1.0), 1.0)
-            meter.discard()
-            meter.scalar("name", torch.tensor(2.0), 1.0)
-            meter.end(torch.tensor(1.0), 1, STEP)
-        assert closed(meter, 3).work.scalars == {"name": (6.0, 3.0)}
-    assert not cuda.races
 
 
 def test_nobody_waits_for_the_losses_but_who_looks(lane: StreamLane) -> None:
-    meter = DeviceMeter(lane)
+    meter = Meter(lane)
     meter.begin(0.0)
     meter.end(torch.tensor(float("nan")), 1, STEP)
     assert not meter.bad
@@ -189,19 +168,25 @@ def test_nobody_waits_for_the_losses_but_who_looks(lane: StreamLane) -> None:
     assert meter.bad == {0: STEP}
 
 
-def test_pages_are_free_of_races(cuda: FakeCuda, lane: StreamLane, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = DeviceMeter._new_page
+def test_numbers_on_their_way_are_free_of_races(
+    cuda: FakeCuda, lane: StreamLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = DeviceClock._new_page
 
-    def watched(self: DeviceMeter) -> module._Page:
+    def watched(self: DeviceClock) -> torch.Tensor:
         page = make(self)
-        cuda.watch("a page", page.device)
+        cuda.watch("a page", page)
         return page
 
-    monkeypatch.setattr(DeviceMeter, "_new_page", watched)
+    monkeypatch.setattr(DeviceClock, "_new_page", watched)
     with lane.on(lane.compute):
-        meter = DeviceMeter(lane)
+        meter = Meter(lane)
         for order in range(20):
-            steps(meter, *[float(order)] * 3)
+            for _ in range(3):
+                meter.begin(0.0)
+                meter.scalar("name", torch.tensor(1.0), 1.0)
+                meter.discard()
+                meter.end(torch.tensor(float(order)), 1, STEP)
             meter.close(lambda report: None)
         meter.settle()
     assert not cuda.races
@@ -210,7 +195,7 @@ def test_pages_are_free_of_races(cuda: FakeCuda, lane: StreamLane, monkeypatch: 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_losses_are_seen_once_and_where_they_lie(lane: StreamLane, bad: float) -> None:
     """Among other values of their step, over several pages, and not those of the round before."""
-    meter = DeviceMeter(lane)
+    meter = Meter(lane)
     assert meter.losses() is None
     for count in (2, PAGE + 3, 1):
         for wrong in (None, 0, count - 1):
@@ -235,7 +220,7 @@ def test_a_report_in_the_pocket_is_fetched_while_the_device_goes_on(
     lane: StreamLane, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lane.on(lane.compute):
-        meter = DeviceMeter(lane)
+        meter = Meter(lane)
         reports: list[OrderSums] = []
         steps(meter, 1.0)
         meter.close(reports.append)
