@@ -56,7 +56,7 @@ from flowdp.device.streams import open_lanes
 from flowdp.device.torch_modes import watcher
 from flowdp.device.trees import batch_length, tree_map
 from flowdp.engine.active_runs import check_free
-from flowdp.engine.evaluation import evaluating
+from flowdp.engine.shared_batches import evaluating
 from flowdp.errors import FlowdpError
 from flowdp.graphs.captured_call import captured_call
 from flowdp.modules.stand_in import StandInModule

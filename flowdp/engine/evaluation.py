@@ -6,25 +6,20 @@ number, and the means are taken in that order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowdp.data.limit import check_limit
-from flowdp.data.moving import await_dataset, keep_for
 from flowdp.data.source import Batch, Source
-from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.compiled import FirstCalls
-from flowdp.device.copies import move
-from flowdp.device.streams import Lane
-from flowdp.device.trees import moves_itself, tensors_of, tree_map
 from flowdp.device.worker_context import CurrentWorker, current_worker
 from flowdp.engine.metrics import (
     MachineMetrics,
@@ -36,9 +31,8 @@ from flowdp.engine.metrics import (
     sent_metrics,
     takes_metrics,
 )
-from flowdp.engine.shared_batches import SharedBatches
+from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
 from flowdp.errors import OptionError
-from flowdp.modules.training_mode import put_modes
 from flowdp.protocol.messages import Evaluated, MetricsMerged
 from flowdp.replica.replica import unpack_loss
 from flowdp.validators import check_function, check_int, one_of
@@ -46,14 +40,10 @@ from flowdp.validators import check_function, check_int, one_of
 __all__ = [
     "EvalStep",
     "EvalSums",
-    "EvaluatedReplica",
     "EvaluationOptions",
     "Evaluator",
     "check_evaluation",
     "check_judged",
-    "evaluating",
-    "own_generator",
-    "to_lane",
 ]
 
 EvalStep = Callable[..., Mapping[str, Any] | None]
@@ -145,34 +135,6 @@ def check_judged(options: EvaluationOptions | None, *, judges: bool) -> None:
         )
 
 
-class EvaluatedReplica(Protocol):
-    """A rank's model and loss: of a `Replica`, or without an optimizer."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The model, the rank's own."""
-        ...
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The loss, of (model, batch)."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the rank."""
-        ...
-
-    @property
-    def lane(self) -> Lane:
-        """Lane of the device."""
-        ...
-
-    def casting(self) -> AbstractContextManager[object]:
-        """Autocast, if any."""
-        ...
-
-
 class Evaluator:
     """The evaluations of a run: each reads its dataset once, and its ranks share it.
 
@@ -247,17 +209,15 @@ class Evaluator:
         sink, samples = worker.sink, worker.samples
         number = self.batches.begin(rank)
         given = self._metrics[rank] if self._metrics else {}
-        reading = _Reading(self._eval_step, replica, worker, given)
+        reading = _Reading(self._eval_step, replica, worker, given, is_first=number == 0)
+
+        def task(batch: int, payload: Batch, samples: int) -> None:
+            reading.evaluate(batch, payload, samples)
+            moved()
+
         try:
-            with evaluating(replica.module), own_generator(replica.device), torch.no_grad():
-                while (taken := self.batches.take(rank, number, wait)) is not None:
-                    batch, payload = taken
-                    try:
-                        reading.evaluate(batch, payload, self.source.samples_in(number, batch), number == 0)
-                    except Exception as error:
-                        error.add_note(f"in {self.batches.name(number, batch)} of the evaluation")
-                        raise
-                    moved()
+            self.batches.each(rank, replica, number, wait, task, " of the evaluation")
+            with torch.no_grad():
                 parts = self.pool.put(number, reading.batches, reading.metrics(), self.batches.own(number))
                 results = _read(reading.rows)
                 if not parts:
@@ -308,6 +268,9 @@ class _Reading:
         rows: Its results so far.
         batches: That it has evaluated.
         used: Metrics that are the evaluation's, by their names: given, and returned by the user's code.
+
+    Args:
+        is_first: It is the run's first evaluation, where torch.compile may work.
     """
 
     def __init__(
@@ -316,11 +279,14 @@ class _Reading:
         replica: EvaluatedReplica,
         worker: CurrentWorker,
         given: Mapping[str, Any],
+        *,
+        is_first: bool,
     ) -> None:
         self.rows: list[_Row] = []
         self.batches = 0
         self.used: dict[str, Any] = dict(given)
         self._step, self._replica, self._worker, self._given = step, replica, worker, given
+        self._is_first = is_first
         self._takes = {"metrics": MappingProxyType(given)} if step is not None and takes_metrics(step) else {}
         self._calls = FirstCalls(replica.module, step or replica.function)
         for metric in given.values():
@@ -328,18 +294,17 @@ class _Reading:
         for metric in filter(is_metric, replica.module.modules()):
             reset(metric)  # what the training has counted is not of the evaluation
 
-    def evaluate(self, batch: int, payload: Batch, samples: int, is_first: bool) -> None:
-        """Evaluate a batch; `is_first`: in the run's first evaluation, where torch.compile may work."""
+    def evaluate(self, batch: int, payload: Batch, samples: int) -> None:
+        """Evaluate a batch that is on the device."""
         replica, self._worker.samples = self._replica, samples
         self._worker.sink = lambda name, value, weight: self._note(batch, name, value, weight)
-        with self._calls.turn(samples) if is_first and not self.batches else nullcontext():
-            self.batches += 1
-            moved = tree_map(lambda leaf: to_lane(leaf, replica.lane), payload)
-            with replica.casting():
-                if self._step is None:
-                    self._evaluate_loss(batch, moved)
-                    return
-                means = named_metrics(self._step(replica.module, moved, **self._takes))
+        self.batches += 1
+        may_compile = self._is_first and self.batches == 1
+        with self._calls.turn(samples) if may_compile else nullcontext(), replica.casting():
+            if self._step is None:
+                self._evaluate_loss(batch, payload)
+                return
+            means = named_metrics(self._step(replica.module, payload, **self._takes))
         if means is None and self._takes:
             return
         if not isinstance(means, Mapping):
@@ -411,42 +376,3 @@ def _read(rows: list[_Row]) -> EvalSums:
             found[place] = number
     read = ((row[0], float(found[2 * i]), (row[2], float(found[2 * i + 1]))) for i, row in enumerate(rows))
     return tuple((*key, tuple(map(itemgetter(2), of))) for key, of in groupby(read, key=itemgetter(0, 1)))
-
-
-def to_lane(leaf: Any, lane: Lane) -> Any:
-    """A leaf of a batch on the lane's device; the current stream is its `compute`."""
-    await_dataset(leaf, lane, lane.compute)
-    if isinstance(leaf, Tensor):
-        moved = move(leaf, lane.device)
-    elif moves_itself(leaf):
-        moved = leaf.to(lane.device)
-    else:
-        return leaf
-    # One that lies there already belongs to another stream, which gets its memory when we let go of it.
-    keep_for(lane.compute, tensors_of(moved))
-    return moved
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode; then each submodule has its own mode again."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        module.eval()
-        yield
-    finally:
-        put_modes(modes)
-
-
-@contextmanager
-def own_generator(device: torch.device) -> Iterator[None]:
-    """Restore a device's generator: ranks share batches by speed, and training must not depend on it."""
-    if not is_accelerator(device):
-        yield
-        return
-    generator = device_generator(device)
-    state = generator.get_state()
-    try:
-        yield
-    finally:
-        generator.set_state(state)

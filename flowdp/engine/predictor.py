@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from flowdp.data.source import Batch
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.trees import concatenated, described, flatten, is_cut, tree_map, unflatten
-from flowdp.engine.evaluation import EvaluatedReplica, evaluating, own_generator, to_lane
-from flowdp.engine.shared_batches import SharedBatches
+from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
 from flowdp.errors import DataError
 
-__all__ = ["PredictStep", "Predictor", "forward_step", "joined"]
+__all__ = ["PredictStep", "forward_step", "joined", "outputs_of"]
 
 PredictStep = Callable[[nn.Module, Any], Any]
 """Function of (model, batch) that returns an output with an entry for each sample of the batch."""
@@ -42,54 +41,40 @@ def forward_step(has_criterion: bool) -> PredictStep:
     return step
 
 
-class Predictor:
-    """The outputs of one reading of a dataset.
+def outputs_of(
+    batches: SharedBatches, step: PredictStep, rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]
+) -> dict[int, tuple[Any, int]]:
+    """Compute the outputs of one reading of a dataset, until no batch is left.
 
     Args:
         batches: Batches that the ranks share.
         step: Function of (model, batch).
+        rank: Rank index.
+        replica: Its own.
+        wait: See `SharedBatches.take`.
+
+    Returns:
+        By the batch's number its output, on the CPU, and its samples. Each output is waited for.
+
+    Threads:
+        The thread of the rank, all of them at once.
+
+    Raises:
+        DataError: The dataset failed.
+        TypeError: An output has no entry for each sample.
+        Exception: Raised by the user's code, with a note of the batch.
     """
+    outputs: dict[int, tuple[Any, int]] = {}
+    calls = FirstCalls(replica.module, step)
 
-    def __init__(self, batches: SharedBatches, step: PredictStep) -> None:
-        self._batches = batches
-        self._step = step
+    def task(batch: int, payload: Batch, samples: int) -> None:
+        with calls.turn(samples), replica.casting():
+            output = step(replica.module, payload)
+        _check(output, samples)
+        outputs[batch] = tree_map(_on_host, output), samples
 
-    def run(
-        self, rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]
-    ) -> dict[int, tuple[Any, int]]:
-        """Compute outputs until no batch is left.
-
-        Returns:
-            By the batch's number its output, on the CPU, and its samples.
-
-        Streams:
-            All is enqueued on the current stream, which is the lane's `compute`; each output is waited for.
-
-        Threads:
-            The thread of the rank, all of them at once.
-
-        Raises:
-            DataError: The dataset failed.
-            TypeError: An output has no entry for each sample.
-            Exception: Raised by the user's code, with a note of the batch.
-        """
-        outputs: dict[int, tuple[Any, int]] = {}
-        calls = FirstCalls(replica.module, self._step)
-        number = self._batches.begin(rank)
-        with evaluating(replica.module), own_generator(replica.device), torch.no_grad():
-            while (taken := self._batches.take(rank, number, wait)) is not None:
-                batch, payload = taken
-                samples = self._batches.source.samples_in(number, batch)
-                try:
-                    own = tree_map(lambda leaf: to_lane(leaf, replica.lane), payload)
-                    with calls.turn(samples), replica.casting():
-                        output = self._step(replica.module, own)
-                    _check(output, samples)
-                except Exception as error:
-                    error.add_note(f"in {self._batches.name(number, batch)}")
-                    raise
-                outputs[batch] = tree_map(_on_host, output), samples
-        return outputs
+    batches.each(rank, replica, batches.begin(rank), wait, task)
+    return outputs
 
 
 def joined(outputs: Sequence[tuple[Any, int]]) -> Any:

@@ -19,8 +19,7 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.engine.evaluation import EvaluatedReplica
-from flowdp.engine.shared_batches import SharedBatches
+from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
 from flowdp.errors import FlowdpError, OutOfDeviceMemory, StepError
 from flowdp.options import ProcessTuning
 from flowdp.policy.formats import format_error

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from flowdp.data.moving import await_dataset, keep_for
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
+from flowdp.device.accelerator import device_generator, is_accelerator
+from flowdp.device.copies import move
+from flowdp.device.streams import Lane
+from flowdp.device.trees import moves_itself, tensors_of, tree_map
 from flowdp.errors import DataError
+from flowdp.modules.training_mode import put_modes
 from flowdp.policy.formats import format_indices
+from flowdp.replica.inference import InferenceReplica
+from flowdp.replica.replica import Replica
 
-__all__ = ["SharedBatches"]
+__all__ = ["EvaluatedReplica", "SharedBatches", "evaluating", "to_lane"]
+
+EvaluatedReplica = Replica | InferenceReplica
+"""A rank's model and loss, with an optimizer or without one."""
 
 
 class SharedBatches:
@@ -66,6 +82,45 @@ class SharedBatches:
             self._begun[rank] += 1
             return self._begun[rank] - 1
 
+    def each(
+        self,
+        rank: int,
+        replica: EvaluatedReplica,
+        number: int,
+        wait: Callable[[], bool],
+        task: Callable[[int, Any, int], None],
+        of: str = "",
+    ) -> None:
+        """Do a task with each batch that this rank claims, in evaluation mode, until none is left.
+
+        Args:
+            rank: Rank index.
+            replica: Its own; the module's modes are put back, whatever happens.
+            number: Number of the reading.
+            wait: See `take`.
+            task: Called as `task(number of the batch, batch on the device, samples)`.
+            of: The reading, for the note of an error.
+
+        Streams:
+            All is enqueued on the current stream, which is the lane's `compute`.
+
+        Threads:
+            The thread of the rank, all of them at once.
+
+        Raises:
+            DataError: The dataset failed.
+            Exception: Raised by the user's code, with a note of the batch.
+        """
+        with evaluating(replica.module), _own_generator(replica.device), torch.no_grad():
+            while (taken := self.take(rank, number, wait)) is not None:
+                batch, payload = taken
+                try:
+                    moved = tree_map(lambda leaf: to_lane(leaf, replica.lane), payload)
+                    task(batch, moved, self.source.samples_in(number, batch))
+                except Exception as error:
+                    error.add_note(f"in {self._name(number, batch)}{of}")
+                    raise
+
     def take(self, rank: int, number: int, wait: Callable[[], bool]) -> tuple[int, Batch] | None:
         """Claim a batch and wait until it is there; None where there is none left.
 
@@ -105,11 +160,6 @@ class SharedBatches:
         end = self.end(number)
         return None if end is None else self.source.stride.of(end)
 
-    def name(self, number: int, batch: int) -> str:
-        """A batch with the indices of its samples, for messages."""
-        indices = self.source.indices(number, batch)
-        return f"batch {batch}" + (f" (samples {format_indices(indices)})" if indices else "")
-
     def cut(self) -> None:
         """Let no rank take another batch, of this reading or a later one.
 
@@ -119,6 +169,11 @@ class SharedBatches:
         with self._lock:
             self._is_cut = True
         self._wake_all()
+
+    def _name(self, number: int, batch: int) -> str:
+        """A batch with the indices of its samples."""
+        indices = self.source.indices(number, batch)
+        return f"batch {batch}" + (f" (samples {format_indices(indices)})" if indices else "")
 
     def _is_beyond(self, number: int, batch: int) -> bool:
         end = self.end(number)
@@ -134,3 +189,42 @@ class SharedBatches:
             begun = list(self._begun.items())
         for rank, readings in begun:
             self._wake(rank, readings - 1, 0)
+
+
+def to_lane(leaf: Any, lane: Lane) -> Any:
+    """A leaf of a batch on the lane's device; the current stream is its `compute`."""
+    await_dataset(leaf, lane, lane.compute)
+    if isinstance(leaf, Tensor):
+        moved = move(leaf, lane.device)
+    elif moves_itself(leaf):
+        moved = leaf.to(lane.device)
+    else:
+        return leaf
+    # One that lies there already belongs to another stream, which gets its memory when we let go of it.
+    keep_for(lane.compute, tensors_of(moved))
+    return moved
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode; then each submodule has its own mode again."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        module.eval()
+        yield
+    finally:
+        put_modes(modes)
+
+
+@contextmanager
+def _own_generator(device: torch.device) -> Iterator[None]:
+    """Restore a device's generator: ranks share batches by speed, and training must not depend on it."""
+    if not is_accelerator(device):
+        yield
+        return
+    generator = device_generator(device)
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)

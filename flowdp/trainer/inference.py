@@ -16,12 +16,12 @@ from flowdp.data.open_source import loader_generators
 from flowdp.device.process_tuning import as_tuning
 from flowdp.device.seeding import generators_kept
 from flowdp.engine.active_runs import check_free
-from flowdp.engine.evaluation import EvaluatedReplica, Evaluator
+from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.metrics import MachineMetrics, rank_metrics
-from flowdp.engine.predictor import Predictor, PredictStep, forward_step, joined
+from flowdp.engine.predictor import PredictStep, forward_step, joined, outputs_of
 from flowdp.engine.rank_threads import on_all_ranks
 from flowdp.engine.resume import find
-from flowdp.engine.shared_batches import SharedBatches
+from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
 from flowdp.errors import OptionError
 from flowdp.options import ProcessTuning
 from flowdp.policy.metric_array import MetricArray
@@ -83,8 +83,8 @@ def predict(
         name="predict",
     )
     batches = SharedBatches(source)
-    predictor = Predictor(batches, step or forward_step(isinstance(config.replica.loss, nn.Module)))
-    parts = on_all_ranks(predictor.run, replicas, batches, _tuning(config), "predicts")
+    task = partial(outputs_of, batches, step or forward_step(isinstance(config.replica.loss, nn.Module)))
+    parts = on_all_ranks(task, replicas, batches, _tuning(config), "predicts")
     outputs = {number: output for part in parts for number, output in part.items()}
     return joined([outputs[number] for number in sorted(outputs)])
 

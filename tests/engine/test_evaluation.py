@@ -18,11 +18,8 @@ from flowdp.data.open_evaluation import open_evaluation
 from flowdp.device import worker_context
 from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker, record_scalar
-from flowdp.engine.evaluation import (
-    EvalSums,
-    Evaluator,
-    to_lane,
-)
+from flowdp.engine.evaluation import EvalSums, Evaluator
+from flowdp.engine.shared_batches import to_lane
 from flowdp.errors import DataError
 from flowdp.policy.tally import evaluation_means
 from flowdp.replica.replica import Replica, loss_function

@@ -166,7 +166,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "device/streams.py Lane.drain: mark.synchronize()": late("resident by hand"),
     "device/streams.py StreamLane._await: mark.record(other)": late("resident by hand"),
     "device/streams.py StreamLane._await: stream.wait_event(mark)": late("resident by hand"),
-    "engine/evaluation.py to_lane: keep_for(lane.compute, tensors_of(moved))": [(EVALUATED, LATE)] * OFTEN,
+    "engine/shared_batches.py to_lane: keep_for(lane.compute, tensors_of(moved))": [(EVALUATED, LATE)]
+    * OFTEN,
     "engine/clocks.py wait_for: event.synchronize()": late("steered"),
     "engine/clocks.py DeviceClock.mark: event.record(self._lane.compute)": late("steered"),
     "engine/nan_guard.py NanGuard.judge: self._passed.record(self._lane.compute)": late("not finite") * OFTEN,
