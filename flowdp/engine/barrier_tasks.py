@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from flowdp.checkpoint.host_copies import PinnedBlocks
 from flowdp.engine.services import MeetingPoint, Services
@@ -63,7 +62,7 @@ class BarrierTasks:
             case Evaluate(_, _, global_step):
                 return f"evaluates at step {global_step}"
             case MergeMetrics():
-                return "computes the metrics of all machines"
+                return "computes the metrics of all ranks"
             case SaveState():
                 return "saves its state"
             case CopyReplica():
@@ -87,8 +86,7 @@ class BarrierTasks:
         match task:
             case Evaluate() if self._evaluator is not None:
                 with self._replica.evaluated_weights():
-                    found = self._evaluator.run(self._index, self._replica, wait, moved)
-                return replace(found, rank=self._rank)
+                    return self._evaluator.run(self._index, self._replica, wait, moved)
             case MergeMetrics() if self._evaluator is not None:
                 return self._evaluator.merge(self._rank, task.number)
             case SaveState():

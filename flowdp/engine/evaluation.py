@@ -22,13 +22,12 @@ from flowdp.data.source import Batch, Source
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.worker_context import CurrentWorker, current_worker
 from flowdp.engine.metrics import (
-    MachineMetrics,
     MetricPool,
+    RankMetrics,
     is_metric,
     metric_values,
     named_metrics,
     reset,
-    sent_metrics,
     takes_metrics,
 )
 from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
@@ -144,8 +143,7 @@ class Evaluator:
             batch; None: the loss is evaluated, with the scalars that it returns.
         metrics: Metrics of each rank by their names, of no other rank; `metrics` of the step, or updated with
             output and target of a criterion. Empty: there are none. Shape (world_size,).
-        send: Sends the metrics of a machine that follows to machine 0, in front of all that it sends later;
-            does not block. None on machine 0.
+        send: See `MetricPool`.
 
     Attributes:
         batches: Batches that the ranks share.
@@ -160,13 +158,12 @@ class Evaluator:
         source: Source,
         eval_step: EvalStep | None = None,
         metrics: Sequence[Mapping[str, Any]] = (),
-        send: Callable[[MachineMetrics], None] | None = None,
+        send: Callable[[RankMetrics], None] | None = None,
     ) -> None:
         self.batches = SharedBatches(source)
-        self.pool = MetricPool()
+        self.pool = MetricPool(send)
         self._eval_step = eval_step
         self._metrics = metrics
-        self._send = send
 
     @property
     def source(self) -> Source:
@@ -174,7 +171,7 @@ class Evaluator:
         return self.batches.source
 
     def run(
-        self, rank: int, replica: EvaluatedReplica, wait: Callable[[], bool], moved: Callable[[], None]
+        self, index: int, replica: EvaluatedReplica, wait: Callable[[], bool], moved: Callable[[], None]
     ) -> Evaluated:
         """Evaluate batches until none is left. Every rank of the run calls it for each evaluation.
 
@@ -182,16 +179,14 @@ class Evaluator:
         the epoch.
 
         Args:
-            rank: Rank index.
+            index: Place of the rank among those of its machine.
             replica: Its own; the module's modes are put back, whatever happens.
             wait: Blocks until the rank was woken, or more often; False: told to leave.
             moved: Called after each batch.
 
         Returns:
             Results of each batch that this rank evaluated; not of all, if it was cut or told to leave. The
-            last rank to come to the end adds the values of the metrics that all ranks have updated: numbers
-            as a batch of weight 1. On several machines the last rank of each brings their states to the
-            pool of machine 0, and `merge` has the values.
+            states of its metrics are in the pool of machine 0 then, and `merge` has the values.
 
         Streams:
             All is enqueued on the current stream, which is the lane's `compute`, and the results are read
@@ -207,8 +202,8 @@ class Evaluator:
         """
         worker = current_worker()
         sink, samples = worker.sink, worker.samples
-        number = self.batches.begin(rank)
-        given = self._metrics[rank] if self._metrics else {}
+        number = self.batches.begin(index)
+        given = self._metrics[index] if self._metrics else {}
         reading = _Reading(self._eval_step, replica, worker, given, is_first=number == 0)
 
         def task(batch: int, payload: Batch, samples: int) -> None:
@@ -216,27 +211,18 @@ class Evaluator:
             moved()
 
         try:
-            self.batches.each(rank, replica, number, wait, task, " of the evaluation")
-            with torch.no_grad():
-                parts = self.pool.put(number, reading.batches, reading.metrics(), self.batches.own(number))
-                results = _read(reading.rows)
-                if not parts:
-                    return Evaluated(rank, results)
-                if self.source.stride.step > 1:
-                    if self._send is None:
-                        self.pool.keep(number, parts)
-                    else:
-                        self._send(sent_metrics(number, parts))
-                    return Evaluated(rank, results, has_metrics=True)
-                numbers, arrays = metric_values(parts)
-                return Evaluated(rank, results + _row(numbers), arrays)
+            self.batches.each(index, replica, number, wait, task, " of the evaluation")
+            metrics = reading.metrics()
+            if metrics:
+                self.pool.put(number, worker.rank, metrics)
+            return Evaluated(worker.rank, _read(reading.rows), has_metrics=bool(metrics))
         finally:
             for metric in reading.used.values():
                 reset(metric)
             worker.sink, worker.samples = sink, samples
 
     def merge(self, rank: int, number: int) -> MetricsMerged:
-        """Merge the metrics that all machines have brought to the pool of an evaluation.
+        """Merge the metrics that all ranks have brought to the pool: numbers as a batch of weight 1.
 
         Args:
             rank: Rank index.
@@ -250,7 +236,7 @@ class Evaluator:
         """
         with torch.no_grad():
             numbers, arrays = metric_values(self.pool.merged(number))
-        return MetricsMerged(rank, _row(numbers), arrays)
+        return MetricsMerged(rank, ((-1, 1.0, numbers),) if numbers else (), arrays)
 
     def cut(self) -> None:
         """Let no rank take another batch, of this evaluation or a later one.
@@ -349,11 +335,6 @@ class _Reading:
 
     def _note(self, batch: int, name: str, value: object, weight: float | Tensor) -> None:
         self.rows.append((batch, weight, name, _number(name, value)))
-
-
-def _row(numbers: tuple[tuple[str, float], ...]) -> EvalSums:
-    """Values of metrics, as a batch of weight 1."""
-    return ((-1, 1.0, numbers),) if numbers else ()
 
 
 def _number(name: object, value: object) -> float | Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flowdp.checkpoint.machine_states import DroppedStates, WantedStates
-from flowdp.engine.metrics import MachineMetrics
+from flowdp.engine.metrics import RankMetrics
 from flowdp.engine.remote_error import RemoteError, sent_error
 from flowdp.engine.services import Services
 from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError, MachineLostError
@@ -240,9 +240,9 @@ class LeaderLink(_Link):
         match message:
             case Sign():
                 self._signs[machine] = message
-            case MachineMetrics():
+            case RankMetrics():
                 assert self._evaluator is not None
-                self._evaluator.pool.take(machine, message)
+                self._evaluator.pool.take(message)
             case tuple():
                 try:
                     self.ask(message)

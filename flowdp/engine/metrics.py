@@ -23,9 +23,9 @@ from flowdp.errors import OptionError
 from flowdp.policy.metric_array import MetricArray
 
 __all__ = [
-    "MachineMetrics",
     "MetricPool",
     "Parts",
+    "RankMetrics",
     "States",
     "check_metrics",
     "is_metric",
@@ -33,7 +33,6 @@ __all__ = [
     "named_metrics",
     "rank_metrics",
     "reset",
-    "sent_metrics",
     "takes_metrics",
 ]
 
@@ -46,8 +45,8 @@ TWO_WAYS = (
 States = list[tuple[int, dict[str, Any]]]
 """Updates and states (on the CPU, by name) of a metric and of each metric inside it."""
 
-Parts = dict[str, tuple[Any, list[States]]]
-"""A metric of each name, and the states of all ranks that have updated theirs."""
+Parts = dict[str, tuple[Any, States]]
+"""A rank's metrics by their names, with their states; None for one of another machine."""
 
 
 # ---------------------------------------------------------------- the metrics of a Trainer
@@ -123,115 +122,94 @@ def named_metrics(result: object) -> object:
 
 # ---------------------------------------------------------------- the ranks' metrics
 @dataclass(frozen=True, slots=True)
-class MachineMetrics:
-    """Metrics of one machine behind an evaluation, on their way to machine 0.
+class RankMetrics:
+    """Metrics of one rank of another machine behind an evaluation.
 
     Attributes:
         evaluation: Index of the evaluation.
-        states: States of its ranks by the names of the metrics, pickled.
+        rank: Rank index.
+        states: States by the names of the metrics, pickled.
     """
 
     evaluation: int
+    rank: int
     states: bytes
 
 
 class MetricPool:
-    """Pool of the metrics of all ranks and machines, evaluation by evaluation.
+    """Pool of the metrics that the ranks of all machines have updated in an evaluation.
+
+    Args:
+        send: Sends the metrics of a machine that follows to machine 0, in front of all that it sends later;
+            does not block. None on machine 0.
 
     Threads:
         The workers of the ranks, all of them at once, and those of the links to other machines.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards everything below
-        self._ranks: dict[int, list[tuple[int, Parts]]] = {}  # by evaluation: batches, metrics
-        self._own: dict[int, Parts] = {}  # of machine 0, by evaluation
-        self._others: dict[int, dict[int, MachineMetrics]] = {}  # by evaluation and machine
+    def __init__(self, send: Callable[[RankMetrics], None] | None = None) -> None:
+        self._send = send
+        self._lock = threading.Lock()  # guards what follows
+        self._ranks: dict[int, dict[int, Parts]] = {}  # by evaluation and rank
 
-    def put(self, evaluation: int, batches: int, metrics: Mapping[str, Any], end: int | None) -> Parts:
-        """Take the states of a rank that has no batch left.
-
-        Args:
-            evaluation: Index of the evaluation, from 0.
-            batches: That this rank has evaluated.
-            metrics: Those it has updated, by their names.
-            end: Batches of the evaluation that its ranks share; None where it was cut, so that the number is
-                not known.
-
-        Returns:
-            The states of all ranks, for the last rank that evaluated any; else nothing.
-
-        Raises:
-            TypeError: Two ranks have updated one metric: it would be two threads at once.
+    def put(self, evaluation: int, rank: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a rank that has no batch left, by their names.
 
         Streams:
             The host waits for the states.
         """
-        taken: Parts = {name: (metric, [_states(metric)]) for name, metric in metrics.items()}
+        parts: Parts = {name: (metric, _states(metric)) for name, metric in metrics.items()}
+        if self._send is None:
+            self._keep(evaluation, rank, parts)
+        else:
+            states = {name: states for name, (_, states) in parts.items()}
+            self._send(RankMetrics(evaluation, rank, pickle.dumps(states, pickle.HIGHEST_PROTOCOL)))
+
+    def take(self, metrics: RankMetrics) -> None:
+        """Take the metrics of a rank of another machine."""
+        parts = {name: (None, states) for name, states in pickle.loads(metrics.states).items()}
+        self._keep(metrics.evaluation, metrics.rank, parts)
+
+    def merged(self, evaluation: int) -> dict[str, tuple[Any, list[States]]]:
+        """A metric of each name with the states of all ranks, in their order; the pool forgets them.
+
+        Raises:
+            TypeError: Two ranks have updated one metric: it would be two threads at once. Or another machine
+                has a metric that machine 0 has not updated.
+        """
         with self._lock:
-            ranks = self._ranks.setdefault(evaluation, [])
-            ranks.append((batches, taken))
-            if not batches or sum(done for done, _ in ranks) != end:
-                return {}
-            del self._ranks[evaluation]
-        together = dict(taken)
-        seen = {id(metric) for metric in metrics.values()}
-        for _, other in ranks[:-1]:
-            for name, (metric, states) in other.items():
+            ranks = sorted(self._ranks.pop(evaluation, {}).items())
+        together: dict[str, tuple[Any, list[States]]] = {}
+        seen: set[int] = set()
+        for _, parts in ranks:
+            for name, (metric, states) in parts.items():
                 if id(metric) in seen:
                     raise TypeError(
                         f"{name!r} is one {type(metric).__name__} for several ranks, which update it at the "
                         "same time: make it a part of the model (self.f1 = ...), each rank having its own, "
                         "or give Trainer(metrics={...})"
                     )
-                mine, before = together.get(name, (metric, []))
-                together[name] = mine, before + states
-            seen |= {id(metric) for metric, _ in other.values()}
-        return together
-
-    def keep(self, evaluation: int, parts: Parts) -> None:
-        """Keep the metrics of machine 0 until `merged`."""
-        with self._lock:
-            self._own = {evaluation: parts}
-
-    def take(self, machine: int, metrics: MachineMetrics) -> None:
-        """Take those of another machine."""
-        with self._lock:
-            # One that was cut short is never merged.
-            self._others = {number: of for number, of in self._others.items() if number >= metrics.evaluation}
-            self._others.setdefault(metrics.evaluation, {})[machine] = metrics
-
-    def merged(self, evaluation: int) -> Parts:
-        """The metrics of all machines; the pool forgets them.
-
-        Raises:
-            TypeError: Another machine has a metric that machine 0 has not updated.
-        """
-        with self._lock:
-            own, others = self._own.pop(evaluation, {}), self._others.pop(evaluation, {})
-        parts: Parts = {name: (metric, list(ranks)) for name, (metric, ranks) in own.items()}
-        theirs = [pickle.loads(other.states) for _, other in sorted(others.items())]
-        missing = {name for states in theirs for name in states} - set(parts)
-        if missing or not parts:
+                first, before = together.get(name, (metric, []))
+                together[name] = first, [*before, states]
+            seen |= {id(metric) for metric, _ in parts.values() if metric is not None}
+        missing = [name for name, (metric, _) in together.items() if metric is None]
+        if missing or self._send is not None:
             raise TypeError(
-                f"metrics of the evaluation ({', '.join(sorted(missing))}) were updated on another machine "
+                f"metrics of the evaluation ({', '.join(missing)}) were updated on another machine "
                 "and not on machine 0, which computes the values: return the same metrics for every batch"
             )
-        for states in theirs:
-            for name, ranks in states.items():
-                parts[name][1].extend(ranks)
-        return parts
+        return together
 
-
-def sent_metrics(evaluation: int, parts: Parts) -> MachineMetrics:
-    """The metrics of a machine that follows, for machine 0."""
-    states = {name: ranks for name, (_, ranks) in parts.items()}
-    return MachineMetrics(evaluation, pickle.dumps(states, pickle.HIGHEST_PROTOCOL))
+    def _keep(self, evaluation: int, rank: int, parts: Parts) -> None:
+        with self._lock:
+            # One that was cut short is never merged.
+            self._ranks = {number: of for number, of in self._ranks.items() if number >= evaluation}
+            self._ranks.setdefault(evaluation, {})[rank] = parts
 
 
 # ---------------------------------------------------------------- the values
 def metric_values(
-    parts: Parts,
+    merged: Mapping[str, tuple[Any, Sequence[States]]],
 ) -> tuple[tuple[tuple[str, float], ...], tuple[tuple[str, MetricArray], ...]]:
     """Values of metrics over all batches: numbers and arrays, by their names; the metrics are reset.
 
@@ -242,7 +220,7 @@ def metric_values(
         The host waits for the values.
     """
     named: list[tuple[str, float | MetricArray]] = []
-    for name, (metric, ranks) in parts.items():
+    for name, (metric, ranks) in merged.items():
         try:
             _fill(metric, ranks)
             if not any(part._update_count for part in _inner(metric)):

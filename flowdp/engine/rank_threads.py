@@ -36,6 +36,7 @@ def on_all_ranks(
     batches: SharedBatches,
     tuning: ProcessTuning,
     doing: str,
+    then: Callable[[int, EvaluatedReplica, Callable[[], bool]], T] | None = None,
 ) -> list[T]:
     """Execute a task on a thread for each rank, and wait for all; no thread is left, whatever happens.
 
@@ -47,9 +48,10 @@ def on_all_ranks(
         batches: Batches that they share; closed at the end.
         tuning: Settings of the process meanwhile.
         doing: Description of the task in errors: "predicts".
+        then: Called in the same way on the first rank's thread, when all have done theirs.
 
     Returns:
-        The results of the ranks. Shape (world_size,).
+        The results of the ranks, and of `then`.
 
     Raises:
         DataError: The dataset failed.
@@ -61,12 +63,12 @@ def on_all_ranks(
     """
     woken: list[SimpleQueue[bool]] = [SimpleQueue() for _ in replicas]
 
-    def work(rank: int) -> T:
+    def work(rank: int, do: Callable[[int, EvaluatedReplica, Callable[[], bool]], T]) -> T:
         replica = replicas[rank]
         worker = CurrentWorker(rank, replica.device, replica.module, sink=lambda *_: None)
         try:
             with worker_context.bound(worker):
-                return task(rank, replica, woken[rank].get)
+                return do(rank, replica, woken[rank].get)
         except FlowdpError:
             batches.cut()
             raise
@@ -91,8 +93,10 @@ def on_all_ranks(
         )
         stack.callback(crew.close)
         stack.callback(batches.cut)  # before that: an interrupt leaves jobs that wait
-        done = crew.run([partial(work, rank) for rank in range(len(replicas))])
-        return [one for one in done if one is not None]
+        done = crew.run([partial(work, rank, task) for rank in range(len(replicas))])
+        if then is not None:
+            done += crew.run([partial(work, 0, then), *[None] * (len(replicas) - 1)])
+        return [result for result in done if result is not None]
 
 
 def _wake_all(woken: Sequence[SimpleQueue[bool]], _error: object) -> None:

@@ -155,11 +155,6 @@ class SharedBatches:
         batches = self.source.batches
         return self._ends.get(number) if batches is None else batches
 
-    def own(self, number: int) -> int | None:
-        """Number of batches of a reading that lie with this machine; None: not known yet."""
-        end = self.end(number)
-        return None if end is None else self.source.stride.of(end)
-
     def cut(self) -> None:
         """Let no rank take another batch, of this reading or a later one.
 

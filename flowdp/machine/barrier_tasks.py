@@ -188,7 +188,7 @@ class _Asked:
         waits_for: Ranks that have not answered.
         results: Results of the evaluation so far.
         arrays: Arrays of it.
-        holders: Ranks whose machines have metrics to be merged.
+        holders: Ranks that have metrics to be merged.
         evaluation: Of an order to merge them, the evaluation.
         is_cut: The evaluation was cut short.
     """
@@ -367,8 +367,9 @@ class Barrier:
         asked.waits_for.discard(fact.rank)
         if isinstance(fact, Evaluated | MetricsMerged):
             asked.results += fact.results
+        if isinstance(fact, MetricsMerged):
             asked.arrays |= fact.arrays
-        if isinstance(fact, Evaluated) and fact.has_metrics:
+        elif isinstance(fact, Evaluated) and fact.has_metrics:
             asked.holders.append(fact.rank)
 
     # ------------------------------------------------------------------ doing

@@ -319,7 +319,7 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class MergeMetrics:
-    """At a barrier, behind an evaluation by several machines: merge their metrics, and compute the values.
+    """At a barrier, behind an evaluation: merge the metrics of all ranks, and compute the values.
 
     Attributes:
         number: Index of the evaluation in the run.
@@ -344,20 +344,23 @@ class Evaluated:
         rank: Rank index.
         results: Results of the batches that it took: number, samples, and (name, mean over the samples)
             pairs.
-        arrays: Values of metrics with several elements, by their names, from the last rank.
-        has_metrics: This rank is the last one of a machine whose metrics are to be merged with those of
-            other machines.
+        has_metrics: It has updated metrics, which are to be merged with those of the other ranks.
     """
 
     rank: int
     results: tuple[Evaluation, ...]
-    arrays: tuple[tuple[str, MetricArray], ...] = ()
     has_metrics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsMerged:
-    """Values of the metrics over the batches of all machines; fields as of `Evaluated`."""
+    """Values of the metrics over the batches of all ranks.
+
+    Attributes:
+        rank: The rank that has computed them.
+        results: Numbers, as a batch of weight 1.
+        arrays: Values with several elements, by their names.
+    """
 
     rank: int
     results: tuple[Evaluation, ...]

@@ -17,7 +17,7 @@ from flowdp.device.process_tuning import as_tuning
 from flowdp.device.seeding import generators_kept
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.evaluation import Evaluator
-from flowdp.engine.metrics import MachineMetrics, rank_metrics
+from flowdp.engine.metrics import RankMetrics, rank_metrics
 from flowdp.engine.predictor import PredictStep, forward_step, joined, outputs_of
 from flowdp.engine.rank_threads import on_all_ranks
 from flowdp.engine.resume import find
@@ -26,6 +26,7 @@ from flowdp.errors import OptionError
 from flowdp.options import ProcessTuning
 from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import evaluation_means
+from flowdp.protocol.messages import Evaluated, MetricsMerged
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.inference import build_inference
 from flowdp.replica.rank_state import restore_model
@@ -47,12 +48,14 @@ def validate(config: RunConfig, state: StateOption | None) -> dict[str, float | 
     evaluator = open_evaluator(config.alone)
     assert evaluator is not None
 
-    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Any:
+    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Evaluated | MetricsMerged:
         return evaluator.run(rank, replica, wait, lambda: None)
 
-    parts = on_all_ranks(task, replicas, evaluator.batches, _tuning(config), "validates")
+    merge = partial(_merge, evaluator)
+    parts = on_all_ranks(task, replicas, evaluator.batches, _tuning(config), "validates", merge)
     means = evaluation_means([result for part in parts for result in part.results])
-    return means | {name: array for part in parts for name, array in part.arrays}
+    arrays = {name: array for part in parts if isinstance(part, MetricsMerged) for name, array in part.arrays}
+    return means | arrays
 
 
 def predict(
@@ -89,9 +92,7 @@ def predict(
     return joined([outputs[number] for number in sorted(outputs)])
 
 
-def open_evaluator(
-    config: RunConfig, send: Callable[[MachineMetrics], None] | None = None
-) -> Evaluator | None:
+def open_evaluator(config: RunConfig, send: Callable[[RankMetrics], None] | None = None) -> Evaluator | None:
     """Open the evaluation's dataset, with metrics for each rank; None where there is no evaluation.
 
     Args:
@@ -131,17 +132,21 @@ def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
     evaluator = open_evaluator(replace(config.alone, evaluation=few))
     assert evaluator is not None
 
-    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> bool:
+    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Evaluated | MetricsMerged:
         replicas[rank].mark()
         try:
-            evaluator.run(rank, replica, wait, lambda: None)
+            return evaluator.run(rank, replica, wait, lambda: None)
         finally:
             replicas[rank].undo()
-        return True
 
     with generators_kept(own=loader_generators(options.dataset)):
         doing = f"tries the evaluation before the first epoch (sanity_check={options.sanity_check})"
-        on_all_ranks(task, replicas, evaluator.batches, _tuning(config), doing)
+        on_all_ranks(task, replicas, evaluator.batches, _tuning(config), doing, partial(_merge, evaluator))
+
+
+def _merge(evaluator: Evaluator, *_: object) -> Evaluated | MetricsMerged:
+    """Compute the metrics of the only evaluation of its evaluator."""
+    return evaluator.merge(0, 0)
 
 
 def _replicas(config: RunConfig, state: StateOption | None) -> Sequence[EvaluatedReplica]:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from flowdp import EvaluationOptions, Trainer, current_worker
-from flowdp.engine.metrics import MetricPool, Parts, States, sent_metrics
+from flowdp.engine import metrics
+from flowdp.engine.metrics import MetricPool, RankMetrics, States
 from tests.vision import mend_torchvision
 
 mend_torchvision()
@@ -239,30 +240,29 @@ def test_arrays_are_in_checkpoints(tmp_path: Any) -> None:
 
 
 # ---------------------------------------------------------------- several machines
-def states(count: int, value: float) -> States:
-    return [(count, {"total": torch.tensor(value), "all": [torch.tensor([value])]})]
+def states(value: float) -> States:
+    return [(1, {"total": torch.tensor(value), "all": [torch.tensor([value])]})]
 
 
-def parts(metric: object, *values: float, name: str = "f1") -> Parts:
-    return {name: (metric, [states(1, value) for value in values])}
-
-
-def totals(found: Parts) -> dict[str, list[float]]:
-    return {name: [of[0][1]["total"].item() for of in ranks] for name, (_, ranks) in found.items()}
-
-
-def test_the_states_of_all_machines_come_in_their_order_to_the_metrics_of_the_first() -> None:
-    pool, metric = MetricPool(), object()
-    pool.take(1, sent_metrics(0, parts(object(), 9.0)))  # of an evaluation that was cut short
-    pool.take(2, sent_metrics(1, parts(object(), 5.0)))
-    pool.keep(1, parts(metric, 1.0, 2.0))
-    pool.take(1, sent_metrics(1, parts(object(), 3.0, 4.0)))
-    found = pool.merged(1)
-    assert totals(found) == {"f1": [1.0, 2.0, 3.0, 4.0, 5.0]}
-    assert found["f1"][0] is metric
+def test_the_states_of_all_ranks_come_in_their_order_to_the_metric_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics, "_states", states)
+    sent: list[RankMetrics] = []
+    pool, follower = MetricPool(), MetricPool(sent.append)
+    follower.put(0, 2, {"f1": 9.0})  # of an evaluation that was cut short
+    for rank in (3, 2):
+        follower.put(1, rank, {"f1": float(rank)})
+    assert all(type(message.states) is bytes for message in sent)  # no tensor travels in the message itself
+    for message in sent[:2]:
+        pool.take(message)
+    pool.put(1, 1, {"f1": 1.0})
+    pool.put(1, 0, {"f1": 0.0})
+    pool.take(sent[2])
+    metric, ranks = pool.merged(1)["f1"]
+    assert [of[0][1]["total"].item() for of in ranks] == [0.0, 1.0, 2.0, 3.0]
+    assert metric == 0.0
+    assert pool.merged(1) == {}  # the pool has let go of them
+    pool.take(sent[1])
     with pytest.raises(TypeError, match="not on machine 0"):
-        pool.merged(1)  # the pool has let go of them
-
-
-def test_no_tensor_travels_in_the_message_itself() -> None:
-    assert type(sent_metrics(0, parts(object(), 1.0)).states) is bytes
+        pool.merged(1)
