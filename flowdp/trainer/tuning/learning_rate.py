@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from flowdp.device.worker_context import CurrentWorker, current_worker
+from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import FlowdpError, OptionError, StepError
 from flowdp.machine.policies import ROUNDS
+from flowdp.observe.callbacks import Callback
 from flowdp.observe.figure import new_figure
 from flowdp.policy.formats import format_metric
-from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.learning_rate import SchedulerOptions
-from flowdp.replica.replica import Loss, loss_function
 from flowdp.trainer.trainer import Trainer
 from flowdp.trainer.tuning.trial import trial_run
 from flowdp.validators import check_int, check_number
@@ -135,12 +134,10 @@ def find_lr(trainer: Trainer, *, lowest: float = 1e-7, highest: float = 10.0, st
     own = config.replica
     is_exact = ROUNDS[own.policy].averages == "gradients"
     sweep = _Sweep(lowest, highest, steps, together=1 if is_exact else config.world_size)
-    probe = _Probe(sweep, own, [_Losses(math.ceil(SKIPPED * steps)) for _ in config.devices])
+    probe = _Probe(sweep, config.world_size)
     replica = replace(
         own,
         policy="exact" if is_exact else "sync",
-        loss=None if own.loss is None else probe.loss,
-        train_step=None if own.train_step is None else probe.train_step,
         scheduler=SchedulerOptions(sweep.schedule, unit="step", lr_scaling=own.scheduler.lr_scaling),
         capture=None,
         checks_loss=False,
@@ -156,7 +153,7 @@ def find_lr(trainer: Trainer, *, lowest: float = 1e-7, highest: float = 10.0, st
         failures=replace(config.failures, on_failure="raise"),
     )
     try:
-        with trial_run(test) as run:
+        with trial_run(test, (probe,)) as run:
             run.join()
     except StepError as error:
         if isinstance(error.__cause__, OptionError):
@@ -172,7 +169,7 @@ def find_lr(trainer: Trainer, *, lowest: float = 1e-7, highest: float = 10.0, st
 
 
 class _TestEnded(Exception):
-    """Raised in the loss where the test is over: the one place that sees each step."""
+    """Raised in the step where the test is over."""
 
 
 @dataclass(frozen=True)
@@ -238,60 +235,45 @@ class _Losses:
             raise _TestEnded
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """The trainer's loss or step, with a look at each value.
+class _Probe(Callback):
+    """Looks at the loss of each step.
+
+    Args:
+        sweep: Rate of each step.
+        ranks: Ranks of the run.
 
     Threads:
         The workers; each writes to the losses of its rank.
     """
 
-    sweep: _Sweep
-    config: ReplicaConfig
-    ranks: Sequence[_Losses]
-    _functions: dict[int, Loss] = field(default_factory=dict)
+    def __init__(self, sweep: _Sweep, ranks: int) -> None:
+        self._sweep = sweep
+        self._ranks = [_Losses(math.ceil(SKIPPED * sweep.steps)) for _ in range(ranks)]
 
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        """The trainer's loss."""
-        worker = current_worker()
-        if worker.rank not in self._functions:
-            assert self.config.loss is not None
-            self._functions[worker.rank] = loss_function(self.config.loss, worker.device)
-        result = self._functions[worker.rank](model, batch)
-        value = result["loss"] if isinstance(result, Mapping) else result
-        self._note(worker, value[0] if isinstance(value, tuple | list) else value)
-        return result
-
-    def train_step(self, worker: CurrentWorker, batch: Any) -> Any:
-        """The trainer's step."""
-        assert self.config.train_step is not None
-        result = self.config.train_step(worker, batch)
-        if not isinstance(result, Mapping) or "loss" not in result:
+    def on_step(self, worker: CurrentWorker, loss: Tensor | None) -> None:
+        """Note the loss of a step."""
+        index = worker.global_step // self._sweep.together
+        if index >= self._sweep.steps:
+            raise _TestEnded
+        if loss is not None:
+            self._ranks[worker.rank].add(index, float(loss), worker.samples)
+        elif worker.samples:
             raise OptionError(
                 'find_lr needs the loss of each step: let train_step return {"loss": loss, ...}'
             )
-        self._note(worker, result["loss"])
-        return result
-
-    def _note(self, worker: CurrentWorker, loss: Any) -> None:
-        index = worker.global_step // self.sweep.together
-        if index >= self.sweep.steps:
-            raise _TestEnded
-        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        self.ranks[worker.rank].add(index, value, worker.samples)
 
     def curve(self) -> LrCurve:
         """The losses of all ranks together."""
         sums: dict[int, tuple[float, float]] = {}
-        for index, loss, samples in (one for rank in self.ranks for one in rank.seen):
+        for index, loss, samples in (one for rank in self._ranks for one in rank.seen):
             total, weight = sums.get(index, (0.0, 0.0))
             sums[index] = total + samples * loss, weight + samples
         losses = [total / weight for _, (total, weight) in sorted(sums.items())]
         return LrCurve(
-            lrs=tuple(self.sweep.lr(index) for index in sorted(sums)),
+            lrs=tuple(self._sweep.lr(index) for index in sorted(sums)),
             losses=tuple(losses),
-            smoothed=_smoothed(losses, self.sweep.steps),
-            diverged=any(rank.diverged for rank in self.ranks),
+            smoothed=_smoothed(losses, self._sweep.steps),
+            diverged=any(rank.diverged for rank in self._ranks),
         )
 
 

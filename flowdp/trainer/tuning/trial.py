@@ -9,6 +9,7 @@ from dataclasses import replace
 from flowdp.data.open_source import loader_generators
 from flowdp.device.seeding import generators_kept
 from flowdp.errors import OptionError
+from flowdp.observe.callbacks import Callback
 from flowdp.trainer.config import RunConfig
 from flowdp.trainer.run import Run
 from flowdp.trainer.start import start_run
@@ -17,15 +18,16 @@ __all__ = ["trial_run"]
 
 
 @contextmanager
-def trial_run(config: RunConfig) -> Iterator[Run]:
+def trial_run(config: RunConfig, callbacks: tuple[Callback, ...] = ()) -> Iterator[Run]:
     """A run that is joined at the block's end, or stopped where the block raises.
 
-    It has no callbacks, checkpoints, event log, timeline or bar. The user's model and optimizer stay as they
+    It has no other callbacks, checkpoints, timeline or bar. The user's model and optimizer stay as they
     are, since replicas are copies; so do the process's generators, and those of a DataLoader and its sampler.
     Other state of a dataset or of the loss is the user's, and moves on.
 
     Args:
         config: Settings; those that would leave a trace are replaced.
+        callbacks: In place of the run's own.
 
     Raises:
         FlowdpError: As of `Trainer.start` and `Run.join`.
@@ -41,7 +43,7 @@ def trial_run(config: RunConfig) -> Iterator[Run]:
         config,
         checkpoint=None,
         resume=False,
-        callbacks=(),
+        callbacks=callbacks,
         timeline=False,
         max_ms=None,
         monitor=None,

@@ -13,7 +13,7 @@ import flowdp
 from flowdp import BatchSizes, DeviceBatchSizes, find_batch_size
 from flowdp.trainer.tuning import batch_size
 from flowdp.trainer.tuning.batch_size import search_sizes
-from tests.tuning.small import DATA, loss, trainer
+from tests.trainer.tuning.small import DATA, loss, trainer
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 ROOM = 37

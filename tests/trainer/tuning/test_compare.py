@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import ComparedRun, Comparison, compare
-from tests.tuning.small import DATA, loss, trainer
+from tests.trainer.tuning.small import DATA, loss, trainer
 
 
 def test_the_same_settings_give_the_same_losses_from_the_same_start() -> None:

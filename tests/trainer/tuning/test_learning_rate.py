@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import LrCurve, find_lr
-from tests.tuning.small import DATA, LR, loss, net, sgd, trainer
+from tests.trainer.tuning.small import DATA, LR, loss, net, sgd, trainer
 
 EVEN = tuple(part[:64] for part in DATA)
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import flowdp
 from flowdp.trainer.tuning.trial import trial_run
-from tests.tuning.small import DATA, net, sgd, trainer
+from tests.trainer.tuning.small import DATA, net, sgd, trainer
 
 
 def generators() -> list[Any]:
