@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from flowdp.data.batches import Portion
-from flowdp.data.epoch_order import BatchOrder
+from flowdp.data.epoch_order import ALL, BatchOrder
 from flowdp.data.loader_source import MapSource, ReadPlan
 from flowdp.data.source import Batch
 from flowdp.errors import DataError
@@ -44,13 +44,13 @@ class DemandReader(MapSource):
     Args:
         dataset: Map-style.
         order: Which samples each batch holds.
-        plan: Epochs to read; its `ahead` counts batches or parts.
+        plan: Epochs to read.
         options: Further arguments of `MapSource`.
     """
 
     def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
         self._lists = _Lists()
-        super().__init__(dataset, order, self._lists, plan, **options)
+        super().__init__(dataset, order, self._lists, plan, ALL, **options)
         loader = self._loader
         self._most = max(1, loader.num_workers * (loader.prefetch_factor or 2))  # as many as torch takes
         self._iterator: Any = None
@@ -130,7 +130,7 @@ class DemandReader(MapSource):
 
     def _make_room(self) -> bool:
         """Whether there is room for one more, once the oldest that no rank expects are dropped."""
-        while len(self._read) + len(self._under_way) >= self.plan.ahead:
+        while len(self._read) + len(self._under_way) >= self.ahead:
             stale = next(itertools.filterfalse(self._is_expected, self._read), None)
             if stale is None:
                 return False

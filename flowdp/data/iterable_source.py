@@ -7,7 +7,6 @@ reader go on.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
@@ -51,6 +50,7 @@ class StreamReader(LoaderSource):
 
     Raises:
         CheckpointError: Part of an epoch is trained already.
+        OptionError: A fraction of the epoch is to be read.
     """
 
     can_resume_inside = False
@@ -82,7 +82,8 @@ class StreamReader(LoaderSource):
             worker_init_fn=partial(begin, worker_init_fn),
             **loader,
         )
-        super().__init__(None, made, plan, is_counted=True)
+        super().__init__(None, made, plan, is_counted=True, stride=plan.stride)
+        self._most = plan.limit.of_unknown
         self.batch_size = batch_size
         self.is_part = plan.is_part
         self._lengths: dict[int, int] = {}  # of the epochs that have been read to their end; under the lock
@@ -129,15 +130,14 @@ class StreamReader(LoaderSource):
             set_epoch(epoch)
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[tuple[int, ...], Any]]:
-        done, epochs = self.plan.start.done, self.plan.epochs
-        for epoch in itertools.count(done) if epochs is None else range(done, epochs):
+        for epoch in self.plan.walk():
             if not self._may_read(epoch):
                 return
             # A part has the numbers of its stride, and not those between.
             first, step = self.stride if self.is_part else ALL
             self._reading = (epoch, first)
             current = self._in_turn(partial(self._iterate, epoch)) if iterator is None else iterator
-            while self.plan.limit is None or self._reading[1] < self.plan.limit:
+            while self._most is None or self._reading[1] < self._most:
                 read = self._in_turn(partial(next, current, NOTHING))
                 if read is NOTHING:
                     break

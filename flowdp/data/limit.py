@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flowdp.errors import OptionError
 from flowdp.validators import is_int, is_number
 
-__all__ = ["Limit", "check_limit"]
+__all__ = ["UNLIMITED", "Limit", "check_limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,10 @@ class Limit:
             f"limit_batches={self.batches!r} is a fraction, and an IterableDataset has no length: "
             "give a number of batches"
         )
+
+
+UNLIMITED = Limit()
+"""All of each epoch."""
 
 
 def check_limit(name: str, value: object) -> Limit | None:

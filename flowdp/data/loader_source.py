@@ -8,6 +8,7 @@ worker processes read need no turn.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.batches import Portion, cloned, makes_new
-from flowdp.data.epoch_order import ALL, KEPT_BATCHES, NOTHING_TRAINED, AllEpochs, BatchOrder, Stride
+from flowdp.data.epoch_order import KEPT_BATCHES, NOTHING_TRAINED, BatchOrder, Stride
+from flowdp.data.limit import UNLIMITED, Limit
 from flowdp.data.processes import GRACE_S, Processes, SentAttributes, begin, starting
 from flowdp.data.source import Batch, Source
 from flowdp.device.openmp import set_own_threads
@@ -35,7 +37,7 @@ from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import Position
 from flowdp.threads.turns import Turns
 
-__all__ = ["NOTHING", "LoaderSource", "MapSource", "ReadPlan", "Reader"]
+__all__ = ["NOTHING", "AllEpochs", "LoaderSource", "MapSource", "ReadPlan", "Reader"]
 
 _Key = tuple[int, ...]  # (epoch, batch), or more of it: its order is the order of reading
 
@@ -75,38 +77,41 @@ def _turns_of(dataset: object) -> list[Turns]:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Epochs to read, and how far ahead of the ranks.
+    """Epochs to read, and for whom.
 
     Attributes:
         epochs: Epochs to read; None: without end.
-        ahead: Batches read and not taken above which the reader waits, unless a rank waits for it.
-        start: Trained part of the run, which is not read again.
+        takers: Ranks of this machine that take batches of their own: sets how far reading runs ahead of them.
+        start: Where the run stands, in batches of the source: its trained part is not read again.
         on_demand: An epoch is read when a rank waits for it; processes hold some batches of the next epochs,
             and no more.
         keeps: See `Source`; for batches that are taken whole.
-        limit: Most batches of an epoch whose length is not known; None: all.
+        limit: Part of each epoch that is read.
         machine: Number of this machine.
         machines: Machines of the run. Above 1, the batches of an epoch are read that this machine's ranks
             expect, or on demand and of a stream every `machines`-th, from number `machine` on.
-        is_stream: The dataset is an IterableDataset.
-        is_part: It yields this machine's batches alone.
+        is_part: An IterableDataset yields this machine's batches alone.
     """
 
     epochs: int | None
-    ahead: int
+    takers: int = 1
     start: Position = NOTHING_TRAINED
     on_demand: bool = False
     keeps: bool = False
-    limit: int | None = None
+    limit: Limit = UNLIMITED
     machine: int = 0
     machines: int = 1
-    is_stream: bool = False
     is_part: bool = False
+
+    def walk(self) -> Iterator[int]:
+        """The epochs that are read."""
+        first = self.start.done
+        return iter(itertools.count(first) if self.epochs is None else range(first, self.epochs))
 
     @property
     def stride(self) -> Stride:
-        """Batches of an epoch that are read; see `Source`."""
-        return Stride(self.machine, self.machines) if self.on_demand or self.is_stream else ALL
+        """Batches of an epoch that are read where each machine reads its own; see `Source`."""
+        return Stride(self.machine, self.machines)
 
 
 class LoaderSource(Source):
@@ -127,6 +132,11 @@ class LoaderSource(Source):
         loader: Loader to read.
         plan: Epochs to read.
         is_counted: The loader yields (samples, batch), because nothing else tells the number of samples.
+        stride: See `Source`.
+
+    Attributes:
+        plan: As given.
+        ahead: Batches read and not taken above which the reader waits, unless a rank waits for it.
     """
 
     def __init__(
@@ -136,11 +146,14 @@ class LoaderSource(Source):
         plan: ReadPlan,
         *,
         is_counted: bool,
+        stride: Stride,
     ) -> None:
-        super().__init__(order)
+        super().__init__(order, stride)
         self.plan = plan
-        self.stride = plan.stride
         self.keeps = plan.keeps
+        # Two for each rank, and two for the road; with processes at least their batches in work, so that none
+        # of them waits for a rank that is late.
+        self.ahead = max(2 * plan.takers + 2, loader.num_workers * (loader.prefetch_factor or 2))
         self._loader = loader
         self._is_counted = is_counted
         self._makes_new = makes_new(loader)
@@ -358,9 +371,7 @@ class LoaderSource(Source):
 
     def _has_room(self) -> bool:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or self._waiting or len(self._read) < self.plan.ahead
-            )
+            self._changed.wait_for(lambda: self._closing or self._waiting or len(self._read) < self.ahead)
             return not self._closing
 
     def _may_read(self, epoch: int) -> bool:
@@ -455,6 +466,7 @@ class MapSource(LoaderSource):
         order: Which samples each batch holds.
         lists: Lists of indices, as the DataLoader asks for them: a batch sampler.
         plan: Epochs to read.
+        stride: See `Source`.
         is_counted: See `LoaderSource`.
         worker_init_fn: Called with its number in each worker process before it reads.
         loader: Further arguments of `torch.utils.data.DataLoader`.
@@ -466,6 +478,7 @@ class MapSource(LoaderSource):
         order: BatchOrder,
         lists: Iterable[list[int]],
         plan: ReadPlan,
+        stride: Stride,
         *,
         is_counted: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
@@ -474,7 +487,44 @@ class MapSource(LoaderSource):
         made: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=lists, worker_init_fn=partial(begin, worker_init_fn), **loader
         )
-        super().__init__(order, made, plan, is_counted=is_counted)
+        super().__init__(order, made, plan, is_counted=is_counted, stride=stride)
+
+
+class AllEpochs:
+    """The batches of all epochs one after another, as torch's DataLoader asks for them: a batch sampler.
+
+    A resumed run has those that are not trained yet, the open epochs' in ascending order. Without a number of
+    epochs there is no end.
+
+    torch asks for indices long before it hands their batch over, and for the first ones from the thread that
+    starts it. So a sampler that fails ends the iteration, and its error waits in `error` until the batches
+    before it have come.
+    """
+
+    def __init__(self, order: BatchOrder, plan: ReadPlan) -> None:
+        self.error: DataError | None = None
+        self._order = order
+        self._plan = plan
+
+    def walk(self) -> Iterator[tuple[int, int]]:
+        """Every (epoch, batch) in the order of reading."""
+        plan, batches = self._plan, self._order.batches
+        if not plan.stride.of(batches):
+            return  # not one in any epoch, and there may be no last one
+        for epoch in plan.walk():
+            position, missing = plan.start.remaining(epoch) or (0, ())
+            for batch in itertools.chain(missing, range(position, batches)):
+                if plan.stride.has(batch):
+                    yield (epoch, batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for epoch, batch in self.walk():
+            try:
+                indices = self._order.indices(epoch, batch)
+            except DataError as error:
+                self.error = error
+                return
+            yield indices.tolist()
 
 
 class Reader(MapSource):
@@ -490,8 +540,8 @@ class Reader(MapSource):
     """
 
     def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
-        self._batches = AllEpochs(order, plan.epochs, plan.start, plan.stride)
-        super().__init__(dataset, order, self._batches, plan, **options)
+        self._batches = AllEpochs(order, plan)
+        super().__init__(dataset, order, self._batches, plan, plan.stride, **options)
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
         assert iterator is not None

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from flowdp.data.limit import Limit
-from flowdp.data.open_source import Collate, Source, as_tensors, open_source
+from flowdp.data.loader_source import ReadPlan
+from flowdp.data.open_source import Source, as_tensors, open_source
 from flowdp.errors import OptionError
+from flowdp.options import ReadingOptions
 
 __all__ = ["open_evaluation"]
 
 
 def open_evaluation(
-    dataset: object,
-    *,
-    batch_size: int,
-    collate_fn: Collate | None,
-    num_workers: int | None,
-    world_size: int,
-    limit: Limit | None = None,
-    name: str = "evaluation",
-    machine: int = 0,
-    machines: int = 1,
+    dataset: object, batch_size: int, reading: ReadingOptions, plan: ReadPlan, *, name: str = "evaluation"
 ) -> Source:
     """The source of an evaluation: each epoch of it is one, in the dataset's own order, begun on demand.
 
@@ -34,42 +26,24 @@ def open_evaluation(
     Args:
         dataset: See `open_source`. A DataLoader has its own settings.
         batch_size: Samples of a batch.
-        collate_fn: That of the training; it and `num_workers` are left out where they have no use.
-        num_workers: That of the training.
-        world_size: Ranks of this machine that evaluate.
-        limit: Part of the dataset that is evaluated; None: all.
+        reading: That of the training; of it `collate_fn` and `num_workers` hold where they have a use.
+        plan: What is read, and for whom; on demand.
         name: Purpose of the dataset, for errors.
-        machine: Number of this machine, from 0.
-        machines: Machines that evaluate.
 
     Raises:
         DataError: A sampler failed; see `open_source`.
         OptionError: The dataset cannot be read.
     """
-    options: dict[str, Any] = {
-        "batch_size": batch_size,
-        "shuffle": None if isinstance(dataset, IterableDataset) else False,
-        "drop_last": False,
-        "collate_fn": collate_fn,
-        "num_workers": num_workers,
-    }
+    size: int | None = batch_size
     try:
+        shuffle = None if isinstance(dataset, IterableDataset) else False
+        reading = replace(reading, shuffle=shuffle, drop_last=False)
         if isinstance(dataset, DataLoader):
-            options = dict.fromkeys(options)
+            size, reading = None, ReadingOptions()
         elif type(dataset) is not TensorDataset and as_tensors(dataset) is not None:
-            options["collate_fn"] = options["num_workers"] = None
+            reading = replace(reading, collate_fn=None, num_workers=None)
         elif hasattr(dataset, "get_batch"):
-            options["collate_fn"] = None
-        return open_source(
-            dataset,
-            **options,
-            seed=0,
-            epochs=None,
-            world_size=world_size,
-            on_demand=True,
-            limit=limit,
-            machine=machine,
-            machines=machines,
-        )
+            reading = replace(reading, collate_fn=None)
+        return open_source(dataset, size, reading, replace(plan, epochs=None, on_demand=True))
     except OptionError as error:
         raise OptionError(f"{name}: {error}") from error

@@ -22,15 +22,16 @@ from torch.utils.data import (
 )
 
 from flowdp.data.demand_source import DemandReader
-from flowdp.data.epoch_order import NOTHING_TRAINED, BatchOrder, EpochOrder, SamplerOrder
+from flowdp.data.epoch_order import ALL, BatchOrder, EpochOrder, SamplerOrder
 from flowdp.data.iterable_source import Measured, StreamReader
 from flowdp.data.limit import Limit
 from flowdp.data.loader_source import Reader, ReadPlan
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import OptionError
+from flowdp.options import ReadingOptions
 from flowdp.protocol.position import Position
-from flowdp.validators import check_flag, check_function, check_int
+from flowdp.validators import check_int
 
 __all__ = [
     "Batch",
@@ -73,34 +74,17 @@ def loader_generators(dataset: object) -> list[torch.Generator]:
 
 
 def open_source(
-    dataset: object,
-    *,
-    batch_size: int | None,
-    shuffle: bool | None,
-    seed: int,
-    drop_last: bool | None,
-    collate_fn: Collate | None,
-    num_workers: int | None,
-    epochs: int | None,
-    world_size: int = 1,
-    shares_batches: bool = False,
-    start: Position | None = None,
-    on_demand: bool = False,
-    keeps: bool = False,
-    limit: Limit | None = None,
-    machine: int = 0,
-    machines: int = 1,
-    is_part: bool = False,
+    dataset: object, batch_size: int | None, reading: ReadingOptions, plan: ReadPlan, *, seed: int = 0
 ) -> Source:
     """The source of a dataset's batches.
 
     ::
 
-        open_source((x, y), batch_size=64, ...)         # tensors of equal length: gathered, batch (x, y)
-        open_source({"x": x, "y": y}, batch_size=64, ...)               # batch {"x": ..., "y": ...}
-        open_source(dataset, batch_size=64, num_workers=2, ...)         # __getitem__ and collate_fn
-        open_source(iterable, batch_size=64, num_workers=2, ...)        # an IterableDataset, to its end
-        open_source(DataLoader(dataset, 64, shuffle=True), ...)         # the loader's settings
+        open_source((x, y), 64, ...)                            # tensors of equal length: batch (x, y)
+        open_source({"x": x, "y": y}, 64, ...)                  # batch {"x": ..., "y": ...}
+        open_source(dataset, 64, ...)                           # __getitem__ and collate_fn
+        open_source(iterable, 64, ...)                          # an IterableDataset, to its end
+        open_source(DataLoader(dataset, 64, shuffle=True), None, ...)       # the loader's settings
 
     A dataset with `get_batch(indices)` is asked for whole batches; one with
     `__getitems__(indices)` is asked for the samples of a batch at once, as torch does. Of a `DataLoader`, a
@@ -123,66 +107,46 @@ def open_source(
             IterableDataset, or a torch DataLoader.
         batch_size: Samples of a batch; None: as the DataLoader says. Another one than its own makes its
             batches anew.
-        shuffle: None is True.
+        reading: How samples become batches; of a DataLoader nothing is said.
+        plan: What is read, and for whom.
         seed: Seed of the order, >= 0.
-        drop_last: Leave out an epoch's last batch where it is not full. None is False.
-        collate_fn: Makes a batch of a list of samples. None is torch's `default_collate`.
-        num_workers: Processes that read. None is 0: the reader thread reads by itself.
-        epochs: Epochs that will be read; None: without end.
-        world_size: Ranks of this machine that take batches: sets how far reading runs ahead of them.
-        shares_batches: Each batch is for all ranks, a part of it for each; else it is one rank's.
-        start: Where the run stands, in batches of this `batch_size`; None: at the beginning.
-        on_demand: Begin each epoch when a rank waits for it. Else reading runs ahead into the next one.
-        keeps: Keep batches until they are settled; see `Source`.
-        limit: Part of each epoch that is read; None: all.
-        machine: Number of this machine, from 0.
-        machines: Machines of the run.
-        is_part: An IterableDataset yields this machine's part, and not the whole.
 
     Raises:
         CheckpointError: The run stands inside an epoch of an IterableDataset.
         DataError: A sampler failed, which is tried where there are several machines.
         OptionError: Something in this cannot work, or is not supported.
     """
-    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
-    options |= {"collate_fn": collate_fn, "num_workers": num_workers}
-    check_int("seed", seed, least=0)
-    if isinstance(dataset, DataLoader):
-        in_work = dataset.num_workers * (dataset.prefetch_factor or 2)
-    else:
-        _check_options(**options)
-        in_work = 2 * (num_workers or 0)
-    # Two batches for each rank (one that is shared is for all), and two for the road; with processes at least
-    # their batches in work, so that none of them waits for a rank that is late.
-    # On several machines each rank's part of one is read by itself.
-    ahead = max(2 * (1 if shares_batches and machines == 1 else world_size) + 2, in_work)
-    limit = limit or Limit()
-    streams = is_stream(dataset)
-    plan = ReadPlan(
-        epochs,
-        ahead,
-        start or NOTHING_TRAINED,
-        on_demand,
-        keeps,
-        limit.of_unknown if streams else None,
-        machine,
-        machines,
-        streams,
-        is_part,
-    )
-    if is_part and not streams:
+    if plan.is_part and not is_stream(dataset):
         raise OptionError(
             "machines=MachineOptions(stream='part') is for an IterableDataset, and the dataset is "
             f"{type(dataset).__name__}: give every machine the whole of it, and leave stream out"
         )
-    if isinstance(dataset, DataLoader):
-        _check_loader(dataset, options)
-        loader, pack = dataset, _PLAIN
-    else:
-        loader, pack = _loader_of(dataset, options)
-    source = _open(loader, pack, batch_size, seed, plan, limit)
-    source.stride = plan.stride
-    return source
+    loader, pack = _loader_of(dataset, batch_size, reading)
+    own = loader.generator
+    options = {
+        "num_workers": loader.num_workers,
+        "worker_init_fn": loader.worker_init_fn,
+        # A sampler may draw from it, too, and must not meet torch's own draws from it for the processes.
+        "generator": _generator(seed if own is None else own.initial_seed(), plan.start),
+        "prefetch_factor": loader.prefetch_factor,
+        "timeout": loader.timeout,
+        "multiprocessing_context": loader.multiprocessing_context,
+    }
+    dataset, collate = loader.dataset, loader.collate_fn
+    if isinstance(dataset, IterableDataset):
+        size = batch_size or loader.batch_size
+        return StreamReader(dataset, size, plan, collate_fn=collate, drop_last=loader.drop_last, **options)
+    order = _order_of(loader, seed, batch_size, plan)
+    if isinstance(order, SamplerOrder) and plan.machines > 1:
+        order.check_alike(plan.epochs)
+    reader = DemandReader if plan.machines > 1 and not plan.on_demand else Reader
+    if loader.batch_sampler is None:
+        return reader(dataset, order, plan, collate_fn=_Single(collate), is_counted=True, **options)
+    is_plain = loader.num_workers == 0 and collate is default_collate and order.batch_size is not None
+    if is_plain and (part := _rows_of_tensors(dataset)):
+        stride = plan.stride if plan.on_demand else ALL
+        return TensorSource(part[0].tensors, pack, order, part[1], stride)
+    return reader(dataset, order, plan, collate_fn=collate, **options)
 
 
 def is_stream(dataset: object) -> bool:
@@ -272,29 +236,36 @@ def _length(dataset: object) -> int:
     return len(dataset)
 
 
-def _loader_of(dataset: Any, options: Mapping[str, Any]) -> tuple[DataLoader[Any], Pack]:
+def _loader_of(dataset: Any, batch_size: int | None, reading: ReadingOptions) -> tuple[DataLoader[Any], Pack]:
     """A DataLoader that reads a dataset as these options say, and how parts of its tensors are packed."""
-    collate, num_workers = options["collate_fn"], options["num_workers"] or 0
-    batch_size, drop_last = options["batch_size"], bool(options["drop_last"])
-    shuffle = options["shuffle"] is not False
+    if isinstance(dataset, DataLoader):
+        _check_loader(dataset, reading)
+        return dataset, _PLAIN
+    if batch_size is None:
+        raise OptionError("batch_size is missing: how many samples one device trains in one step")
+    check_int("batch_size", batch_size)
+    collate, num_workers, drop_last = reading.collate_fn, reading.num_workers or 0, bool(reading.drop_last)
+    shuffle = reading.shuffle is not False
     tensors, pack = as_tensors(dataset) or (None, _PLAIN)
+    is_gathered = tensors is not None and type(dataset) is not TensorDataset
     has_batches = hasattr(dataset, "get_batch")
     if isinstance(dataset, IterableDataset):
-        if options["shuffle"] is not None:
+        if reading.shuffle is not None:
             raise OptionError(
-                f"shuffle={options['shuffle']!r} has no use for {type(dataset).__name__}: an IterableDataset "
+                f"shuffle={reading.shuffle!r} has no use for {type(dataset).__name__}: an IterableDataset "
                 f"has its own order"
             )
         shuffle = False
-    elif tensors is not None and type(dataset) is not TensorDataset:
-        if collate is not None or num_workers:
-            raise _no_use(dataset, options)
-        _check_batches(len(tensors[0]), batch_size, drop_last)
-        dataset = TensorDataset(*tensors)
     else:
+        if (collate is not None and (is_gathered or has_batches)) or (num_workers and is_gathered):
+            raise OptionError(
+                f"whole batches are made of this {type(dataset).__name__}, so collate_fn={collate!r} and "
+                f"num_workers={reading.num_workers!r} have no use for it: leave them out, or wrap tensors in "
+                "a torch TensorDataset"
+            )
+        if is_gathered and tensors is not None:
+            dataset = TensorDataset(*tensors)
         _check_batches(_length(dataset), batch_size, drop_last)
-        if has_batches and collate is not None:
-            raise _no_use(dataset, options)
     if has_batches:
         dataset, collate = _WholeBatches(dataset), _as_it_is
     return DataLoader(
@@ -302,17 +273,9 @@ def _loader_of(dataset: Any, options: Mapping[str, Any]) -> tuple[DataLoader[Any
     ), pack
 
 
-def _no_use(dataset: object, options: Mapping[str, Any]) -> OptionError:
-    return OptionError(
-        f"whole batches are made of this {type(dataset).__name__}, so collate_fn={options['collate_fn']!r} "
-        f"and num_workers={options['num_workers']!r} have no use for it: leave them out, or wrap tensors in "
-        "a torch TensorDataset"
-    )
-
-
-def _check_loader(loader: DataLoader[Any], options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if value is not None and name != "batch_size":
+def _check_loader(loader: DataLoader[Any], reading: ReadingOptions) -> None:
+    for name, value in vars(reading).items():
+        if value is not None:
             raise OptionError(
                 f"{name}={value!r} was given beside a DataLoader; give it to the DataLoader alone"
             )
@@ -323,65 +286,24 @@ def _check_loader(loader: DataLoader[Any], options: Mapping[str, Any]) -> None:
         )
 
 
-def _open(
-    loader: DataLoader[Any], pack: Pack, batch_size: int | None, seed: int, plan: ReadPlan, limit: Limit
-) -> Source:
-    own = loader.generator
-    options = {
-        "num_workers": loader.num_workers,
-        "worker_init_fn": loader.worker_init_fn,
-        # A sampler may draw from it, too, and must not meet torch's own draws from it for the processes.
-        "generator": _generator(seed if own is None else own.initial_seed(), plan.start),
-        "prefetch_factor": loader.prefetch_factor,
-        "timeout": loader.timeout,
-        "multiprocessing_context": loader.multiprocessing_context,
-    }
-    dataset, collate = loader.dataset, loader.collate_fn
-    if isinstance(dataset, IterableDataset):
-        return StreamReader(
-            dataset,
-            batch_size or loader.batch_size,
-            plan,
-            collate_fn=collate,
-            drop_last=loader.drop_last,
-            **options,
-        )
-    order = _order_of(loader, _length(dataset), seed, batch_size, limit)
-    order.limit(limit)
-    order.begin_at(plan.start.done)
-    if isinstance(order, SamplerOrder) and plan.machines > 1:
-        order.check_alike(plan.epochs)
-    if loader.batch_sampler is None:
-        return _reader(plan)(dataset, order, plan, collate_fn=_Single(collate), is_counted=True, **options)
-    if loader.num_workers == 0 and collate is default_collate and order.batch_size is not None:
-        found = _rows_of_tensors(dataset)
-        if found is not None:
-            return TensorSource(found[0].tensors, pack, order, found[1])
-    return _reader(plan)(dataset, order, plan, collate_fn=collate, **options)
-
-
-def _reader(plan: ReadPlan) -> type[Reader | DemandReader]:
-    """The class that reads a map-style dataset."""
-    return DemandReader if plan.machines > 1 and not plan.on_demand else Reader
-
-
-def _order_of(loader: DataLoader[Any], length: int, seed: int, given: int | None, limit: Limit) -> BatchOrder:
+def _order_of(loader: DataLoader[Any], seed: int, given: int | None, plan: ReadPlan) -> BatchOrder:
+    limit, first = plan.limit, plan.start.done
     own: Any = loader.batch_sampler
     if own is not None and type(own) is not BatchSampler:
         _check_batches(_samples_of(own), 1, drop_last=False)
         _check_replaced(own, limit)
-        return SamplerOrder(own)
+        return SamplerOrder(own, limit=limit, first=first)
     # Without a batch sampler each item is a batch.
     sampler: Any = loader.sampler if own is None else own.sampler
     batch_size, drop_last = (1, False) if own is None else (given or own.batch_size, own.drop_last)
+    length = _length(loader.dataset)
     _check_batches(_samples_of(sampler), batch_size, drop_last)
-    if len(sampler) == length:
-        if type(sampler) is RandomSampler and not sampler.replacement:
-            return EpochOrder(length, batch_size, seed, shuffle=not limit.is_fixed, drop_last=drop_last)
-        if type(sampler) is SequentialSampler:
-            return EpochOrder(length, batch_size, seed, shuffle=False, drop_last=drop_last)
+    is_random = type(sampler) is RandomSampler and not sampler.replacement
+    if len(sampler) == length and (is_random or type(sampler) is SequentialSampler):
+        shuffle = is_random and not limit.is_fixed
+        return EpochOrder(length, batch_size, seed, shuffle, drop_last, limit, first)
     _check_replaced(sampler, limit)
-    return SamplerOrder(sampler, batch_size, drop_last)
+    return SamplerOrder(sampler, batch_size, drop_last, limit, first)
 
 
 def _samples_of(sampler: Any) -> int:
@@ -407,19 +329,6 @@ def _generator(seed: int, start: Position) -> torch.Generator:
     if start.global_step:
         seed = int(np.random.SeedSequence(seed, spawn_key=(start.global_step,)).generate_state(1)[0])
     return torch.Generator().manual_seed(seed)
-
-
-# ---------------------------------------------------------------- checks of single options
-def _check_options(
-    batch_size: object, shuffle: object, drop_last: object, collate_fn: object, num_workers: object
-) -> None:
-    if batch_size is None:
-        raise OptionError("batch_size is missing: how many samples one device trains in one step")
-    check_int("batch_size", batch_size)
-    check_flag("shuffle", shuffle, optional=True)
-    check_flag("drop_last", drop_last, optional=True)
-    check_function("collate_fn", collate_fn, "a list of samples that makes a batch")
-    check_int("num_workers", num_workers, least=0, optional=True)
 
 
 def _check_batches(length: int, batch_size: int, drop_last: bool) -> None:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowdp.data.epoch_order import ALL, BatchOrder
+from flowdp.data.epoch_order import ALL, BatchOrder, Stride
 from flowdp.data.identity import Identity
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
@@ -34,11 +34,11 @@ class Source(ABC):
 
     can_resume_inside = True
     keeps = False
-    stride = ALL
     is_part = False
     _order: BatchOrder  # a source without one has its own `samples_in` and `indices`
 
-    def __init__(self, order: BatchOrder | None) -> None:
+    def __init__(self, order: BatchOrder | None, stride: Stride = ALL) -> None:
+        self.stride = stride
         self.batch_size: int | None = None
         self.batches: int | None = None
         self.samples: int | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowdp.data.batches import Portion
-from flowdp.data.epoch_order import BatchOrder
+from flowdp.data.epoch_order import ALL, BatchOrder, Stride
 from flowdp.data.identity import Identity
 from flowdp.data.source import Batch, Source
 from flowdp.device.accelerator import device_module, is_accelerator
@@ -37,8 +37,9 @@ class TensorSource(Source):
         pack: Callable[[list[Tensor]], Batch],
         order: BatchOrder,
         rows: Tensor | None = None,
+        stride: Stride = ALL,
     ) -> None:
-        super().__init__(order)
+        super().__init__(order, stride)
         self.tensors = tuple(tensors)
         self.pack = pack
         self._rows = rows
@@ -52,9 +53,8 @@ class TensorSource(Source):
         """
         if all(tensor.device.type == "cpu" for tensor in self.tensors):
             return self
-        there = TensorSource([tensor.cpu() for tensor in self.tensors], self.pack, self._order, self._rows)
-        there.stride = self.stride
-        return there
+        tensors = [tensor.cpu() for tensor in self.tensors]
+        return TensorSource(tensors, self.pack, self._order, self._rows, self.stride)
 
     def for_all_streams(self) -> TensorSource:
         """The same source for threads whose streams do not wait for the caller's: on one device, or the host.

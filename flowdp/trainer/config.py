@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from flowdp.data.limit import Limit
+from flowdp.data.epoch_order import NOTHING_TRAINED
+from flowdp.data.limit import UNLIMITED, Limit
+from flowdp.data.loader_source import ReadPlan
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.open_source import is_stream, open_source
 from flowdp.data.source import Source
@@ -134,21 +136,19 @@ class RunConfig:
             CheckpointError: Reading cannot begin inside an epoch of an IterableDataset.
             OptionError: The dataset, or how it is to be read, is wrong.
         """
-        return open_source(
-            self.dataset,
-            batch_size=self.sizes.source,
-            shares_batches=self.sizes.window is not None,
-            seed=self.replica.seed,
-            epochs=self.epochs,
-            world_size=len(self.devices),
-            machine=self.team.index,
-            machines=len(self.team.sizes),
-            is_part=self.team.is_spread and self.team.options.stream == "part",
-            start=start,
+        machines = len(self.team.sizes)
+        plan = ReadPlan(
+            self.epochs,
+            # A batch that is shared is for all; of one that several machines share, each rank's part is read.
+            1 if self.sizes.window is not None and machines == 1 else len(self.devices),
+            start or NOTHING_TRAINED,
             keeps=self.failures.on_failure == "continue",
-            limit=self.limit,
-            **vars(self.reading),
+            limit=self.limit or UNLIMITED,
+            machine=self.team.index,
+            machines=machines,
+            is_part=self.team.is_spread and self.team.options.stream == "part",
         )
+        return open_source(self.dataset, self.sizes.source, self.reading, plan, seed=self.replica.seed)
 
     def open_evaluation(self) -> Source | None:
         """Open the dataset of the evaluation; None where there is no evaluation.
@@ -159,16 +159,16 @@ class RunConfig:
         if self.evaluation is None:
             return None
         is_overfitted = self.limit is not None and self.limit.is_fixed
-        return open_evaluation(
-            self.dataset if is_overfitted else self.evaluation.dataset,
-            batch_size=self.forward_size,
-            collate_fn=self.reading.collate_fn,
-            num_workers=self.reading.num_workers,
-            world_size=len(self.devices),
+        limit = self._trained_samples if is_overfitted else Limit(self.evaluation.limit_batches)
+        plan = ReadPlan(
+            None,
+            len(self.devices),
+            limit=limit or UNLIMITED,
             machine=self.team.index,
             machines=len(self.team.sizes),
-            limit=self._trained_samples if is_overfitted else Limit(self.evaluation.limit_batches),
         )
+        dataset = self.dataset if is_overfitted else self.evaluation.dataset
+        return open_evaluation(dataset, self.forward_size, self.reading, plan)
 
     @property
     def _trained_samples(self) -> Limit | None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
+from flowdp.data.loader_source import ReadPlan
 from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.open_source import loader_generators
 from flowdp.device.process_tuning import as_tuning
@@ -79,10 +80,9 @@ def predict(
     replicas = _replicas(config, state)
     source = open_evaluation(
         dataset,
-        batch_size=batch_size or config.forward_size,
-        collate_fn=config.reading.collate_fn,
-        num_workers=config.reading.num_workers,
-        world_size=len(config.devices),
+        batch_size or config.forward_size,
+        config.reading,
+        ReadPlan(None, len(config.devices)),
         name="predict",
     )
     batches = SharedBatches(source)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from flowdp.checkpoint.fingerprint import differences, fingerprint, orders
-from flowdp.data.open_source import open_source
 from flowdp.protocol.position import OpenEpoch, Position
+from tests.data.opening import opened
 
 
 def said(
@@ -78,8 +78,7 @@ def test_the_order_matters_inside_an_epoch_alone(change: dict[str, Any]) -> None
 
 
 def test_orders_are_those_of_the_epochs_of_which_a_part_is_trained() -> None:
-    given: dict[str, Any] = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
-    source = open_source(DataLoader(range(6), 2, sampler=[5, 3, 1, 0]), seed=0, epochs=9, **given)
+    source = opened(DataLoader(range(6), 2, sampler=[5, 3, 1, 0]), epochs=9)
     for epoch in range(5):
         source.indices(epoch, 0)
     open_ = (
@@ -88,6 +87,6 @@ def test_orders_are_those_of_the_epochs_of_which_a_part_is_trained() -> None:
         OpenEpoch(3, 0, ((), ()), ()),
     )
     assert orders(source, Position(2, 1, open_)) == {2: source.checksum(2)}
-    own = open_source(range(6), seed=0, epochs=9, **{**given, "batch_size": 2})
+    own = opened(range(6), 2, epochs=9)
     own.indices(2, 0)
     assert orders(own, Position(2, 1, open_)) == {}

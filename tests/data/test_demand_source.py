@@ -22,10 +22,10 @@ from flowdp.data.demand_source import DemandReader
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.feed import DirectFeed
 from flowdp.data.loader_source import ReadPlan
-from flowdp.data.open_source import open_source
 from flowdp.errors import DataError, ProtocolError
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import OpenEpoch, Position
+from tests.data.opening import opened
 
 SAMPLES, BATCH = 103, 8
 BATCHES = 13  # the last has 7 samples
@@ -51,10 +51,9 @@ class Machine:
     """A machine with its source, and a feed for each of its ranks."""
 
     def __init__(self, dataset: Any, *, ranks: int = 1, **options: Any) -> None:
-        given: dict[str, Any] = dict.fromkeys(("shuffle", "drop_last", "collate_fn", "num_workers"))
-        given |= {"batch_size": None if isinstance(dataset, DataLoader) else BATCH, "seed": 1, "epochs": 3}
-        given |= {"world_size": ranks, "machines": 2, "shares_batches": True}
-        source = open_source(dataset, **{**given, **options})
+        size = None if isinstance(dataset, DataLoader) else BATCH
+        given = {"batch_size": size, "seed": 1, "epochs": 3, "takers": ranks, "machines": 2}
+        source = opened(dataset, **{**given, **options})
         assert isinstance(source, DemandReader)
         self.dataset, self.source = dataset, source
         self.woken: list[queue.SimpleQueue[tuple[int, int]]] = [queue.SimpleQueue() for _ in range(ranks)]
@@ -193,7 +192,8 @@ def test_no_more_than_ahead_is_read_while_no_rank_waits():
 
     dataset = Announced()
     order = EpochOrder(SAMPLES, BATCH, seed=0, shuffle=False, drop_last=False)
-    source = DemandReader(dataset, order, ReadPlan(1, ahead=3, machines=2))
+    source = DemandReader(dataset, order, ReadPlan(1, machines=2))
+    source.ahead = 3
     source.start(wake=lambda *_: None, failed=lambda _: None)
     source.expect(0, whole(*range(BATCHES)))
     assert reached.wait(60)
@@ -237,7 +237,7 @@ def test_whole_batches_and_items_that_are_batches(machine, num_workers):
             super().__getitem__(index)
             return torch.full((index + 1,), index)
 
-    other = machine(DataLoader(Items(6), batch_size=None, num_workers=num_workers), shares_batches=False)
+    other = machine(DataLoader(Items(6), batch_size=None, num_workers=num_workers))
     other.feeds[0].follow(whole(5, 2))
     assert other.take(0, 0, 5).tolist() == [5] * 6
     assert other.source.samples_in(0, 5) == 6
@@ -259,7 +259,7 @@ def test_a_sampler_that_is_the_same_on_all_machines(machine, num_workers):
         )
         for _ in range(2)
     ]
-    one, other = (machine(loader, shares_batches=False) for loader in loaders)
+    one, other = (machine(loader) for loader in loaders)
     one.feeds[0].follow([*whole(0), *whole(1, epoch=1)])
     other.feeds[0].follow([*whole(1, 2), *whole(0, 2, epoch=1)])
     for epoch in range(2):

@@ -20,16 +20,16 @@ from torch.utils.data import (
 )
 
 from flowdp.data.epoch_order import (
-    AllEpochs,
     BatchOrder,
     EpochOrder,
     SamplerOrder,
     batches_per_epoch,
     epoch_order,
 )
-from flowdp.data.open_source import open_source
+from flowdp.data.loader_source import AllEpochs, ReadPlan
 from flowdp.errors import DataError, OptionError, ProtocolError
 from flowdp.protocol.position import OpenEpoch, Position
+from tests.data.opening import opened
 
 VECTORS: dict[str, dict[str, Any]] = {
     vector["id"]: vector
@@ -189,8 +189,7 @@ def test_set_epoch_is_called_before_each_epoch():
 
 def test_a_run_that_begins_later_draws_the_epochs_before_on_the_way():
     sampler = Counted(10)
-    order = SamplerOrder(sampler, 3, False)
-    order.begin_at(7)
+    order = SamplerOrder(sampler, 3, first=7)
     assert whole(order, 7) == list(range(700, 710))
     assert sampler.iterated == 8
 
@@ -212,8 +211,7 @@ def test_a_sampler_that_is_told_its_epoch_is_not_drawn_before(batch_size):
             return iter(numbers if batch_size else [[number] for number in numbers])
 
     sampler = Told()
-    order = SamplerOrder(sampler, batch_size)
-    order.begin_at(7)
+    order = SamplerOrder(sampler, batch_size, first=7)
     assert whole(order, 8) == list(range(32, 36))
     assert whole(order, 7) == list(range(28, 32))
     assert sampler.epochs == [7, 8]
@@ -318,7 +316,7 @@ def test_it_walks_what_was_not_trained_in_the_order_of_the_epochs(done, position
         for i, position in enumerate(positions)
     ]
     start = Position(world_size=2, done=done, open=tuple(opened))
-    walked = list(AllEpochs(EpochOrder(10, 2, 0, True, False), 5, start).walk())
+    walked = list(AllEpochs(EpochOrder(10, 2, 0, True, False), ReadPlan(5, start=start)).walk())
     trained = {(e.epoch, b) for e in opened for b in range(e.position) if b not in missing}
     assert walked == [(e, b) for e in range(done, 5) for b in range(5) if (e, b) not in trained]
 
@@ -342,16 +340,8 @@ def test_no_vector_is_forgotten():
 
 
 def source_of(setup: dict[str, Any]):
-    return open_source(
-        torch.arange(setup["n"]),
-        batch_size=setup.get("batch_size", 4),
-        shuffle=setup.get("shuffle"),
-        seed=42,
-        drop_last=setup.get("drop_last"),
-        collate_fn=None,
-        num_workers=None,
-        epochs=None,
-    )
+    reading = {name: setup.get(name) for name in ("shuffle", "drop_last")}
+    return opened(torch.arange(setup["n"]), setup.get("batch_size", 4), 42, **reading)
 
 
 @pytest.mark.parametrize("name", ["SM-002", "SM-004"])

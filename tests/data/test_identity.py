@@ -11,18 +11,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from flowdp.data.identity import Identity, check_identities, content_checksum
-from flowdp.data.open_source import open_source
 from flowdp.errors import OptionError
+from tests.data.opening import opened
 
 NAMES = ("machine 0 (one)", "machine 1 (two)", "machine 2 (three)")
 
 
 def identity(dataset: Any, **options: Any) -> Identity:
-    given: dict[str, Any] = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
-    given |= {"seed": 0, "epochs": 3, "machines": 3} | options
-    if not isinstance(dataset, DataLoader):
-        given["batch_size"] = options.get("batch_size", 5)
-    return open_source(dataset, **given).identity()
+    size = None if isinstance(dataset, DataLoader) else 5
+    return opened(dataset, **{"batch_size": size, "epochs": 3, "machines": 3, **options}).identity()
 
 
 class Stream(IterableDataset[Any]):

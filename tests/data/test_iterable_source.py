@@ -48,13 +48,12 @@ class Stream(IterableDataset[Any]):
 class Run:
     """A stream, ranks that take from it, and its reports."""
 
-    def __init__(self, dataset: Any, batch_size: int | None = 4, **options: Any) -> None:
+    def __init__(self, dataset: Any, batch_size: int | None = 4, *, ahead: int = 4, **options: Any) -> None:
         collate = default_convert if batch_size is None else default_collate
         plan = {field.name: options.pop(field.name) for field in fields(ReadPlan) if field.name in options}
         given = {"collate_fn": collate, "num_workers": 0, **options}
-        self.reader = StreamReader(
-            dataset, batch_size, ReadPlan(**{"epochs": 2, "ahead": 4, **plan}), **given
-        )
+        self.reader = StreamReader(dataset, batch_size, ReadPlan(**{"epochs": 2, **plan}), **given)
+        self.reader.ahead = ahead
         self.woken: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
         self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
         self.ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -122,9 +121,7 @@ def test_with_processes_all_is_read_once_and_they_live_through_all_epochs(runs):
 def test_a_machine_has_every_nth_batch_of_the_stream(runs, num_workers):
     taken: list[tuple[int, Any]] = []
     for machine in range(3):
-        run = runs(
-            Stream(22, 2), 3, is_stream=True, machine=machine, machines=3, ahead=1, num_workers=num_workers
-        )
+        run = runs(Stream(22, 2), 3, machine=machine, machines=3, ahead=1, num_workers=num_workers)
         batches = {0: 8, 1: max(1, num_workers)}
         for epoch, count in batches.items():
             for batch in range(machine, count, 3):

@@ -19,22 +19,18 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from flowdp.data.limit import Limit, check_limit
-from flowdp.data.open_source import Source, open_source
+from flowdp.data.limit import UNLIMITED, Limit, check_limit
+from flowdp.data.open_source import Source
 from flowdp.errors import OptionError
+from tests.data import opening
 
 SAMPLES = 23
 NUMBERS = torch.arange(SAMPLES)
 
 
 def opened(dataset: Any, limit: Limit | None, **options: Any) -> Source:
-    given: dict[str, Any] = {
-        "batch_size": 4, "shuffle": None, "drop_last": None, "collate_fn": None, "num_workers": None,
-        "seed": 3, "epochs": None,
-    } | options  # fmt: skip
-    if isinstance(dataset, DataLoader):
-        given["batch_size"] = options.get("batch_size")
-    return open_source(dataset, **given, limit=limit)
+    size = None if isinstance(dataset, DataLoader) else 4
+    return opening.opened(dataset, **{"batch_size": size, "seed": 3, "limit": limit or UNLIMITED, **options})
 
 
 def samples(source: Source, epoch: int) -> list[int]:

@@ -21,12 +21,11 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.loader_source import Reader, ReadPlan, _turns_of
-from flowdp.data.open_evaluation import open_evaluation
-from flowdp.data.open_source import open_source
 from flowdp.data.source import Source
 from flowdp.errors import DataError, ProtocolError
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import OpenEpoch, Position
+from tests.data.opening import evaluated, opened
 from tests.loops import WAIT_S
 
 SAMPLES = 103
@@ -65,7 +64,8 @@ class Run:
             drop_last=options.pop("drop_last", False),
         )
         plan = {name: options.pop(name) for name in ("start", "on_demand", "keeps") if name in options}
-        self.reader = Reader(dataset, order, ReadPlan(epochs, ahead, **plan), **options)
+        self.reader = Reader(dataset, order, ReadPlan(epochs, **plan), **options)
+        self.reader.ahead = ahead
         self.woken: list[queue.SimpleQueue[tuple[int, int]]] = [queue.SimpleQueue() for _ in range(4)]
         self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
 
@@ -328,8 +328,7 @@ class BreaksLater:
 def test_a_sampler_that_raises_does_so_after_the_batches_before_it(num_workers):
     dataset = Counted()
     loader = DataLoader(dataset, 4, sampler=BreaksLater(), num_workers=num_workers)
-    none = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
-    source = open_source(loader, **none, seed=0, epochs=3)
+    source = opened(loader, epochs=3)
     failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
     source.start(wake=lambda *key: None, failed=failed.put)
     assert failed.get(timeout=60).epoch == 1
@@ -627,14 +626,6 @@ def file_data(tmp_path: Path) -> Iterator[FileData]:
     data.file.close()
 
 
-def opened(dataset: Any, *, is_evaluation: bool = False) -> Source:
-    if is_evaluation:
-        return open_evaluation(dataset, batch_size=4, collate_fn=None, num_workers=None, world_size=1)
-    shuffle = None if isinstance(dataset, IterableDataset) else True
-    options = {"batch_size": 4, "shuffle": shuffle, "seed": 0, "drop_last": None, "collate_fn": None}
-    return open_source(dataset, **options, num_workers=None, epochs=1)  # type: ignore[arg-type]
-
-
 def read_all(sources: Sequence[Source], samples: int) -> list[list[int]]:
     """The samples that each source reads in an epoch, all at once."""
     read: list[list[int]] = [[] for _ in sources]
@@ -655,7 +646,7 @@ def read_all(sources: Sequence[Source], samples: int) -> list[list[int]]:
 
 def test_a_training_and_an_evaluation_read_one_file(file_data: FileData) -> None:
     train, rest = random_split(file_data, [12, 12])
-    first, second = read_all([opened(train), opened(rest, is_evaluation=True)], 12)
+    first, second = read_all([opened(train, 4, epochs=1), evaluated(rest, 4)], 12)
     assert sorted(first) == sorted(train.indices)
     assert second == list(rest.indices)
 
@@ -663,11 +654,8 @@ def test_a_training_and_an_evaluation_read_one_file(file_data: FileData) -> None
 @pytest.mark.parametrize("kind", [lambda data: data, FileStream, lambda data: DataLoader(data, batch_size=4)])
 def test_two_runs_read_one_file(file_data: FileData, kind: Any) -> None:
     dataset = kind(file_data)
-    if isinstance(dataset, DataLoader):
-        options = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
-        sources = [open_source(dataset, **options, seed=0, epochs=1) for _ in range(2)]  # type: ignore[arg-type]
-    else:
-        sources = [opened(dataset) for _ in range(2)]
+    size = None if isinstance(dataset, DataLoader) else 4
+    sources = [opened(dataset, size, epochs=1) for _ in range(2)]
     for read in read_all(sources, 24):
         assert sorted(read) == list(range(24))
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from flowdp.data.open_evaluation import open_evaluation
 from flowdp.data.source import Source
 from flowdp.engine.shared_batches import SharedBatches
+from tests.data.opening import evaluated
 
 X = torch.arange(7.0)
 
@@ -39,8 +39,7 @@ def negative(samples: list[float]) -> torch.Tensor:
 
 
 def opened(dataset: object, **options: Any) -> Source:
-    given = {"batch_size": 3, "collate_fn": None, "num_workers": None, "world_size": 1, **options}
-    return open_evaluation(dataset, **given)
+    return evaluated(dataset, **{"batch_size": 3, **options})
 
 
 def read(source: Source, epochs: int) -> list[list[float]]:

@@ -9,12 +9,12 @@ import torch
 
 from flowdp.data.feed import DirectFeed, Feed
 from flowdp.data.open_feeds import open_feeds
-from flowdp.data.open_source import open_source
 from flowdp.data.prefetch import PrefetchFeed
 from flowdp.data.resident import ResidentFeed
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import HostLane
 from tests.data.cards import Card, CardLane
+from tests.data.opening import opened
 
 X = torch.arange(64.0).reshape(32, 2)
 NEEDED = X.nbytes + 2 * 32 * 8
@@ -22,16 +22,7 @@ HOST = HostLane(torch.device("cpu"))
 
 
 def source(dataset: Any = X) -> Any:
-    return open_source(
-        dataset,
-        batch_size=4,
-        shuffle=False,
-        seed=0,
-        drop_last=None,
-        collate_fn=None,
-        num_workers=None,
-        epochs=2,
-    )
+    return opened(dataset, 4, shuffle=False, epochs=2)
 
 
 def kinds(feeds: list[Feed]) -> list[type]:

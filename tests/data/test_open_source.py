@@ -30,9 +30,10 @@ from flowdp.data.demand_source import DemandReader
 from flowdp.data.epoch_order import Stride, epoch_order
 from flowdp.data.iterable_source import StreamReader
 from flowdp.data.loader_source import Reader
-from flowdp.data.open_source import Source, TensorSource, open_source
+from flowdp.data.open_source import Source, TensorSource
 from flowdp.errors import OptionError
 from flowdp.protocol.position import OpenEpoch, Position
+from tests.data import opening
 
 X, Y = torch.arange(46.0).reshape(23, 2), torch.arange(23)
 
@@ -48,10 +49,8 @@ class Pairs(Dataset[Any]):
 
 
 def opened(dataset: object, **options: Any) -> Source:
-    defaults = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
-    if not isinstance(dataset, DataLoader):
-        defaults["batch_size"] = 5
-    return open_source(dataset, **{**defaults, "seed": 0, "epochs": 2, **options})
+    size = None if isinstance(dataset, DataLoader) else 5
+    return opening.opened(dataset, **{"batch_size": size, "epochs": 2, **options})
 
 
 def read(source: Source, epochs: int = 1, batches: int | None = None) -> list[Any]:
@@ -241,7 +240,7 @@ def test_what_a_loader_says_is_used():
     )
     source = opened(loader)
     assert isinstance(source, Reader)
-    assert source.plan.ahead == 14  # num_workers * prefetch_factor
+    assert source.ahead == 14  # num_workers * prefetch_factor
     inner = source._loader
     assert (inner.prefetch_factor, inner.timeout) == (7, 30)
     assert inner.multiprocessing_context is loader.multiprocessing_context

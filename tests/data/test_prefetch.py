@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.loader_source import LoaderSource
-from flowdp.data.open_source import open_source
 from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.data.source import Batch, Source
 from flowdp.data.staging import HOST_SLOTS
@@ -27,6 +25,7 @@ from flowdp.errors import DataError, ProtocolError
 from flowdp.policy.budget import Memory
 from flowdp.protocol.messages import SampleRange
 from tests.data.cards import Card, CardLane
+from tests.data.opening import opened
 
 Key = tuple[int, int]
 SAMPLES, BATCH, BATCHES = 43, 4, 11  # the last batch of an epoch has 3
@@ -48,7 +47,7 @@ class Samples:
 
 def reach(source: Any, ahead: int) -> None:
     """Let a reader run so far ahead."""
-    source.inner.plan = replace(source.inner.plan, ahead=ahead)
+    source.inner.ahead = ahead
 
 
 class Logged(Source):
@@ -174,21 +173,13 @@ def close() -> Iterator[Callable[[Any], Any]]:
 
 def tensors(length: int = SAMPLES, **options: Any) -> TensorSource:
     x = torch.arange(length, dtype=torch.float32)[:, None, None].expand(-1, 2, 3).contiguous()
-    given: dict[str, Any] = {
-        "batch_size": BATCH, "shuffle": True, "seed": 3, "drop_last": False, "collate_fn": None,
-        "num_workers": None, "epochs": 3, **options,
-    }  # fmt: skip
-    source = open_source({"x": x, "y": torch.arange(length)}, **given)
+    source = opened({"x": x, "y": torch.arange(length)}, BATCH, seed=3, epochs=3, **options)
     assert isinstance(source, TensorSource)
     return source
 
 
-def read(dataset: Any = None, *, world_size: int = 1, **options: Any) -> Logged:
-    given: dict[str, Any] = {
-        "batch_size": BATCH, "shuffle": True, "seed": 3, "drop_last": False, "collate_fn": None,
-        "num_workers": None, "epochs": 3, "world_size": world_size, **options,
-    }  # fmt: skip
-    return Logged(open_source(dataset or Samples(), **given))
+def read(dataset: Any = None, **options: Any) -> Logged:
+    return Logged(opened(dataset or Samples(), BATCH, seed=3, **{"epochs": 3, **options}))
 
 
 def begin(source: Source, ranks: Sequence[Rank]) -> None:
@@ -260,7 +251,7 @@ def test_each_edge_is_needed(close, what, source_of):
 def test_plans_change_at_any_moment(close, seed, lane_of, source_of):
     dice = random.Random(seed)
     world = dice.choice([1, 2, 3])
-    source = close(source_of(world_size=world))
+    source = close(source_of(takers=world))
     if isinstance(source, Logged):
         reach(source, dice.choice([1, 2, 8]))
     ranks = [close(Rank(source, lane_of(), rank)) for rank in range(world)]
@@ -336,7 +327,7 @@ def test_it_asks_again_when_woken(close):
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("lane_of", LANES.values(), ids=LANES)
 def test_short_rings_and_a_short_reader_do_not_lock_up(close, ahead, lane_of):
-    source = close(read(world_size=3))
+    source = close(read(takers=3))
     reach(source, ahead)
     ranks = [close(Rank(source, lane_of(), rank)) for rank in range(3)]
     begin(source, ranks)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from flowdp.data.open_evaluation import open_evaluation
 from flowdp.device import worker_context
 from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker, record_scalar
@@ -23,6 +22,7 @@ from flowdp.engine.shared_batches import to_lane
 from flowdp.errors import DataError
 from flowdp.policy.tally import evaluation_means
 from flowdp.replica.replica import Replica, loss_function
+from tests.data.opening import evaluated
 from tests.fakes import FakeCuda
 from tests.parts import parts_of
 
@@ -74,8 +74,8 @@ class Ranks:
     """Threads that evaluate, each with an inbox; and the copies of each."""
 
     def __init__(self, dataset: object, *given: Any, ranks: int = 1, **options: Any) -> None:
-        reading = {"batch_size": 5, "collate_fn": None, "num_workers": None, "world_size": ranks}
-        self.evaluator = Evaluator(open_evaluation(dataset, **{**reading, **options}), *given)
+        source = evaluated(dataset, **{"batch_size": 5, "takers": ranks, **options})
+        self.evaluator = Evaluator(source, *given)
         self.inboxes: list[queue.SimpleQueue[bool]] = [queue.SimpleQueue() for _ in range(ranks)]
         self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
         self.moved = [0] * ranks

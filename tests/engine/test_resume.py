@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from flowdp.checkpoint.file import write
 from flowdp.checkpoint.fingerprint import orders
 from flowdp.checkpoint.folder import CheckpointFolder
-from flowdp.data.open_source import Source, open_source
+from flowdp.data.source import Source
 from flowdp.engine.resume import Resumed, find
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import CheckpointOptions
@@ -24,6 +24,7 @@ from flowdp.policy.tally import RankSums
 from flowdp.protocol.position import OpenEpoch, Position
 from flowdp.replica.rank_state import capture
 from flowdp.replica.replica import Replica
+from tests.data.opening import opened
 from tests.parts import parts_of
 
 PRINT = {
@@ -164,10 +165,8 @@ def source(*epochs: list[int]) -> Source:
             return iter(next(listed))
 
     listed = iter(epochs)
-    given: dict[str, Any] = dict.fromkeys(("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers"))
     dataset: Any = DataLoader(range(9), 2, sampler=Listed()) if epochs else range(9)
-    size = None if epochs else 2
-    return open_source(dataset, seed=0, epochs=4, **{**given, "batch_size": size})
+    return opened(dataset, None if epochs else 2, epochs=4)
 
 
 def inside(*begun: bool) -> Position:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import torch
 
 from flowdp.checkpoint.writer import Saver
-from flowdp.data.open_source import open_source
 from flowdp.engine.failures import Failures
 from flowdp.engine.requests import Requests
 from flowdp.engine.services import Services
 from flowdp.network.team import Team
 from flowdp.observe.records import Records
+from tests.data.opening import opened
 
 
 def services() -> Services:
     records, failures = Records(), Failures()
     requests = Requests(records, failures)
-    given = dict.fromkeys(("shuffle", "drop_last", "collate_fn", "num_workers"))
     return Services(
         team=Team((1,)),
-        source=open_source(torch.ones(4, 1), batch_size=2, seed=0, epochs=1, **given),  # type: ignore[arg-type]
+        source=opened(torch.ones(4, 1), 2),
         records=records,
         failures=failures,
         requests=requests,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 from time import monotonic
@@ -175,8 +176,8 @@ def test_the_reading_on_demand_of_several_machines(recorder, monkeypatch, policy
     """All samples lie with the ranks of this machine; a pause makes plans void, and batches come back."""
     sources: list[Any] = []
 
-    def opened(*given: Any, **options: Any) -> Any:
-        sources.append(open_source(*given, **{**options, "machines": 2}))
+    def opened(dataset: Any, size: Any, reading: Any, plan: Any, **options: Any) -> Any:
+        sources.append(open_source(dataset, size, reading, replace(plan, machines=2), **options))
         return sources[-1]
 
     monkeypatch.setattr("flowdp.trainer.config.open_source", opened)

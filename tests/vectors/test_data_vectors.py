@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowdp.data.open_source import open_source
 from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.device.streams import HostLane
 from flowdp.errors import OptionError
 from flowdp.options import RuntimeOptions
 from flowdp.policy.budget import Memory, prefetch_depth
+from tests.data.opening import opened
 from tests.vectors.book import Answers, Book, Vector
 
 BOOK = Book({"prefetch_depth"}, "differences_data.md")
@@ -29,10 +29,7 @@ def _without_a_gauge(vector: Vector) -> Answers:
 
 @answers("PD-005")
 def _before_the_gauge(vector: Vector) -> Answers:
-    source = open_source(
-        torch.zeros(8, 1), batch_size=4, shuffle=None, seed=0, drop_last=None, collate_fn=None,
-        num_workers=None, epochs=1,
-    )  # fmt: skip
+    source = opened(torch.zeros(8, 1), 4)
     lane = HostLane(torch.device("cpu"))
     feed = PrefetchFeed(source, 0, lane, gauge=RingGauge(lane))
     return {"initial": feed.depth, "after_each": None}

@@ -23,7 +23,6 @@ from flowdp.checkpoint.writer import Saver
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.host import HostMean
 from flowdp.data.open_feeds import open_feeds
-from flowdp.data.open_source import open_source
 from flowdp.device import worker_context
 from flowdp.device.streams import HostLane, open_lanes
 from flowdp.device.worker_context import CurrentWorker, bind
@@ -49,6 +48,7 @@ from flowdp.protocol.messages import (
 from flowdp.replica.replica import Replica
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
+from tests.data.opening import opened
 from tests.parts import parts_of
 
 Answers = dict[str, Any]
@@ -224,10 +224,7 @@ class Rank:
         lane = HostLane(torch.device("cpu"))
         replica = Replica(parts_of(module, optimizer, lane), mse)
         self.flat = replica.flat
-        source = open_source(
-            torch.ones(samples, 1), batch_size=batch_size, shuffle=None, seed=0, drop_last=None,
-            collate_fn=None, num_workers=None, epochs=None,
-        )  # fmt: skip
+        source = opened(torch.ones(samples, 1), batch_size)
         self.inbox: Inbox[Mail] = Inbox(64, "rank 0")
         gate = Gate(1)
         self.mean = Watched([self.flat], open_lanes([torch.device("cpu")]), gate.finish)
