@@ -140,9 +140,9 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
     elif isinstance(optimizer, Sequence) and not isinstance(optimizer, str):
         named = list(optimizer)
     is_factory = len(named) == 1 and named[0] is optimizer and callable(optimizer)
-    for one in named:
-        if not isinstance(one, Optimizer) and not is_factory:
-            raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {one!r}")
+    for given in named:
+        if not isinstance(given, Optimizer) and not is_factory:
+            raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {given!r}")
     if not named:
         raise OptionError(f"optimizer={optimizer!r} holds none")
     if not is_factory and not isinstance(model, nn.Module):

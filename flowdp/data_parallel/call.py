@@ -60,7 +60,7 @@ def call_parts(
             stack.enter_context(replicas.standing_in(leaves))
         replicas.follow()
         given = [
-            part.replaced([_begin(one, replicas.devices[part.rank]) for one in part.tensors])
+            part.replaced([_begin(tensor, replicas.devices[part.rank]) for tensor in part.tensors])
             for part in parts
         ]
         graphs = _graphs(replicas, given)

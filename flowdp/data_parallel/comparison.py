@@ -277,12 +277,12 @@ class Trial:
             result.fills |= bool(_tensors_in(given) - before - set(map(id, tensors_of(made[-1]))))
         output = arguments.join(made, parts)
         inputs = {n: one for n, one in zip(self._names, standing, strict=True) if one.requires_grad}
-        inputs |= {f"argument {number}": one for number, one in enumerate(leaves)}
+        inputs |= {f"argument {number}": leaf for number, leaf in enumerate(leaves)}
         # Those that are found by another way than the module's tables are right in the call itself.
         result.leaves = outside(output, [*inputs.values(), *self._tensors])
         gradients = _gradients(output, [*inputs.values()], self._draws)
         result.gradients = dict(zip(inputs, gradients, strict=True))
-        result.gradients |= {f"{n}, by forward,": one.grad for n, one in inputs.items()}
+        result.gradients |= {f"{n}, by forward,": tensor.grad for n, tensor in inputs.items()}
         result.output = tree_map(_bare, output)
         count = len(replicas.parameters())
         result.parameters = {
@@ -312,7 +312,7 @@ def _tensors_in(part: Part) -> set[int]:
 
 def _kept(module: nn.Module) -> dict[str, list[Any]]:
     """The numbers in buffers and attributes of a module."""
-    found: dict[str, list[Any]] = {name: [one.detach()] for name, one in module.named_buffers()}
+    found: dict[str, list[Any]] = {name: [buffer.detach()] for name, buffer in module.named_buffers()}
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             if key not in SHARED:
@@ -325,12 +325,12 @@ def _kept(module: nn.Module) -> dict[str, list[Any]]:
 def _gradients(output: Any, inputs: Sequence[Tensor], draws: ConstantDraws) -> list[Tensor | None]:
     """Gradients of an output's tensors, each times numbers that are the same in every run."""
     generator = torch.Generator().manual_seed(SEEDS[0])
-    roots = [one for one in tensors_of(output) if one.requires_grad]
+    roots = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
     if not torch.is_grad_enabled() or not roots or not inputs:
         return [None] * len(inputs)
     seeds = [
-        torch.rand(one.shape, generator=generator, dtype=torch.float64).add(0.5).to(one.device, one.dtype)
-        for one in roots
+        torch.rand(root.shape, generator=generator, dtype=torch.float64).add(0.5).to(root.device, root.dtype)
+        for root in roots
     ]
     with draws:  # a part of the forward may be computed again
         return list(torch.autograd.grad(roots, inputs, seeds, allow_unused=True))
@@ -349,9 +349,9 @@ def lost_gradient(owner: str, tensor: Tensor) -> FlowdpError:
 
 def outside(output: Any, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """Leaves of an output's graph that are none of the inputs, by identity."""
-    known = {id(one) for one in inputs}
-    seen = {one.grad_fn for one in inputs if one.grad_fn is not None}
-    todo = [one.grad_fn for one in tensors_of(output) if one.grad_fn is not None]
+    known = {id(tensor) for tensor in inputs}
+    seen = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
+    todo = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
     found: dict[int, Tensor] = {}
     while todo:
         node = todo.pop()

@@ -52,7 +52,7 @@ class Copying:
 
     def sum(self, ranks: Sequence[Packed]) -> Gradients:
         """The sums, on the first device, rank after rank; None where no rank has a gradient."""
-        return add_up([one.rest for one in ranks])
+        return add_up([rank.rest for rank in ranks])
 
 
 class Reducing(Copying):
@@ -73,7 +73,7 @@ class Reducing(Copying):
         """Put a rank's gradients into rows, on its device's current stream."""
         (rows,) = rows_like(self._tensors, SUMMED, [device])
         has = rows.fill(gradients)
-        rest = [None if is_in else one for is_in, one in zip(has, gradients, strict=True)]
+        rest = [None if is_in else gradient for is_in, gradient in zip(has, gradients, strict=True)]
         return Packed(rows, has, carry(rest, self._home))
 
     def sum(self, ranks: Sequence[Packed]) -> Gradients:
@@ -85,13 +85,13 @@ class Reducing(Copying):
         Streams:
             The caller's current ones of all devices.
         """
-        is_there = [any(column) for column in zip(*(one.has for one in ranks), strict=True)]
+        is_there = [any(column) for column in zip(*(rank.has for rank in ranks), strict=True)]
         sums: Gradients = [None] * len(is_there)
-        rows = [one.rows for one in ranks if one.rows is not None]
+        rows = [rank.rows for rank in ranks if rank.rows is not None]
         if any(is_there):
             self._loop.reduce([own.memories for own in rows])
             sums = [view if is_one else None for view, is_one in zip(rows[0].views, is_there, strict=True)]
-        return add_up([sums, *(one.rest for one in ranks if any(t is not None for t in one.rest))])
+        return add_up([sums, *(rank.rest for rank in ranks if any(t is not None for t in rank.rest))])
 
 
 class DeviceCopies:
@@ -112,7 +112,7 @@ class DeviceCopies:
 
     def __init__(self, parameters: Sequence[Tensor], lanes: Sequence[Lane], link: Link | None) -> None:
         self._lanes = tuple(lanes)
-        trained = [one for one in parameters if one.requires_grad]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         (rows,) = rows_like(trained, SUMMED, [torch.device("meta")])
         sizes = {memory.dtype: memory.numel() for memory in rows.memories}
         self._loop = link(lanes, sizes) if link is not None and sizes else None
@@ -156,7 +156,12 @@ class DeviceCopies:
         if self._loop is None:
             return [[None] * len(parameters) for _ in others]
         first, *received = rows_like(parameters, SUMMED, [lane.device for lane in self._lanes])
-        first.fill([one.detach() if type(one) in (Tensor, nn.Parameter) else None for one in parameters])
+        first.fill(
+            [
+                parameter.detach() if type(parameter) in (Tensor, nn.Parameter) else None
+                for parameter in parameters
+            ]
+        )
         if first.memories:
             self._loop.broadcast([first.memories, *(rows.memories for rows in received)])
         return [rows.views for rows in received]

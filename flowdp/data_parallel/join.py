@@ -117,7 +117,7 @@ def _rows(pieces: Sequence[Tensor], samples: Sequence[int], dim: int) -> Tensor:
     if _are_rows(pieces, samples, dim):
         return torch.cat(list(pieces), dim)
     raise _Unjoinable(
-        f"for {list(samples)} samples the devices returned shapes {[tuple(one.shape) for one in pieces]}; "
+        f"for {list(samples)} samples the devices returned shapes {[tuple(p.shape) for p in pieces]}; "
         f"dim {dim} must be the samples' or a multiple of it, and the rest equal (another one: "
         "dim={'return': its number} in setup()), or it must be one number, which is averaged: loss.mean(), "
         "loss.squeeze()"

@@ -61,8 +61,10 @@ class ShallowReplicas:
         """Follow changes of the module's parts and attributes."""
         if not self.is_same():
             known = {id(part.module): part for part in self._parts if part.is_same_class}
-            modules = [one for one in self._module.modules() if not isinstance(one, torch.jit.ScriptModule)]
-            self._parts = [known.get(id(one)) or _Part(one, self._count) for one in modules]
+            modules = [
+                module for module in self._module.modules() if not isinstance(module, torch.jit.ScriptModule)
+            ]
+            self._parts = [known.get(id(module)) or _Part(module, self._count) for module in modules]
             for part in self._parts:
                 part.children, part.attributes = dict(part.module._modules), {}
             self._twins = [
@@ -202,7 +204,7 @@ class _Follow:
             own = self._twins.get(id(value.__self__))
             return value if own is None else MethodType(value.__func__, own)
         if type(value) is partial:
-            named = {key: self(one) for key, one in value.keywords.items()}
+            named = {key: self(keyword) for key, keyword in value.keywords.items()}
             return partial(self(value.func), *map(self, value.args), **named)
         if isinstance(value, tuple):
             entries = tuple(map(self, value))

@@ -43,11 +43,11 @@ def figure_of(timeline: TimelineRecord) -> Figure:
     lanes, loss, rate = figure.subplots(3, 1, sharex=True, height_ratios=(0.6 + 0.4 * ranks, 1.6, 1.6))
     _draw_lanes(lanes, timeline)
     rounds = timeline.rounds
-    at_s = [one.at_ms / 1e3 for one in rounds]
-    loss.plot(at_s, [one.loss for one in rounds])
+    at_s = [record.at_ms / 1e3 for record in rounds]
+    loss.plot(at_s, [record.loss for record in rounds])
     loss.set_ylabel("loss")
     for rank, device in enumerate(timeline.devices):
-        rates = [1e3 * one.samples[rank] / one.wall_ms if one.wall_ms else 0.0 for one in rounds]
+        rates = [1e3 * record.samples[rank] / record.wall_ms if record.wall_ms else 0.0 for record in rounds]
         rate.plot(at_s, rates, label=_literal(device))
     rate.set_ylabel("samples/s")
     rate.set_xlabel("seconds")

@@ -38,15 +38,16 @@ def page_of(timeline: TimelineRecord) -> str:
 
 def _data(timeline: TimelineRecord) -> dict[str, Any]:
     report = timeline.report()
-    used = [activity for activity in ORDER if any(len(one.read(activity)) for one in timeline.ranks)]
+    used = [activity for activity in ORDER if any(len(rank.read(activity)) for rank in timeline.ranks)]
     return {
         "headline": "no steps yet" if report is None else report.headline,
         "wall_ms": timeline.wall_ms,
         "devices": timeline.devices,
         "activities": [
-            {"name": one.value, "colour": COLOURS[one], "beside": one is Activity.TRANSFER} for one in used
+            {"name": activity.value, "colour": COLOURS[activity], "beside": activity is Activity.TRANSFER}
+            for activity in used
         ],
-        "lanes": [[_spans(timeline.table(rank, one)) for one in used] for rank in timeline.ranks],
+        "lanes": [[_spans(timeline.table(rank, activity)) for activity in used] for rank in timeline.ranks],
         "rounds": _rounds(timeline),
         "machine": _machine(timeline),
         "events": _events(timeline),
@@ -61,15 +62,21 @@ def _spans(table: Matrix) -> list[float]:
 def _rounds(timeline: TimelineRecord) -> dict[str, Any]:
     rounds, ranks = timeline.rounds, range(len(timeline.devices))
     return {
-        "at": [round(one.at_ms, 3) for one in rounds],
-        "loss": _numbers([one.loss for one in rounds]),
-        "anchor": [one.anchor for one in rounds],
+        "at": [round(record.at_ms, 3) for record in rounds],
+        "loss": _numbers([record.loss for record in rounds]),
+        "anchor": [record.anchor for record in rounds],
         "rates": [
-            _numbers([1e3 * one.samples[rank] / one.wall_ms if one.wall_ms else math.nan for one in rounds])
+            _numbers(
+                [
+                    1e3 * record.samples[rank] / record.wall_ms if record.wall_ms else math.nan
+                    for record in rounds
+                ]
+            )
             for rank in ranks
         ],
         "shares": [
-            _numbers([one.samples[rank] / max(1, sum(one.samples)) for one in rounds]) for rank in ranks
+            _numbers([record.samples[rank] / max(1, sum(record.samples)) for record in rounds])
+            for rank in ranks
         ],
     }
 
@@ -77,16 +84,16 @@ def _rounds(timeline: TimelineRecord) -> dict[str, Any]:
 def _machine(timeline: TimelineRecord) -> dict[str, Any]:
     samples, cards = timeline.samples, range(len(timeline.gpus))
     return {
-        "at": [round(one.at_ms, 3) for one in samples],
+        "at": [round(sample.at_ms, 3) for sample in samples],
         "users": ["cores", *timeline.gpus],
         "use": [
-            _numbers([one.cpu for one in samples]),
-            *(_numbers([one.gpus[card].utilisation for one in samples]) for card in cards),
+            _numbers([sample.cpu for sample in samples]),
+            *(_numbers([sample.gpus[card].utilisation for sample in samples]) for card in cards),
         ],
         "stores": ["RAM of this process", *timeline.gpus],
         "memory": [
-            _numbers([one.ram_bytes / 2**30 for one in samples]),
-            *(_numbers([one.gpus[card].memory_bytes / 2**30 for one in samples]) for card in cards),
+            _numbers([sample.ram_bytes / 2**30 for sample in samples]),
+            *(_numbers([sample.gpus[card].memory_bytes / 2**30 for sample in samples]) for card in cards),
         ],
     }
 
@@ -108,12 +115,12 @@ def _events(timeline: TimelineRecord) -> list[dict[str, Any]]:
 def _report(report: EfficiencyReport) -> dict[str, Any]:
     colours = [COLOURS[activities[0]] if activities else INTERPRETER for activities in PARTS.values()]
     columns: list[tuple[str, EfficiencyReport | DeviceEfficiency]] = [("all", report)]
-    columns += [(one.device, one) for one in report.devices]
+    columns += [(device.device, device) for device in report.devices]
     return {
         "parts": list(PARTS),
         "colours": colours,
         "columns": [
-            {"name": name, "ideal": one.ideal, "reached": one.reached, "parts": list(one.parts.values())}
-            for name, one in columns
+            {"name": name, "ideal": part.ideal, "reached": part.reached, "parts": list(part.parts.values())}
+            for name, part in columns
         ],
     }

@@ -191,8 +191,8 @@ class TimelineRecord:
     @property
     def events(self) -> list[TimelineEvent]:
         """The events, in the order of time; of each kind the newest 4,096."""
-        found = [event for kept in list(self._events.values()) for event in list(kept)]
-        return sorted(found, key=lambda event: event.at_ms)
+        events = [event for kept in list(self._events.values()) for event in list(kept)]
+        return sorted(events, key=lambda event: event.at_ms)
 
     @property
     def samples(self) -> list[TimelineSample]:

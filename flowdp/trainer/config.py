@@ -124,7 +124,7 @@ class RunConfig:
     @property
     def has_checkpoint_listeners(self) -> bool:
         """Whether a callback is called with each checkpoint."""
-        return any(type(one).on_checkpoint is not Callback.on_checkpoint for one in self.callbacks)
+        return any(type(callback).on_checkpoint is not Callback.on_checkpoint for callback in self.callbacks)
 
     def open_source(self, start: Position | None = None) -> Source:
         """Open the dataset.
@@ -200,7 +200,7 @@ class RunConfig:
             evaluation=evaluation,
             checkpoint=None,
             resume=False,
-            callbacks=tuple(one for one in self.callbacks if not one.skips_dev_run),
+            callbacks=tuple(callback for callback in self.callbacks if not callback.skips_dev_run),
             timeline=bool(self.timeline),
         )
 

@@ -30,21 +30,23 @@ def describe_run(config: RunConfig) -> str:
 
 
 def _parts(config: RunConfig) -> Iterator[tuple[str, str]]:
-    own, team = config.replica, config.team
+    options, team = config.replica, config.team
     for rank, device in enumerate(config.devices, team.ranks.start):
         yield f"rank {rank}", f"{device} {look_at(device)}"
     if team.machines is not None:
         sizes = zip(team.machines.names, team.sizes, strict=True)
         yield "machines", ", ".join(f"{name}: {size}" for name, size in sizes)
-    yield "policy", own.policy if config.world_size > 1 else "one device, so no mean is taken"
+    yield "policy", options.policy if config.world_size > 1 else "one device, so no mean is taken"
     if config.world_size > 1:
-        path = choose_path(config.runtime.backend, own.policy, config.devices, team, overlaps=config.overlaps)
+        path = choose_path(
+            config.runtime.backend, options.policy, config.devices, team, overlaps=config.overlaps
+        )
         yield "backend", str(path)
     yield "batch size", _batch_size(config)
     yield "steps", _steps(config)
-    yield "precision", own.precision
+    yield "precision", options.precision
     records = {
-        "scheduler": own.scheduler,
+        "scheduler": options.scheduler,
         "cadence": config.cadence,
         "outer": config.outer,
         "evaluation": config.evaluation,
@@ -59,14 +61,14 @@ def _parts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.resume is not False:
         yield "resume", str(config.resume)
     if config.callbacks:
-        yield "callbacks", ", ".join(type(one).__name__ for one in config.callbacks)
+        yield "callbacks", ", ".join(type(callback).__name__ for callback in config.callbacks)
 
 
 def _model(config: RunConfig) -> str:
     model = config.replica.model
     if not isinstance(model, nn.Module):
         return f"a model of {getattr(model, '__qualname__', 'a factory')}"
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return f"{type(model).__name__}, {trained:,} parameters"
 
 

@@ -160,7 +160,9 @@ class _Lives:
 
     def _tell_wait(self, answer: World) -> None:
         """Say once for whom this machine waits."""
-        training = sorted(one.host for one in answer.members if one.world not in ("", self._quorum.me.was))
+        training = sorted(
+            member.host for member in answer.members if member.world not in ("", self._quorum.me.was)
+        )
         if self._has_waited or not (training or answer.is_forming):
             return
         self._has_waited = True
@@ -197,10 +199,10 @@ class _Admission:
         if life is None:
             return
         name, world, leads = life
-        others = [one for one in answer.members if one.name != name and not one.failed]
-        if strangers := [one.host for one in others if one.world not in ("", world)]:
+        others = [member for member in answer.members if member.name != name and not member.failed]
+        if strangers := [other.host for other in others if other.world not in ("", world)]:
             self._leave(MachineLostError(f"{', '.join(strangers)} train without this machine"))
-        elif leads and (waiting := [one.host for one in others if not one.world]):
+        elif leads and (waiting := [other.host for other in others if not other.world]):
             self._let_in(waiting)
         else:
             self._asked = None
@@ -211,7 +213,7 @@ class _Admission:
 
     def _let_in(self, waiting: list[str]) -> None:
         """Request a checkpoint, and when it is written, end the run."""
-        engine = next((one for one in active_runs.runs() if one.saver.has_folder), None)
+        engine = next((run for run in active_runs.runs() if run.saver.has_folder), None)
         if engine is None:
             return
         if self._asked is None or self._asked[0] is not engine:

@@ -181,10 +181,10 @@ def _loading(config: ReplicaConfig, state: StateOption | None) -> Callable[[nn.M
         return partial(restore_model, model=model, buffers=None)
     if not isinstance(state, str | PathLike):
         raise OptionError(f"state must be a TrainedState or the path of a checkpoint, not {state!r:.80}")
-    found = find(fspath(state), None)
-    assert found is not None
-    model = _evaluated(config, found.model, found.ema)
-    return partial(restore_model, model=model, buffers=found.buffers)
+    start = find(fspath(state), None)
+    assert start is not None
+    model = _evaluated(config, start.model, start.ema)
+    return partial(restore_model, model=model, buffers=start.buffers)
 
 
 def _evaluated(

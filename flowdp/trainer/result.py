@@ -219,17 +219,17 @@ def load_checkpoint(path: str | PathLike[str]) -> TrainedState:
     """
     if not isinstance(path, str | PathLike):
         raise OptionError(f"path must be that of a checkpoint or of a folder of such, not {path!r}")
-    found = find(path, None)
-    assert found is not None
-    position, first = found.position, found.ranks[0]
+    start = find(path, None)
+    assert start is not None
+    position, first = start.position, start.ranks[0]
     return TrainedState(
-        found.model,
+        start.model,
         on_cpu(alone(first["optimizers"])),  # a tensor for each: torch's optimizers change theirs in place
-        history=tuple(found.history),
+        history=tuple(start.history),
         global_step=position.global_step,
         epochs_done=position.done,
         interrupted=True,
-        stopped_at=StopPosition(position, found.fingerprint or {}, first["learning_rate"], found.orders),
-        ema=Weights(found.model, found.ema).average,
-        outer_momentum=found.outer or None,
+        stopped_at=StopPosition(position, start.fingerprint or {}, first["learning_rate"], start.orders),
+        ema=Weights(start.model, start.ema).average,
+        outer_momentum=start.outer or None,
     )

@@ -189,7 +189,7 @@ class Run:
         progress = self._engine.progress()
         return Status(
             phase=phase,
-            epochs_done=sum(one.is_complete for one in records.epochs.copy()),
+            epochs_done=sum(epoch.is_complete for epoch in records.epochs.copy()),
             global_step=last.global_step if last else self.start_step,
             round=last.round if last else None,
             local_steps=tuple(rank.steps for rank in progress),
@@ -204,11 +204,11 @@ class Run:
         forgiven = sorted(engine.failures.forgiven.items())
         left = [f"rank {rank} left: {format_text(error)}" for rank, error in forgiven]
         smaller = [
-            f"rank {rank} ran out of memory, and takes its steps in {one.pieces} pieces"
-            for rank, one in enumerate(progress)
-            if one.pieces > 1
+            f"rank {rank} ran out of memory, and takes its steps in {place.pieces} pieces"
+            for rank, place in enumerate(progress)
+            if place.pieces > 1
         ]
-        eager = dict.fromkeys(one.uncaptured for one in progress if one.uncaptured is not None)
+        eager = dict.fromkeys(place.uncaptured for place in progress if place.uncaptured is not None)
         uncaptured = [f"steps are not captured: {reason}" for reason in eager]
         return (
             *left,
@@ -549,7 +549,7 @@ class Run:
         if finish is None:
             raise FlowdpError("the run has no result yet")
         left = self._engine.failures.forgiven
-        replica = next(one for rank, one in enumerate(self._engine.replicas) if rank not in left)
+        replica = next(replica for rank, replica in enumerate(self._engine.replicas) if rank not in left)
         best = self._engine.saver.best if self._restores_best else None
         average = {} if replica.average is None else replica.average.named()
         weights = best or Weights(replica.module.state_dict(), average)

@@ -26,32 +26,32 @@ def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
         config: Its settings.
         replica: One of its replicas, before the first step: model and optimizers as they were built.
     """
-    own, sizes = config.replica, config.sizes
+    options, sizes = config.replica, config.sizes
     forwards = sizes.forwards(config.dataset)
-    trained = [one.numel() for one in replica.module.parameters() if one.requires_grad]
+    trained = [parameter.numel() for parameter in replica.module.parameters() if parameter.requires_grad]
     settings: dict[str, Any] = {
         "model": type(replica.module).__name__,
         "parameters": sum(trained),
         "devices": ", ".join(map(str, config.devices)),
         "world_size": config.world_size,
-        "policy": own.policy,
+        "policy": options.policy,
         "batch_size": sizes.together(config.dataset),
         "per_device_batch_size": None if forwards is None else listed(forwards),
         "epochs": config.epochs,
         "max_steps": config.max_steps,
-        "seed": own.seed,
-        "precision": own.precision,
-        "max_grad_norm": own.max_grad_norm,
-        "max_grad_value": own.max_grad_value,
+        "seed": options.seed,
+        "precision": options.precision,
+        "max_grad_norm": options.max_grad_norm,
+        "max_grad_value": options.max_grad_value,
         "torch": str(torch.__version__),
     }
     for name, optimizer in _named(replica.optimizers):
         settings[name] = type(optimizer).__name__
-        for group, options in enumerate(optimizer.param_groups):
+        for group, values in enumerate(optimizer.param_groups):
             prefix = f"{name}.group{group}" if len(optimizer.param_groups) > 1 else name
-            settings |= {f"{prefix}.{key}": value for key, value in options.items() if key != "params"}
+            settings |= {f"{prefix}.{key}": value for key, value in values.items() if key != "params"}
     for name in ("scheduler", "cadence", "outer", "reading", "failures", "runtime", "checkpoint"):
-        record = own.scheduler if name == "scheduler" else getattr(config, name)
+        record = options.scheduler if name == "scheduler" else getattr(config, name)
         if record is not None:
             settings |= {f"{name}.{field.name}": getattr(record, field.name) for field in fields(record)}
     return {name: plain_setting(value) for name, value in settings.items()}
@@ -59,10 +59,10 @@ def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
 
 def _named(optimizers: Optimizers) -> list[tuple[str, Optimizer]]:
     if isinstance(optimizers, Mapping):
-        return [(f"optimizer.{key}", one) for key, one in optimizers.items()]
+        return [(f"optimizer.{key}", optimizer) for key, optimizer in optimizers.items()]
     if len(optimizers) == 1:
         return [("optimizer", optimizers[0])]
-    return [(f"optimizer.{index}", one) for index, one in enumerate(optimizers)]
+    return [(f"optimizer.{index}", optimizer) for index, optimizer in enumerate(optimizers)]
 
 
 def plain_setting(value: object) -> Setting:

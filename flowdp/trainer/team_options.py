@@ -41,18 +41,18 @@ def find_team(
     if not isinstance(machines, bool | MachineOptions):
         raise OptionError(f"machines must be True, False or MachineOptions(...), not {machines!r}")
     options = machines if isinstance(machines, MachineOptions) else MachineOptions()
-    found = find_machines(timeout_s=options.timeout, wanted=machines is not False)
-    if found is None:
+    job = find_machines(timeout_s=options.timeout, wanted=machines is not False)
+    if job is None:
         chosen = resolve_devices(devices)
         return chosen, Team(
             (len(chosen),), options=options, world=world_here(), trains_alone=machines is False
         )
-    with found.telling():
+    with job.telling():
         chosen = resolve_devices(devices)
         if devices == "auto":
             chosen = _part_of(chosen)
-        sizes = found.gather(len(chosen))
-    return chosen, Team(tuple(sizes), found, options, world_here())
+        sizes = job.gather(len(chosen))
+    return chosen, Team(tuple(sizes), job, options, world_here())
 
 
 def _part_of(chosen: tuple[torch.device, ...]) -> tuple[torch.device, ...]:
@@ -140,12 +140,14 @@ def _described(config: RunConfig) -> dict[str, Any]:
 def _kinds(metrics: object) -> dict[str, str]:
     """Classes of the evaluation's metrics, by their names."""
     named = named_metrics(metrics)
-    return {name: type(one).__name__ for name, one in named.items()} if isinstance(named, Mapping) else {}
+    return (
+        {name: type(metric).__name__ for name, metric in named.items()} if isinstance(named, Mapping) else {}
+    )
 
 
-def _check_alike(machines: Machines, own: Mapping[str, Any]) -> None:
+def _check_alike(machines: Machines, settings: Mapping[str, Any]) -> None:
     """Check that all machines have the same values; every machine raises where they do not."""
-    described = machines.gather(own)
+    described = machines.gather(settings)
     for name, value in described[0].items():
         for index, other in enumerate(described):
             if other.get(name) != value:

@@ -298,10 +298,10 @@ class Trainer:
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        own = self.config.replica
-        model = type(own.model).__name__ if isinstance(own.model, nn.Module) else "a model factory"
+        options = self.config.replica
+        model = type(options.model).__name__ if isinstance(options.model, nn.Module) else "a model factory"
         devices = ", ".join(map(str, self.config.devices))
-        return f"<Trainer of {model} on {devices}, policy={own.policy!r}>"
+        return f"<Trainer of {model} on {devices}, policy={options.policy!r}>"
 
     def __str__(self) -> str:
         """Description of a run, as `print(trainer)` shows it; it opens the datasets, as `check()` does."""

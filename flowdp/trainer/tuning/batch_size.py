@@ -81,31 +81,31 @@ class BatchSizes:
     @property
     def largest(self) -> tuple[int, ...]:
         """Largest batch size of each rank. Shape (world_size,)."""
-        return tuple(one.largest for one in self.ranks)
+        return tuple(rank.largest for rank in self.ranks)
 
     @property
     def fastest(self) -> tuple[int, ...]:
         """Fastest batch size of each rank. Shape (world_size,)."""
-        return tuple(one.fastest for one in self.ranks)
+        return tuple(rank.fastest for rank in self.ranks)
 
     @property
     def devices(self) -> tuple[DeviceBatchSizes, ...]:
         """Result of each device."""
-        return tuple({one.device: one for one in self.ranks}.values())
+        return tuple({rank.device: rank for rank in self.ranks}.values())
 
     @property
     def table(self) -> Table:
         """A row for each device."""
         rows = [
             (
-                str(one.device),
-                str(one.fastest),
-                f"{one.speeds[one.fastest]:,.0f}",
-                str(one.largest),
-                f"{one.speeds[one.largest]:,.0f}",
-                one.bound,
+                str(result.device),
+                str(result.fastest),
+                f"{result.speeds[result.fastest]:,.0f}",
+                str(result.largest),
+                f"{result.speeds[result.largest]:,.0f}",
+                result.bound,
             )
-            for one in self.devices
+            for result in self.devices
         ]
         return Table(("device", "fastest", "samples/s", "largest", "samples/s", "bound by"), rows)
 
@@ -151,11 +151,11 @@ def find_batch_size(trainer: Trainer, *, most: int = MOST, steps: int = 10) -> B
     length = dataset_length(config.dataset)
     bound = "most" if length is None or most <= length else "the dataset"
     end = most if length is None else min(most, length)
-    found = {
+    results = {
         device: search_sizes(device, partial(_speed, config, device, steps), end, bound)
         for device in dict.fromkeys(config.devices)
     }
-    return BatchSizes(tuple(found[device] for device in config.devices))
+    return BatchSizes(tuple(results[device] for device in config.devices))
 
 
 def search_sizes(
@@ -199,10 +199,10 @@ def search_sizes(
 
 def _has_flattened(speeds: Mapping[int, float]) -> bool:
     """Whether the last three doublings gained little; speeds are in the order of the trials."""
-    found = list(speeds.values())
-    if len(found) < 4 or max(speeds) / found[-1] < SLOW_S:
+    tried = list(speeds.values())
+    if len(tried) < 4 or max(speeds) / tried[-1] < SLOW_S:
         return False
-    return max(found[-3:]) < GAIN * max(found[:-3])
+    return max(tried[-3:]) < GAIN * max(tried[:-3])
 
 
 def _speed(config: RunConfig, device: torch.device, steps: int, size: int) -> float | None:
@@ -237,7 +237,7 @@ def _speed(config: RunConfig, device: torch.device, steps: int, size: int) -> fl
         if is_accelerator(device):
             device_module(device).empty_cache()
     timed = rounds[1:] or rounds  # the first step allocates for all others
-    return 1e3 * sum(sum(one.samples) for one in timed) / sum(one.wall_ms for one in timed)
+    return 1e3 * sum(sum(record.samples) for record in timed) / sum(record.wall_ms for record in timed)
 
 
 def _is_memory(error: BaseException | None) -> bool:

@@ -138,7 +138,7 @@ def _summed(
     name: str, rounds: Sequence[RoundEnded], history: Sequence[EpochMetrics], efficiency: float
 ) -> ComparedRun:
     seconds = sum(epoch.epoch_ms for epoch in history) / 1e3
-    samples = sum(sum(one.samples) for one in rounds)
+    samples = sum(sum(record.samples) for record in rounds)
     return ComparedRun(
         name,
         seconds=seconds,
@@ -153,9 +153,9 @@ def _summed(
 def _mean(rounds: Sequence[RoundEnded], least: float) -> float | None:
     """Mean loss of the first rounds that have at least so many samples; None without a loss."""
     total, samples = 0.0, 0
-    for one in rounds:
-        if one.loss is not None:
-            total, samples = total + one.loss * sum(one.samples), samples + sum(one.samples)
+    for record in rounds:
+        if record.loss is not None:
+            total, samples = total + record.loss * sum(record.samples), samples + sum(record.samples)
         if samples >= least:
             break
     return total / samples if samples else None

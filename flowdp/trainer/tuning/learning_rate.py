@@ -265,7 +265,7 @@ class _Probe(Callback):
     def curve(self) -> LrCurve:
         """The losses of all ranks together."""
         sums: dict[int, tuple[float, float]] = {}
-        for index, loss, samples in (one for rank in self._ranks for one in rank.seen):
+        for index, loss, samples in (step for rank in self._ranks for step in rank.seen):
             total, weight = sums.get(index, (0.0, 0.0))
             sums[index] = total + samples * loss, weight + samples
         losses = [total / weight for _, (total, weight) in sorted(sums.items())]
