@@ -340,7 +340,7 @@ class PlannedRounds(Rounds):
             steps=tuple(work.steps for work in works),
             samples=tuple(work.samples for work in works),
             wall_ms=now_ms - held.armed.start_ms,
-            sync_ms=held.sync_ms,
+            sync_ms=averaging_ms / held.rounds,
             anchor=self.anchor,
             drift=drift,
             reason=reason,

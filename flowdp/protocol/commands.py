@@ -103,7 +103,7 @@ class RoundEnded:
         busy_ms: Time in steps per rank. Shape (world_size,).
         data_ms: Waiting for batches per rank. Shape (world_size,).
         wait_ms: Waiting in the gate per rank. Shape (world_size,).
-        sync_ms: Averaging time of one round.
+        sync_ms: Averaging time of a round, the mean of them.
         anchor: Steps of the slowest rank that the cadence aimed at.
         drift: Largest over the ranks; None where not measured.
         reason: Reason of the guard or the gate; "" for an ordinary round.
