@@ -16,7 +16,6 @@ import shutil
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +40,9 @@ UNFINISHED = ".tmp"
 """Suffix of a file that is being written."""
 
 KEYS = (str, int, float, bool, type(None))
-FIELDS = (
-    "version",
-    "epoch",
-    "global_step",
-    "position",
-    "model",
-    "buffers",
-    "ranks",
-    "history",
-    "fingerprint",
-    "best",
-)
-LATER: dict[str, Any] = {"orders": None, "top": [], "best_model": {}, "ema": {}, "best_ema": {}, "outer": {}}
-"""Fields that a file of an older version may lack, and their values then."""
 
+ENCODED = ("position", "history")
+"""Records in the file, as text."""
 log = logging.getLogger("flowdp")
 
 
@@ -134,10 +121,7 @@ def _checked(state: Any) -> dict[str, Any]:
     """The state of a file, with its position and history as objects."""
     if (number := state["format"]) != FORMAT:
         raise ValueError(f"it has format {number}, and this flowdp reads {FORMAT}")
-    if lacking := [name for name in FIELDS if name not in state]:
-        raise ValueError(f"it lacks {', '.join(lacking)}")
-    position, history = decode(json.loads(state["position"])), decode(json.loads(state["history"]))
-    return {**LATER, **state, "position": position, "history": history}
+    return {**state, **{name: decode(json.loads(state[name])) for name in ENCODED}}
 
 
 # ---------------------------------------------------------------- writing
@@ -146,7 +130,7 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
 
     Args:
         path: Of the file; its folder is there.
-        state: As `read` gives it. The versions of flowdp, of torch and of the format are filled in.
+        state: As `read` gives it; the format is filled in.
         also: A second name for the file, in the same folder; it has it before the first one.
 
     Raises:
@@ -158,7 +142,8 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
     path = Path(path)
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
-        told = plain({**state, **_versions(), **_encoded(state)})
+        encoded = {name: json.dumps(encode(state[name]), allow_nan=False) for name in ENCODED}
+        told = plain({**state, "format": FORMAT, **encoded})
         checksums = serialization.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
         with unfinished.open("wb") as file, checksums:
             torch.save(told, file)
@@ -178,18 +163,6 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
         ) from cause
     finally:
         remove(unfinished)
-
-
-def _versions() -> dict[str, Any]:
-    try:
-        own = version("flowdp")
-    except PackageNotFoundError:  # run from its folder
-        own = "unknown"
-    return {"flowdp": own, "torch": str(torch.__version__), "format": FORMAT}
-
-
-def _encoded(state: Mapping[str, Any]) -> dict[str, str]:
-    return {name: json.dumps(encode(state[name]), allow_nan=False) for name in ("position", "history")}
 
 
 def _name_also(unfinished: Path, also: Path) -> None:

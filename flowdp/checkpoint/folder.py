@@ -57,7 +57,6 @@ class CheckpointFolder:
             raise self._lost(error) from error
         self.lock = FolderLock(self._folder)
         self._is_swept = False
-        self._refused: set[Path] = set()  # none to go on from, so none of those that stay
 
     def paths(self) -> list[Path]:
         """The checkpoints that are there, newest first; `best.pt` is not among them."""
@@ -79,7 +78,6 @@ class CheckpointFolder:
                 return path, read(path)
             except CheckpointError as error:
                 log.warning("%s; the one before it is taken", error)
-                self._refused.add(path)
         return None
 
     def follow(self, state: Mapping[str, Any]) -> None:
@@ -108,7 +106,8 @@ class CheckpointFolder:
         there = self.paths()
         number = version if not there else max(version, _number(there[0]) + 1)
         path = self._folder / f"step-{global_step:012d}-{number}.pt"
-        is_best = value is not None and self._is_better(value)
+        keep_best = self.options.keep_best
+        is_best = bool(value is not None and keep_best and Monitor(*keep_best).is_better(value, self.best))
         best = value if is_best else self.best
         top = self.best_of([*self._top, (value, path.name)])
         filled = {
@@ -116,7 +115,7 @@ class CheckpointFolder:
             "version": version,
             "global_step": global_step,
             "best": None if best is None else float(best),
-            "keep_best": self.options.keep_best,
+            "keep_best": keep_best,
             "top": [[float(value), name] for value, name in top],
         }
         try:
@@ -125,9 +124,8 @@ class CheckpointFolder:
             error.version = version
             raise
         self.best, self._top = best, top
-        whole = [one for one in self.paths() if one not in self._refused]
         stay = {name for _, name in top}
-        for old in whole[self.options.keep_last :]:
+        for old in self.paths()[self.options.keep_last :]:
             if old.name not in stay:
                 remove(old)
         return path
@@ -144,12 +142,6 @@ class CheckpointFolder:
             for path in self._files():
                 if LEFT_OVER.fullmatch(path.name):
                     remove(path)
-
-    def _is_better(self, value: float) -> bool:
-        keep_best = self.options.keep_best
-        if keep_best is None:
-            return False
-        return Monitor(*keep_best).is_better(value, self.best)
 
     def _files(self) -> list[Path]:
         try:

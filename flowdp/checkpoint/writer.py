@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     """A checkpoint to write.
 
@@ -161,28 +161,15 @@ class _Job:
         version: Number of the checkpoint.
         capture: Number of the capture.
         captured: Contents of the checkpoint, as far as this machine has them.
-        best: The best model at that moment; None where there is none.
+        best: Reads the best model at that moment; None where there is none.
         value: Value of the metric that `keep_best` names; None without one.
     """
 
     version: int
     capture: int
     captured: CapturedState
-    best: CapturedState | None
+    best: Callable[[], Weights | None]
     value: float | None
-
-
-@dataclass(slots=True)
-class _SaverState:
-    """State between the threads; guarded by the saver's condition."""
-
-    states: dict[int, PendingState] = field(default_factory=dict)
-    pending: list[_Job] = field(default_factory=list)
-    is_writing: bool = False
-    is_closed: bool = False
-    is_over: bool = False
-    snapshot: CapturedState | None = None
-    answered: int = 0
 
 
 class Saver:
@@ -239,13 +226,17 @@ class Saver:
         self._saved = saved
         self._failed = failed
         self._written = written
-        self._old_best = best
         self._evaluates = evaluates
-        self._best: CapturedState | None = None
+        self._best: Callable[[], Weights | None] = lambda: best
         self._is_warned = False  # of a metric that is not there
-        self._state = _SaverState()
-        self._changed = threading.Condition()  # guards the state
         self.thread: threading.Thread | None = None if sender is None else sender.thread
+
+        self._changed = threading.Condition()  # guards everything below
+        self._states: dict[int, PendingState] = {}
+        self._pending: list[_Job] = []
+        self._is_writing = self._is_closed = self._is_over = False
+        self._snapshot: CapturedState | None = None
+        self._answered = 0
 
     def start(self) -> None:
         """Start the writer's thread, where there is anything to write or to tell.
@@ -274,7 +265,7 @@ class Saver:
         if self.sender is not None:
             return self.sender.is_busy
         with self._changed:
-            return self._state.is_writing or bool(self._state.pending)
+            return self._is_writing or bool(self._pending)
 
     @property
     def last(self) -> Path | None:
@@ -285,7 +276,7 @@ class Saver:
     @property
     def best(self) -> Weights | None:
         """The weights of the best epoch, where the run keeps them and there was one."""
-        return self._old_best if self._best is None else self._best.weights
+        return self._best()
 
     def put(self, rank: int, state: PendingState) -> None:
         """Take a rank's saved state.
@@ -294,7 +285,7 @@ class Saver:
             The worker of the rank, at a barrier.
         """
         with self._changed:
-            self._state.states[rank] = state
+            self._states[rank] = state
 
     def save(self, command: Save, history: Sequence[EpochMetrics]) -> None:
         """Make the checkpoint or snapshot of a command, once all ranks have saved. Does not wait.
@@ -303,8 +294,7 @@ class Saver:
             The coordinator.
         """
         with self._changed:
-            state = self._state
-            states, state.states = state.states, {}
+            states, self._states = self._states, {}
             position = command.position
             # Now, for a writer that comes late may find that the sampler has long gone on.
             orders = self.orders(position)
@@ -313,9 +303,9 @@ class Saver:
             model = command.model if is_own else min(states)
             captured = CapturedState(states, model, position, history[: position.done], orders)
             if command.is_best:
-                self._best = captured
-            if command.snapshots > state.answered:
-                state.snapshot, state.answered = captured, command.snapshots
+                self._best = lambda: captured.weights
+            if command.snapshots > self._answered:
+                self._snapshot, self._answered = captured, command.snapshots
             if command.version is not None and self.sender is not None:
                 self.sender.keep(command.capture, lambda: captured.read()["ranks"])
             elif command.version is not None and self.thread is not None:
@@ -330,11 +320,11 @@ class Saver:
             The user's.
         """
         with self._changed:
-            while self._state.answered < wish:
-                if self._state.is_over:
+            while self._answered < wish:
+                if self._is_over:
                     return None
                 self._changed.wait(LISTEN_S)
-            return self._state.snapshot
+            return self._snapshot
 
     def end(self) -> None:
         """Note the end of the run: no snapshot is given any more.
@@ -345,7 +335,7 @@ class Saver:
         if self._folder is not None:
             self._folder.lock.end()
         with self._changed:
-            self._state.is_over = True
+            self._is_over = True
             self._changed.notify_all()
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -355,8 +345,8 @@ class Saver:
             The coordinator, when no rank saves its state any more.
         """
         with self._changed:
-            self._state.is_closed = True
-            self._state.states.clear()
+            self._is_closed = True
+            self._states.clear()
             self._changed.notify_all()
         if self.sender is not None:
             return self.sender.close(timeout_s)
@@ -372,7 +362,8 @@ class Saver:
 
     def let_go(self) -> None:
         """Drop the saved states of a run that is over, but for the best model and the answers given."""
-        self._state = _SaverState(is_closed=True, is_over=True)
+        self._is_closed = self._is_over = True
+        self._states, self._pending, self._snapshot, self._answered = {}, [], None, 0
         self.orders = lambda _: None
         self._saved = None
         self._failed = lambda _: None
@@ -395,23 +386,22 @@ class Saver:
 
     def _next(self) -> _Job | None:
         with self._changed:
-            state = self._state
-            state.is_writing = False
-            self._changed.wait_for(lambda: state.pending or state.is_closed)
-            state.is_writing = bool(state.pending)
-            return state.pending.pop(0) if state.pending else None
+            self._is_writing = False
+            self._changed.wait_for(lambda: self._pending or self._is_closed)
+            self._is_writing = bool(self._pending)
+            return self._pending.pop(0) if self._pending else None
 
     def _queue(self, job: _Job) -> None:
         """Queue a job; it replaces those that wait, but for the best."""
-        waiting = [*self._state.pending, job]
-        valued = [(one.value, one) for one in waiting]
-        best = [] if self._folder is None else [one for _, one in self._folder.best_of(valued)]
-        self._state.pending = [one for one in waiting if one is job or one in best]
-        dropped = [one for one in waiting if one not in self._state.pending]
-        for one in dropped:
-            log.info("checkpoint %d is not written: a newer one is there", one.version)
+        waiting = [*self._pending, job]
+        valued = [(other.value, other) for other in waiting]
+        best = [] if self._folder is None else [other for _, other in self._folder.best_of(valued)]
+        self._pending = [other for other in waiting if other is job or other in best]
+        dropped = [other for other in waiting if other not in self._pending]
+        for other in dropped:
+            log.info("checkpoint %d is not written: a newer one is there", other.version)
         if self.collector is not None:
-            self.collector.drop([one.capture for one in dropped])
+            self.collector.drop([other.capture for other in dropped])
 
     def _value(self, captured: CapturedState) -> float | None:
         """Value of the metric that `keep_best` names, at the end of an epoch."""
@@ -433,7 +423,7 @@ class Saver:
         position, history = job.captured.position, job.captured.history
         # First, as the other machines keep theirs until then.
         others = [] if self.collector is None else self.collector.collect(job.capture)
-        best = self._old_best if job.best is None else job.best.weights
+        best = job.best() or Weights({})
         own = job.captured.read()
         state = {
             **own,
@@ -447,9 +437,10 @@ class Saver:
             "fingerprint": self._describe,
             "orders": job.captured.orders,
             "best": None,
+            "best_model": best.model,
+            "best_ema": best.ema,
+            "top": [],
         }
-        if best is not None:
-            state["best_model"], state["best_ema"] = dict(best.model), dict(best.ema)
         path = None
         if self._folder is not None:
             step = position.global_step

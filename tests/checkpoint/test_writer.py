@@ -19,7 +19,7 @@ from flowdp.checkpoint.weights import Weights
 from flowdp.checkpoint.writer import CapturedState, Checkpoint, PendingState, Saver
 from flowdp.errors import CheckpointError, CollectiveError
 from flowdp.options import CheckpointOptions
-from flowdp.policy.tally import EpochMetrics, RankMetrics, RankSums
+from flowdp.policy.tally import EpochMetrics, RankMetrics, Work
 from flowdp.protocol.commands import Save
 from flowdp.protocol.position import OpenEpoch, Position
 
@@ -44,7 +44,7 @@ def part(rank: int, value: float, *, shared: bool) -> PendingState:
 
 
 def at(epoch: int, *, is_open: bool = False) -> Position:
-    open_ = (OpenEpoch(epoch, 1, ((), ()), (RankSums(), RankSums())),) if is_open else ()
+    open_ = (OpenEpoch(epoch, 1, ((), ()), (Work(epoch, 0, 0), Work(epoch, 0, 0))),) if is_open else ()
     return Position(2, epoch, open_, global_step=10 * epoch, versions=epoch)
 
 
@@ -91,7 +91,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def wait_until_writing(saver: Saver) -> None:
-    while not saver._state.is_writing:
+    while not saver._is_writing:
         threading.Event().wait(0.001)
 
 

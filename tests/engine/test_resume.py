@@ -20,7 +20,7 @@ from flowdp.data.source import Source
 from flowdp.engine.resume import Resumed, find
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import CheckpointOptions
-from flowdp.policy.tally import RankSums
+from flowdp.policy.tally import Work
 from flowdp.protocol.position import OpenEpoch, Position
 from flowdp.replica.rank_state import capture
 from flowdp.replica.replica import Replica
@@ -46,7 +46,7 @@ def replica(value: float = 0.0) -> Replica:
 
 
 def position(*, done: int = 1, open_: bool = False, step: int = 2) -> Position:
-    inside = (OpenEpoch(done, 1, ((), ()), (RankSums(), RankSums())),) if open_ else ()
+    inside = (OpenEpoch(done, 1, ((), ()), (Work(done, 0, 0), Work(done, 0, 0))),) if open_ else ()
     return Position(2, done, inside, step, versions=3)
 
 
@@ -62,7 +62,11 @@ def state(ranks: Sequence[float] = (1.0, 2.0), **changes: Any) -> dict[str, Any]
         "ranks": parts,
         "history": (),
         "fingerprint": PRINT,
+        "orders": None,
         "best": None,
+        "best_model": {},
+        "best_ema": {},
+        "top": [],
     }
     return given | changes
 
@@ -172,7 +176,7 @@ def source(*epochs: list[int]) -> Source:
 def inside(*begun: bool) -> Position:
     """A position with one epoch complete, and parts of the open ones trained."""
     left: list[tuple[int, ...]] = [() if one else (0,) for one in begun]
-    open_ = tuple(OpenEpoch(1 + i, 1, (batches,), (RankSums(),)) for i, batches in enumerate(left))
+    open_ = tuple(OpenEpoch(1 + i, 1, (batches,), (Work(1 + i, 0, 0),)) for i, batches in enumerate(left))
     return Position(1, 1, open_, 2, versions=3)
 
 

@@ -178,7 +178,7 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     * OFTEN,
     "replica/replica.py _after: mark.record(other.compute)": late("copied replicas"),
     "replica/replica.py _after: lane.compute.wait_event(mark)": late("copied replicas"),
-    "run.py Run.paused: replica.lane.await_caller()": late("steered"),
+    "trainer/run.py Run.paused: replica.lane.await_caller()": late("steered"),
 }
 """Each edge, and scenarios, at least one of which is wrong without it.
 
