@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 import flowdp
 from bench.harness import compare, options, report
-from flowdp.collective import memory_mean
+from flowdp.collective import host
 from flowdp.engine import barrier_tasks
 
 STEPS = 40
@@ -117,7 +117,7 @@ CASES = (
         "steps and averagings of 40 ms",
         ({"training": 0.5, "averaging": 0.5},) * 2,
         {"policy": "sync", "loss": steps(40, 40)},
-        lambda: slower(memory_mean.MemoryMean, "_reduce"),
+        lambda: slower(host.HostMean, "_reduce"),
     ),
     Case(
         "20 steps of 40 ms, and 10 batches evaluated in 80 ms each",

@@ -18,16 +18,14 @@ et al. 2025, arXiv:2501.18512).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import Averaging, BlockMean, arithmetic, is_held, relative_drift
-from flowdp.collective.memory_mean import MemoryMean
+from flowdp.collective.base import BlockMean, arithmetic, relative_drift, shift
 from flowdp.collective.outer import OuterMomentum
 from flowdp.collective.payload import PACKS
 from flowdp.device.flat_parameters import Flat
@@ -55,7 +53,7 @@ class _Sent:
 
     part: Tensor
     tensor: Tensor
-    operation: Reduction
+    operation: Reduction = "sum"
     is_trained: bool = False
     base: Tensor | None = None
 
@@ -67,8 +65,8 @@ class _Sent:
             self.base.copy_(self.part.add_(self.base))
 
 
-class MachinesMean(MemoryMean):
-    """Averages the memories of all machines; inner rounds those of this machine alone.
+class MachinesMean:
+    """Averages the memories of all machines.
 
     All machines get the same bits. Float buffers travel as float64, so that a constant table comes out as it
     went in. Memory: one replica more, in the dtype that `arithmetic` says; with overlap two, and one where
@@ -76,59 +74,59 @@ class MachinesMean(MemoryMean):
 
     Args:
         flats: The layout that all memories have.
-        memories: One list for each rank of this machine.
-        meet: As of `MemoryMean`.
+        memories: One list for each rank of this machine. It may be filled later, before the first round.
         outer: Outer step of the parameters, after the mean of all machines.
         team: The ranks of all machines. Their order is that of the outcomes.
         is_difference: What is averaged are parameters, so that in bfloat16 the differences from the last mean
             travel; else gradients, which travel as they are.
         overlaps: Means of parameters travel while the machines train on.
+
+    Attributes:
+        ranks: Ranks of this machine among all.
+        norm: The norm of the last mean; None where it was not measured, or none has come.
+        drifts: Distance of each rank of this machine from it; None likewise, or for one that gave nothing.
+
+    Threads: the last arrival at the gate, but for `settle`.
     """
 
     def __init__(
         self,
         flats: Sequence[Flat],
         memories: Sequence[Sequence[Tensor]],
-        meet: Callable[[int], None],
         outer: OuterMomentum | None,
         team: Team,
         *,
         is_difference: bool,
         overlaps: bool = False,
     ) -> None:
-        super().__init__(flats, memories, meet)
         assert team.machines is not None
-        self._team, self._machines = team, team.machines
-        self._outer_step = outer
-        self._overlaps = overlaps
+        self.ranks = team.ranks
+        self.norm: float | None = None
+        self.drifts: list[float | None] = [None] * len(memories)
+        self._flats, self._memories = flats, memories
+        self._machines = team.machines
+        self._outer = outer
         self._pack = PACKS[team.options.payload]
         self._means = [torch.empty_like(flat.memory, dtype=_wide(flat), device="cpu") for flat in flats]
-        self._bases = self._copies() if team.options.payload != "full" and is_difference else None
-        self._given: list[Tensor] = self._copies() if overlaps else []
+        self._bases = self._copies() if team.options.payload != "full" and is_difference else []
+        self._given = self._copies() if overlaps else []  # what this machine gave to the mean on its way
         self._on_way: tuple[Pending, Sequence[_Sent], Outcome] | None = None
         self._rest: Outcome | None = None  # of the last mean, whose buffers did not travel
         self._settling = threading.Lock()  # the first rank that settles does it, the others wait
         # Of this machine's replicas. CUDA ranks have no memory here before their first round.
         self._ours: BlockMean | None = None
-        self._taken = Averaging(0.0, None)
-        self._drifts: list[float | None] = [None] * len(memories)
 
-    def launch(self, outcome: Outcome) -> None:
-        """Reduce all machines' replicas; see `Collective.launch`."""
-        if outcome.inner:
-            super().launch(self._local(outcome))
-        elif is_held(outcome):
-            start = perf_counter()
-            norm = self._pass_on(outcome) if self._overlaps else self._take(outcome)
-            self._taken = Averaging((perf_counter() - start) * 1e3, None, norm)
-
-    def average(self, rank: int, outcome: Outcome) -> Averaging:
-        """Timing and drift of the mean, which the last arrival has taken; see `MemoryMean.average`."""
-        if outcome.inner:
-            return super().average(rank, self._local(outcome))
-        if outcome.drift and outcome.samples[self._team.ranks[rank]]:
-            return replace(self._taken, drift=self._drifts[rank])
-        return replace(self._taken, norm=None)
+    def take(self, outcome: Outcome) -> None:
+        """Replace all memories by the mean of all machines; with overlap, bring in the one before."""
+        if self._given:
+            self._pass_on(outcome)
+            return
+        self._reduce_ours(outcome)
+        self._exchange(self._outgoing(outcome))
+        self._measure(self._memories, outcome)
+        self._move()
+        for memories in self._memories:
+            _copy_all(self._means, memories)
 
     def settle(self) -> None:
         """Bring in the mean that is on its way, so that the replicas of all machines are equal.
@@ -143,136 +141,110 @@ class MachinesMean(MemoryMean):
             outcome, self._rest = self._rest, None
             if outcome is not None:
                 self._reduce_ours(outcome)
-                self._exchange(one for one in self._outgoing(self._weight(outcome)) if not one.is_trained)
+                self._exchange(sent for sent in self._outgoing(outcome) if not sent.is_trained)
                 for memories in self._memories:
                     for flat, memory, mean in zip(self._flats, memories, self._means, strict=True):
                         first = 0 if flat.counts else flat.split
                         memory[first:].copy_(mean[first:])
 
-    def _take(self, outcome: Outcome) -> float | None:
-        """Take the mean of all machines, and wait for it; returns its norm where the drift is measured."""
-        self._reduce_ours(outcome)
-        self._exchange(self._outgoing(self._weight(outcome)))
-        norm = self._measure(self._memories, outcome) if outcome.drift else None
-        if self._outer_step is not None:
-            self._outer_step.step(self._means)
-        for memories in self._memories:
-            for memory, mean in zip(memories, self._means, strict=True):
-                memory.copy_(mean)
-        return norm
-
     def _exchange(self, parts: Iterable[_Sent]) -> None:
         """Replace parts of this machine's mean by those of all machines."""
         sent = list(parts)
-        self._machines.reduce([one.tensor for one in sent], [one.operation for one in sent])
-        for one in sent:
-            one.arrive()
+        self._machines.reduce([part.tensor for part in sent], [part.operation for part in sent])
+        for part in sent:
+            part.arrive()
 
-    def _pass_on(self, outcome: Outcome) -> float | None:
+    def _pass_on(self, outcome: Outcome) -> None:
         """Bring in the mean of the round before, and send what this machine has now; see the module."""
-        norm = self._arrive(drift=outcome.drift)
+        self._arrive(drift=outcome.drift)
         self._reduce_ours(outcome)
         for memories in (self._given, *self._memories):
-            for memory, mean in zip(memories, self._means, strict=True):
-                memory.copy_(mean)
-        sent = [one for one in self._outgoing(self._weight(outcome)) if one.is_trained]
-        pending = self._machines.begin([one.tensor for one in sent])
+            _copy_all(self._means, memories)
+        sent = [part for part in self._outgoing(outcome) if part.is_trained]
+        pending = self._machines.begin([part.tensor for part in sent])
         self._on_way, self._rest = (pending, sent, outcome), outcome
-        return norm
 
-    def _arrive(self, *, drift: bool = False, is_last: bool = False) -> float | None:
-        """Bring in the mean that is on its way; returns its norm where the drift is measured.
+    def _arrive(self, *, drift: bool = False, is_last: bool = False) -> None:
+        """Bring in the mean that is on its way.
 
         Args:
             drift: Whether to measure the distance of what this machine gave from it.
             is_last: Nothing was trained since, so the replicas become the mean, to the bit.
         """
+        self.norm, self.drifts = None, [None] * len(self._memories)
         if self._on_way is None:
-            self._drifts = [None] * len(self._memories)
-            return None
+            return
         pending, sent, outcome = self._on_way
         self._on_way = None
         pending.wait()
-        for one in sent:
-            one.arrive()
-        norm = self._measure([self._given] * len(self._memories), outcome) if drift else None
-        if self._outer_step is not None:
-            self._outer_step.step(self._means)
+        for part in sent:
+            part.arrive()
+        self._measure([self._given] * len(self._memories), replace(outcome, drift=drift))
+        self._move()
         # A machine that gave nothing may have no finite numbers that a difference could be added to.
         replaces = is_last or not (self._weight(outcome) or self._is_finite(self._given))
         for memories in self._memories:
             for flat, memory, mean, given in zip(
                 self._flats, memories, self._means, self._given, strict=True
             ):
-                if flat.counts:
-                    continue
-                ours, theirs, old = (one[: flat.split] for one in (memory, mean, given))
-                if replaces:
-                    ours.copy_(theirs)
-                elif ours.dtype == theirs.dtype:
-                    ours.add_(theirs).sub_(old)
-                else:
-                    ours.copy_(ours.to(theirs.dtype).add_(theirs).sub_(old))
-        return norm
+                if replaces and not flat.counts:
+                    memory[: flat.split].copy_(mean[: flat.split])
+                elif not flat.counts:
+                    shift(replace(flat, memory=memory), mean, given)
+
+    def _move(self) -> None:
+        """Take the outer step of the means."""
+        if self._outer is not None:
+            self._outer.step(self._means)
 
     def _reduce_ours(self, outcome: Outcome) -> None:
         """Reduce the replicas of this machine."""
         if self._ours is None:
             host = torch.device("cpu")
             self._ours = BlockMean(self._flats, self._memories, [self._means], device=host)
-        weights = outcome.local_weights(self._team.ranks)
+        weights = outcome.local_weights(self.ranks)
         self._ours.reduce(weights if any(weights) else [1] * len(weights), drift=False)
 
     def _weight(self, outcome: Outcome) -> float:
         """Part of this machine in the mean of all."""
         weights = outcome.weights
-        return sum(weights[rank] for rank in self._team.ranks) / sum(weights)
+        return sum(weights[rank] for rank in self.ranks) / sum(weights)
 
-    def _local(self, outcome: Outcome) -> Outcome:
-        """An outcome of this machine's ranks, by their places here."""
-        ranks = self._team.ranks
-        members = tuple(rank - ranks.start for rank in outcome.members)
-        return replace(outcome, members=members, samples=outcome.samples[ranks.start : ranks.stop])
-
-    def _outgoing(self, weight: float) -> Iterator[_Sent]:
+    def _outgoing(self, outcome: Outcome) -> Iterator[_Sent]:
         """Make the parts of this machine's mean ready for their way, each times the weight of the machine."""
+        weight = self._weight(outcome)
         for index, (flat, mean) in enumerate(zip(self._flats, self._means, strict=True)):
             if flat.counts:
                 yield _Sent(mean, mean if mean.dtype in SUMMED else mean.to(torch.int64), "max")
                 continue
             parameters, buffers = mean[: flat.split], mean[flat.split :]
             if len(parameters):
-                base = None if self._bases is None else self._bases[index][: flat.split]
-                yield self._outgoing_parameters(parameters, base, weight)
+                base = self._bases[index][: flat.split] if self._bases else None
+                if mean.dtype != torch.float32:  # it travels as it is
+                    base = None
+                if base is not None:
+                    parameters.sub_(base)
+                _scale(parameters, weight)
+                yield _Sent(parameters, self._pack(parameters), is_trained=True, base=base)
             if len(buffers):
-                # NaN times 0 is NaN.
-                yield _Sent(buffers, buffers.double().mul_(weight) if weight else _zeros(buffers), "sum")
+                yield _Sent(buffers, _scale(buffers.to(torch.float64, copy=True), weight))
 
-    def _outgoing_parameters(self, mean: Tensor, base: Tensor | None, weight: float) -> _Sent:
-        if mean.dtype != torch.float32:  # it travels as it is
-            base = None
-        if not weight:
-            mean.zero_()
-        elif base is not None:
-            mean.sub_(base).mul_(weight)
-        else:
-            mean.mul_(weight)
-        return _Sent(mean, self._pack(mean), "sum", is_trained=True, base=base)
-
-    def _measure(self, memories: Sequence[Sequence[Tensor]], outcome: Outcome) -> float:
-        """Measure distances from the mean, for each rank of this machine; returns the norm of the mean."""
+    def _measure(self, memories: Sequence[Sequence[Tensor]], outcome: Outcome) -> None:
+        """Measure the norm of the mean, and the distances of this machine's ranks from it."""
+        self.norm, self.drifts = None, [None] * len(memories)
+        if not outcome.drift:
+            return
         measured = [index for index, flat in enumerate(self._flats) if flat.is_measured and not flat.counts]
         means = [self._means[index][: self._flats[index].split] for index in measured]
         mean_square = sum(_square(mean) for mean in means)
-        for place, (rank, ours) in enumerate(zip(self._team.ranks, memories, strict=True)):
-            self._drifts[place] = None
+        for place, (rank, ours) in enumerate(zip(self.ranks, memories, strict=True)):
             if outcome.samples[rank]:
                 square = sum(
                     _square(ours[index][: len(mean)].to(mean.dtype) - mean)
                     for index, mean in zip(measured, means, strict=True)
                 )
-                self._drifts[place] = relative_drift(square, mean_square)
-        return sqrt(mean_square)
+                self.drifts[place] = relative_drift(square, mean_square)
+        self.norm = sqrt(mean_square)
 
     def _is_finite(self, memories: Sequence[Tensor]) -> bool:
         """Whether all parameters in some memories are finite."""
@@ -294,9 +266,15 @@ def _wide(flat: Flat) -> torch.dtype:
     return arithmetic(flat.memory.dtype)
 
 
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=torch.float64)
+def _scale(memory: Tensor, weight: float) -> Tensor:
+    """Multiply memory; by 0 it becomes 0, whatever it holds: NaN times 0 is NaN."""
+    return memory.mul_(weight) if weight else memory.zero_()
 
 
 def _square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 if tensor.numel() else 0.0
+
+
+def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

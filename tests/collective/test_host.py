@@ -1,14 +1,13 @@
 """Tests of the mean in host memory; what all means share is in test_on_streams.py."""
 
-import threading
 from time import perf_counter
 
 import pytest
 import torch
 
-from flowdp.collective import base, memory_mean
+from flowdp.collective import base, host
+from flowdp.collective.base import BlockMean
 from flowdp.collective.host import HostMean
-from flowdp.collective.memory_mean import MemoryMean
 from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import Flat, FlatReplica
 from flowdp.device.streams import QUIET, open_lanes
@@ -21,7 +20,7 @@ from tests.collective.fake_world import FakeWorld, book_on_host, host_mean, in_t
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to reduce: by the last arrival, as for small models, and by all members."""
     if request.param == "together":
-        monkeypatch.setattr(memory_mean, "SMALL", 0)
+        monkeypatch.setattr(host, "SMALL", 0)
     return request.param
 
 
@@ -88,14 +87,10 @@ def test_the_layout_may_lie_on_a_device_that_the_host_cannot_reach(samples, drif
     draw = torch.Generator().manual_seed(0)
     memories = [[(9 * torch.randn(600, generator=draw)).to(dtype) for dtype in splits] for _ in samples]
     before = [[memory.double() for memory in rank] for rank in memories]
-    everyone = threading.Barrier(len(samples))
-    mean = MemoryMean(layout, memories, lambda rank: everyone.wait(60) and None)
-    ranks = tuple(range(len(samples)))
-    outcome = Outcome(0, 0, ranks, (1,) * len(samples), samples, drift=drift)
-    mean.launch(outcome)
-    results = in_threads(ranks, lambda rank: mean.average(rank, outcome))
-    gave = [drift and count > 0 for count in samples]
-    assert [result.drift is not None for result in results] == gave, results
+    squares = BlockMean(layout, memories, memories, device=torch.device("cpu")).reduce(samples, drift=drift)
+    assert (squares is not None) == drift
+    if squares is not None:
+        assert [bool(square) for square in squares[:-1]] == [count > 0 for count in samples]
     for at, (memory, flat) in enumerate(zip(memories[0], layout, strict=True)):
         columns = torch.stack([rank[at] for rank in before])
         weights = torch.tensor(samples)[:, None] / sum(samples)
@@ -142,7 +137,7 @@ def test_the_time_is_that_of_both_copies_and_the_mean(world):
 
 @pytest.mark.parametrize("cards", [(0, 1), (-1, -1)])
 def test_an_abort_releases_who_waits_for_the_others(monkeypatch, cards):
-    monkeypatch.setattr(memory_mean, "SMALL", 0)
+    monkeypatch.setattr(host, "SMALL", 0)
     world = FakeWorld(host_mean, cards)
 
     def body(rank: int) -> object:

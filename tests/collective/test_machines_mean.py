@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective import memory_mean
+from flowdp.collective import host
 from flowdp.collective.base import Averaging
 from flowdp.collective.host import HostMean
 from flowdp.device.flat_gradients import SharedGradients
@@ -148,12 +148,12 @@ PLAIN: dict[str, dict[str, Any]] = {
 @contextmanager
 def smallest(elements: int | None) -> Iterator[None]:
     """Let replicas of more elements than this be reduced by all ranks together."""
-    before = memory_mean.SMALL
-    memory_mean.SMALL = before if elements is None else elements
+    before = host.SMALL
+    host.SMALL = before if elements is None else elements
     try:
         yield
     finally:
-        memory_mean.SMALL = before
+        host.SMALL = before
 
 
 def plain(sizes: Sequence[int], case: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective import base, memory_mean, outer
+from flowdp.collective import base, host, outer
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import Flat, FlatReplica
@@ -88,7 +88,7 @@ def test_buffers_counts_and_moving_averages_have_no_state() -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(base, "BLOCK", 256)
     if request.param == "host, all members":
-        monkeypatch.setattr(memory_mean, "SMALL", 0)
+        monkeypatch.setattr(host, "SMALL", 0)
     return str(request.param)
 
 

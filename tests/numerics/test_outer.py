@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import OuterOptions
-from flowdp.collective import memory_mean
+from flowdp.collective import host
 from flowdp.machine import planned_rounds
 from tests.numerics.conftest import WAIT_S, StepRecorder
 from tests.numerics.test_mean_of_steps import ByHand, check_equal, network, rounds_of, train
@@ -31,7 +31,7 @@ OWN_THREADS = flowdp.ProcessTuning(openmp=False)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to reduce on the host: by the last arrival, and each rank a part."""
     if request.param == "together":
-        monkeypatch.setattr(memory_mean, "SMALL", 0)
+        monkeypatch.setattr(host, "SMALL", 0)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def lanes() -> str:
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The last arrival takes the step for all; or the owner does, behind the gate, as in a large model."""
     if request.param == "behind the gate":
-        monkeypatch.setattr("flowdp.collective.memory_mean.SMALL", 0)
+        monkeypatch.setattr("flowdp.collective.host.SMALL", 0)
     name: str = request.param
     return name
 
@@ -115,7 +115,7 @@ def test_every_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two devices and on four, and each way to take a step."""
     number = list(OPTIMIZERS).index(name)
     if number % 3:
-        monkeypatch.setattr("flowdp.collective.memory_mean.SMALL", 0)
+        monkeypatch.setattr("flowdp.collective.host.SMALL", 0)
     devices = 4 if number % 2 else 2
     model, make = net(), OPTIMIZERS[name]
     run = exact(make, devices, model).start()
