@@ -68,7 +68,7 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "collective/host.py HostMean.prepare: self._ready[rank].record(lane.compute)": HOST,
     "collective/host.py HostMean.prepare: lane.comm.wait_event(self._ready[rank])": HOST,
     "collective/host.py HostMean.prepare: copies.down[1].synchronize()": HOST,
-    "collective/host.py HostMean.average: lane.compute.wait_event(copies.up[1])": [
+    "collective/host.py HostMean._bring: lane.compute.wait_event(copies.up[1])": [
         (DOOR["rounds of in_host on (0, 1)"], first("compute"))
     ],
     "collective/host.py HostMean.average.read: copies.up[1].synchronize()": HOST,
