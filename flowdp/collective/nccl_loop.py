@@ -7,7 +7,7 @@ device at that moment are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from flowdp.collective.nccl_setup import (
     nccl_errors,
     room_errors,
 )
+from flowdp.collective.rows import rows_like
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
@@ -72,6 +73,25 @@ class NcclLoop:
         with room_errors():
             setup = CommunicatorSetup(self._nccl, lanes, [_flats(lane, sizes) for lane in lanes])
             self._comms = Communicators(self._nccl, lanes, setup.wait)
+
+    def copies(self, tensors: Sequence[Tensor], dtypes: Container[torch.dtype]) -> list[list[Tensor | None]]:
+        """Copies of the first rank's tensors on all devices, its own included.
+
+        Args:
+            tensors: Of the first rank.
+            dtypes: Dtypes that are sent.
+
+        Returns:
+            For each rank, like `tensors`; None for those without a place in a row, see `rows_like`.
+
+        Raises:
+            CollectiveError: As `broadcast`.
+        """
+        rows = rows_like(tensors, dtypes, [lane.device for lane in self._lanes])
+        rows[0].fill(tensors)
+        if rows[0].memories:
+            self.broadcast([one.memories for one in rows])
+        return [one.views for one in rows]
 
     def broadcast(self, rows: Rows) -> None:
         """Give all ranks the first rank's rows, of any dtypes.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowdp.collective.gradient_sum import Gradients, add_up
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
@@ -129,13 +129,15 @@ class DeviceCopies:
         Streams:
             The caller's current ones of all devices.
         """
-        sent = self._broadcast(parameters)
+        sent: Sequence[Gradients] = [[None] * len(parameters) for _ in self._lanes]
+        if self._loop is not None:
+            sent = self._loop.copies(parameters, SUMMED)
         return [
             [
                 (_copy(tensor, lane) if there is None else there).requires_grad_(tensor.requires_grad)
                 for tensor, there in zip(parameters, column, strict=True)
             ]
-            for lane, column in zip(self._lanes[1:], sent, strict=True)
+            for lane, column in zip(self._lanes[1:], sent[1:], strict=True)
         ]
 
     def carrier(self, tensors: Sequence[Tensor], *, is_whole: bool) -> Copying:
@@ -149,22 +151,6 @@ class DeviceCopies:
         """Give NCCL back."""
         if self._loop is not None:
             self._loop.close()
-
-    def _broadcast(self, parameters: Sequence[Tensor]) -> list[Gradients]:
-        """The copies that NCCL has sent to each other rank; None for those without a place in a row."""
-        others = self._lanes[1:]
-        if self._loop is None:
-            return [[None] * len(parameters) for _ in others]
-        first, *received = rows_like(parameters, SUMMED, [lane.device for lane in self._lanes])
-        first.fill(
-            [
-                parameter.detach() if type(parameter) in (Tensor, nn.Parameter) else None
-                for parameter in parameters
-            ]
-        )
-        if first.memories:
-            self._loop.broadcast([first.memories, *(rows.memories for rows in received)])
-        return [rows.views for rows in received]
 
 
 def _copy(tensor: Tensor, lane: Lane) -> Tensor:

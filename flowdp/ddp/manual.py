@@ -21,7 +21,6 @@ from flowdp.collective.reduction import Op, flat_view, reduce_all, split_equally
 from flowdp.collective.rows import rows_like
 from flowdp.collective.select import open_loop
 from flowdp.ddp.structure import check_same_structure, check_separate_memory
-from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.copies import carry
 from flowdp.device.cores import pool_sizes
@@ -93,7 +92,8 @@ class Ddp:
         self._crew: Crew | None = None
         self._norms = [SharedStatistics(model) for model in models]
         self._calls: list[FirstCalls] = []  # made for the first function that `parallel` is given
-        self._lanes = open_lanes(devices) if self._norms[0] and len(models) > 1 else []
+        self._lanes = open_lanes(devices)
+        self._shares_statistics = bool(self._norms[0]) and len(models) > 1
         self._nccl: NcclLoop | None = None
         with ExitStack() as stack:
             if len(models) > 1:
@@ -192,7 +192,7 @@ class Ddp:
                 f"{len(self.models)} models need {len(self.models)} batch_counts, one each, not {len(counts)}"
             )
         total = sum(counts)
-        if self._lanes and len(set(counts)) > 1:
+        if self._shares_statistics and len(set(counts)) > 1:
             raise OptionError(
                 "with SyncBatchNorm each loss has entered the gradients of all replicas, with equal "
                 "weights, and cannot be weighted afterwards: multiply each loss by count * replicas / sum "
@@ -234,9 +234,9 @@ class Ddp:
         self._calls = self._calls or [FirstCalls(model, fn) for model in self.models]
         modes = caller_modes(self._kinds)
         groups: Sequence[ProcessGroup | None] = [None] * len(calls)
-        if self._lanes:
+        if self._shares_statistics:
             groups = group_lanes(self._lanes, threading.TIMEOUT_MAX)
-        streams = [_current_stream(device) for device in self.devices]
+        streams = [lane.on(lane.current()) for lane in self._lanes]
         try:
             return self._crew.run(
                 [
@@ -279,7 +279,7 @@ class Ddp:
         trained = [parameter for parameter in self.models[0].parameters() if parameter.requires_grad]
         (rows,) = rows_like(trained, SUMMED, [torch.device("meta")], is_wide=True)
         sizes = {memory.dtype: memory.numel() for memory in rows.memories}
-        return open_loop(backend, self._lanes or open_lanes(self.devices), sizes)
+        return open_loop(backend, self._lanes, sizes)
 
     @torch.no_grad()
     def _send(self, tensors: Sequence[Sequence[Tensor]]) -> None:
@@ -287,11 +287,7 @@ class Ddp:
         sent: list[list[Tensor | None]] = [[None] * len(own) for _ in self.devices]
         if self._nccl is not None:
             self._settle()
-            rows = rows_like(own, _SENT, self.devices)
-            rows[0].fill(own)
-            if rows[0].memories:
-                self._nccl.broadcast([one.memories for one in rows])
-            sent = [one.views for one in rows]
+            sent = self._nccl.copies(own, _SENT)
         for theirs, there, device in zip(tensors[1:], sent[1:], self.devices[1:], strict=True):
             _fill(theirs, there)
             rest = [one if view is None else None for one, view in zip(own, there, strict=True)]
@@ -375,15 +371,6 @@ def _thread_context(devices: Sequence[torch.device], threads: Sequence[int], ran
     # Backward runs in this thread, not in autograd's one per device, which replicas may share.
     with torch.autograd.set_multithreading_enabled(False):
         yield
-
-
-def _current_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Context with the calling thread's current stream of a device, for another thread."""
-    if not is_accelerator(device):
-        return nullcontext()
-    module = device_module(device)
-    context: AbstractContextManager[Any] = module.stream(module.current_stream(device))
-    return context
 
 
 def _device_of(rank: int, model: nn.Module) -> torch.device:

@@ -412,12 +412,12 @@ def test_nccl_that_is_asked_for_needs_cuda_devices(way: list[FakeNccl]) -> None:
         Ddp.wrap(replicas(2), backend="cpu")  # type: ignore[arg-type]
 
 
-def test_a_thread_works_on_the_callers_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    xpu, card = FakeXpu(), torch.device("xpu", 0)
-    monkeypatch.setattr(ddp_module, "device_module", {card: xpu}.__getitem__)
+def test_a_thread_works_on_the_callers_current_stream() -> None:
+    xpu = FakeXpu()
+    lane = StreamLane(torch.device("xpu", 0), xpu)
     own, seen = xpu.Stream(), []
     with xpu.stream(own):
-        context = ddp_module._current_stream(card)
+        context = lane.on(lane.current())
 
     def work() -> None:
         with context:

@@ -233,8 +233,6 @@ REDUNDANT = {
 CAPTURED = "captured steps, which tests/fake_graphs.py has"
 
 ELSEWHERE = {
-    "collective/host.py HostMean.settle: "
-    "lane.compute.wait_event(self._copies[rank][0].up[1])": "several machines",
     "data_parallel/replicas.py Replicas.call: "
     "keep_for(lane.compute, list(tensors_of(given)))": "a race of two threads: tests/data_parallel has it",
     "device/cuda_graphs.py GraphPool.capture: self._before.record(here)": CAPTURED,
