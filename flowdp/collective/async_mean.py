@@ -18,8 +18,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import BlockMean, arithmetic, relative_drift, shift
 from flowdp.collective.fused import kernels_on
+from flowdp.collective.mean import BlockMean, arithmetic, relative_drift, shift
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane

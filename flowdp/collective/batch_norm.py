@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flowdp.collective.base import arithmetic
 from flowdp.collective.local_group import group_lanes
+from flowdp.collective.mean import arithmetic, flat_view
 from flowdp.collective.process_group import ProcessGroup
-from flowdp.collective.reduction import flat_view
 from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import Lane
 from flowdp.errors import FlowdpError, OptionError

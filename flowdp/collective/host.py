@@ -16,17 +16,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import (
-    NOTHING,
-    Averaging,
-    BlockMean,
-    Judge,
-    Reading,
-    is_held,
-    relative_drift,
-    unjudged,
-)
+from flowdp.collective.base import NOTHING, Averaging, Judge, Reading, is_held, unjudged
 from flowdp.collective.machines_mean import MachinesMean
+from flowdp.collective.mean import BlockMean, relative_drift
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors

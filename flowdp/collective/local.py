@@ -16,8 +16,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import BlockMean, Carrier, relative_drift
 from flowdp.collective.fused import kernels_on
+from flowdp.collective.mean import BlockMean, Carrier, relative_drift
 from flowdp.collective.on_streams import StreamedMean
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import Lane, Stream

@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flowdp.collective.mean import Op, reduce_all, split_equally
 from flowdp.collective.process_group import ProcessGroup, Work
-from flowdp.collective.reduction import Op, reduce_all, split_equally
 from flowdp.device.discovery import DevicesOption, resolve_devices
 from flowdp.device.streams import QUIET, Event, Lane, open_lanes
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError

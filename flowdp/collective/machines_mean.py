@@ -25,7 +25,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import BlockMean, arithmetic, relative_drift, shift
+from flowdp.collective.mean import BlockMean, arithmetic, relative_drift, shift
 from flowdp.collective.outer import OuterMomentum
 from flowdp.collective.payload import PACKS
 from flowdp.device.flat_parameters import Flat

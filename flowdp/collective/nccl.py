@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import relative_drift
 from flowdp.collective.fused import import_cupy
+from flowdp.collective.mean import relative_drift
 from flowdp.collective.nccl_setup import (
     MAKING_S,
     REMAKING_S,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.collective.base import arithmetic
+from flowdp.collective.mean import arithmetic
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError

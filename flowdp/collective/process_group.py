@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowdp.collective.base import arithmetic
-from flowdp.collective.reduction import Op, flat_view, write_back
+from flowdp.collective.mean import Op, arithmetic, flat_view, write_back
 from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.errors import OptionError
 from flowdp.network.machines import BACKENDS

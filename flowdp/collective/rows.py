@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.base import arithmetic
+from flowdp.collective.mean import arithmetic
 from flowdp.device.copies import aligned, dense_strides
 
 __all__ = ["Rows", "rows_like"]

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.base import add_weighted
 from flowdp.collective.batch_norm import SharedStatistics, taking_part
 from flowdp.collective.local_group import group_lanes
+from flowdp.collective.mean import add_weighted
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.moving import keep_for
 from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link

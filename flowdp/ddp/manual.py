@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from flowdp.checks import check_loop_backend
 from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm, taking_part
 from flowdp.collective.local_group import group_lanes
+from flowdp.collective.mean import Op, flat_view, reduce_all, split_equally, write_back
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.process_group import ProcessGroup
-from flowdp.collective.reduction import Op, flat_view, reduce_all, split_equally, write_back
 from flowdp.collective.rows import rows_like
 from flowdp.collective.select import open_loop
 from flowdp.ddp.structure import check_same_structure, check_separate_memory

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.base import Averaging, BlockMean, Collective, Reading
+from flowdp.collective.base import Averaging, Collective, Reading
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
+from flowdp.collective.mean import BlockMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane, Lane, StreamLane

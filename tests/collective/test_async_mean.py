@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from flowdp.collective.async_mean import SnapshotMean
-from flowdp.collective.base import BlockMean
+from flowdp.collective.mean import BlockMean
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import QUIET, HostLane
 from flowdp.errors import ProtocolError

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowdp.collective import async_mean, base, fused, local, on_streams
-from flowdp.collective.base import BlockMean, arithmetic
+from flowdp.collective import async_mean, fused, local, on_streams
+from flowdp.collective import mean as mean_module
 from flowdp.collective.fused import MEAN, MEMBERS, THREADS, kernels_on
 from flowdp.collective.local import DeviceMean
+from flowdp.collective.mean import BlockMean, arithmetic
 from flowdp.device.flat_parameters import Flat
 from tests.collective.cpu_kernels import cpu_kernels, cpu_library
 from tests.collective.fake_world import FakeWorld, device_mean
@@ -155,7 +156,7 @@ def test_the_argument_is_that_of_the_source():
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "BLOCK", 256)
+    monkeypatch.setattr(mean_module, "BLOCK", 256)
     for module in (on_streams, local, async_mean):
         monkeypatch.setattr(module, "kernels_on", lambda device, members: cpu_kernels(members))
 

@@ -5,9 +5,10 @@ from time import perf_counter
 import pytest
 import torch
 
-from flowdp.collective import base, host
-from flowdp.collective.base import BlockMean
+from flowdp.collective import host
+from flowdp.collective import mean as mean_module
 from flowdp.collective.host import HostMean
+from flowdp.collective.mean import BlockMean
 from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import Flat, FlatReplica
 from flowdp.device.streams import QUIET, open_lanes
@@ -25,7 +26,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_bits_do_not_depend_on_who_is_faster(monkeypatch):
-    monkeypatch.setattr(base, "BLOCK", 256)
+    monkeypatch.setattr(mean_module, "BLOCK", 256)
     seen = []
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]) * 2:
         world = FakeWorld(host_mean, (-1, -1, -1))
@@ -102,7 +103,7 @@ def test_the_layout_may_lie_on_a_device_that_the_host_cannot_reach(samples, drif
 # ---------------------------------------------------------------- on CUDA streams; see test_on_streams.py too
 @pytest.fixture
 def world(monkeypatch) -> FakeWorld:
-    monkeypatch.setattr(base, "BLOCK", 256)
+    monkeypatch.setattr(mean_module, "BLOCK", 256)
     world = FakeWorld(host_mean, (0, 1, 1))
     book_on_host(monkeypatch, world)
     world.hold([1, 2, 3], steps=1)

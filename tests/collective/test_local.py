@@ -1,6 +1,6 @@
 import pytest
 
-from flowdp.collective import base
+from flowdp.collective import mean as mean_module
 from tests.collective.fake_world import FakeWorld, device_mean
 from tests.fakes import FakeStream
 
@@ -19,14 +19,14 @@ def test_one_rank_of_each_card_works_for_all_on_it(cards, workers):
 def current_streams(world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> list[list[FakeStream]]:
     """For each part of a round, the streams that are current while it is enqueued."""
     stacks: list[list[FakeStream]] = []
-    real = base.BlockMean.reduce
+    real = mean_module.BlockMean.reduce
 
     def reduce(self, samples, **options):
         stacks.append(list(world.cuda._local.stack))
         return real(self, samples, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(base.BlockMean, "reduce", reduce)
+        patch.setattr(mean_module.BlockMean, "reduce", reduce)
         ranks = range(len(world.lanes))
         world.read(world.hold([rank + 1 for rank in ranks]))
     return stacks

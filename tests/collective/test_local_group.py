@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowdp.collective import local_group, reduction
+from flowdp.collective import local_group
+from flowdp.collective import mean as mean_module
 from flowdp.collective.local_group import group_lanes, local_groups
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.device.streams import StreamLane
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=["one part", "many parts"], autouse=True)
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "many parts":
-        monkeypatch.setattr(reduction, "BLOCK", 3)
+        monkeypatch.setattr(mean_module, "BLOCK", 3)
     return request.param
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowdp.collective import base, host
+from flowdp.collective import host
+from flowdp.collective import mean as mean_module
 from flowdp.collective.base import NOTHING
 from flowdp.collective.nccl import NcclMean
 from flowdp.collective.on_streams import ROUNDS
@@ -28,7 +29,7 @@ from tests.threads.test_gate import waits_in
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     """Blocks so short that a flat has several, the last one shorter."""
-    monkeypatch.setattr(base, "BLOCK", 256)
+    monkeypatch.setattr(mean_module, "BLOCK", 256)
 
 
 @pytest.fixture(params=WAYS)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective import base, host, outer
+from flowdp.collective import host, outer
+from flowdp.collective import mean as mean_module
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import Flat, FlatReplica
@@ -86,7 +87,7 @@ def test_buffers_counts_and_moving_averages_have_no_state() -> None:
 # ---------------------------------------------------------------- in each collective
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(base, "BLOCK", 256)
+    monkeypatch.setattr(mean_module, "BLOCK", 256)
     if request.param == "host, all members":
         monkeypatch.setattr(host, "SMALL", 0)
     return str(request.param)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective import reduction
+from flowdp.collective import mean as mean_module
 from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.ddp import manual as ddp_module
 from flowdp.ddp.manual import Ddp
@@ -37,7 +37,7 @@ BASE = nn.Sequential(
 @pytest.fixture(params=["alone", "nccl"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeNccl]]:
     """The ways to average: in the calling thread; on a fake NCCL."""
-    monkeypatch.setattr(reduction, "BLOCK", 2)
+    monkeypatch.setattr(mean_module, "BLOCK", 2)
     cuda, made = FakeCuda(), list[FakeNccl]()
     if request.param == "nccl":
 

@@ -11,10 +11,10 @@ import flowdp
 from bench.gpu.checks import deviation
 from bench.gpu.nccl import measure_one
 from bench.gpu.part import Place, Skipped
-from flowdp.collective.base import BlockMean
 from flowdp.collective.fused import kernels_on
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
+from flowdp.collective.mean import BlockMean
 from flowdp.collective.nccl import NcclMean
 from flowdp.device.flat_parameters import Flat
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.averaging import outcome_of
-from flowdp.collective import base
+from flowdp.collective import mean as mean_module
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import Collective, Reading
 from flowdp.collective.host import HostMean
@@ -96,7 +96,7 @@ def in_blocks(_cuda: LateCuda) -> list[str]:
         with lane.on(lane.compute):
             replica.memories[0].add_(slope.to(lane.device))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "FAR_BLOCK", 16)
+        patch.setattr(mean_module, "FAR_BLOCK", 16)
         for number in range(2):
             for rank, (replica, lane) in enumerate(zip(replicas, lanes, strict=True)):
                 add(replica, lane, 1.0 + 2 * rank)
