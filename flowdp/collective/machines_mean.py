@@ -18,7 +18,7 @@ et al. 2025, arXiv:2501.18512).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -29,7 +29,7 @@ from flowdp.collective.mean import BlockMean, arithmetic, relative_drift, shift
 from flowdp.collective.outer import OuterMomentum
 from flowdp.collective.payload import PACKS
 from flowdp.device.flat_parameters import Flat
-from flowdp.network.machines import Pending, Reduction
+from flowdp.network.machines import Reduction
 from flowdp.network.team import Team
 from flowdp.protocol.messages import Outcome
 
@@ -110,7 +110,7 @@ class MachinesMean:
         self._means = [torch.empty_like(flat.memory, dtype=_wide(flat), device="cpu") for flat in flats]
         self._bases = self._copies() if team.options.payload != "full" and is_difference else []
         self._given = self._copies() if overlaps else []  # what this machine gave to the mean on its way
-        self._on_way: tuple[Pending, Sequence[_Sent], Outcome] | None = None
+        self._on_way: tuple[Callable[[], None], Sequence[_Sent], Outcome] | None = None
         self._rest: Outcome | None = None  # of the last mean, whose buffers did not travel
         self._settling = threading.Lock()  # the first rank that settles does it, the others wait
         # Of this machine's replicas. CUDA ranks have no memory here before their first round.
@@ -161,8 +161,8 @@ class MachinesMean:
         for memories in (self._given, *self._memories):
             _copy_all(self._means, memories)
         sent = [part for part in self._outgoing(outcome) if part.is_trained]
-        pending = self._machines.begin([part.tensor for part in sent])
-        self._on_way, self._rest = (pending, sent, outcome), outcome
+        wait = self._machines.begin([part.tensor for part in sent])
+        self._on_way, self._rest = (wait, sent, outcome), outcome
 
     def _arrive(self, *, drift: bool = False, is_last: bool = False) -> None:
         """Bring in the mean that is on its way.
@@ -174,9 +174,9 @@ class MachinesMean:
         self.norm, self.drifts = None, [None] * len(self._memories)
         if self._on_way is None:
             return
-        pending, sent, outcome = self._on_way
+        wait, sent, outcome = self._on_way
         self._on_way = None
-        pending.wait()
+        wait()
         for part in sent:
             part.arrive()
         self._measure([self._given] * len(self._memories), replace(outcome, drift=drift))

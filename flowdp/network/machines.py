@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -30,7 +29,6 @@ from flowdp.policy.formats import format_error
 __all__ = [
     "BACKENDS",
     "Machines",
-    "Pending",
     "Reduction",
     "backend_here",
     "check_world",
@@ -67,17 +65,6 @@ _stuck: list[tuple[dist.ProcessGroup, list[dist.Work]]] = []
 _dropped: deque[list[dist.ProcessGroup]] = deque()
 """Groups of `Machines` that were dropped. The garbage collector, which finds these at any moment, leaves them
 to the next that opens some: torch.distributed keeps a table of groups, which it may be reading just then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A reduction over all machines that is on its way.
-
-    Attributes:
-        wait: Returns when it is done; raises `CollectiveError` where a machine was lost.
-    """
-
-    wait: Callable[[], None]
 
 
 class Machines:
@@ -267,12 +254,13 @@ class Machines:
         Raises:
             CollectiveError: A machine was lost, or does not come.
         """
-        self.begin(tensors, operations).wait()
+        self.begin(tensors, operations)()
 
-    def begin(self, tensors: Sequence[Tensor], operations: Sequence[Reduction] = ()) -> Pending:
+    def begin(self, tensors: Sequence[Tensor], operations: Sequence[Reduction] = ()) -> Callable[[], None]:
         """Begin a reduction as `reduce` does, and return before it is done.
 
-        The tensors are not to be touched until `Pending.wait` has returned; raises the same.
+        Returns:
+            A function that waits for it, and raises the same. Until then the tensors are not to be touched.
         """
         works: list[dist.Work] = []
         group = self._sums
@@ -288,7 +276,7 @@ class Machines:
             raise MachineLostError("another machine was lost before: make the Trainer anew")
         self._call(SUM, begin)
         self._begun = [one for one in self._begun if not one.is_completed()] + works
-        return Pending(lambda: self._call(SUM, lambda: self._await(_opened(group), works)))
+        return lambda: self._call(SUM, lambda: self._await(_opened(group), works))
 
     def give_up(self) -> None:
         """Wait for no sum any more, because a machine is lost.

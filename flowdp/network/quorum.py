@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -86,13 +86,9 @@ class Member:
 
     def said(self) -> dict[str, Any]:
         """The part that travels as free data."""
-        return {
-            "host": self.host,
-            "world": self.world,
-            "was": self.was,
-            "lives": self.lives,
-            "failed": self.failed,
-        }
+        words = asdict(self)
+        del words["name"], words["store"]
+        return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +209,7 @@ class Quorum:
             ) from error
         self._heard = heard
         self._condition = threading.Condition()  # guards the rest; reentrant
-        self._said, self._number = self.me, 0  # what this machine says, and how often it has said another
+        self._number = 0  # how often this machine has said something new
         self._formed: World | None = None  # the world that this machine has waited for
         self._answer: World | None = None
         self._answered = 0  # the number of the words that the last answer has
@@ -314,8 +310,7 @@ class Quorum:
 
     def _say(self, **words: Any) -> None:
         with self._condition:
-            said = {**self.me.said(), **words}
-            self.me = Member(name=self.me.name, store=self.me.store, **said)
+            self.me = replace(self.me, **words)
             self._number += 1
             self._condition.notify_all()
 
