@@ -2,8 +2,7 @@
 
 The user's choice is `torch.get_num_threads()`, which follows OMP_NUM_THREADS and `torch.set_num_threads`, and
 is the number of physical cores without either. The machine grants the cores of the affinity mask, and no more
-than the quota of the control groups that the process is in (`docker run --cpus`, Kubernetes limits, systemd's
-CPUQuota).
+than the quota of the container that the process is in (`docker run --cpus`, Kubernetes limits).
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ _lent = _Lent()
 
 
 def usable_cores() -> int:
-    """Cores that the calling thread may run on, within the quota of its control groups; at least 1."""
+    """Cores that the calling thread may run on, within the quota of its container; at least 1."""
     has_mask = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_mask else os.cpu_count() or 1
     quota = cpu_quota()
@@ -145,31 +144,14 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of time that the control groups of this process may use; None: no limit is known.
-
-    The smallest one of this process's group and those above it (version 2), and of a container in version 1.
+def cpu_quota(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
+    """Cores' worth of time that this process's container may use; None: no limit is known.
 
     Args:
-        root: Where `proc` and `sys` lie.
+        limit: Quota and period of the control group that a container sees as its root, in version 2.
     """
-    top = root / "sys/fs/cgroup"
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:  # no Linux
-        return None
-    own = top / next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
-    folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
-    limits = [_quota(folder / "cpu.max") for folder in folders]
-    limits.append(_quota(top / "cpu/cpu.cfs_quota_us", top / "cpu/cpu.cfs_period_us"))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _quota(*files: Path) -> float | None:
-    """Quota over period, as one file or two have them; None without a limit."""
-    try:
-        quota, period = " ".join(file.read_text(encoding="utf-8") for file in files).split()
-        cores = float(quota) / float(period)  # "max" is no number
+        quota, period = limit.read_text(encoding="utf-8").split()
+        return float(quota) / float(period)  # "max" is no number
     except (OSError, ValueError, ZeroDivisionError):
         return None
-    return cores if cores > 0 else None

@@ -15,11 +15,11 @@ from __future__ import annotations
 import os
 import platform
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -80,63 +80,105 @@ class Stream(Protocol):
         ...
 
 
-class Lane(ABC):
+class Lane:
     """One rank's place on its device.
 
+    Args:
+        device: An accelerator with its index, or the CPU.
+        module: Module that drives it: `torch.cuda` for a CUDA device.
+
     Attributes:
-        device: The device.
+        device: As given.
+        device_module: As given.
         compute: The user's code: forward, backward, optimizer step.
         comm: Averaging.
         copy: Prefetch.
         is_async: Whether a call returns before its work is done.
     """
 
-    device: torch.device
-    compute: Stream
-    comm: Stream
-    copy: Stream
     is_async: bool
 
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self.device = device
+        self.device_module = module
+        self.compute: Stream = module.Stream(device=device)
+        self.comm: Stream = module.Stream(device=device, priority=-1)
+        self.copy: Stream = module.Stream(device=device)
+        # Guards them, and a mark between its record and the wait for it: several threads may ask at once.
+        self._asking = threading.Lock()
+        self._aside: dict[int, Stream] = {}
+        self._marks: dict[object, Event] = {}
+        self._defaults: dict[torch.device, Stream] = {}
+
     @property
-    @abstractmethod
     def kind(self) -> str:
         """Name of the device's model: devices of one kind round alike, on one machine and on several."""
+        return str(self.device_module.get_device_properties(self.device).name)
 
-    @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Make the device and this stream the calling thread's current ones."""
+        context: AbstractContextManager[Any] = self.device_module.stream(stream)
+        return context
 
-    @abstractmethod
     def aside(self, number: int) -> Stream:
         """A further stream, made once for each number: for copies that must not queue behind `comm`."""
+        with self._asking:
+            if number not in self._aside:
+                self._aside[number] = self.device_module.Stream(device=self.device, priority=-1)
+            return self._aside[number]
 
-    @abstractmethod
     def event(self, *, timing: bool = False) -> Event:
         """A new mark; make it once and record it again and again.
+
+        A host that waits for one of CUDA sleeps instead of spinning.
 
         Args:
             timing: Whether `elapsed_time` will be asked.
         """
+        # Others have no such choice.
+        choices = {"blocking": True} if self.device.type == "cuda" else {}
+        with self.device_module.device(self.device):
+            event: Event = self.device_module.Event(enable_timing=timing, **choices)
+        return event
 
-    @abstractmethod
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory that the device copies from and to by itself. Hold `QUIET`."""
+        # Said, because a user's default device may be another.
+        is_pinned = is_accelerator(self.device)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=is_pinned)
 
-    @abstractmethod
     def current(self) -> Stream:
         """The calling thread's current stream on the device."""
+        stream: Stream = self.device_module.current_stream(self.device)
+        return stream
 
-    @abstractmethod
     def await_caller(self, stream: Stream | None = None) -> None:
         """Let a stream (None: `compute`) wait for the calling thread's work so far: the user's tensors."""
+        self._await(stream or self.compute, self.current(), "caller")
 
-    @abstractmethod
     def has_failed(self) -> bool:
         """Whether the device has failed for good: each call that uses it raises."""
+        try:
+            self.compute.query()
+        except RuntimeError:
+            return True
+        return False
 
-    @abstractmethod
     def await_default(self, stream: Stream, device: torch.device) -> None:
         """Let a stream wait for a device's default stream, where a dataset works that makes tensors there."""
+        with self._asking:
+            if device not in self._defaults:
+                self._defaults[device] = default_stream(self.device_module, device)
+        self._await(stream, self._defaults[device], device)
+
+    def _await(self, stream: Stream, other: Stream, key: object) -> None:
+        # A mark for each use, kept: to destroy one may block.
+        with self._asking:
+            if key not in self._marks:
+                self._marks[key] = self.event()
+            mark = self._marks[key]
+            mark.record(other)
+            stream.wait_event(mark)
 
     def drain(self) -> None:
         """Wait until everything on the three streams is done. Never while the rank is awaited at the gate.
@@ -156,42 +198,13 @@ class StreamLane(Lane):
     Args:
         device: With its index.
         module: Replacement of its device module, in tests.
-
-    Attributes:
-        device_module: Module of torch that drives it: `torch.cuda` for a CUDA device.
     """
 
     is_async = True
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        self.device = device
-        self.device_module = module = module or device_module(device)
-        self.compute = module.Stream(device=device)
-        self.comm = module.Stream(device=device, priority=-1)
-        self.copy = module.Stream(device=device)
-        # Guards them, and a mark between its record and the wait for it: several threads may ask at once.
-        self._asking = threading.Lock()
-        self._aside: dict[int, Stream] = {}
+        super().__init__(device, module or device_module(device))
         self._capturing: Stream | None = None
-        self._marks: dict[object, Event] = {}
-        self._defaults: dict[torch.device, Stream] = {}
-
-    @property
-    def kind(self) -> str:
-        """See `Lane.kind`."""
-        return str(self.device_module.get_device_properties(self.device).name)
-
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """See `Lane.on`."""
-        context: AbstractContextManager[Any] = self.device_module.stream(stream)
-        return context
-
-    def aside(self, number: int) -> Stream:
-        """See `Lane.aside`."""
-        with self._asking:
-            if number not in self._aside:
-                self._aside[number] = self.device_module.Stream(device=self.device, priority=-1)
-            return self._aside[number]
 
     @property
     def capturing(self) -> Stream:
@@ -200,53 +213,6 @@ class StreamLane(Lane):
             self._capturing = self.device_module.Stream(device=self.device)
         return self._capturing
 
-    def event(self, *, timing: bool = False) -> Event:
-        """See `Lane.event`; a host that waits for one of CUDA sleeps instead of spinning."""
-        # Others have no such choice.
-        choices = {"blocking": True} if self.device.type == "cuda" else {}
-        with self.device_module.device(self.device):
-            event: Event = self.device_module.Event(enable_timing=timing, **choices)
-        return event
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `Lane.pinned`."""
-        # Said, because a user's default device may be another.
-        is_pinned = is_accelerator(self.device)
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=is_pinned)
-
-    def current(self) -> Stream:
-        """See `Lane.current`."""
-        stream: Stream = self.device_module.current_stream(self.device)
-        return stream
-
-    def await_caller(self, stream: Stream | None = None) -> None:
-        """See `Lane.await_caller`."""
-        self._await(stream or self.compute, self.current(), "caller")
-
-    def has_failed(self) -> bool:
-        """See `Lane.has_failed`."""
-        try:
-            self.compute.query()
-        except RuntimeError:
-            return True
-        return False
-
-    def await_default(self, stream: Stream, device: torch.device) -> None:
-        """See `Lane.await_default`."""
-        with self._asking:
-            if device not in self._defaults:
-                self._defaults[device] = default_stream(self.device_module, device)
-        self._await(stream, self._defaults[device], device)
-
-    def _await(self, stream: Stream, other: Stream, key: object) -> None:
-        # A mark for each use, kept: to destroy one may block.
-        with self._asking:
-            if key not in self._marks:
-                self._marks[key] = self.event()
-            mark = self._marks[key]
-            mark.record(other)
-            stream.wait_event(mark)
-
 
 class HostLane(Lane):
     """A rank on the CPU: the calling thread does the work itself, at once."""
@@ -254,43 +220,12 @@ class HostLane(Lane):
     is_async = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.compute = self.comm = self.copy = _NoStream()
+        super().__init__(device, _HOST)
 
     @property
     def kind(self) -> str:
         """See `Lane.kind`. Each process has one of its own: the bits may depend on the number of threads."""
         return f"CPU of {platform.node()}, process {os.getpid()}"
-
-    def on(self, _stream: Stream) -> AbstractContextManager[Any]:  # there is one
-        """See `Lane.on`."""
-        return nullcontext()
-
-    def aside(self, _number: int) -> Stream:  # there is one
-        """See `Lane.aside`."""
-        return self.comm
-
-    def event(self, **_timing: bool) -> Event:  # always
-        """See `Lane.event`."""
-        return _HostEvent()
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `Lane.pinned`: plain memory."""
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-
-    def current(self) -> Stream:
-        """See `Lane.current`."""
-        return self.compute
-
-    def await_caller(self, stream: Stream | None = None) -> None:
-        """See `Lane.await_caller`."""
-
-    def has_failed(self) -> bool:
-        """See `Lane.has_failed`: the CPU does not."""
-        return False
-
-    def await_default(self, stream: Stream, device: torch.device) -> None:
-        """See `Lane.await_default`."""
 
 
 def open_lanes(devices: Sequence[torch.device]) -> list[Lane]:
@@ -348,6 +283,18 @@ class _HostEvent:
     def elapsed_time(self, end_event: _HostEvent) -> float:
         return (end_event._at_s - self._at_s) * 1e3
 
+
+_NO_STREAM = _NoStream()
+
+_HOST = SimpleNamespace(
+    Stream=lambda **_: _NO_STREAM,
+    Event=lambda **_: _HostEvent(),
+    stream=lambda _: nullcontext(),
+    device=lambda _: nullcontext(),
+    current_stream=lambda _: _NO_STREAM,
+    default_stream=lambda _: _NO_STREAM,
+)
+"""Stands for the module that drives a device: there is one stream, and nothing behind it."""
 
 _made: dict[tuple[torch.device, int], Lane] = {}
 _making = threading.Lock()

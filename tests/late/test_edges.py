@@ -164,8 +164,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "device/frozen_parameters.py FrozenCheck._read: self._passed.synchronize()": late("frozen parameters"),
     "device/streams.py Lane.drain: mark.record(stream)": late("resident by hand"),
     "device/streams.py Lane.drain: mark.synchronize()": late("resident by hand"),
-    "device/streams.py StreamLane._await: mark.record(other)": late("resident by hand"),
-    "device/streams.py StreamLane._await: stream.wait_event(mark)": late("resident by hand"),
+    "device/streams.py Lane._await: mark.record(other)": late("resident by hand"),
+    "device/streams.py Lane._await: stream.wait_event(mark)": late("resident by hand"),
     "engine/shared_batches.py to_lane: keep_for(lane.compute, tensors_of(moved))": [(EVALUATED, LATE)]
     * OFTEN,
     "engine/clocks.py wait_for: event.synchronize()": late("steered"),
