@@ -31,7 +31,7 @@ from flowdp.options import (
 )
 from flowdp.policy.shares import normalised_ratios
 from flowdp.replica.batch_sizes import Sizes
-from flowdp.replica.factories import check_closure, several_optimizers
+from flowdp.replica.factories import several_optimizers
 from flowdp.validators import check_flag, check_int, check_number, is_int, is_number, one_of
 
 __all__ = [
@@ -167,8 +167,6 @@ def check_step(
             raise OptionError("loss is a criterion with parameters to train: make it a part of the model")
         if isinstance(optimizer, Mapping | Sequence) and len(optimizer) > 1:
             raise OptionError(several_optimizers(len(optimizer)))
-        if isinstance(optimizer, Optimizer):
-            check_closure(optimizer)
         return
     if loss is not None:
         raise OptionError("loss and train_step each define a step: give one of them")

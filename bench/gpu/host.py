@@ -23,7 +23,7 @@ from flowdp.engine.meter import Meter
 from flowdp.engine.worker_thread import Worker
 from flowdp.machine.worker import WorkerMachine
 from flowdp.replica.learning_rate import LearningRate
-from flowdp.replica.lone_replica import LoneReplica
+from flowdp.replica.window_replica import LoneReplica
 
 SAMPLES, BATCH_SIZE = 64_000, 8
 

@@ -26,7 +26,7 @@ from bench.models import MODELS, Gpt, classify, images, predict_next, texts
 from flowdp.data.open_source import TensorSource
 from flowdp.device.openmp import pause_openmp
 from flowdp.device.process_tuning import keep_freed_memory
-from flowdp.replica.lone_replica import LoneReplica
+from flowdp.replica.window_replica import LoneReplica
 
 WARM_UP = 20
 SAMPLES = 60_000  # as in Fashion-MNIST

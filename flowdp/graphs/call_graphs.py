@@ -30,7 +30,7 @@ from flowdp.device.streams import StreamLane
 from flowdp.device.trees import Form, flatten, unflatten
 from flowdp.errors import FlowdpError
 from flowdp.graphs.base import NotCaptured
-from flowdp.graphs.trials import is_plain, reason_of, without_trace
+from flowdp.graphs.trials import is_plain, refusal_of, without_trace
 
 __all__ = ["CallGraphs", "unique_tensors"]
 
@@ -124,13 +124,8 @@ class CallGraphs:
         Raises:
             NotCaptured: It cannot be captured; nothing is left of the attempt.
         """
-        refusal = None
         with without_trace(self._state, device_generator(self._lane.device)):
-            try:
-                self._rehearse()
-                self._capture()
-            except Exception as error:
-                refusal = str(error) if isinstance(error, NotCaptured) else reason_of(error)
+            refusal = refusal_of(self._rehearse) or refusal_of(self._capture)
         if refusal is not None:
             self._pool.clear()
             raise NotCaptured(refusal)

@@ -6,7 +6,6 @@ Python does, and the two are compared now and then, as `Captured` does for the s
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from flowdp.device.trees import flatten
 from flowdp.errors import OptionError
 from flowdp.graphs.base import NotCaptured
 from flowdp.graphs.call_graphs import CallGraphs, unique_tensors
-from flowdp.graphs.decisions import Decisions, Form
+from flowdp.graphs.decisions import Decisions, Form, LogOnce
 from flowdp.graphs.guards import Guards, hook_tables
 from flowdp.graphs.trials import Pair, bound_of, first_difference, spec_of, without_trace
 from flowdp.options import CaptureOptions
@@ -32,8 +31,6 @@ from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.policy.formats import format_error
 
 __all__ = ["CapturedCall", "captured_call"]
-
-log = logging.getLogger("flowdp")
 
 MOST_AHEAD = 8
 """Calls on the device behind which no other is timed: the host would have to wait for one."""
@@ -96,7 +93,7 @@ class CapturedCall(Decisions[CallGraphs]):
             "call",
             options or CaptureOptions(),
             lambda: Guards(module, module.forward),
-            self._log_once,
+            LogOnce(watch is None, type(module).__name__),
             watch,
         )
         self._module = module
@@ -105,7 +102,6 @@ class CapturedCall(Decisions[CallGraphs]):
         self._stopwatch = Stopwatch(lane)
         self._launches_ms: deque[float] = deque()
         self._stream: Any = None
-        self._told: set[str] = set()
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """The outputs of a call of the module.
@@ -126,7 +122,7 @@ class CapturedCall(Decisions[CallGraphs]):
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if (seen := watcher()) is not None:
-            self._log_once(f"capture: calls under {seen} are eager")
+            self._tell(f"calls under {seen} are eager")
             return self._module(*args, **kwargs)
         if not self.begins(self._lane.device):
             return self._time(args, kwargs)
@@ -166,7 +162,7 @@ class CapturedCall(Decisions[CallGraphs]):
         """The form of a call, and the leaves of its arguments; None: it is eager."""
         lane = self._lane
         if lane.current() != self._stream:
-            self._log_once("capture: calls on another stream than the first one are eager")
+            self._tell("calls on another stream than the first one are eager")
             return None
         leaves, tree = flatten([args, kwargs])
         kind = lane.device.type
@@ -174,10 +170,10 @@ class CapturedCall(Decisions[CallGraphs]):
         try:
             specs = [spec_of(one, "a call") for one in leaves]
         except NotCaptured as reason:
-            self._log_once(f"capture: {reason}: such calls are eager")
+            self._tell(f"{reason}: such calls are eager")
             return None
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            self._log_once("capture: calls whose arguments require grad are eager")
+            self._tell("calls whose arguments require grad are eager")
             return None
         form = self.form((casts, *specs), tree)
         return None if form is None else (form, leaves)
@@ -252,14 +248,6 @@ class CapturedCall(Decisions[CallGraphs]):
                 failure = failure or "it draws other random numbers"
         self.check(failure)
         return outputs
-
-    def _log_once(self, text: str, *, is_shown: bool = False) -> None:
-        """See `Tell`; a warning also where the user has asked for captured calls."""
-        if text not in self._told:
-            self._told.add(text)
-            level = logging.WARNING if is_shown or self.watch is None else logging.INFO
-            name = type(self._module).__name__
-            log.log(level, "capture: %s: %s", name, text.removeprefix("capture: "))
 
 
 def _noise(generator: torch.Generator, output: Tensor) -> Tensor:

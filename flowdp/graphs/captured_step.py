@@ -18,7 +18,7 @@ from flowdp.device.gathered import Gathered, made
 from flowdp.device.trees import flatten
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep
 from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph
-from flowdp.graphs.decisions import Decisions, Form, Tell
+from flowdp.graphs.decisions import Decisions, Form
 from flowdp.graphs.guards import Guards
 from flowdp.graphs.trials import Pair, first_difference, spec_of
 from flowdp.options import CaptureOptions
@@ -40,8 +40,7 @@ class Captured(Decisions[CudaStepGraph]):
         step: Forward and backward to capture.
         options: Options of the run.
         guard: Makes the guards of the state that the step reads.
-        make: Makes the recorder, from the guards.
-        tell: See `Tell`.
+        tell: See `Decisions`.
         watch: Tells whether capture pays; None: steps are captured in any case.
 
     Attributes:
@@ -58,13 +57,11 @@ class Captured(Decisions[CudaStepGraph]):
         step: Capturable,
         options: CaptureOptions,
         guard: Callable[[], Guards],
-        make: Callable[[Guards], CudaGraphs],
-        tell: Tell,
+        tell: Callable[..., None],
         watch: LaunchWatch | None = None,
     ) -> None:
         super().__init__("step", options, guard, tell, watch)
         self._step = step
-        self._make = make
         self._recorder: CudaGraphs | None = None
 
     @property
@@ -138,7 +135,7 @@ class Captured(Decisions[CudaStepGraph]):
 
     def _record(self, batch: Any, tensors: Sequence[Tensor], worker: Any, factors: Factors) -> CudaStepGraph:
         assert self.guards is not None
-        self._recorder = self._recorder or self._make(self.guards)
+        self._recorder = self._recorder or CudaGraphs(self._step, self.guards)
         return self._recorder.record(batch, tensors, worker, factors)
 
     def _compare(

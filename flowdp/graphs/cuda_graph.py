@@ -18,7 +18,7 @@ the eager step does, and the state can be read and put back between two replays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, is_
 from typing import Any
@@ -34,7 +34,7 @@ from flowdp.device.trees import tree_map
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep, watching
 from flowdp.graphs.guards import Guards
-from flowdp.graphs.trials import bound_of, reason_of, without_trace
+from flowdp.graphs.trials import bound_of, refusal_of, without_trace
 
 __all__ = ["CudaGraphs", "CudaStepGraph"]
 
@@ -195,7 +195,7 @@ class CudaStepGraph:
         self._put(factors)
         generator = device_generator(self._step.lane.device)
         before = generator.get_state()
-        refusal = self._attempt(lambda: self._compute(worker, factors))
+        refusal = refusal_of(lambda: self._compute(worker, factors))
         self.draws = not torch.equal(before, generator.get_state())
         trained, touched = self._step.trained, self._touched
         self._parameters = [one for one, is_there in zip(trained, touched, strict=False) if is_there]
@@ -208,7 +208,7 @@ class CudaStepGraph:
         def captured() -> None:
             self._graph = pool.capture(lambda: self._compute(worker, factors))
 
-        return self._attempt(captured)
+        return refusal_of(captured)
 
     def run(self, leaves: Sequence[Tensor], factors: Factors) -> Computed:
         """Write or add to the parameters' gradients, and update the buffers in place.
@@ -255,16 +255,6 @@ class CudaStepGraph:
             finally:
                 for parameter, gradient in zip(trained, before, strict=True):
                     parameter.grad = gradient
-
-    def _attempt(self, work: Callable[[], None]) -> str | None:
-        """Run work with the user's code; returns the reason why a step with it is not captured."""
-        try:
-            work()
-        except NotCaptured as refusal:
-            return str(refusal)
-        except Exception as error:
-            return reason_of(error)
-        return None
 
     def _compute(self, worker: CurrentWorker, factors: Factors) -> None:
         """Forward and backward of the inputs, as they are captured."""

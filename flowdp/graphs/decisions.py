@@ -6,6 +6,8 @@ work; and when recording ends, after which all is eager.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -16,14 +18,38 @@ from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import FUTILE, PAYS, WARM_UP, LaunchWatch
 from flowdp.policy.recheck import is_due_at
 
-__all__ = ["Decisions", "Form", "Tell"]
+__all__ = ["Decisions", "Form", "LogOnce"]
 
 Action = Literal["eager", "run", "compare"]
 
-Tell = Callable[..., None]
-"""Logs a text that nobody has logged; with `is_shown=True` as a warning in any case."""
+log = logging.getLogger("flowdp")
 
 G = TypeVar("G")
+
+
+class LogOnce:
+    """Log of texts, each once.
+
+    Args:
+        is_chosen: Whether the user has asked for capture: then all are warnings.
+        name: Begins each text.
+
+    Threads: any.
+    """
+
+    def __init__(self, is_chosen: bool, name: str = "") -> None:
+        self._level = logging.WARNING if is_chosen else logging.INFO
+        self._start = f"capture: {name}: " if name else "capture: "
+        self._lock = threading.Lock()
+        self._texts: set[str] = set()
+
+    def __call__(self, text: str, *, is_shown: bool = False) -> None:
+        """Log a text; one that the user has to see is a warning in any case."""
+        with self._lock:
+            is_new = text not in self._texts
+            self._texts.add(text)
+        if is_new:
+            log.log(logging.WARNING if is_shown else self._level, "%s%s", self._start, text)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +78,7 @@ class Decisions(Generic[G]):
         noun: "step" or "call", for the log.
         options: Options of the user.
         guard: Makes the guards of the state that the work reads.
-        tell: See `Tell`.
+        tell: Logs a text that has not been logged: a `LogOnce`.
         watch: Tells whether capture pays; None: work is captured in any case.
 
     Attributes:
@@ -71,7 +97,7 @@ class Decisions(Generic[G]):
         noun: str,
         options: CaptureOptions,
         guard: Callable[[], Guards],
-        tell: Tell,
+        tell: Callable[..., None],
         watch: LaunchWatch | None,
     ) -> None:
         self.ended: str | None = None
@@ -106,7 +132,7 @@ class Decisions(Generic[G]):
                 )
                 return False
             self._tell(
-                f"capture: {device} waits for launches, {watch.launch_ms:.3g} ms a {self._noun}: "
+                f"{device} waits for launches, {watch.launch_ms:.3g} ms a {self._noun}: "
                 f"{self._noun}s run as CUDA graphs from now on, without the user's Python (capture=False "
                 "leaves them eager)",
                 is_shown=True,
@@ -121,7 +147,7 @@ class Decisions(Generic[G]):
                 return form
         if len(self.forms) == self._options.graphs:
             self._tell(
-                f"capture: {self._noun}s come in more than {len(self.forms)} forms (shapes, dtypes, "
+                f"{self._noun}s come in more than {len(self.forms)} forms (shapes, dtypes, "
                 "numbers), and those of others run eagerly"
             )
             return None
@@ -162,7 +188,7 @@ class Decisions(Generic[G]):
             self.problem = reason
         self.drop()
         how = "go on eagerly, from the eager result" if differs else "run eagerly"
-        self._tell(f"capture: {self._noun}s {how}: {reason}", is_shown=differs)
+        self._tell(f"{self._noun}s {how}: {reason}", is_shown=differs)
 
     def drop(self) -> None:
         """Let go of all graphs."""
@@ -189,4 +215,4 @@ class Decisions(Generic[G]):
                 "number that changes may be a tensor on the device, which is written to in place"
             )
         elif had_graphs:
-            self._tell(f"capture: {change}; the {self._noun} is captured anew")
+            self._tell(f"{change}; the {self._noun} is captured anew")

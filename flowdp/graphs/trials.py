@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ __all__ = [
     "difference",
     "first_difference",
     "is_plain",
-    "reason_of",
+    "refusal_of",
     "spec_of",
     "without_trace",
 ]
@@ -106,7 +106,18 @@ def difference(mine: Tensor | None, theirs: Tensor | None, bound: float) -> str:
     return "" if off <= bound * largest else f"differs by {off:.3g}, where the largest value is {largest:.3g}"
 
 
-def reason_of(error: Exception) -> str:
+def refusal_of(work: Callable[[], object]) -> str | None:
+    """Do work with the user's code; returns the reason why it cannot be captured, if that is so."""
+    try:
+        work()
+    except NotCaptured as refusal:
+        return str(refusal)
+    except Exception as error:
+        return _reason_of(error)
+    return None
+
+
+def _reason_of(error: Exception) -> str:
     """An error as a sentence, with the place in the user's code; it does not keep the error's frames."""
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     if isinstance(error, torch.OutOfMemoryError):

@@ -40,7 +40,6 @@ from flowdp.replica.factories import (
     all_of,
     build_models,
     build_optimizers,
-    check_closure,
     check_hooks,
     equal_machines,
     equal_start,
@@ -49,8 +48,8 @@ from flowdp.replica.factories import (
 )
 from flowdp.replica.flat_optimizer import group_keys, obstacle
 from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
-from flowdp.replica.lone_replica import LoneReplica
 from flowdp.replica.replica import Capture, LossOption, Replica, ReplicaParts, loss_function
+from flowdp.replica.window_replica import LoneReplica
 
 __all__ = ["ReplicaConfig", "build_replicas"]
 
@@ -210,8 +209,6 @@ def _optimizers(config: ReplicaConfig, module: nn.Module, lane: Lane) -> Optimiz
         optimizers = build_optimizers(config.optimizer, module, source)
     if config.train_step is None and len(optimizers) > 1:
         raise OptionError(several_optimizers(len(optimizers)))
-    if config.train_step is None:
-        check_closure(all_of(optimizers)[0])
     return optimizers
 
 

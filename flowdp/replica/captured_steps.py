@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,15 +13,13 @@ from flowdp.device.streams import Lane, StreamLane
 from flowdp.errors import OptionError
 from flowdp.graphs.base import Capturable
 from flowdp.graphs.captured_step import Captured
-from flowdp.graphs.cuda_graph import CudaGraphs
+from flowdp.graphs.decisions import LogOnce
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.replica.replica import Capture
 
 __all__ = ["capture_steps"]
-
-log = logging.getLogger("flowdp")
 
 
 def capture_steps(
@@ -53,28 +49,11 @@ def capture_steps(
             f"capture=True records steps as CUDA graphs, and the devices are {devices}; capture='auto' (the "
             "default) records them where there is a CUDA device and it pays"
         )
-    told = _Told()
+    tell = LogOnce(is_chosen)
 
     def make(model: nn.Module, loss: Callable[..., Any], step: Capturable) -> Captured:
-        guard, recorder = partial(Guards, model, loss), partial(CudaGraphs, step)
         watch = None if is_chosen else LaunchWatch()
-        return Captured(step, options, guard, recorder, partial(told.log_once, is_chosen), watch)
+        return Captured(step, options, partial(Guards, model, loss), tell, watch)
 
     parts = zip(fit, modules, losses, strict=True)
     return [partial(make, model, loss) if is_fit else None for is_fit, model, loss in parts]
-
-
-class _Told:
-    """Log of texts, each once for all ranks."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._texts: set[str] = set()
-
-    def log_once(self, is_chosen: bool, text: str, *, is_shown: bool = False) -> None:
-        """Log a text, as a warning where the user has asked for captured steps, or has to see it."""
-        with self._lock:
-            is_new = text not in self._texts
-            self._texts.add(text)
-        if is_new:
-            log.log(logging.WARNING if is_chosen or is_shown else logging.INFO, "%s", text)

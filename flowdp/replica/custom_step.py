@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from flowdp.device.gathered import made
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.replica.factories import all_of, needs_closure
+from flowdp.replica.factories import all_of
 from flowdp.replica.replica import Replica, ReplicaParts
 
 __all__ = ["CustomStepReplica", "TrainStep"]
@@ -110,11 +110,6 @@ class CustomStepReplica(Replica):
         if not any(optimizer is own for own in self._own):
             raise ValueError(
                 "worker.step takes one of worker.optimizers: the replica's own, not the one given"
-            )
-        if needs_closure(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} needs a closure: call optimizer.step(closure) instead of "
-                "worker.step(optimizer)"
             )
         scaler = self._scaler
         with torch.autocast(self.device.type, enabled=False):

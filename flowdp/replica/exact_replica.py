@@ -54,7 +54,6 @@ class ExactReplica(WindowReplica):
 
     gradients: SharedGradients
     steps_at_gate = True
-    _is_part = True
     whole_state: WeakMethod[Callable[[], dict[str, Any]]] | None = None
     _owner: Callable[[], ExactReplica | None] | None = None  # weak
 

@@ -35,12 +35,10 @@ __all__ = [
     "all_of",
     "build_models",
     "build_optimizers",
-    "check_closure",
     "check_hooks",
     "check_plain",
     "each_of",
     "equal_start",
-    "needs_closure",
     "new_module",
     "seed_devices",
     "several_optimizers",
@@ -312,26 +310,6 @@ def several_optimizers(count: int) -> str:
         f"the optimizer option gives {count} optimizers, and with a loss one takes the step: give a "
         "train_step, which says when each of them steps"
     )
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps by a function that computes the loss again, as LBFGS does."""
-    given = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return given is not None and given.default is given.empty
-
-
-def check_closure(optimizer: Optimizer) -> None:
-    """Check that an optimizer steps without a closure.
-
-    Raises:
-        OptionError: It needs one.
-    """
-    if needs_closure(optimizer):
-        raise OptionError(
-            f"optimizer: {type(optimizer).__name__} computes the loss several times in a step, by a closure, "
-            "and with a loss there is one forward a step: give train_step=, a function of (worker, batch) "
-            "that calls worker.optimizers[0].step(closure)"
-        )
 
 
 def seed_devices(devices: Sequence[torch.device], seed: int, machine: int = 0) -> None:

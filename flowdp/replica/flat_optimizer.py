@@ -150,10 +150,9 @@ class FlatOptimizer:
         self._seen: list[object] = []  # see `_look`
         self._runs: list[list[_Run]] = []  # of each group
         self._members: list[int] = []  # parameters of all runs
-        self._all: list[nn.Parameter] = []  # these parameters
-        self._stepped: list[nn.Parameter] = []  # those of this step
+        self._touched: list[bool] = []  # of all parameters, those that have gradients in this step
+        self._stepped: list[nn.Parameter] = []  # these, as far as they are members
         self._moved: list[int] = []  # those that the module keeps elsewhere
-        self._all_on = True
         self._picks_fused = False
         self._revision = 0  # counts up with every change of the runs
         self._lock = threading.Lock()
@@ -174,6 +173,8 @@ class FlatOptimizer:
         own = self._own
         if not self._is_apart and (self._twin is None or self._look() != self._seen or _has_hooks(own)):
             self._rebuild()
+        if self._twin is not None and any(stray.grad is not None for stray in self._strays):
+            self._step_apart("a parameter that was frozen at first is trained")
         twin = self._twin
         if twin is None:
             self._gradients.show(touched)
@@ -184,12 +185,7 @@ class FlatOptimizer:
             mine["params"] = parameters
             if self._picks_fused:
                 mine["fused"] = True
-        if all(touched):
-            self._stepped = self._all
-            if not self._all_on:
-                self._choose(touched)
-        else:
-            self._stepped = [self._parameters[at] for at in self._members if touched[at]]
+        if touched != self._touched:
             self._choose(touched)
         pointers = [parameter.data_ptr() for parameter in self._parameters]
         self._moved = []
@@ -237,12 +233,6 @@ class FlatOptimizer:
                             else self._own_number(value)
                             for name, value in found.items()
                         }
-            for stray in self._strays:
-                if found := state.get(stray):
-                    own[stray] = {
-                        name: value if name in self._names else self._own_number(value)
-                        for name, value in found.items()
-                    }
             self._is_ahead = False
 
     def reload(self) -> None:
@@ -396,8 +386,7 @@ class FlatOptimizer:
                 "during the run, while each device steps a part of its parameters"
             )
         if why is not None:
-            log.debug("the optimizer steps its parameters one by one: %s", why)
-            self._is_apart = True
+            self._step_apart(why)
             return
         self._picks_fused = _picks_fused(own, self._views[0].device)
         options = {"fused": True} if self._picks_fused else {}
@@ -413,25 +402,24 @@ class FlatOptimizer:
         self._twin = type(own)(groups, **{**defaults, **options})
         self._fill_groups()
         self._members = [at for run in chain.from_iterable(self._runs) for at in range(run.start, run.stop)]
-        self._all = [self._parameters[at] for at in self._members]
-        self._all_on = True
+        self._touched = []
         for run in chain.from_iterable(self._runs):
             self._absorb(run)
         for parameter in self._parameters if self._spans else ():
             own.state.pop(parameter, None)
-        for stray in self._strays:
-            if found := own.state.get(stray):
-                self._twin.state[stray] = {
-                    name: value if name in self._names else self._twin_number(value)
-                    for name, value in found.items()
-                }
+
+    def _step_apart(self, why: str) -> None:
+        """Leave the steps to the replica's optimizer, for good."""
+        log.debug("the optimizer steps its parameters one by one: %s", why)
+        self.publish()
+        self.reload()
+        self._is_apart = True
 
     def _fill_groups(self) -> None:
         assert self._twin is not None
         self._revision += 1
-        strays = set(self._strays)
-        for group, own, runs in zip(self._twin.param_groups, self._own.param_groups, self._runs, strict=True):
-            group["params"] = [run.flat for run in runs] + [one for one in own["params"] if one in strays]
+        for group, runs in zip(self._twin.param_groups, self._runs, strict=True):
+            group["params"] = [run.flat for run in runs]
 
     def _find_strays(self) -> list[Tensor]:
         flat = set(self._parameters)
@@ -468,15 +456,12 @@ class FlatOptimizer:
 
     def _choose(self, touched: Sequence[bool]) -> None:
         """Choose the runs to step: those of parameters with gradients; divide the mixed ones."""
-        self._all_on = all(touched[at] for at in self._members)
-        mixed = [
-            run
-            for run in chain.from_iterable(self._runs)
-            if any(touched[run.start : run.stop]) != all(touched[run.start : run.stop])
-        ]
-        if mixed:
-            for runs in self._runs:
-                runs[:] = chain.from_iterable(self._divide(one, touched) for one in runs)
+        self._touched = list(touched)
+        self._stepped = [self._parameters[at] for at in self._members if touched[at]]
+        before = sum(map(len, self._runs))
+        for runs in self._runs:
+            runs[:] = chain.from_iterable(self._divide(run, touched) for run in runs)
+        if sum(map(len, self._runs)) > before:
             self._fill_groups()
         for run in chain.from_iterable(self._runs):
             if run.is_on != touched[run.start]:

@@ -1,13 +1,10 @@
-"""Optimizers for a replica's parameters, rebuilt from the user's; and what functions and containers hold."""
+"""Optimizers for a replica's parameters, rebuilt from the user's; and what containers hold."""
 
 from __future__ import annotations
 
 import copy
-import dis
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
-from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -16,7 +13,7 @@ from torch.optim import Optimizer
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["leaves", "rebuild", "variables"]
+__all__ = ["leaves", "rebuild"]
 
 
 def rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Optimizer:
@@ -58,32 +55,6 @@ def rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Optim
 
 def _parts(module: nn.Module) -> list[object]:
     return [*module.modules(), *module.parameters(), *module.buffers()]
-
-
-def variables(function: object) -> Iterator[tuple[str, object]]:
-    """The variables from outside that a function reads."""
-    if isinstance(function, partial):
-        yield "an argument", (function.args, function.keywords)
-        yield from variables(function.func)
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType):
-        return
-    yield "a default", (function.__defaults__ or (), function.__kwdefaults__ or {})
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not assigned yet
-            yield name, cell.cell_contents
-    for name in _globals(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-
-
-def _globals(code: CodeType) -> Iterator[str]:
-    for step in dis.get_instructions(code):
-        if step.opname == "LOAD_GLOBAL":
-            yield step.argval
-    for part in code.co_consts:
-        if isinstance(part, CodeType):
-            yield from _globals(part)
 
 
 def leaves(value: object) -> Iterator[object]:

@@ -1,4 +1,4 @@
-"""Replicas of policy="exact" before they meet: forward and backward of a global batch, or a part of it.
+"""Replicas of policy="exact" that wait for no other: forward and backward of a global batch, or a part of it.
 
 A rank's part of a window is trained in micro-batches. Each one's mean loss counts for its samples in the
 part, so the gradient is the mean over its samples. Where a loss names its weight, say its tokens, it counts
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flowdp.data.batches import Portion, cuts
-from flowdp.device.compiled import as_written, uses_compile
+from flowdp.device.compiled import as_written
 from flowdp.device.draws import OwnDraws, SeededCalls
 from flowdp.device.gathered import Gathered, made
 from flowdp.device.trees import tensors_of
@@ -23,9 +23,9 @@ from flowdp.graphs.base import Computed, Factors
 from flowdp.policy.recheck import Recheck, is_due_at
 from flowdp.protocol.messages import SampleRange
 from flowdp.replica.loss_check import check_mean
-from flowdp.replica.replica import Loss, Replica, ReplicaParts
+from flowdp.replica.replica import Loss, Replica, ReplicaParts, whole_batch
 
-__all__ = ["WindowReplica"]
+__all__ = ["LoneReplica", "WindowReplica"]
 
 IGNORED = -100
 """Label that torch's losses leave out by default."""
@@ -46,8 +46,6 @@ class WindowReplica(Replica):
             that have a label which losses leave out); see `check_mean`.
     """
 
-    _is_part = False  # of a window that other ranks share
-
     def __init__(
         self, parts: ReplicaParts, loss: Loss, *, size: int, seed: int | None = None, checks: bool = False
     ) -> None:
@@ -55,7 +53,6 @@ class WindowReplica(Replica):
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
         self._checks = checks
         self._drawing: AbstractContextManager[object] = nullcontext()  # of each forward and backward
-        self._is_compiled = uses_compile(self.module, loss)
         self._has_looked = False
         self._looks = Recheck()  # for draws in a backward
         self._size = size
@@ -75,7 +72,7 @@ class WindowReplica(Replica):
             # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
             if self._seed is not None:
                 self.draws = self._drawing = OwnDraws(self._seed, self.flat.rank, worker.global_step)
-                if not (self._is_compiled or self._looks.is_due):  # a look for draws in the backward
+                if not (self.is_compiled or self._looks.is_due):  # a look for draws in the backward
                     self._drawing = SeededCalls(self.draws)
             for start, stop in cuts(samples, pieces):
                 worker.samples = stop - start
@@ -121,6 +118,26 @@ class WindowReplica(Replica):
         with self.casting():
             # As written: in a trial dynamo would take it for one that cannot be compiled.
             return as_written(self.function)(module, batch)
+
+
+class LoneReplica(WindowReplica):
+    """Replica that waits for no other: a batch that fits into one forward is trained as in plain torch."""
+
+    def add(self, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:
+        """Forward and backward of a global batch; see `Replica.add`."""
+        samples = worker.samples
+        if samples > self._size or self.pieces > 1 or self._seed is not None:
+            portion = batch if type(batch) is Gathered else Portion.of(batch, samples)
+            super().add(portion, worker, share)
+            return
+        # Its loss may be anything, and the batch need not be one that can be cut.
+        self._compute(batch, worker, Factors(share, samples))
+        if not self.has_stepped:
+            self._check_first()
+
+    def forwards(self, batch: Any, samples: int) -> int:
+        """Number of forwards for a batch of this many samples; 1 where it cannot be cut."""
+        return 1 if whole_batch(made(batch), samples) is None else super().forwards(batch, samples)
 
 
 def _ignores(batch: Any) -> bool:

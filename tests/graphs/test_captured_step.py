@@ -16,7 +16,7 @@ from flowdp.device.gathered import Gathered
 from flowdp.device.streams import StreamLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.captured_step import CAPTURED, Captured
-from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph
+from flowdp.graphs.cuda_graph import CudaStepGraph
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
 from flowdp.policy.capture_plan import WATCHED, LaunchWatch
@@ -71,7 +71,6 @@ class Rank:
             step,
             CaptureOptions(),
             lambda: Guards(self.module, self.loss),
-            lambda others: CudaGraphs(step, others),
             tell,
             watch,
         )
@@ -223,7 +222,7 @@ def test_it_waits_until_it_is_known_whether_the_host_is_behind() -> None:
         rank.step(number)
     assert rank.captured.state == CAPTURED
     assert rank.told == [
-        "capture: cpu waits for launches, 1 ms a step: steps run as CUDA graphs from now on, without the "
+        "cpu waits for launches, 1 ms a step: steps run as CUDA graphs from now on, without the "
         "user's Python (capture=False leaves them eager)"
     ]
 

@@ -62,7 +62,7 @@ def test_one_eager_step_lies_between_a_change_and_the_next_record() -> None:
     work.run(5)
     work.guards.change = "beta"
     assert work.run(4) == ["eager", "eager", "compare", "compare"]
-    assert work.told == ["capture: beta; the step is captured anew"]
+    assert work.told == ["beta; the step is captured anew"]
 
 
 @pytest.mark.parametrize(("steps", "ends"), [(1, True), (PAYS // 2, True), (PAYS + 2, False)])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import flowdp
-from flowdp import OptionError, StepError
+from flowdp import StepError
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.custom_step import CustomStepReplica
 from tests.parts import parts_of
@@ -297,13 +297,5 @@ def test_an_optimizer_with_a_closure_has_a_step_of_its_own() -> None:
         worker.backward(worker.model(batch).square().mean())
         worker.step(worker.optimizers[0])
 
-    with pytest.raises(StepError, match=r"LBFGS needs a closure: call optimizer\.step\(closure\)"):
+    with pytest.raises(StepError, match="missing 1 required positional argument: 'closure'"):
         flowdp.Trainer(model, lbfgs, train_step=wrong, **options).fit()
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().mean()
-
-    with pytest.raises(OptionError, match=r"optimizer: LBFGS .*give train_step="):
-        flowdp.Trainer(model, lbfgs(model.parameters()), loss, **options)
-    with pytest.raises(OptionError, match=r"optimizer: LBFGS .*give train_step="):
-        flowdp.Trainer(model, lbfgs, loss, **options).start()

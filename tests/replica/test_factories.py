@@ -16,9 +16,7 @@ from flowdp.errors import OptionError
 from flowdp.replica.factories import (
     build_models,
     build_optimizers,
-    check_closure,
     equal_start,
-    needs_closure,
     seed_devices,
 )
 
@@ -236,15 +234,3 @@ def test_modules_that_hand_out_batches_themselves_are_refused() -> None:
         ):
             with pytest.raises(OptionError, match=f"model: {whose}, which.* give its .module"):
                 build_models(model, ONE)
-
-
-def test_which_optimizers_need_a_closure() -> None:
-    parameters = [nn.Parameter(torch.ones(1))]
-    assert needs_closure(torch.optim.LBFGS(parameters))
-    for optimizer in (torch.optim.SGD(parameters, 0.1), torch.optim.AdamW(parameters)):
-        assert not needs_closure(optimizer)
-        check_closure(optimizer)
-    with pytest.raises(
-        OptionError, match=r"optimizer: LBFGS computes the loss several times.*give train_step="
-    ):
-        check_closure(torch.optim.LBFGS(parameters))
