@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.device.flat_parameters import ALIGNMENT, Flat, FlatReplica, FlatTensors
-from flowdp.errors import OptionError
 
 __all__ = ["FlatGradients", "SharedGradients"]
 
@@ -195,9 +194,6 @@ class SharedGradients(FlatGradients, FlatTensors):
         square: The square of the norm of the rank's span, by `measure`. Float64, shape [].
         sum_of_squares: Those of all ranks together, where each has a span; None: this one has all.
 
-    Raises:
-        OptionError: Two parameters of the module are two objects over one memory.
-
     Threads:
         The owner of the replica.
     """
@@ -205,7 +201,7 @@ class SharedGradients(FlatGradients, FlatTensors):
     square: Tensor
     sum_of_squares: Tensor | None = None
 
-    def __init__(self, replica: FlatReplica, module: nn.Module) -> None:
+    def __init__(self, replica: FlatReplica) -> None:
         self.rank = replica.rank
         self._replica = replica
         self._specs = replica._specs
@@ -219,7 +215,6 @@ class SharedGradients(FlatGradients, FlatTensors):
         super().__init__(replica)
         twins = [Flat(home, flat.split) for flat, home in zip(replica.flats, self.homes, strict=True)]
         self.flats = (*twins, Flat(extra, len(extra)))
-        _check_all_there(module, self.parameters, self.rank)
 
     def trained(self) -> list[Tensor]:
         """The gradients; see `FlatTensors.trained`."""
@@ -339,13 +334,3 @@ def _twin(view: Tensor, homes: dict[torch.dtype, Tensor]) -> Tensor:
     home = homes[real].view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
     own: Tensor = home.data
     return own
-
-
-def _check_all_there(module: nn.Module, flat: Sequence[nn.Parameter], rank: int) -> None:
-    own = {id(parameter) for parameter in flat}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in own:
-            raise OptionError(
-                f"policy='exact': parameter {name!r} on rank {rank} is a second object over the memory of "
-                "another one, and cannot have a gradient of its own; tie them by one nn.Parameter"
-            )

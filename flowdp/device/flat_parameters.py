@@ -178,8 +178,8 @@ class FlatReplica(FlatTensors):
         thawable: Frozen parameters that may be trained later. They are in no flat.
 
     Raises:
-        OptionError: A parameter has no shape yet (lazy modules), a buffer is of a dtype that cannot be
-            averaged, or tensors lie on several devices.
+        OptionError: A parameter has no shape yet (lazy modules), or a buffer is of a dtype that cannot be
+            averaged.
 
     Threads: the owner of the replica, unless a method says otherwise.
     """
@@ -206,7 +206,6 @@ class FlatReplica(FlatTensors):
                 groups.setdefault(_real(location.spec.dtype), []).append(location)
             else:
                 self._aliases[location.tensor] = owner
-        _check_devices(groups, rank)
         self._lay_out(groups)
 
     def arrange(self, keys: Sequence[int]) -> None:
@@ -273,12 +272,23 @@ class FlatReplica(FlatTensors):
         Raises:
             CollectiveError: A tensor is gone or has another shape, or a parameter that was frozen is trained.
         """
-        if any(parameter.requires_grad for parameter in self._frozen.values()):
-            raise CollectiveError(self._thawed())
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise CollectiveError(
+                    f"rank {self.rank}: parameter {name!r} was frozen when the run started and requires grad "
+                    "now, so its updates would stay on this device alone: let it require grad from the start "
+                    "(a learning rate of 0 for its parameter group holds it still), or end the run and thaw "
+                    "it between two runs"
+                )
         try:
             pointers = [location.table[location.key].data_ptr() for location in self._locations]
         except (KeyError, AttributeError):
-            raise CollectiveError(self._lost()) from None
+            lost = (one.spec for one in self._locations if not isinstance(one.table.get(one.key), Tensor))
+            spec = next(lost)
+            raise CollectiveError(
+                f"rank {self.rank}: {spec.kind} {spec.name!r} was there at the start and is gone; averaged "
+                "tensors must stay in the module"
+            ) from None
         if pointers == self._pointers:  # 160 tensors: about 10 us
             self._moved = []
             return
@@ -421,24 +431,6 @@ class FlatReplica(FlatTensors):
                     + ("" if kind == "parameter" else "; or, if it is a cache, with persistent=False")
                 )
 
-    def _thawed(self) -> str:
-        name = next(name for name, parameter in self._frozen.items() if parameter.requires_grad)
-        return (
-            f"rank {self.rank}: parameter {name!r} was frozen when the run started and requires grad now, so "
-            f"its updates would stay on this device alone: let it require grad from the start (a learning "
-            f"rate of 0 for its parameter group holds it still), or end the run and thaw it between two runs"
-        )
-
-    def _lost(self) -> str:
-        for location in self._locations:
-            if not isinstance(location.table.get(location.key), Tensor):
-                spec = location.spec
-                return (
-                    f"rank {self.rank}: {spec.kind} {spec.name!r} was there at the start and is gone; "
-                    f"averaged tensors must stay in the module"
-                )
-        raise AssertionError("every tensor is in its place")
-
 
 def _locations(module: nn.Module) -> Iterator[_Location]:
     """All tensors to average: trained parameters of all modules, then buffers; each object once."""
@@ -492,13 +484,3 @@ def memory_key(tensor: Tensor) -> object:
 
 def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _check_devices(groups: dict[torch.dtype, list[_Location]], rank: int) -> None:
-    locations = [location for group in groups.values() for location in group]
-    for location in locations[1:]:
-        if location.tensor.device != locations[0].tensor.device:
-            raise OptionError(
-                f"rank {rank}: {location.spec.name!r} lies on {location.tensor.device}, "
-                f"{locations[0].spec.name!r} on {locations[0].tensor.device}; a replica needs one device"
-            )

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
 from flowdp.policy.recheck import Recheck
 
@@ -27,27 +26,21 @@ class FrozenCheck:
 
     Args:
         module: The replica's.
-        lane: Its lane.
         remedy: What the user can do, for the error.
 
     Threads:
         The worker of the rank.
 
     Streams:
-        All is enqueued on `compute`, which is the current one, and waited for.
+        All is enqueued on the current one, and waited for.
     """
 
-    def __init__(self, module: nn.Module, lane: Lane, remedy: str) -> None:
+    def __init__(self, module: nn.Module, remedy: str) -> None:
         self._module = module
-        self._lane = lane
         self._remedy = remedy
         self._epoch = -1
         self._due = Recheck()
-        self._passed = lane.event()
-        self._names = list(frozen_sums(module))
         self._noted: Mapping[str, int] = {}
-        with QUIET:
-            self._host = lane.pinned((len(self._names),), torch.int64)
 
     def begin(self) -> None:
         """Note the parameters, before the first step."""
@@ -85,15 +78,7 @@ class FrozenCheck:
 
     def _read(self) -> Mapping[str, int]:
         sums = frozen_sums(self._module)
-        known = [name for name in self._names if name in sums]
-        if not known:
-            return {}
-        device = self._lane.device
-        host = self._host[: len(known)]
-        host.copy_(torch.stack([sums[name].to(device) for name in known]), non_blocking=True)
-        self._passed.record(self._lane.compute)
-        self._passed.synchronize()
-        return dict(zip(known, host.tolist(), strict=True))
+        return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
 def frozen_sums(module: nn.Module) -> dict[str, Tensor]:

@@ -47,9 +47,6 @@ class ExactReplica(WindowReplica):
         seed: Seed of this rank's reproducible draws; None: torch's own generator.
         checks: Whether the loss is checked, in the windows 1, 2, 4, 8, ... (by the first rank, and by others
             that have a label which losses leave out); see `check_mean`.
-
-    Raises:
-        OptionError: See `SharedGradients`.
     """
 
     gradients: SharedGradients
@@ -241,7 +238,7 @@ class ExactReplica(WindowReplica):
         return lambda: Checksum(kind, int(at))
 
     def _open_gradients(self) -> SharedGradients:
-        return SharedGradients(self.flat, self.module)
+        return SharedGradients(self.flat)
 
     @property
     def touched(self) -> bytes:

@@ -183,7 +183,7 @@ class Replica:
             self.averaged = AveragedTensors(flat, self.average)
         self.frozen = None
         if parts.frozen_remedy is not None and any(not one.requires_grad for one in module.parameters()):
-            self.frozen = FrozenCheck(module, parts.lane, parts.frozen_remedy)
+            self.frozen = FrozenCheck(module, parts.frozen_remedy)
         self.width = parts.width
         self.optimizers = parts.optimizers
         self.learning_rate = parts.learning_rate

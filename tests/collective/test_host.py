@@ -41,7 +41,7 @@ def test_gradients_that_are_not_numbers_and_give_nothing_are_left_out():
     def make(world: FakeWorld) -> HostMean:
         pairs = zip(world.replicas, world.modules, strict=True)
         return HostMean(
-            [SharedGradients(*pair) for pair in pairs], world.lanes, lambda r: world.gate.finish(r)
+            [SharedGradients(pair[0]) for pair in pairs], world.lanes, lambda r: world.gate.finish(r)
         )
 
     world = FakeWorld(make, (-1, -1, -1))

@@ -206,7 +206,7 @@ def exact(rank: int) -> dict[str, Any]:
     for payload in ("full", "bf16"):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 1).double())
-        gradients = SharedGradients(FlatReplica(module, rank), module)
+        gradients = SharedGradients(FlatReplica(module, rank))
         mean = HostMean(
             [gradients],
             open_lanes([CPU]),

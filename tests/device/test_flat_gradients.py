@@ -41,9 +41,7 @@ def open_all(count: int = 1) -> tuple[list[nn.Module], list[SharedGradients]]:
     torch.manual_seed(0)
     modules: list[nn.Module] = [Zoo()]
     modules += [copy.deepcopy(modules[0]) for _ in range(count - 1)]
-    return modules, [
-        SharedGradients(FlatReplica(module, rank), module) for rank, module in enumerate(modules)
-    ]
+    return modules, [SharedGradients(FlatReplica(module, rank)) for rank, module in enumerate(modules)]
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:

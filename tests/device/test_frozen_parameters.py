@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.frozen_parameters import FrozenCheck, frozen_sums
-from flowdp.device.streams import HostLane
 from flowdp.errors import CollectiveError
-
-LANE = HostLane(torch.device("cpu"))
 
 
 def model() -> nn.Sequential:
@@ -23,7 +20,7 @@ def model() -> nn.Sequential:
 
 
 def noted(module: nn.Module) -> FrozenCheck:
-    check = FrozenCheck(module, LANE, "Do something else.")
+    check = FrozenCheck(module, "Do something else.")
     check.begin()
     return check
 

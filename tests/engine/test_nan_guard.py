@@ -74,7 +74,7 @@ def test_one_bad_number_is_found(finite: Look, name: str, bad: float) -> None:
 
 def test_of_gradients_the_gradients_count(finite: Look) -> None:
     module = nn.Linear(3, 2)
-    gradients = SharedGradients(FlatReplica(module), module)
+    gradients = SharedGradients(FlatReplica(module))
     module.weight.data.fill_(math.nan)
     gradients.gather()
     assert finite(gradients)

@@ -240,7 +240,7 @@ def frozen(_cuda: LateCuda) -> list[str]:
     lane = StreamLane(torch.device("cuda:0"))
     with lane.on(lane.compute):
         module = nn.Linear(3, 2).to("cuda:0").requires_grad_(False)
-        parameters = FrozenCheck(module, lane, "")
+        parameters = FrozenCheck(module, "")
         parameters.begin()
         found = [parameters.changed()]
         module.weight.data.add_(1)

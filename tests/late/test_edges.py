@@ -158,10 +158,6 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "device/stopwatch.py Stopwatch.running: start.record(lane.current())": late("laps"),
     "device/stopwatch.py Stopwatch.running: stop.record(lane.current())": late("laps"),
     "device/stopwatch.py Stopwatch.take_ms: stop.synchronize()": late("laps"),
-    "device/frozen_parameters.py FrozenCheck._read: self._passed.record(self._lane.compute)": late(
-        "frozen parameters"
-    ),
-    "device/frozen_parameters.py FrozenCheck._read: self._passed.synchronize()": late("frozen parameters"),
     "device/streams.py Lane.drain: mark.record(stream)": late("resident by hand"),
     "device/streams.py Lane.drain: mark.synchronize()": late("resident by hand"),
     "device/streams.py Lane._await: mark.record(other)": late("resident by hand"),
