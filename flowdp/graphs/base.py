@@ -24,7 +24,6 @@ __all__ = [
     "Computed",
     "Factors",
     "NotCaptured",
-    "Passed",
     "TrialStep",
     "Watched",
     "shared",
@@ -53,19 +52,6 @@ class Factors:
 
     share: float
     of: int
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """The results of a forward, with their graph.
-
-    Attributes:
-        loss: As it is differentiated. Shape [].
-        weight: Weight of the loss, where it names one. Float64, shape [].
-    """
-
-    loss: Tensor
-    weight: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +111,10 @@ class Capturable(Protocol):
     @property
     def obstacle(self) -> str | None: ...  # noqa: D102
 
-    def forward(self, batch: Any, worker: Any, share: float | Tensor, of: int) -> Passed:
-        """Forward of a micro-batch, with its graph.
+    def forward(
+        self, batch: Any, worker: Any, share: float | Tensor, of: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of a micro-batch, shape [], and its weight, if it names one: float64, shape [].
 
         Args:
             batch: The micro-batch.

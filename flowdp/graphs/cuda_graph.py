@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.device.accelerator import device_generator, untried
+from flowdp.device.accelerator import device_generator
 from flowdp.device.cuda_graphs import Graph, GraphPool
 from flowdp.device.gathered import Gathered
 from flowdp.device.streams import StreamLane
@@ -113,15 +113,10 @@ class CudaGraphs:
     def _check(self, leaves: Sequence[Tensor]) -> None:
         if (obstacle := self._step.obstacle) is not None:
             raise NotCaptured(obstacle)
-        if (platform := untried(self._lane.device.type)) is not None:
-            raise NotCaptured(
-                f"steps on devices are captured by CUDA's graphs, and this one is of {platform}"
-            )
         for leaf in leaves:
-            if leaf.device != self._lane.device or leaf.layout is not torch.strided:
+            if leaf.device != self._lane.device:
                 raise NotCaptured(
-                    f"a tensor of the batch, {leaf.layout} on {leaf.device}, does not lie densely on "
-                    f"{self._lane.device}"
+                    f"a tensor of the batch on {leaf.device} does not lie on {self._lane.device}"
                 )
         known = set(map(id, self._step.trained))
         for name, parameter in self._step.module.named_parameters():
@@ -269,8 +264,8 @@ class CudaStepGraph:
             batch = self._batch.batch if isinstance(self._batch, Gathered) else self._batch
             with torch.autograd.set_multithreading_enabled(False):
                 with watching(worker) as seen:
-                    passed = self._step.forward(batch, worker, share, factors.of)
-                self._step.scale(passed.loss).backward()
+                    loss, weight = self._step.forward(batch, worker, share, factors.of)
+                self._step.scale(loss).backward()
             self._touched = [parameter.grad is not None for parameter in trained]
             if any(one.grad is not None and one.grad.layout is not torch.strided for one in trained):
                 raise NotCaptured("it has sparse gradients, which have no fixed memory")
@@ -287,9 +282,9 @@ class CudaStepGraph:
                 "is: let it be one of the device"
             )
         self.records = seen.records
-        self._has_weight = passed.weight is not None
+        self._has_weight = weight is not None
         # Copies of the scalars: one may be a buffer, which is written to behind it.
-        results = (passed.loss.detach(), passed.weight, *(value.clone() for value in seen.values))
+        results = (loss.detach(), weight, *(value.clone() for value in seen.values))
         self._results = [result.reshape(()) for result in results if result is not None]
 
     def _collect(self, gradients: Sequence[Tensor | None]) -> None:

@@ -1,50 +1,52 @@
-"""The state of one optimizer, given to another one that steps the same parameters elsewhere."""
+"""The state of one optimizer, given to another one that steps the same parameters elsewhere, bit for bit."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["copy_state"]
+__all__ = ["load_state"]
 
 
-def copy_state(own: Optimizer, other: Optimizer) -> None:
-    """Copy the state of another optimizer, bit for bit; the groups, and so the rates, stay.
-
-    Not by `load_state_dict`, which casts the state to the dtype of its parameter.
+def load_state(optimizer: Optimizer, saved: Mapping[str, Any], *, with_groups: bool) -> None:
+    """Load a state, with which nothing is shared; the groups stay the objects that they are.
 
     Args:
-        own: Optimizer whose state is replaced.
-        other: Optimizer of the same parameters in the same order; nothing is shared with it.
+        optimizer: Optimizer whose state is replaced.
+        saved: `state_dict()` of another optimizer of the same parameters in the same order.
+        with_groups: Whether the options of the groups are loaded, too, the rates among them.
 
     Streams:
         Enqueued on the current ones of both devices.
     """
-    twins = dict(zip(_parameters(other), _parameters(own), strict=True))
-    before = dict(own.state)
-    own.state.clear()
-    for key, state in other.state.items():
-        mine = twins.get(key, key)
-        old = before.get(mine, {})
-        own.state[mine] = {name: _like(value, old.get(name), key, mine) for name, value in state.items()}
+    groups = optimizer.param_groups
+    optimizer.load_state_dict(dict(saved))
+    loaded, optimizer.param_groups = optimizer.param_groups, groups
+    for group, options in zip(groups, loaded, strict=True) if with_groups else ():
+        for name, value in options.items():
+            # A captured step reads the tensor that is there.
+            if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
+    # Torch has put the state where it belongs, in the dtype of the parameter. Now each value becomes the
+    # saved one, and this optimizer's alone.
+    parameters = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+    for key, entry in saved["state"].items():
+        placed = optimizer.state[parameters.get(key, key)]
+        for name in entry.keys() & placed.keys():
+            placed[name] = _as_saved(entry[name], placed[name])
 
 
-def _like(value: Any, old: Any, key: Any, mine: Any) -> Any:
-    """A copy of a value, where the one before it lay: a step's count may be on the host."""
+def _as_saved(value: Any, placed: Any) -> Any:
+    devices = [leaf.device for leaf in tree_leaves(placed) if isinstance(leaf, Tensor)]
 
     def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return copy.deepcopy(leaf)
-        is_beside = isinstance(key, Tensor) and leaf.device == key.device
-        there = mine.device if is_beside else leaf.device
-        return leaf.to(old.device if isinstance(old, Tensor) else there, copy=True)
+        return leaf.to(devices[0], copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
     return tree_map(copied, value)
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

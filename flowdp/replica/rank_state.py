@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flowdp.checkpoint.fingerprint import SHOWN
 from flowdp.checkpoint.host_copies import HostCopies, PinnedBlocks
@@ -24,6 +23,7 @@ from flowdp.device.structure import difference, tensor_form
 from flowdp.errors import CheckpointError
 from flowdp.policy.formats import format_error
 from flowdp.replica.factories import all_of
+from flowdp.replica.optimizer_state import load_state
 from flowdp.replica.replica import Replica
 
 __all__ = [
@@ -281,38 +281,8 @@ def _restore_optimizers(replica: Replica, saved: Any) -> None:
         )
     states = saved.values() if isinstance(saved, Mapping) else saved
     for optimizer, state in zip(all_of(mine), states, strict=True):
-        _restore_optimizer(optimizer, state)
+        load_state(optimizer, state, with_groups=True)
 
 
 def _names(optimizers: Any) -> list[Any]:
     return list(optimizers) if isinstance(optimizers, Mapping) else list(range(len(optimizers)))
-
-
-def _restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    groups = optimizer.param_groups
-    optimizer.load_state_dict(dict(saved))
-    # The groups stay the objects that the learning rate knows, tensors in them those that a captured step
-    # reads.
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        for name, value in loaded.items():
-            if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
-                group[name].copy_(value)
-            else:
-                group[name] = value
-    optimizer.param_groups = groups
-    # Torch has put the state where it belongs, in the dtype of the parameter. Now each value becomes the
-    # saved one, and this optimizer's alone.
-    parameters = dict(enumerate(parameter for group in groups for parameter in group["params"]))
-    for key, entry in saved["state"].items():
-        placed = optimizer.state[parameters.get(key, key)]
-        for name in entry.keys() & placed.keys():
-            placed[name] = _as_saved(entry[name], placed[name])
-
-
-def _as_saved(value: Any, placed: Any) -> Any:
-    devices = [leaf.device for leaf in tree_leaves(placed) if isinstance(leaf, Tensor)]
-
-    def copied(leaf: Any) -> Any:
-        return leaf.to(devices[0], copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
-
-    return tree_map(copied, value)

@@ -28,7 +28,7 @@ from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.weight_average import AveragedTensors, WeightAverage
 from flowdp.device.worker_context import CurrentWorker, Steps
 from flowdp.errors import DataError
-from flowdp.graphs.base import Capturable, Computed, Factors, Passed, shared
+from flowdp.graphs.base import Capturable, Computed, Factors, shared
 from flowdp.graphs.captured_step import Captured
 from flowdp.options import Precision
 from flowdp.policy.recheck import Recheck
@@ -37,7 +37,7 @@ from flowdp.replica.captured_update import CapturedUpdate
 from flowdp.replica.factories import Optimizers, all_of, each_of
 from flowdp.replica.flat_optimizer import FlatOptimizer, obstacle
 from flowdp.replica.learning_rate import LearningRate
-from flowdp.replica.optimizer_state import copy_state
+from flowdp.replica.optimizer_state import load_state
 
 __all__ = [
     "AUTOCAST",
@@ -435,12 +435,8 @@ class Replica:
         with donor.lane.on(donor.lane.compute), self.lane.on(self.lane.compute):
             for mine, theirs in zip(_tensors(self.module), _tensors(donor.module), strict=True):
                 mine.copy_(theirs)
-            if donor._flat_optimizer is not None:
-                donor._flat_optimizer.publish()
             for own, other in zip(all_of(self.optimizers), all_of(donor.optimizers), strict=True):
-                copy_state(own, other)
-            if self._flat_optimizer is not None:
-                self._flat_optimizer.reload()
+                load_state(own, other.state_dict(), with_groups=False)
             if self.average is not None and donor.average is not None:
                 self.average.copy_from(donor.average)
             if self._scaler is not None and donor._scaler is not None:
@@ -516,9 +512,11 @@ class Replica:
         self._differentiate(self.scale(loss), **options)
         return Computed(loss.detach(), weight)
 
-    def forward(self, batch: Any, worker: CurrentWorker, share: float | Tensor, of: int) -> Passed:
+    def forward(
+        self, batch: Any, worker: CurrentWorker, share: float | Tensor, of: int
+    ) -> tuple[Tensor, Tensor | None]:
         """The weighed loss of a micro-batch, as it is recorded; see `Capturable.forward`."""
-        return Passed(*self.weigh(self._forward(batch, worker), share, of))
+        return self.weigh(self._forward(batch, worker), share, of)
 
     def scale(self, loss: Tensor) -> Tensor:
         """A loss as its backward begins, scaled in "fp16"."""
