@@ -171,6 +171,7 @@ class FlatReplica(FlatTensors):
         rank: Named in errors.
         may_thaw: Whether a frozen parameter may be trained later: there is no other replica to differ from.
         spans: Equal parts, each a multiple of `ALIGNMENT`, that the parameters can be cut into.
+        groups: Number of the group of each parameter that has one: those of one group lie in one piece.
 
     Attributes:
         rank: As given.
@@ -184,7 +185,15 @@ class FlatReplica(FlatTensors):
     Threads: the owner of the replica, unless a method says otherwise.
     """
 
-    def __init__(self, module: nn.Module, rank: int = 0, *, may_thaw: bool = False, spans: int = 1) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rank: int = 0,
+        *,
+        may_thaw: bool = False,
+        spans: int = 1,
+        groups: Mapping[Tensor, int] | None = None,
+    ) -> None:
         self.rank = rank
         self._spans = spans
         frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
@@ -196,48 +205,26 @@ class FlatReplica(FlatTensors):
         self._views: list[Tensor] = []
         self._moved: list[int] = []
         self._kept: list[Tensor] = []  # the buffers of each flat at the last `keep_buffers`
-        self._aliases: dict[Tensor, Tensor] = {}
-        groups: dict[torch.dtype, list[_Location]] = {}
+        aliases: dict[Tensor, Tensor] = {}
+        by_dtype: dict[torch.dtype, list[_Location]] = {}
         first: dict[object, Tensor] = {}
         for location in _locations(module):
             # Tensors that are two objects over one memory must share one view, or they would come apart.
             owner = first.setdefault(memory_key(location.tensor), location.tensor)
             if owner is location.tensor:
-                groups.setdefault(_real(location.spec.dtype), []).append(location)
+                by_dtype.setdefault(_real(location.spec.dtype), []).append(location)
             else:
-                self._aliases[location.tensor] = owner
-        self._lay_out(groups)
-
-    def arrange(self, keys: Sequence[int]) -> None:
-        """Lay the parameters out anew, those with the same key next to each other.
-
-        Before anything else has looked at the flat memory. Values, Parameter objects and ties are kept, and
-        parameters that the module keeps elsewhere stay there.
-
-        Args:
-            keys: Key of each of `parameters()`, in that order; the same ones for all replicas.
-        """
-        self.gather()
-        outside = {self._locations[index].tensor: self._locations[index].tensor.data for index in self._moved}
-        of_parameters = iter(keys)
-        groups: dict[torch.dtype, list[tuple[int, _Location]]] = {}
-        last = max(keys, default=0) + 1
-        for location in self._locations:
-            key = next(of_parameters) if _is_parameter(location) else last
-            groups.setdefault(_real(location.spec.dtype), []).append((key, location))
-        self._locations, self._views = [], []
-        self._lay_out(
-            {
-                dtype: [location for _, location in sorted(locations, key=lambda one: one[0])]
-                for dtype, locations in groups.items()
-            }
-        )
-        for tensor, data in outside.items():
-            tensor.data = data
-
-    def _lay_out(self, groups: Mapping[torch.dtype, list[_Location]]) -> None:
-        self.flats = tuple(self._flatten(dtype, locations) for dtype, locations in groups.items())
-        for tensor, owner in self._aliases.items():
+                aliases[location.tensor] = owner
+        numbers = groups or {}
+        last = max(numbers.values(), default=0) + 1
+        for locations in by_dtype.values():
+            locations.sort(
+                key=lambda location: (
+                    numbers.get(location.tensor, last) if _is_parameter(location) else last + 1
+                )
+            )
+        self.flats = tuple(self._flatten(dtype, locations) for dtype, locations in by_dtype.items())
+        for tensor, owner in aliases.items():
             tensor.data = owner.data
         self._pointers = [view.data_ptr() for view in self._views]
         self._specs = tuple(location.spec for location in self._locations)
@@ -361,21 +348,6 @@ class FlatReplica(FlatTensors):
                 tensor = location.table.get(location.key)
                 if tensor is not None and tensor.data_ptr() != pointer and tensor.shape == view.shape:
                     yield tensor.data, view
-
-    def copy_from(self, other: FlatReplica) -> None:
-        """Take over parameters and buffers of another replica, on the same device or not.
-
-        Raises:
-            OptionError: The replicas differ in structure.
-
-        Threads: any, while neither replica is in use.
-        """
-        self.check_like(other)
-        other.gather()
-        self.gather()
-        for mine, theirs in zip(self.memories, other.memories, strict=True):
-            mine.copy_(theirs)
-        self.scatter()
 
     def parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every trained parameter, and its place in the flat memory."""

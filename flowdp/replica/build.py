@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import (
     SharedStatistics,
@@ -21,7 +20,6 @@ from flowdp.collective.batch_norm import (
 )
 from flowdp.device.compiled import uses_compile, warn_of_draws
 from flowdp.device.draws import share_generator
-from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane, open_lanes
 from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
@@ -43,10 +41,10 @@ from flowdp.replica.factories import (
     check_hooks,
     equal_machines,
     equal_start,
+    flatten,
     seed_devices,
     several_optimizers,
 )
-from flowdp.replica.flat_optimizer import group_keys, obstacle
 from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
 from flowdp.replica.replica import Capture, LossOption, Replica, ReplicaParts, loss_function
 from flowdp.replica.window_replica import LoneReplica
@@ -122,8 +120,7 @@ def build_replicas(
     modules = build_models(config.model, lanes)
     check_sync_batch_norm(modules[0], config.policy, devices)
     averages = ROUNDS[config.policy].averages
-    is_cut = averages == "gradients" and not team.is_spread and all(lane.is_async for lane in lanes)
-    flats = equal_start(modules, lanes, may_thaw=world_size == 1, spans=world_size if is_cut else 1)
+    equal_start(modules, lanes)
     if team.machines is not None:
         equal_machines(modules, lanes, team.machines)
     is_parted = world_size > 1 or (config.sizes.window or 0) > max(config.sizes.parts, default=0)
@@ -135,11 +132,17 @@ def build_replicas(
             config.sizes.window,
         )
     optimizers = [_optimizers(config, *one) for one in zip(modules, lanes, strict=True)]
+    is_cut = averages == "gradients" and not team.is_spread and all(lane.is_async for lane in lanes)
+    flats = flatten(
+        modules,
+        lanes,
+        all_of(optimizers[0])[0] if config.train_step is None else None,
+        may_thaw=world_size == 1,
+        spans=world_size if is_cut else 1,
+    )
     if averages == "gradients" and world_size > 1:
         check_hooks(modules[0])  # now: an optimizer may have registered some, to step as gradients come
     functions = [_function(config, lane) for lane in lanes]
-    if config.train_step is None:
-        _arrange(modules[0], flats, lanes, all_of(optimizers[0])[0])
     shares = [False for _ in lanes] if config.repeats else share_generator(devices)
     captures: Sequence[Capture | None] = [None for _ in lanes]
     if config.capture is not None:
@@ -210,21 +213,6 @@ def _optimizers(config: ReplicaConfig, module: nn.Module, lane: Lane) -> Optimiz
     if config.train_step is None and len(optimizers) > 1:
         raise OptionError(several_optimizers(len(optimizers)))
     return optimizers
-
-
-def _arrange(
-    module: nn.Module, flats: Sequence[FlatReplica], lanes: Sequence[Lane], optimizer: Optimizer
-) -> None:
-    """Let each parameter group lie in one piece, where the optimizer steps flat memory.
-
-    By the groups of the first rank: all replicas have one layout.
-    """
-    if len(optimizer.param_groups) == 1 or obstacle(optimizer, module, flats[0]) is not None:
-        return
-    keys = group_keys(optimizer, flats[0])
-    for flat, lane in zip(flats, lanes, strict=True):
-        with lane.on(lane.compute):
-            flat.arrange(keys)
 
 
 def _function(config: ReplicaConfig, lane: Lane) -> Callable[..., Any]:

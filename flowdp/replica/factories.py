@@ -39,6 +39,7 @@ __all__ = [
     "check_plain",
     "each_of",
     "equal_start",
+    "flatten",
     "new_module",
     "seed_devices",
     "several_optimizers",
@@ -166,16 +167,12 @@ def _hooked(module: nn.Module) -> str | None:
     return None
 
 
-def equal_start(
-    modules: Sequence[nn.Module], lanes: Sequence[Lane], *, may_thaw: bool = False, spans: int = 1
-) -> list[FlatReplica]:
-    """Flatten the replicas and give all of them rank 0's values, frozen parameters included.
+def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> None:
+    """Give all replicas rank 0's values, frozen parameters included.
 
     Args:
         modules: One per rank of this machine.
         lanes: Their lanes.
-        may_thaw: See `FlatReplica`.
-        spans: See `FlatReplica`.
 
     Raises:
         OptionError: The replicas differ in structure, or nothing in them can be trained.
@@ -186,14 +183,39 @@ def equal_start(
     remedy = "the model factory must build the same model for every device"
     for rank, own in enumerate(structures):
         check_same(own, structures[0], f"on rank {rank}", "on rank 0", remedy)
+    for module, lane in zip(modules[1:], lanes[1:], strict=True):
+        with lanes[0].on(lanes[0].compute), lane.on(lane.compute), torch.no_grad():
+            for mine, theirs in zip(_values(module), _values(modules[0]), strict=True):
+                mine.copy_(theirs)
+        lane.drain()
+
+
+def flatten(
+    modules: Sequence[nn.Module],
+    lanes: Sequence[Lane],
+    optimizer: Optimizer | None = None,
+    *,
+    may_thaw: bool = False,
+    spans: int = 1,
+) -> list[FlatReplica]:
+    """Flatten the replicas, by the groups of the first one's optimizer: all have one layout.
+
+    Args:
+        modules: One per rank of this machine.
+        lanes: Their lanes.
+        optimizer: That of the first rank; None: the order is that of the module.
+        may_thaw: See `FlatReplica`.
+        spans: See `FlatReplica`.
+    """
+    groups = [] if optimizer is None else optimizer.param_groups
+    numbers = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
     replicas: list[FlatReplica] = []
     for rank, (module, lane) in enumerate(zip(modules, lanes, strict=True)):
-        with lanes[0].on(lanes[0].compute), lane.on(lane.compute):
-            replicas.append(FlatReplica(module, rank, may_thaw=may_thaw, spans=spans))
+        pairs = zip(module.parameters(), modules[0].parameters(), strict=True)
+        own: dict[Tensor, int] = {mine: numbers[first] for mine, first in pairs if first in numbers}
+        with lane.on(lane.compute):
+            replicas.append(FlatReplica(module, rank, may_thaw=may_thaw, spans=spans, groups=own))
             _restore_chunks(module)
-            if rank > 0:
-                replicas[rank].copy_from(replicas[0])
-                _copy_frozen(modules[0], module)
         lane.drain()
     return replicas
 
@@ -234,13 +256,6 @@ def _restore_chunks(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.RNNBase):
             layer.flatten_parameters()
-
-
-@torch.no_grad()
-def _copy_frozen(source: nn.Module, target: nn.Module) -> None:
-    for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
-        if not mine.requires_grad:
-            mine.copy_(theirs)
 
 
 def build_optimizers(option: OptimizerOption, module: nn.Module, source: nn.Module | None) -> Optimizers:

@@ -32,7 +32,7 @@ from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import ALIGNMENT, FlatReplica
 from flowdp.errors import FlowdpError, OptionError
 
-__all__ = ["FlatOptimizer", "group_keys", "joined_state", "obstacle", "refuse_state"]
+__all__ = ["FlatOptimizer", "joined_state", "obstacle", "refuse_state"]
 
 log = logging.getLogger("flowdp")
 
@@ -106,13 +106,6 @@ def obstacle(optimizer: Optimizer, module: nn.Module, replica: FlatReplica) -> s
     return _unfit_options(optimizer) or _no_gain(optimizer, [view for _, view in replica.parameters()])
 
 
-def group_keys(optimizer: Optimizer, replica: FlatReplica) -> list[int]:
-    """The group of each of the replica's parameters, as `FlatReplica.arrange` takes them."""
-    groups = optimizer.param_groups
-    numbers = {parameter: at for at, group in enumerate(groups) for parameter in group["params"]}
-    return [numbers.get(parameter, len(groups)) for parameter, _ in replica.parameters()]
-
-
 class FlatOptimizer:
     """Steps a replica's parameters as flat memory, in the name of its optimizer.
 
@@ -120,7 +113,7 @@ class FlatOptimizer:
 
     Args:
         own: The replica's optimizer; `obstacle` has found none.
-        replica: The flat memory, arranged.
+        replica: The flat memory.
         gradients: Gradients of the replica.
 
     Threads:

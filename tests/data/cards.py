@@ -182,8 +182,8 @@ def put_on_streams(card: Card, replace: Callable[[Any, str, Any], object] = seta
         replace: Replaces an attribute of a module.
     """
 
-    def equal_start(modules: Any, lanes: Any, **options: Any) -> Any:
-        replicas = factories.equal_start(modules, lanes, **options)
+    def flatten(*parts: Any, **options: Any) -> Any:
+        replicas = factories.flatten(*parts, **options)
         for replica in replicas:
             card.watch(f"rank {replica.rank}", *replica.memories)
         return replicas
@@ -191,4 +191,4 @@ def put_on_streams(card: Card, replace: Callable[[Any, str, Any], object] = seta
     replace(build, "open_lanes", lambda devices: [StreamLane(device, card) for device in devices])
     # Times of fake streams are those of the host, so whether steps are captured would be a matter of chance.
     replace(LaunchWatch, "take", lambda watch, launch_ms, device_ms: None)
-    replace(build, "equal_start", equal_start)
+    replace(build, "flatten", flatten)

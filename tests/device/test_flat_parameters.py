@@ -154,18 +154,6 @@ def test_a_module_without_anything_to_average_has_no_memory():
     assert replica.flats == ()
 
 
-def test_copy_from_takes_everything_over():
-    ours, theirs = Mixed(1), Mixed(2)
-    theirs.seen.fill_(True)
-    theirs.norm.num_batches_tracked.fill_(9)
-    mine, other = FlatReplica(ours, 1), FlatReplica(theirs, 0)
-    # Each has one tensor that left the memory: new values are read from it and written to it.
-    theirs.narrow.data = torch.randn(3, 7, dtype=torch.bfloat16)
-    ours.table = torch.zeros(4, dtype=torch.float64)
-    mine.copy_from(other)
-    assert_same(state(ours), state(theirs))
-
-
 @pytest.mark.parametrize(
     ("build", "parts"),
     [
@@ -178,7 +166,7 @@ def test_copy_from_takes_everything_over():
 def test_replicas_that_differ_are_named(build, parts):
     mine, other = FlatReplica(build(), rank=3), FlatReplica(nn.Sequential(nn.Linear(4, 2)), rank=0)
     with pytest.raises(OptionError) as raised:
-        mine.copy_from(other)
+        mine.check_like(other)
     for part in [*parts, "rank 3", "rank 0", "factory"]:
         assert part in str(raised.value)
 
@@ -265,14 +253,13 @@ class Halves(nn.Module):
         self.register_buffer("count", torch.ones(2))
 
 
-def test_parameters_can_be_laid_out_by_groups():
+def test_parameters_of_a_group_lie_in_one_piece():
     module = Halves()
-    replica = FlatReplica(module)
     before, parameters = state(module), list(module.parameters())
-    module.biases[2].data = module.biases[2].data.clone()  # kept elsewhere, like a cuDNN chunk
-    elsewhere = module.biases[2].data_ptr()
-    keys = {id(one): 1 for one in (module.weights[0], module.weights[2], module.wide)}
-    replica.arrange([keys.get(id(one), 0) for one, _ in replica.parameters()])
+    groups = dict.fromkeys(parameters, 0) | dict.fromkeys(
+        (module.weights[0], module.weights[2], module.wide), 1
+    )
+    replica = FlatReplica(module, groups=groups)
     assert_same(state(module), before)
     assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
     order = [module.narrow, module.wide, module.tied, *module.biases, module.weights[0], module.weights[2]]
@@ -282,20 +269,7 @@ def test_parameters_can_be_laid_out_by_groups():
     assert starts == sorted(starts)
     assert starts[0] == flat.memory.data_ptr()
     assert starts[-1] < flat.memory[flat.split :].data_ptr() == module.count.data_ptr()
-    assert module.biases[2].data_ptr() == elsewhere
     assert module.twin.data_ptr() == module.wide.data_ptr()
-    for memory in replica.memories:
-        memory.zero_()
-    replica.gather()
-    replica.scatter()
-    assert [name for name, tensor in module.state_dict().items() if tensor.any()] == ["biases.2"]
-
-
-def test_replicas_that_are_laid_out_alike_are_alike():
-    one, other = FlatReplica(Halves(), 0), FlatReplica(Halves(), 1)
-    keys = [at % 3 for at, _ in enumerate(one.parameters())]
-    one.arrange(keys)
+    other = FlatReplica(Halves(), 1)
     with pytest.raises(OptionError, match="another order"):
-        one.check_like(other)
-    other.arrange(keys)
-    one.check_like(other)
+        other.check_like(replica)

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.replica.flat_optimizer import ELEMENTWISE, FUSED, LARGE, FlatOptimizer, group_keys, obstacle
+from flowdp.device.streams import HostLane
+from flowdp.replica.factories import flatten
+from flowdp.replica.flat_optimizer import ELEMENTWISE, FUSED, LARGE, FlatOptimizer, obstacle
 
 STEPS = 20
 
@@ -74,9 +76,8 @@ class Flat:
         self.bag = bag
         self.own = make(list(bag.all))
         self.scheduler = None if schedule is None else schedule(self.own)
-        self.replica = FlatReplica(bag, may_thaw=True)
+        [self.replica] = flatten([bag], [HostLane(torch.device("cpu"))], self.own, may_thaw=True)
         assert obstacle(self.own, bag, self.replica) is None
-        self.replica.arrange(group_keys(self.own, self.replica))
         self.gradients = FlatGradients(self.replica)
         self.flat = FlatOptimizer(self.own, self.replica, self.gradients)
         self.stepped = self.own
