@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-__all__ = ["kept_in_eval", "put_modes", "start_training"]
+__all__ = ["put_modes", "start_training"]
 
 
 def start_training(module: nn.Module) -> None:
@@ -28,20 +28,3 @@ def put_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
             part.train(mode)  # some modules undo the work of their `eval` here
     for part, mode in modes:
         part.training = mode
-
-
-def kept_in_eval(module: nn.Module) -> list[str]:
-    """The names of the largest parts in eval mode that have parts of their own and parameters to train.
-
-    A frozen layer is meant so; such a part may come from its library in eval mode.
-    """
-    names: list[str] = []
-    for name, part in module.named_modules():
-        if (
-            not part.training
-            and not any(name.startswith(f"{above}.") for above in names)
-            and any(part.children())
-            and any(parameter.requires_grad for parameter in part.parameters())
-        ):
-            names.append(name)
-    return names

@@ -23,7 +23,7 @@ from flowdp.device.streams import Lane
 from flowdp.device.structure import check_no_overlap, check_same, structure
 from flowdp.errors import OptionError
 from flowdp.modules.stand_in import StandInModule
-from flowdp.modules.training_mode import kept_in_eval, start_training
+from flowdp.modules.training_mode import start_training
 from flowdp.network.machines import Machines
 from flowdp.replica.model_copy import CopyError, copy_module
 from flowdp.replica.optimizer_rebuild import rebuild
@@ -76,8 +76,12 @@ def build_models(model: ModelOption, lanes: Sequence[Lane], *, trains: bool = Tr
         with lane.on(lane.compute):
             modules.append(_build_model(model, lane.device, rank, modules, trains=trains))
             if trains:
-                if rank == 0:
-                    _tell_modes(modules[0])
+                if rank == 0 and not modules[0].training:
+                    log.warning(
+                        "the model was given in eval mode, and is trained with all of its parts in training "
+                        "mode; parts that are set to eval() in a model in training mode stay there: "
+                        "model.train(); model.bn.eval()"
+                    )
                 start_training(modules[rank])
         lane.drain()
     return modules
@@ -108,20 +112,6 @@ def new_module(model: ModelOption, device: torch.device) -> nn.Module:
     """
     module = _copy(model, device) if isinstance(model, nn.Module) else _call_factory(model, device, 0)
     return module.to(device)
-
-
-def _tell_modes(module: nn.Module) -> None:
-    if not module.training:
-        log.warning(
-            "the model was given in eval mode, and is trained with all of its parts in training mode; parts "
-            "that are set to eval() in a model in training mode stay there: model.train(); model.bn.eval()"
-        )
-    elif names := kept_in_eval(module):
-        log.warning(
-            "these parts of the model were given in eval mode, and are trained so, without dropout and with "
-            "the statistics that BatchNorm has: %s; call model.train() first if this is not meant",
-            ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else ""),
-        )
 
 
 def check_plain(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import flowdp
-from flowdp.modules.training_mode import kept_in_eval, put_modes, start_training
+from flowdp.modules.training_mode import put_modes, start_training
 
 DATA = (torch.randn(16, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(16, 1))
 
@@ -78,15 +78,6 @@ def test_modes_are_put_back() -> None:
     model.eval()
     put_modes(modes)
     assert in_eval(model) == ["body.1", "body.2"]
-
-
-def test_large_parts_that_are_trained_in_eval_mode_are_named() -> None:
-    model = frozen()
-    assert kept_in_eval(model) == []
-    model.body.eval()
-    assert kept_in_eval(nn.Sequential(model, nn.Tanh())) == ["0.body"]
-    model.body.requires_grad_(False)
-    assert kept_in_eval(model) == []
 
 
 @pytest.mark.parametrize(
