@@ -50,7 +50,7 @@ from flowdp.device.compiled import make_room
 from flowdp.device.copies import move
 from flowdp.device.cores import LentThreads, pool_sizes
 from flowdp.device.discovery import resolve_devices
-from flowdp.device.dispatch import prepared_torch
+from flowdp.device.dispatch import prepare_torch
 from flowdp.device.process_tuning import as_tuning, tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.torch_modes import watcher
@@ -274,7 +274,7 @@ class DataParallel(StandInModule):
             if self._captured is not None:
                 stack.callback(self._captured.close)
             if self.world_size > 1:
-                stack.enter_context(prepared_torch())
+                prepare_torch()
                 make_room(self.world_size)
                 stack.enter_context(tuned_process(tuning))
                 # Where shares follow measured speed, too, the order of sums is free.

@@ -25,7 +25,7 @@ from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.copies import carry
 from flowdp.device.cores import pool_sizes
 from flowdp.device.discovery import resolve_devices
-from flowdp.device.dispatch import prepared_torch
+from flowdp.device.dispatch import prepare_torch
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import open_lanes
@@ -100,7 +100,7 @@ class Ddp:
                 self._nccl = self._open_nccl(backend)
                 if self._nccl is not None:
                     stack.callback(self._nccl.close)
-                stack.enter_context(prepared_torch())
+                prepare_torch()
                 make_room(len(models))
                 if self._kinds == {"cpu"}:
                     stack.enter_context(tuned_process(ProcessTuning()))

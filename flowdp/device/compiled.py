@@ -26,8 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowdp.device.dispatch import correct_mode_flags
-
 __all__ = [
     "FirstCalls",
     "Uncompiled",
@@ -214,7 +212,6 @@ class FirstCalls:
 @contextmanager
 def _in_turn() -> Iterator[None]:
     has_turn = _turn.acquire(timeout=TURN_S)
-    correct_mode_flags()  # by one that is left set, dynamo may skip the function for good
     try:
         yield
     finally:

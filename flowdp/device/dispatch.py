@@ -8,21 +8,18 @@ The process then dies by a segmentation fault at any later use.
 
 In a forked process whose parent has differentiated, the first thread that comes to autograd throws the
 parent's engine away and makes another. A second thread may be in it by then: a segmentation fault, too. See
-`prepared_torch`.
+`prepare_torch`.
 
 Torch notes entered modes in flags of the process, though modes belong to a thread; each mode restores at its
 end the flags that it found. Of two threads whose modes overlap, the second finds the first one's flag, and
 restores it when both are out: the flag stays set. For torch.compile of torch 2.8 that is a reason to leave a
 function uncompiled for as long as the process lives; that of 2.13 looks at the thread's own modes, unless
-`inline_torch_dispatch_torch_compile` is off. So modes of ranks leave the flags alone (`RankMode`), and flags
-that modes of torch and of the user leave set are corrected (`correct_mode_flags`).
+`inline_torch_dispatch_torch_compile` is off. So modes of ranks leave the flags alone (`RankMode`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -31,24 +28,16 @@ from torch.autograd.variable import Variable
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["RankMode", "correct_mode_flags", "make_operators", "prepared_torch"]
-
-FLAGS: dict[str, Callable[[Any], bool]] = {
-    "_is_in_torch_dispatch_mode": lambda _: True,
-    "_is_in_non_infra_torch_dispatch_mode": lambda mode: not mode.is_infra_mode(),
-    "_is_in_any_mode_without_ignore_compile_internals": lambda mode: not mode.ignore_compile_internals(),
-}
-"""The modes for which each flag is set. The last one came after torch 2.8."""
+__all__ = ["RankMode", "make_operators", "prepare_torch"]
 
 
-@contextmanager
-def prepared_torch() -> Iterator[None]:
-    """Torch, made ready for several threads, and its flags of modes corrected when they have ended.
+def prepare_torch() -> None:
+    """Make torch ready for several threads.
 
     Objects that torch makes at their first use are made now: several threads would make them at once.
 
     Threads:
-        Entered by the one that starts the workers, before they exist; left by any, when they have ended.
+        The one that starts the workers, before they exist.
 
     Source:
         torch 2.13, `PythonEngine::get_python_engine`, which any question to the engine comes to.
@@ -56,10 +45,6 @@ def prepared_torch() -> Iterator[None]:
     with _preparing:
         make_operators()
         Variable._execution_engine.is_checkpoint_valid()
-    try:
-        yield
-    finally:
-        correct_mode_flags()
 
 
 _preparing = threading.Lock()
@@ -111,23 +96,6 @@ class RankMode(TorchDispatchMode):
         """Leave it, in the same thread."""
         _python_dispatch._pop_mode()
         _tell_guards(_modes())
-
-
-def correct_mode_flags() -> None:
-    """Set torch's flags of entered modes to those of the calling thread.
-
-    Modes that other threads have entered restore the flags that they found all the same: call it again behind
-    them.
-
-    Source:
-        torch 2.13, `TorchDispatchMode.__enter__`.
-    """
-    modes = _modes()
-    others = [mode for mode in modes if not isinstance(mode, RankMode)]
-    for name, counts in FLAGS.items():
-        if hasattr(_python_dispatch, name):
-            setattr(_python_dispatch, name, any(map(counts, others)))
-    _tell_guards(modes)
 
 
 def _modes() -> list[TorchDispatchMode]:

@@ -14,7 +14,7 @@ from typing import Any
 from flowdp.checkpoint.writer import CapturedState
 from flowdp.data.feed import Feed
 from flowdp.device.discovery import device_names
-from flowdp.device.dispatch import prepared_torch
+from flowdp.device.dispatch import prepare_torch
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.process_tuning import tuned_process
 from flowdp.engine import active_runs
@@ -139,7 +139,7 @@ class Engine:
         assert parts is not None
         services = parts.services
         if len(parts.workers) > 1:
-            self._settings.enter_context(prepared_torch())
+            prepare_torch()
         self._settings.enter_context(tuned_process(self._tuning))
         if self.timeline is not None:
             self._settings.callback(self.timeline.close)

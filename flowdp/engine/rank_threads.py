@@ -13,7 +13,7 @@ import torch
 from flowdp.device import worker_context
 from flowdp.device.compiled import make_room
 from flowdp.device.cores import pool_sizes
-from flowdp.device.dispatch import prepared_torch
+from flowdp.device.dispatch import prepare_torch
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import tuned_process
@@ -83,7 +83,7 @@ def on_all_ranks(
     with ExitStack() as stack:
         stack.callback(batches.source.close)
         if len(replicas) > 1:
-            stack.enter_context(prepared_torch())
+            prepare_torch()
         stack.enter_context(tuned_process(tuning))
         wake_all = partial(_wake_all, woken)
         batches.start(wake=lambda rank, *_: woken[rank].put(True), failed=wake_all)

@@ -2,23 +2,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import flowdp
 from flowdp.device import dispatch
-from flowdp.device.dispatch import RankMode, correct_mode_flags, prepared_torch
+from flowdp.device.dispatch import RankMode, prepare_torch
 from flowdp.threads.crew import Crew
 from tests.watched import Watched, both
 
@@ -85,13 +81,12 @@ print(len(names), sum(first is second for first, second in zip(*seen, strict=Tru
 
 FORKS = """
 import os, sys, threading, torch
-from flowdp.device.dispatch import prepared_torch
+from flowdp.device.dispatch import prepare_torch
 
 torch.set_num_threads(1)
 ones, weight = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
 torch.nn.functional.linear(ones, weight).sum().backward()  # now a child makes an engine of its own
-with prepared_torch():
-    pass
+prepare_torch()
 
 def differentiate():
     start.wait()
@@ -102,8 +97,7 @@ for _ in range(150):
     child = os.fork()
     if child == 0:
         sys.setswitchinterval(1e-6)
-        with prepared_torch():
-            pass
+        prepare_torch()
         start = threading.Barrier(4)
         threads = [threading.Thread(target=differentiate) for _ in range(4)]
         for thread in threads:
@@ -212,84 +206,6 @@ def test_a_mode_of_the_users_own_beside_it(is_theirs_outside: bool) -> None:
     assert flags() == {False}
 
 
-def test_flags_are_corrected_to_the_modes_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in dispatch.FLAGS:
-        if hasattr(_python_dispatch, name):
-            monkeypatch.setattr(_python_dispatch, name, True)
-    with Silent():
-        correct_mode_flags()
-        assert flags() == {False}
-    for mode, expected in ((Theirs(), {True}), (FakeTensorMode(), {True, False})):
-        with mode:
-            correct_mode_flags()
-            assert flags() == expected
-        assert flags() == {False}
-
-
-class Overlap:
-    """Two threads that overlap: each enters a mode, and they leave in the order of entering."""
-
-    def __init__(self) -> None:
-        self._both = threading.Barrier(2)
-
-    def __call__(self) -> None:
-        place = self._both.wait(60)
-        mode = Theirs()
-        for turn, act in enumerate((mode.__enter__, partial(mode.__exit__, None, None, None))):
-            for each in range(2):
-                if place == each:
-                    act()
-                self._both.wait(60)
-            assert flags() == {True}, turn
-
-
-def by_trainer(overlap: Overlap) -> None:
-    own = threading.local()
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        if not hasattr(own, "has_begun"):
-            own.has_begun = True
-            overlap()
-        return model(batch[0]).sum()
-
-    flowdp.Trainer(
-        policy="cadence",
-        model=nn.Linear(2, 1),
-        loss=loss,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        dataset=(torch.ones(16, 2),),
-        per_device_batch_size=2,
-        epochs=1,
-        devices=["cpu"] * 2,
-        progress=False,
-    ).fit()
-
-
-def by_setup(overlap: Overlap) -> None:
-    class Overlapping(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            overlap()
-            return super().forward(input)
-
-    model = Overlapping(2, 1)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with flowdp.setup(model, sgd, devices=["cpu"] * 2, check=False) as dp:
-        dp(torch.ones(4, 2))
-
-
-def by_ddp(overlap: Overlap) -> None:
-    with flowdp.Ddp.wrap([nn.Linear(2, 1) for _ in range(2)]) as ddp:
-        ddp.parallel(lambda rank, model: overlap())
-        assert flags() == {True}
-
-
-@pytest.mark.parametrize("door", [by_trainer, by_setup, by_ddp])
-def test_no_flag_stays_behind_a_run(door: Callable[[Overlap], None]) -> None:
-    """The user's modes on two ranks may overlap, as with selective checkpoints."""
-    door(Overlap())
-    assert flags() == {False}
-
-
 def test_two_runs_that_start_at_once_prepare_torch_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -305,9 +221,5 @@ def test_two_runs_that_start_at_once_prepare_torch_one_after_the_other(
     monkeypatch.setattr(dispatch, "_preparing", watched)
     monkeypatch.setattr(dispatch, "make_operators", make)
 
-    def prepare() -> None:
-        with prepared_torch():
-            pass
-
-    assert both(prepare) == [None, None]
+    assert both(prepare_torch) == [None, None]
     assert most == [1, 1]
