@@ -324,12 +324,10 @@ class _Reading:
             return outputs[-1]
 
         result = replica.function(model if self._given else replica.module, payload)
-        weight: float | Tensor = self._worker.samples
-        if isinstance(result, Mapping) and "weight" in result:
-            weight = _number("weight", result["weight"])
-            result = {name: value for name, value in result.items() if name != "weight"}
-        loss = result if isinstance(result, Tensor) else unpack_loss(result, self._worker)
-        self._note(batch, "loss", loss, weight)
+        loss, weight, scalars = unpack_loss(result)
+        for name, value in scalars.items():
+            self._worker.record(name, value)
+        self._note(batch, "loss", loss, self._worker.samples if weight is None else _number("weight", weight))
         for metric in self._given.values():
             metric.update(outputs[-1], payload[1])
 

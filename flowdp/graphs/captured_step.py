@@ -62,7 +62,7 @@ class Captured(Decisions[CudaStepGraph]):
     ) -> None:
         super().__init__("step", options, guard, tell, watch)
         self._step = step
-        self._recorder: CudaGraphs | None = None
+        self._graphs = CudaGraphs(step)
 
     @property
     def state(self) -> str:
@@ -117,8 +117,7 @@ class Captured(Decisions[CudaStepGraph]):
     def drop(self) -> None:
         """Free all graphs and their memory."""
         super().drop()
-        if self._recorder is not None:
-            self._recorder.forget()
+        self._graphs.forget()
 
     def _form_of(self, batch: Any, samples: int, factors: Factors) -> Form[CudaStepGraph] | None:
         tree: object
@@ -135,8 +134,7 @@ class Captured(Decisions[CudaStepGraph]):
 
     def _record(self, batch: Any, tensors: Sequence[Tensor], worker: Any, factors: Factors) -> CudaStepGraph:
         assert self.guards is not None
-        self._recorder = self._recorder or CudaGraphs(self._step, self.guards)
-        return self._recorder.record(batch, tensors, worker, factors)
+        return self._graphs.record(batch, tensors, worker, factors, self.guards.state)
 
     def _compare(
         self,
@@ -183,7 +181,6 @@ class Captured(Decisions[CudaStepGraph]):
         touched: Sequence[bool],
     ) -> str:
         """The first difference of a trial from the eager step, in words; "" where there is none."""
-        assert self._recorder is not None
         if [(name, weight) for name, _, weight in told] != list(graph.records):
             return "it records other numbers"
         module = self._step.module
@@ -201,7 +198,7 @@ class Captured(Decisions[CudaStepGraph]):
             pairs.append((name, gradient, parameter.grad))
         for (name, buffer), mine in zip(module.named_buffers(), trial.buffers, strict=False):
             pairs.append((f"buffer {name!r}", mine, buffer))
-        return first_difference(pairs, self._recorder.bound)
+        return first_difference(pairs, self._graphs.bound)
 
 
 def _tensors(batch: Any) -> list[Tensor]:

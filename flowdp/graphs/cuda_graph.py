@@ -33,7 +33,6 @@ from flowdp.device.streams import StreamLane
 from flowdp.device.trees import tree_map
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep, watching
-from flowdp.graphs.guards import Guards
 from flowdp.graphs.trials import bound_of, refusal_of, without_trace
 
 __all__ = ["CudaGraphs", "CudaStepGraph"]
@@ -51,7 +50,6 @@ class CudaGraphs:
 
     Args:
         step: Forward and backward to capture; its lane is a CUDA device's.
-        guards: Know the tensors that the step may write to.
 
     Attributes:
         bound: Largest difference between a captured step and an eager one, relative to the largest value of
@@ -61,17 +59,21 @@ class CudaGraphs:
         The rank's.
     """
 
-    def __init__(self, step: Capturable, guards: Guards) -> None:
+    def __init__(self, step: Capturable) -> None:
         assert isinstance(step.lane, StreamLane)
         self.bound = bound_of(is_half=step.casts is not None)
         self._step = step
-        self._guards = guards
         self._lane = step.lane
         self._pool: GraphPool | None = None
         self._places: dict[int, Tensor] = {}
 
     def record(
-        self, batch: Any, leaves: Sequence[Tensor], worker: CurrentWorker, factors: Factors
+        self,
+        batch: Any,
+        leaves: Sequence[Tensor],
+        worker: CurrentWorker,
+        factors: Factors,
+        state: Sequence[Tensor],
     ) -> CudaStepGraph:
         """Capture forward and backward of micro-batches like this one; state of the rank is left as it was.
 
@@ -82,13 +84,14 @@ class CudaGraphs:
             leaves: Its tensors; the index of a `Gathered` one.
             worker: Worker of this step.
             factors: Factors of the micro-batch.
+            state: Tensors that the step may write to.
 
         Raises:
             NotCaptured: It cannot be captured; nothing is left of the attempt.
         """
         self._check(leaves)
         # A forward may write to parameters, too: max_norm, a teacher's average.
-        graph = CudaStepGraph(self._step, leaves, self._guards.state, self._gradient_places())
+        graph = CudaStepGraph(self._step, leaves, state, self._gradient_places())
         changed = [*graph.places, *graph.state]
         generator = None if self._step.shares_generator else device_generator(self._lane.device)
         with without_trace(changed, generator), _unnoticed(self._step):

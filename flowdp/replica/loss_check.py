@@ -7,7 +7,7 @@ tokens or class weights, or a sum, and does not say so, trains something else th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,7 @@ from flowdp.modules.comparison import is_close
 from flowdp.modules.constant_draws import ConstantDraws, still
 from flowdp.policy.formats import format_error
 from flowdp.replica.model_copy import copy_module
-from flowdp.replica.replica import Loss
+from flowdp.replica.replica import Loss, unpack_loss
 
 __all__ = ["check_mean"]
 
@@ -115,13 +115,9 @@ def _nudged(loss: Loss, module: nn.Module, batch: Any) -> Any:
 
 def _unpacked(result: Any, samples: int) -> tuple[Tensor, Tensor] | None:
     """The loss and its weight, both of shape []; None where the loss is no number."""
-    weight: Any = samples
-    if isinstance(result, tuple) and len(result) == 2:
-        result = result[0]
-    elif isinstance(result, Mapping):
-        weight = result.get("weight", samples)
-        result = result.get("loss")
-    if not isinstance(result, Tensor) or result.numel() != 1:
+    try:
+        loss, named, _ = unpack_loss(result)
+    except TypeError:
         return None
-    weight = torch.as_tensor(weight, dtype=torch.float64, device=result.device)
-    return (result.reshape(()), weight.reshape(())) if weight.numel() == 1 else None
+    weight = torch.as_tensor(samples if named is None else named, dtype=torch.float64, device=loss.device)
+    return (loss.reshape(()), weight.reshape(())) if loss.numel() == weight.numel() == 1 else None

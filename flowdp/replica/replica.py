@@ -191,7 +191,6 @@ class Replica:
         self.device = parts.lane.device
         self.launching = parts.launching
         self.shares_generator = parts.shares_generator
-        self.captured = None if parts.capture is None else parts.capture(self)
         self.pieces = 1
         self.least = min_part_size(plain_layers(module))
         self._optimizer = all_of(parts.optimizers)[0]
@@ -208,7 +207,6 @@ class Replica:
         self.is_compiled = uses_compile(module, function)
         self._redraws = Recheck()  # where the generator is shared
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
-        self._named: Any = None  # the weight of the micro-batch's loss, if it names one
         self._weight: Tensor | None = None  # of the step's losses, per sample, where one named it
         self._unnamed = 0.0  # part of the samples whose losses named none
         self._has_buffers = flat.has_buffers
@@ -220,6 +218,7 @@ class Replica:
         self._flat_optimizer: FlatOptimizer | None = None
         if self.steps_flat and self.gradients is not None:
             self._flat_optimizer = FlatOptimizer(self._optimizer, flat, self.gradients)
+        self.captured = None if parts.capture is None else parts.capture(self)
         self._captured_update: CapturedUpdate | None = None
         if self.captured is not None and self._flat_optimizer is not None and self._scaler is None:
             assert isinstance(self.lane, StreamLane)
@@ -500,40 +499,41 @@ class Replica:
             self._note()
         if self.gradients is not None:
             self.gradients.begin()
-        self._named = None
         options = {}
         if self.launching is None:
-            loss = self._forward(batch, worker)
+            loss, weight = self.forward(batch, worker, factors.share, factors.of)
         else:
             with self.launching:
-                loss = self._forward(batch, worker)
+                loss, weight = self.forward(batch, worker, factors.share, factors.of)
             options = {"retain_graph": True} if frees_at_once(self.device) else {}
-        loss, weight = self.weigh(loss, factors.share, factors.of)
         self._differentiate(self.scale(loss), **options)
         return Computed(loss.detach(), weight)
 
     def forward(
         self, batch: Any, worker: CurrentWorker, share: float | Tensor, of: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The weighed loss of a micro-batch, as it is recorded; see `Capturable.forward`."""
-        return self.weigh(self._forward(batch, worker), share, of)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """A loss as its backward begins, scaled in "fp16"."""
-        return loss if self._scaler is None else self._scaler.scale(loss)
-
-    def weigh(self, loss: Tensor, share: float | Tensor, samples: int) -> tuple[Tensor, Tensor | None]:
-        """The loss as it is differentiated, and the weight that it names, by sample of the step.
-
-        Args:
-            loss: Loss that the user returned.
-            share: Share of its samples in those of the step. A tensor while a graph of a part is recorded.
-            samples: Its samples.
+        """Forward of a micro-batch; see `Capturable.forward`.
 
         Raises:
-            ValueError: The weight is not one number.
+            ValueError: The loss, or the weight that it names, is not one number.
         """
-        named, self._named = self._named, None
+        if self._autocast is None:
+            result = self.function(self.module, batch)
+        else:
+            with self.casting():
+                result = self.function(self.module, batch)
+        loss, named, scalars = unpack_loss(result)
+        for name, value in scalars.items():
+            worker.record(name, value)
+        if loss.dim() != 0:
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"the loss must be a scalar, the mean over the batch, not a tensor of shape "
+                    f"{tuple(loss.shape)}; add .mean()"
+                )
+            loss = loss.squeeze()
+        if not loss.requires_grad:
+            raise ValueError(NOT_OURS)
         if named is None:
             if isinstance(share, Tensor):
                 return shared(loss, share), None
@@ -541,9 +541,13 @@ class Replica:
         weight = torch.as_tensor(named, dtype=torch.float64, device=self.device).detach()
         if weight.numel() != 1:
             raise ValueError(f"the weight of the loss must be one number, not of shape {tuple(weight.shape)}")
-        weight = weight.reshape(()) * share / samples
+        weight = weight.reshape(()) * share / of
         # The mean over nothing is NaN, and would stay so times 0.
         return torch.where(weight > 0, loss, 0.0) * weight, weight
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """A loss as its backward begins, scaled in "fp16"."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
     def count(self, computed: Computed, factors: Factors) -> None:
         """Add a micro-batch's loss, and the weight that it names, to those of the step."""
@@ -557,24 +561,6 @@ class Replica:
     def casting(self) -> AbstractContextManager[object]:
         """Autocast, if any. It is a state of the thread: entered where the step runs, and per step."""
         return casting(self.device, self._autocast, self._caches_casts)
-
-    def _forward(self, batch: Any, worker: CurrentWorker) -> Tensor:
-        if self._autocast is None:
-            result = self.function(self.module, batch)
-        else:
-            with self.casting():
-                result = self.function(self.module, batch)
-        loss = result if isinstance(result, Tensor) else self._unpack(result, worker)
-        if loss.dim() != 0:
-            if loss.numel() != 1:
-                raise ValueError(
-                    f"the loss must be a scalar, the mean over the batch, not a tensor of shape "
-                    f"{tuple(loss.shape)}; add .mean()"
-                )
-            loss = loss.squeeze()
-        if not loss.requires_grad:
-            raise ValueError(NOT_OURS)
-        return loss
 
     def _differentiate(self, loss: Tensor, **options: Any) -> None:
         if not self.shares_generator:
@@ -625,12 +611,6 @@ class Replica:
         if not is_touched:
             raise ValueError(NOT_OURS)
 
-    def _unpack(self, result: object, worker: CurrentWorker) -> Tensor:
-        if isinstance(result, Mapping) and "weight" in result:
-            self._named = result["weight"]
-            result = {name: value for name, value in result.items() if name != "weight"}
-        return unpack_loss(result, worker)
-
 
 def casting(device: torch.device, dtype: torch.dtype | None, caches: bool) -> AbstractContextManager[object]:
     """Autocast to a type, if any; see `ReplicaParts.caches_casts`."""
@@ -639,17 +619,20 @@ def casting(device: torch.device, dtype: torch.dtype | None, caches: bool) -> Ab
     return torch.autocast(device.type, dtype=dtype, cache_enabled=caches)
 
 
-def unpack_loss(result: object, worker: CurrentWorker) -> Tensor:
-    """The loss in the return value of a loss that is more than a tensor; its scalars are recorded.
+def unpack_loss(result: object) -> tuple[Tensor, Any, Mapping[str, Any]]:
+    """The loss in the return value of the user's function, the weight that it names, and its scalars.
 
     Raises:
-        TypeError: There is none.
+        TypeError: There is no loss.
     """
-    scalars: object = {}
+    if isinstance(result, Tensor):
+        return result, None, {}
     loss: object = result
+    weight: Any = None
+    scalars: object = {}
     if isinstance(result, Mapping):
-        scalars = {name: value for name, value in result.items() if name != "loss"}
-        loss = result.get("loss")
+        scalars = {name: value for name, value in result.items() if name not in ("loss", "weight")}
+        loss, weight = result.get("loss"), result.get("weight")
     elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
         loss, scalars = result
     if not isinstance(loss, Tensor) or not isinstance(scalars, Mapping):
@@ -657,9 +640,7 @@ def unpack_loss(result: object, worker: CurrentWorker) -> Tensor:
             f"the loss must return a scalar tensor, (loss, scalars) or a mapping with 'loss', not "
             f"{_describe(result)}"
         )
-    for name, value in scalars.items():
-        worker.record(name, value)
-    return loss
+    return loss, weight, scalars
 
 
 def _describe(result: object) -> str:

@@ -57,10 +57,11 @@ class Rank:
         optimizer = torch.optim.AdamW(module.parameters(), 2**-7, fused=True)
         self.replica = Replica(parts_of(module, optimizer, self.lane), loss)
         self.worker = CurrentWorker(0, CPU, module, samples=4, sink=lambda *told: self.recorded.append(told))
-        self.graphs = CudaGraphs(self.replica, Guards(module, loss))
+        self.graphs = CudaGraphs(self.replica)
 
     def record(self, batch: Any, factors: Factors = ONE) -> CudaStepGraph:
-        return self.graphs.record(batch, list(tensors_of(batch)), self.worker, factors)
+        state = Guards(self.module, self.replica.function).state
+        return self.graphs.record(batch, list(tensors_of(batch)), self.worker, factors, state)
 
     def run(self, graph: CudaStepGraph, batch: Any, factors: Factors = ONE) -> None:
         """Forward and backward of a micro-batch by the graph."""
