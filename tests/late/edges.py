@@ -20,7 +20,7 @@ METHODS = {"wait_event", "await_default", "await_caller", "synchronize", "record
 FUNCTIONS = {"keep_for"}
 """Functions that call `record_stream` for their caller."""
 
-NO_EVENTS = {"worker", "self.epochs", "self._recorder", "graphs"}
+NO_EVENTS = {"worker", "self._worker", "self.epochs", "self._graphs", "graphs"}
 """Objects whose `record` has to do with numbers or graphs."""
 
 
