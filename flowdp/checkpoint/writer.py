@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flowdp.checkpoint.file import write
 from flowdp.checkpoint.folder import CheckpointFolder
-from flowdp.checkpoint.machine_states import StateCollector, StateSender
+from flowdp.checkpoint.machine_states import StateCollector
 from flowdp.checkpoint.weights import Weights, load_average
 from flowdp.errors import CheckpointError, CollectiveError
 from flowdp.policy.formats import format_error
@@ -28,7 +28,7 @@ from flowdp.protocol.commands import Save
 from flowdp.protocol.position import Position
 from flowdp.threads.inbox import LISTEN_S
 
-__all__ = ["CapturedState", "Checkpoint", "Saver"]
+__all__ = ["CapturedState", "Checkpoint", "Job", "Saver"]
 
 log = logging.getLogger("flowdp")
 
@@ -154,7 +154,7 @@ def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class Job:
     """A checkpoint to write.
 
     Attributes:
@@ -190,15 +190,13 @@ class Saver:
             the same ones, that of the rank with the model is enough.
         keeps_generators: Whether the random numbers of this machine's ranks are, where nothing else is.
         collector: On machine 0, the states of the other machines; None: they are not needed.
-        sender: On another machine, the way of its states there; None: they are not needed.
 
     Attributes:
         problems: Failed writes, as text.
-        thread: Thread of the writer, or of the sender; None without one.
+        orders: As given.
+        thread: Thread of the writer; None without one.
         keeps_ranks: As given.
         keeps_generators: As given.
-        collector: As given.
-        sender: As given.
     """
 
     def __init__(
@@ -215,12 +213,11 @@ class Saver:
         keeps_ranks: bool = True,
         keeps_generators: bool = False,
         collector: StateCollector | None = None,
-        sender: StateSender | None = None,
     ) -> None:
         self.problems: list[str] = []
         self.orders = orders
         self.keeps_ranks, self.keeps_generators = keeps_ranks, keeps_generators
-        self.collector, self.sender = collector, sender
+        self._collector = collector
         self._folder = folder
         self._describe = describe
         self._saved = saved
@@ -229,11 +226,13 @@ class Saver:
         self._evaluates = evaluates
         self._best: Callable[[], Weights | None] = lambda: best
         self._is_warned = False  # of a metric that is not there
-        self.thread: threading.Thread | None = None if sender is None else sender.thread
+        self.thread: threading.Thread | None = None
+        if self.writes:
+            self.thread = threading.Thread(target=self._run, name="flowdp-checkpoint", daemon=True)
 
         self._changed = threading.Condition()  # guards everything below
         self._states: dict[int, PendingState] = {}
-        self._pending: list[_Job] = []
+        self._pending: list[Job] = []
         self._is_writing = self._is_closed = self._is_over = False
         self._snapshot: CapturedState | None = None
         self._answered = 0
@@ -244,8 +243,6 @@ class Saver:
         Threads:
             The one that starts the run.
         """
-        if self.writes:
-            self.thread = threading.Thread(target=self._run, name="flowdp-checkpoint", daemon=True)
         if self.thread is not None:
             self.thread.start()
 
@@ -262,8 +259,6 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether something is being written, or waits to be."""
-        if self.sender is not None:
-            return self.sender.is_busy
         with self._changed:
             return self._is_writing or bool(self._pending)
 
@@ -306,10 +301,8 @@ class Saver:
                 self._best = lambda: captured.weights
             if command.snapshots > self._answered:
                 self._snapshot, self._answered = captured, command.snapshots
-            if command.version is not None and self.sender is not None:
-                self.sender.keep(command.capture, lambda: captured.read()["ranks"])
-            elif command.version is not None and self.thread is not None:
-                job = _Job(command.version, command.capture, captured, self._best, self._value(captured))
+            if command.version is not None and self.thread is not None:
+                job = Job(command.version, command.capture, captured, self._best, self._value(captured))
                 self._queue(job)
             self._changed.notify_all()
 
@@ -348,12 +341,19 @@ class Saver:
             self._is_closed = True
             self._states.clear()
             self._changed.notify_all()
-        if self.sender is not None:
-            return self.sender.close(timeout_s)
         if self.thread is None or self.thread.ident is None:
             return True
         self.thread.join(timeout_s)
         return not self.thread.is_alive()
+
+    def close_transfer(self) -> None:
+        """Give the way of the states between machines back, where there is one; once, behind `close`.
+
+        Threads:
+            The coordinator's.
+        """
+        if self._collector is not None:
+            self._collector.give_back()
 
     def give_back(self) -> None:
         """Let another run have the folder: this one writes no more."""
@@ -384,14 +384,14 @@ class Saver:
                 self._complain(failure, is_final=True)
             self._written(job.version)
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> Job | None:
         with self._changed:
             self._is_writing = False
             self._changed.wait_for(lambda: self._pending or self._is_closed)
             self._is_writing = bool(self._pending)
             return self._pending.pop(0) if self._pending else None
 
-    def _queue(self, job: _Job) -> None:
+    def _queue(self, job: Job) -> None:
         """Queue a job; it replaces those that wait, but for the best."""
         waiting = [*self._pending, job]
         valued = [(other.value, other) for other in waiting]
@@ -400,8 +400,8 @@ class Saver:
         dropped = [other for other in waiting if other not in self._pending]
         for other in dropped:
             log.info("checkpoint %d is not written: a newer one is there", other.version)
-        if self.collector is not None:
-            self.collector.drop([other.capture for other in dropped])
+        if self._collector is not None:
+            self._collector.drop([other.capture for other in dropped])
 
     def _value(self, captured: CapturedState) -> float | None:
         """Value of the metric that `keep_best` names, at the end of an epoch."""
@@ -419,10 +419,10 @@ class Saver:
             log.warning("%s", text)
         return value
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: Job) -> None:
         position, history = job.captured.position, job.captured.history
         # First, as the other machines keep theirs until then.
-        others = [] if self.collector is None else self.collector.collect(job.capture)
+        others = [] if self._collector is None else self._collector.collect(job.capture)
         best = job.best() or Weights({})
         own = job.captured.read()
         state = {

@@ -150,9 +150,7 @@ def build_engine(
 def _close_at_end(services: Services, settings: ExitStack) -> None:
     if services.team.machines is not None:
         settings.callback(services.team.machines.closer())
-    for states in (services.saver.collector, services.saver.sender):
-        if states is not None:
-            settings.callback(states.give_back)
+    settings.callback(services.saver.close_transfer)
     if services.channel is not None:
         settings.callback(services.channel.close)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flowdp.checkpoint.following_saver import FollowingSaver
 from flowdp.checkpoint.machine_states import DroppedStates, WantedStates
 from flowdp.engine.metrics import RankMetrics
 from flowdp.engine.remote_error import RemoteError, sent_error
@@ -272,7 +273,7 @@ class FollowerLink(_Link):
     def __init__(self, services: Services, gate: Gate, sign: Callable[[], Sign], posts: Posts) -> None:
         super().__init__(services, gate, sign)
         self._posts = posts
-        self._states = services.saver.sender
+        self._saver = services.saver
 
     def ask(self, arrivals: tuple[Arrival, ...]) -> None:
         """Send the arrivals of this machine's ranks to the gate of all."""
@@ -307,16 +308,16 @@ class FollowerLink(_Link):
             case RemoteError():
                 self._take_error(message, machine)
             case WantedStates() | DroppedStates():
-                assert self._states is not None
-                self._states.take(message)
+                assert isinstance(self._saver, FollowingSaver)
+                self._saver.take(message)
             case _:
                 self._is_over |= isinstance(message, Relayed) and isinstance(message.command, Finish)
                 self._post(message)
 
     def _ended(self, machine: int, error: CollectiveError | None) -> None:
         """End the run where machine 0 is lost, or leaves before the end: nothing more is decided."""
-        if self._states is not None:
-            self._states.end()
+        if isinstance(self._saver, FollowingSaver):
+            self._saver.lose()
         error = error or self._early_end(machine)
         if error is not None:
             self._post(_Orphaned(self._failures.add(error)))

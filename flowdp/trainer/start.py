@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
-from flowdp.checkpoint.machine_states import StateCollector, StateSender
+from flowdp.checkpoint.following_saver import FollowingSaver
+from flowdp.checkpoint.machine_states import StateCollector
 from flowdp.checkpoint.writer import Saver
 from flowdp.checks import check_checkpoints
 from flowdp.data.identity import check_identities
@@ -228,23 +230,26 @@ def _prepare(config: RunConfig, undo: ExitStack) -> _Prepared:
 def _open_saver(config: RunConfig, prepared: _Prepared, records: Records, requests: Requests) -> Saver:
     leads, has_listeners = config.team.leads, config.has_checkpoint_listeners and config.team.leads
     transfer = _open_transfer(config, writes=has_listeners or prepared.folder is not None)
-    collector = sender = None
+    options: dict[str, Any] = {
+        "failed": requests.fail,
+        "best": None if prepared.resumed is None else prepared.resumed.best,
+        "orders": partial(orders, prepared.source),
+        "keeps_ranks": _has_own(config) and (leads or transfer is not None),
+    }
+    collector = None
     if transfer is not None and prepared.channel is not None:
-        collector = StateCollector(transfer, prepared.channel.tell_all) if leads else None
-        sender = None if leads else StateSender(transfer)
+        if not leads:
+            return FollowingSaver(transfer, **options)
+        collector = StateCollector(transfer, prepared.channel.tell_all)
     return Saver(
         prepared.folder,
         prepared.fingerprint,
         records.add if has_listeners else None,
-        requests.fail,
-        best=None if prepared.resumed is None else prepared.resumed.best,
         evaluates=prepared.evaluator is not None,
-        orders=partial(orders, prepared.source),
         written=requests.written,
-        keeps_ranks=_has_own(config) and (leads or transfer is not None),
-        keeps_generators=leads or transfer is not None,
+        keeps_generators=leads,
         collector=collector,
-        sender=sender,
+        **options,
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, cast
 
 import pytest
 
-from flowdp.checkpoint.machine_states import DroppedStates, StateCollector, StateSender, WantedStates
+from flowdp.checkpoint.following_saver import FollowingSaver
+from flowdp.checkpoint.machine_states import DroppedStates, StateCollector, WantedStates
 from flowdp.errors import CheckpointError, CollectiveError
+from flowdp.protocol.commands import Save
+from flowdp.protocol.position import Position
 
 WAIT_S = 60.0
 
@@ -44,27 +47,29 @@ class Pair:
 
     def __init__(self) -> None:
         self.road = Road()
-        self.sender = StateSender(cast(Any, self.road))
+        self.sender = FollowingSaver(cast(Any, self.road), failed=lambda _: None)
         self.collector = StateCollector(cast(Any, self.road), self.sender.take)
-        self.sender.thread.start()
+        self.sender.start()
 
     def keep(self, capture: int, *ranks: str, error: Exception | None = None) -> None:
-        def read() -> Sequence[Any]:
+        def read(name: str) -> dict[str, Any]:
             if error is not None:
                 raise error
-            return ranks
+            return {"name": name}
 
-        self.sender.keep(capture, read)
+        for rank, name in enumerate(ranks):
+            self.sender.put(1 + rank, partial(read, name))
+        self.sender.save(Save(capture, Position(2, capture), version=capture, snapshots=0), [])
 
     def collect(self, capture: int) -> list[Any]:
-        return cast(list[Any], self.collector.collect(capture))
+        return [state["name"] for state in self.collector.collect(capture)]
 
 
 @pytest.fixture
 def pair() -> Any:
     one = Pair()
     yield one
-    one.sender.end()
+    one.sender.lose()
     assert one.sender.close(WAIT_S)
 
 
@@ -114,14 +119,14 @@ def test_the_end_waits_for_a_capture_that_may_be_asked_for(pair: Pair) -> None:
 
 def test_a_machine_0_that_is_gone_frees_the_sender(pair: Pair) -> None:
     pair.keep(4, "a4")
-    pair.sender.end()
+    pair.sender.lose()
     pair.keep(5, "a5")
     assert not pair.sender.is_busy
     assert pair.sender.close(WAIT_S)
 
 
 def test_an_error_there_is_an_error_here_and_the_next_one_is_collected(pair: Pair) -> None:
-    pair.keep(0, error=MemoryError("no room"))
+    pair.keep(0, "a0", error=MemoryError("no room"))
     pair.keep(1, "a1")
     pair.keep(2, "a2")
     with pytest.raises(CheckpointError, match="machine 1: MemoryError: no room"):
@@ -150,6 +155,7 @@ def test_a_sender_whose_machine_0_is_lost_ends(pair: Pair) -> None:
     pair.keep(1, "a1")
     pair.road.fails = [CollectiveError("machine 0 was lost")]
     pair.sender.take(WantedStates(0))
+    assert pair.sender.thread is not None
     pair.sender.thread.join(WAIT_S)
     assert not pair.sender.thread.is_alive()
     assert not pair.sender.is_busy

@@ -14,7 +14,8 @@ from torch import nn
 
 from flowdp.checkpoint.file import read
 from flowdp.checkpoint.folder import CheckpointFolder
-from flowdp.checkpoint.machine_states import DroppedStates, StateSender, WantedStates
+from flowdp.checkpoint.following_saver import FollowingSaver
+from flowdp.checkpoint.machine_states import DroppedStates, WantedStates
 from flowdp.checkpoint.weights import Weights
 from flowdp.checkpoint.writer import CapturedState, Checkpoint, PendingState, Saver
 from flowdp.errors import CheckpointError, CollectiveError
@@ -327,19 +328,19 @@ class Road:
 
 def test_a_machine_that_follows_sends_its_states_and_keeps_the_best_model() -> None:
     road: Any = Road()
-    desk = Desk(None, listens=False, sender=StateSender(road))
-    assert desk.saver.sender is not None
+    saver = FollowingSaver(road, failed=lambda _: None)
+    saver.start()
     # The rank with the model of all is on machine 0; here the first one has it where it is the best.
     for epoch, is_best in ((1, True), (2, False)):
         for rank in (2, 3):
-            desk.saver.put(rank, part(rank, float(epoch), shared=is_best and rank == 2))
-        desk.saver.save(Save(epoch, at(epoch), epoch, 0, 0, is_best), LOSSES)
-    desk.saver.save(Save(3, at(2), None, 1), LOSSES)  # a snapshot, for the user of machine 0
-    assert desk.saver.best is not None
-    assert desk.saver.best.model["weight"].item() == 1.0
-    assert desk.saver.is_busy
-    desk.saver.sender.take(DroppedStates((1,)))
-    desk.saver.sender.take(WantedStates(2))
-    assert desk.saver.close(WAIT_S)
+            saver.put(rank, part(rank, float(epoch), shared=is_best and rank == 2))
+        saver.save(Save(epoch, at(epoch), epoch, 0, 0, is_best), LOSSES)
+    saver.save(Save(3, at(2), None, 1), LOSSES)  # a snapshot, for the user of machine 0
+    assert saver.best is not None
+    assert saver.best.model["weight"].item() == 1.0
+    assert saver.is_busy
+    saver.take(DroppedStates((1,)))
+    saver.take(WantedStates(2))
+    assert saver.close(WAIT_S)
     assert road.sent == [(0, 2, [[{"rank": 2}], [{"rank": 3}]])]
-    assert not desk.saver.is_busy
+    assert not saver.is_busy
