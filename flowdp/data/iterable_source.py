@@ -130,7 +130,7 @@ class StreamReader(LoaderSource):
             set_epoch(epoch)
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[tuple[int, ...], Any]]:
-        for epoch in self.plan.walk():
+        for epoch in self.plan.numbers():
             if not self._may_read(epoch):
                 return
             # A part has the numbers of its stride, and not those between.

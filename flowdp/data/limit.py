@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowdp.errors import OptionError
-from flowdp.validators import is_int, is_number
+from flowdp.validators import is_int
 
 __all__ = ["UNLIMITED", "Limit", "check_limit"]
 
@@ -60,9 +60,7 @@ def check_limit(name: str, value: object) -> Limit | None:
     """
     if value is None:
         return None
-    if is_int(value) and value >= 1:
-        return Limit(value)
-    if isinstance(value, float) and is_number(value) and 0 < value <= 1:
+    if (is_int(value) and value >= 1) or (isinstance(value, float) and 0 < value <= 1):
         return Limit(value)
     raise OptionError(
         f"{name} must be a number of batches of at least 1 (an int), or a fraction of them above 0 and up to "

@@ -37,7 +37,7 @@ from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import Position
 from flowdp.threads.turns import Turns
 
-__all__ = ["NOTHING", "AllEpochs", "LoaderSource", "MapSource", "ReadPlan", "Reader"]
+__all__ = ["NOTHING", "LoaderSource", "MapSource", "ReadPlan", "Reader"]
 
 _Key = tuple[int, ...]  # (epoch, batch), or more of it: its order is the order of reading
 
@@ -103,10 +103,23 @@ class ReadPlan:
     machines: int = 1
     is_part: bool = False
 
-    def walk(self) -> Iterator[int]:
-        """The epochs that are read."""
+    def numbers(self) -> Iterator[int]:
+        """Numbers of the epochs that are read."""
         first = self.start.done
         return iter(itertools.count(first) if self.epochs is None else range(first, self.epochs))
+
+    def walk(self, batches: int) -> Iterator[tuple[int, int]]:
+        """Every (epoch, batch) in the order of reading, for epochs of so many batches.
+
+        A resumed run has those that are not trained yet, the open epochs' in ascending order.
+        """
+        if not self.stride.of(batches):
+            return  # not one in any epoch, and there may be no last one
+        for epoch in self.numbers():
+            position, missing = self.start.remaining(epoch) or (0, ())
+            for batch in itertools.chain(missing, range(position, batches)):
+                if self.stride.has(batch):
+                    yield (epoch, batch)
 
     @property
     def stride(self) -> Stride:
@@ -490,43 +503,6 @@ class MapSource(LoaderSource):
         super().__init__(order, made, plan, is_counted=is_counted, stride=stride)
 
 
-class AllEpochs:
-    """The batches of all epochs one after another, as torch's DataLoader asks for them: a batch sampler.
-
-    A resumed run has those that are not trained yet, the open epochs' in ascending order. Without a number of
-    epochs there is no end.
-
-    torch asks for indices long before it hands their batch over, and for the first ones from the thread that
-    starts it. So a sampler that fails ends the iteration, and its error waits in `error` until the batches
-    before it have come.
-    """
-
-    def __init__(self, order: BatchOrder, plan: ReadPlan) -> None:
-        self.error: DataError | None = None
-        self._order = order
-        self._plan = plan
-
-    def walk(self) -> Iterator[tuple[int, int]]:
-        """Every (epoch, batch) in the order of reading."""
-        plan, batches = self._plan, self._order.batches
-        if not plan.stride.of(batches):
-            return  # not one in any epoch, and there may be no last one
-        for epoch in plan.walk():
-            position, missing = plan.start.remaining(epoch) or (0, ())
-            for batch in itertools.chain(missing, range(position, batches)):
-                if plan.stride.has(batch):
-                    yield (epoch, batch)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for epoch, batch in self.walk():
-            try:
-                indices = self._order.indices(epoch, batch)
-            except DataError as error:
-                self.error = error
-                return
-            yield indices.tolist()
-
-
 class Reader(MapSource):
     """Reads every batch of every epoch of a map-style dataset, or those of its stride.
 
@@ -540,17 +516,31 @@ class Reader(MapSource):
     """
 
     def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
-        self._batches = AllEpochs(order, plan)
-        super().__init__(dataset, order, self._batches, plan, plan.stride, **options)
+        self._order_error: DataError | None = None
+        super().__init__(dataset, order, self._lists(plan, order), plan, plan.stride, **options)
+
+    def _lists(self, plan: ReadPlan, order: BatchOrder) -> Iterator[list[int]]:
+        """Lists of indices, as torch asks for them.
+
+        It does so long before it hands their batch over, and for the first ones from the thread that starts
+        it. So a sampler that fails ends the lists, and its error waits until the batches before it have come.
+        """
+        for epoch, batch in plan.walk(order.batches):
+            try:
+                indices = order.indices(epoch, batch)
+            except DataError as error:
+                self._order_error = error
+                return
+            yield indices.tolist()
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
         assert iterator is not None
-        for key in self._batches.walk():
+        for key in self.plan.walk(self._order.batches):
             if not self._may_read(key[0]):
                 return
             self._reading = key
             try:
                 payload = self._in_turn(partial(next, iterator))
             except StopIteration as stop:  # behind a sampler that failed, or the dataset's own
-                raise self._batches.error or self._describe(key, stop)  # noqa: B904 - both have their cause
+                raise self._order_error or self._describe(key, stop)  # noqa: B904 - both have their cause
             yield key, payload

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -45,38 +45,30 @@ def open_feeds(
     Threads:
         The one that made the dataset's tensors, before the workers exist.
     """
-    ranks = Counter(lane.device for lane in lanes)
-    datasets: dict[torch.device, ResidentData | None] = {}
-    for lane in lanes:
-        if lane.is_async and lane.device not in datasets:
-            reset_peak(lane)
-            datasets[lane.device] = _bring(source, lane, ranks[lane.device], usage)
-    if isinstance(source, TensorSource) and any(datasets.get(lane.device) is None for lane in lanes):
-        streamed: Source = source.on_host()
-    else:
-        streamed = source
-    gauges: dict[torch.device, RingGauge] = {}
-    feeds: list[Feed] = []
-    for rank, lane in enumerate(lanes):
-        data = datasets.get(lane.device)
+    on_host = cache(lambda: source.on_host() if isinstance(source, TensorSource) else source)
+    feeds: dict[int, Feed] = {}
+    for device in dict.fromkeys(lane.device for lane in lanes):
+        ranks = [rank for rank, lane in enumerate(lanes) if lane.device == device]
+        lane = lanes[ranks[0]]
         if not lane.is_async:
-            feeds.append(DirectFeed(streamed, rank))
-        elif data is not None:
-            feeds.append(ResidentFeed(data, lane))
-        else:
-            if lane.device not in gauges:
-                gauges[lane.device] = RingGauge(lane, ranks[lane.device], usage=usage, limit=depth)
-            feeds.append(
-                PrefetchFeed(
-                    streamed,
-                    rank,
-                    lane,
-                    gauge=gauges[lane.device],
-                    held=1 if held is None else held[rank],
-                    spans=spans[rank] if spans else None,
-                )
+            feeds |= {rank: DirectFeed(on_host(), rank) for rank in ranks}
+            continue
+        reset_peak(lane)
+        data = _bring(source, lane, len(ranks), usage)
+        if data is not None:
+            feeds |= {rank: ResidentFeed(data, lanes[rank]) for rank in ranks}
+            continue
+        gauge = RingGauge(lane, len(ranks), usage=usage, limit=depth)
+        for rank in ranks:
+            feeds[rank] = PrefetchFeed(
+                on_host(),
+                rank,
+                lanes[rank],
+                gauge=gauge,
+                held=1 if held is None else held[rank],
+                spans=spans[rank] if spans else None,
             )
-    return feeds
+    return [feeds[rank] for rank in range(len(lanes))]
 
 
 def _bring(source: Source, lane: Lane, ranks: int, usage: float) -> ResidentData | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -105,31 +105,18 @@ def _curve(view: RunView) -> str:
 
 
 def _devices(report: EfficiencyReport) -> str:
-    table = device_table(report)
-    bars = [one.reached / (report.reached or 1.0) for one in report.devices]
-    rows = [
-        [
-            *map(escape, row[:2]),
-            f'<span class="share" style="width:{110 * bar:.0f}px"></span> {row[2]}',
-            *row[3:],
-        ]
-        for row, bar in zip(table.rows, bars, strict=True)
+    bars = [
+        f'<span class="share" style="width:{110 * device.reached / (report.reached or 1.0):.0f}px"></span> '
+        for device in report.devices
     ]
-    return f'<div class="devices">{_table(table.header, rows)}</div>'
+    return f'<div class="devices">{device_table(report).html({2: bars})}</div>'
 
 
 def _epochs(history: Sequence[EpochMetrics]) -> str:
     table = epoch_table(history, EPOCHS)
-    rows = [list(map(escape, row)) for row in table.rows]
-    return _table(map(escape, table.header), rows) if rows else ""
+    return table.html() if table.rows else ""
 
 
 def _problems(view: RunView) -> str:
     lines = [*view.problems, *([view.error] if view.error else [])]
     return "".join(f'<div class="bad">{escape(line)}</div>' for line in lines)
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = "".join(f"<th>{cell}</th>" for cell in heads)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"

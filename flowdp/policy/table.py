@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -40,9 +40,23 @@ class Table:
         )
 
     def _repr_html_(self) -> str:
-        """HTML for a notebook; cells are text, whatever is in them."""
+        return self.html()
+
+    def html(self, before: Mapping[int, Sequence[str]] | None = None) -> str:
+        """HTML for a page; cells are text, whatever is in them.
+
+        Args:
+            before: HTML in front of the cells of a column. Shape (columns, rows).
+        """
+        columns = {at: iter(marks) for at, marks in (before or {}).items()}
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.header)
         body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows
+            "<tr>"
+            + "".join(
+                f"<td>{next(columns[at]) if at in columns else ''}{escape(cell)}</td>"
+                for at, cell in enumerate(row)
+            )
+            + "</tr>"
+            for row in self.rows
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

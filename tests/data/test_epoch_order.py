@@ -26,7 +26,7 @@ from flowdp.data.epoch_order import (
     batches_per_epoch,
     epoch_order,
 )
-from flowdp.data.loader_source import AllEpochs, ReadPlan
+from flowdp.data.loader_source import ReadPlan
 from flowdp.errors import DataError, OptionError, ProtocolError
 from flowdp.protocol.position import OpenEpoch, Position
 from tests.data.opening import opened
@@ -302,7 +302,7 @@ def test_two_samples_that_change_places_change_the_checksum_but_not_in_what_is_d
     assert found([0, 1, 2, 3, 4], True) == found([0, 1, 2, 3, 5], True)
 
 
-# ---------------------------------------------------------------- AllEpochs
+# ---------------------------------------------------------------- the order of reading
 
 
 @given(
@@ -316,7 +316,7 @@ def test_it_walks_what_was_not_trained_in_the_order_of_the_epochs(done, position
         for i, position in enumerate(positions)
     ]
     start = Position(world_size=2, done=done, open=tuple(opened))
-    walked = list(AllEpochs(EpochOrder(10, 2, 0, True, False), ReadPlan(5, start=start)).walk())
+    walked = list(ReadPlan(5, start=start).walk(5))
     trained = {(e.epoch, b) for e in opened for b in range(e.position) if b not in missing}
     assert walked == [(e, b) for e in range(done, 5) for b in range(5) if (e, b) not in trained]
 
