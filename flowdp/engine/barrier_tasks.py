@@ -12,13 +12,9 @@ from flowdp.protocol.messages import (
     CopyReplica,
     Evaluate,
     Evaluated,
-    MergeMetrics,
-    MetricsMerged,
-    ReplicaCopied,
     SaveState,
     Settle,
-    Settled,
-    StateSaved,
+    TaskDone,
 )
 from flowdp.replica.rank_state import capture, capture_generator, restore
 from flowdp.replica.replica import Replica
@@ -57,12 +53,12 @@ class BarrierTasks:
     def name(self, task: BarrierTask) -> str:
         """Describe a task for messages."""
         match task:
+            case Evaluate(merges=True):
+                return "computes the metrics of all ranks"
             case Evaluate(epoch, _, None):
                 return f"evaluates after epoch {epoch}"
             case Evaluate(_, _, global_step):
                 return f"evaluates at step {global_step}"
-            case MergeMetrics():
-                return "computes the metrics of all ranks"
             case SaveState():
                 return "saves its state"
             case CopyReplica():
@@ -72,7 +68,7 @@ class BarrierTasks:
 
     def serve(
         self, task: BarrierTask, wait: Callable[[], bool], moved: Callable[[], None]
-    ) -> Evaluated | MetricsMerged | StateSaved | ReplicaCopied | Settled:
+    ) -> Evaluated | TaskDone:
         """Execute a task and return the answer to the coordinator.
 
         Args:
@@ -84,11 +80,11 @@ class BarrierTasks:
             Exception: Raised by the user's code.
         """
         match task:
+            case Evaluate(merges=True) if self._evaluator is not None:
+                return self._evaluator.merge(self._rank, task.number)
             case Evaluate() if self._evaluator is not None:
                 with self._replica.evaluated_weights():
                     return self._evaluator.run(self._index, self._replica, wait, moved)
-            case MergeMetrics() if self._evaluator is not None:
-                return self._evaluator.merge(self._rank, task.number)
             case SaveState():
                 holds_model = task.model == self._rank or (task.is_best and self._is_follower_first())
                 if holds_model or self._saver.keeps_ranks:
@@ -97,18 +93,18 @@ class BarrierTasks:
                     )
                 elif self._saver.keeps_generators:
                     self._saver.put(self._rank, capture_generator(self._replica))
-                return StateSaved(self._rank)
+                return TaskDone(self._rank)
             case CopyReplica(receiver=None):
                 donor = task.donor - self._rank + self._index
                 self._replica.copy_from(self._replicas[donor])
                 self._replica.lane.drain()  # the donor may train on as soon as the coordinator hears
-                return ReplicaCopied(self._rank)
+                return TaskDone(self._rank)
             case CopyReplica(donor, int(receiver)):
                 self._copy_between(donor, receiver)
-                return ReplicaCopied(self._rank)
+                return TaskDone(self._rank)
             case Settle() if self._settle is not None:
                 self._settle(self._index)
-                return Settled(self._rank)
+                return TaskDone(self._rank)
         raise ProtocolError(f"rank {self._rank} cannot do {task}")
 
     def _is_follower_first(self) -> bool:

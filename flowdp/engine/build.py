@@ -41,8 +41,8 @@ from flowdp.threads.inbox import Inbox
 __all__ = ["build_engine"]
 
 WORKER_INBOX = 64
-"""Orders, notes and requests that may wait for a worker: two orders, one request per abandoned round (their
-deadlines double), one note per batch waited for, one word per round that is late."""
+"""Orders, notes and requests that may wait for a worker: two orders, one request for a
+snapshot, one note per batch waited for, one word per round that is late."""
 
 
 def build_engine(

@@ -37,7 +37,6 @@ from flowdp.protocol.commands import (
     LeaveGate,
     Paused,
     Quarantined,
-    RoundAbandoned,
     RoundEnded,
     Save,
     SavesPutOff,
@@ -231,8 +230,6 @@ class CoordinatorShell:
                 self._failing_ms = self._now_ms() + GRACE_MS
             case Average():
                 self._jobs.post(command)
-            case RoundAbandoned():
-                log.info("round %d is given up: no snapshot of ranks %s", command.round, command.missing)
             case Paused():
                 self._records.pause(command.value)
             case Fail():

@@ -32,7 +32,7 @@ from flowdp.engine.metrics import (
 )
 from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
 from flowdp.errors import OptionError
-from flowdp.protocol.messages import Evaluated, MetricsMerged
+from flowdp.protocol.messages import Evaluated
 from flowdp.replica.replica import unpack_loss
 from flowdp.validators import check_function, check_int, one_of
 
@@ -221,7 +221,7 @@ class Evaluator:
                 reset(metric)
             worker.sink, worker.samples = sink, samples
 
-    def merge(self, rank: int, number: int) -> MetricsMerged:
+    def merge(self, rank: int, number: int) -> Evaluated:
         """Merge the metrics that all ranks have brought to the pool: numbers as a batch of weight 1.
 
         Args:
@@ -236,7 +236,7 @@ class Evaluator:
         """
         with torch.no_grad():
             numbers, arrays = metric_values(self.pool.merged(number))
-        return MetricsMerged(rank, ((-1, 1.0, numbers),) if numbers else (), arrays)
+        return Evaluated(rank, ((-1, 1.0, numbers),) if numbers else (), arrays)
 
     def cut(self) -> None:
         """Let no rank take another batch, of this evaluation or a later one.

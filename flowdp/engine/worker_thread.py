@@ -52,7 +52,6 @@ from flowdp.protocol.messages import (
     CopyReplica,
     Evaluate,
     Exiting,
-    MergeMetrics,
     Order,
     Outcome,
     SaveState,
@@ -60,7 +59,6 @@ from flowdp.protocol.messages import (
     SnapshotReady,
     StepsDone,
     SyncAck,
-    Updated,
     WorkerReady,
 )
 from flowdp.protocol.position import Position
@@ -74,7 +72,6 @@ Mail = Order | BatchReady
 
 ACTIVITIES = {
     Evaluate: Activity.EVALUATE,
-    MergeMetrics: Activity.EVALUATE,
     SaveState: Activity.SAVE,
     CopyReplica: Activity.HEAL,
     Settle: Activity.AVERAGE,
@@ -525,5 +522,3 @@ class Worker:
         self._meter.averaged(start_s)
         self._fit_feed()
         self.current.round = action.round
-        updated = Updated(self.rank, action.round)
-        self._meter.then(lambda: self._post(updated))

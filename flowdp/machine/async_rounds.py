@@ -1,8 +1,8 @@
 """Asynchronous rounds: snapshots are averaged while the ranks train on, and no rank waits.
 
 Batches go out in orders, two per rank, so that a rank always has the next one; `Throttle` stops a rank that
-is ahead within its order. A round is opened when every rank has taken its count of steps or cannot move; it
-passes through three states, each left by facts alone: snapshots are collected, averaged, applied. A change
+is ahead within its order. A round is opened when every rank has taken its count of steps or cannot move; its
+snapshots are collected, then averaged, and each rank applies the mean before it obeys a later order. A change
 of all ranks at once (a pause, a stop, a new learning rate, the end) is a blocking round at the gate.
 """
 
@@ -25,7 +25,7 @@ from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import largest_drift
 from flowdp.policy.lead import Overshoot, lead_limits
 from flowdp.policy.ledger import ENDLESS
-from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
+from flowdp.protocol.commands import Average, Command, RoundEnded, Send
 from flowdp.protocol.messages import (
     Averaged,
     DataEnded,
@@ -40,7 +40,6 @@ from flowdp.protocol.messages import (
     SyncPoints,
     Throttle,
     Update,
-    Updated,
     Work,
 )
 from flowdp.protocol.position import Position
@@ -56,9 +55,6 @@ ORDERS_PER_ROUND = 4
 REPORT_MS = 10.0
 """Ranks report their steps in about this time: only a report tells that a count is full, or that the slowest
 rank has moved."""
-
-SNAPSHOT_TIMEOUT_MS = 5000.0
-"""How long a round waits for its snapshots; doubled when that was too short, halved when it was not."""
 
 
 @dataclass(slots=True)
@@ -148,23 +144,17 @@ class AsyncRank:
 
 @dataclass(slots=True)
 class _Round:
-    """A round: snapshots are collected, averaged, applied.
+    """A round: snapshots are collected, then averaged.
 
     Attributes:
         number: Number of the round.
-        deadline_ms: When it is given up, if a snapshot is missing then.
         snapshots: Those that have come.
         is_averaging: All have come, and are on their way into the mean.
-        averaged: The mean.
-        updated: Ranks that have applied it.
     """
 
     number: int
-    deadline_ms: float
     snapshots: dict[int, SnapshotReady] = field(default_factory=dict)
     is_averaging: bool = False
-    averaged: Averaged | None = None
-    updated: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -231,7 +221,6 @@ class AsyncRounds(Rounds):
         self._overshoot = Overshoot(ENDLESS if epochs.batches is None else epochs.batches)
         self._round: _Round | None = None
         self._meeting: _Meeting | None = None
-        self._timeout_ms = SNAPSHOT_TIMEOUT_MS
         self._trained = 0  # steps of all ranks
         self._met_trained = 0  # until the last blocking round: nothing since, nothing to meet for
         self._round_start_ms = math.nan
@@ -273,22 +262,16 @@ class AsyncRounds(Rounds):
             case StepsDone():
                 self._credit(fact.rank, self._ranks[fact.rank].reported(fact), fact.work)
             case SnapshotReady():
-                # An answer to an abandoned round comes late and belongs nowhere; its rank may be sound again.
+                # An answer to a round that was given up belongs nowhere; its rank may be sound again.
                 if self._round is not None and self._round.number == fact.round:
                     self._is_bad |= fact.bad
                     self._round.snapshots[fact.rank] = fact
                     state = self._ranks[fact.rank]
                     state.snapshot = state.mean + fact.steps
             case Averaged():
-                if self._round is not None and self._round.number == fact.round:
-                    self._round.averaged = fact
-                    return self._apply(self._round)
-            case Updated():
                 if self._round is None or self._round.number != fact.round:
                     raise ProtocolError(f"{fact} while {self._round} is under way")
-                self._round.updated.add(fact.rank)
-                if len(self._round.updated) == self.world_size:
-                    return self._end_round(self._round, now_ms)
+                return self._end_round(self._round, fact, now_ms)
             case SyncAck():
                 return self._take_ack(fact, now_ms)
             case _:
@@ -327,23 +310,18 @@ class AsyncRounds(Rounds):
         if round_ is not None:
             if len(round_.snapshots) == self.world_size and not self._is_bad:
                 round_.is_averaging = True
-                self._timeout_ms = max(SNAPSHOT_TIMEOUT_MS, self._timeout_ms / 2)
                 return [*commands, Average(round_.number, self._samples(round_))]
-            is_late = now_ms >= round_.deadline_ms
-            if not (is_late or meet):
+            if not meet:
                 return commands
-            self._timeout_ms *= 2 if is_late else 1
-            commands.append(self._abandon(round_))
+            self._give_up()
         is_held = any(state.orders and state.reach < state.dealt for state in self._ranks)
         if self._is_dirty and (meet or (self.epochs.is_exhausted and not is_held)):
             return commands + self._meet(is_hurried=meet)
         if not hold and self._is_due():
-            commands += self._open_round(now_ms)
+            self._round = _Round(self.next_round)
+            self.next_round += 1
+            commands += self._send_all(RequestParams(self._round.number))
         return commands
-
-    def deadline_ms(self) -> float | None:
-        """Time to ask `decide` again: a snapshot is overdue then."""
-        return None if self._round is None or self._round.is_averaging else self._round.deadline_ms
 
     def _deal(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
@@ -407,18 +385,11 @@ class AsyncRounds(Rounds):
         is_short = any(state.orders and state.done < count for state, count in counts)
         return not is_short and sum(state.done for state in self._ranks) > 0
 
-    def _open_round(self, now_ms: float) -> list[Command]:
-        self._round = _Round(self.next_round, now_ms + self._timeout_ms)
-        self.next_round += 1
-        return self._send_all(RequestParams(self._round.number))
-
-    def _abandon(self, round_: _Round) -> Command:
-        """Give the round up; its steps stay with their ranks, and count in the next one."""
+    def _give_up(self) -> None:
+        """Give the open round up for a meeting; its steps stay with their ranks, and count there."""
         for state in self._ranks:
             state.snapshot = state.mean
         self._round = None
-        missing = tuple(rank for rank in range(self.world_size) if rank not in round_.snapshots)
-        return RoundAbandoned(round_.number, missing)
 
     def _meet(self, is_hurried: bool) -> list[Command]:
         number = self.next_round
@@ -438,15 +409,9 @@ class AsyncRounds(Rounds):
         """The weights of all snapshots. Shape (world_size,)."""
         return tuple(round_.snapshots[rank].samples for rank in range(self.world_size))
 
-    def _apply(self, round_: _Round) -> list[Command]:
-        self.global_step += sum(snapshot.steps for snapshot in round_.snapshots.values())
-        return self._send_all(Update(round_.number, self.global_step))
-
-    def _end_round(self, round_: _Round, now_ms: float) -> list[Command]:
-        averaged = round_.averaged
-        if averaged is None:
-            raise ProtocolError(f"round {round_.number} was applied before it was averaged")
+    def _end_round(self, round_: _Round, averaged: Averaged, now_ms: float) -> list[Command]:
         steps = tuple(round_.snapshots[rank].steps for rank in range(self.world_size))
+        self.global_step += sum(steps)
         for state, taken in zip(self._ranks, steps, strict=True):
             state.mean += taken
         paces = [state.pace_ms for state in self._ranks]
@@ -458,7 +423,8 @@ class AsyncRounds(Rounds):
         samples = self._samples(round_)
         record = self._record(round_.number, steps, samples, averaged.sync_ms, drift, reason, now_ms)
         share = self._share_changes.report(self.cadence.quotas)
-        return [replace(record, param_norm=averaged.norm, share=share)]
+        update = Update(round_.number, self.global_step)
+        return [*self._send_all(update), replace(record, param_norm=averaged.norm, share=share)]
 
     def _take_ack(self, ack: SyncAck, now_ms: float) -> list[Command]:
         meeting = self._meeting

@@ -5,11 +5,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flowdp.machine.barrier_tasks import BarrierPlan
 from flowdp.options import CadenceOptions, OnFailure, Policy
+from flowdp.policy.interval import Interval
+from flowdp.policy.monitor import Monitor
 from flowdp.protocol.position import Position
 
-__all__ = ["CoordinatorConfig", "GlobalBatch"]
+__all__ = ["BarrierPlan", "CoordinatorConfig", "GlobalBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierPlan:
+    """Tasks of a run at its barriers.
+
+    Attributes:
+        save: When a checkpoint is due, beside requested ones and the last one of a run; None: it is never.
+        evaluation: When an evaluation is due; None: there are none.
+        monitor: Number that ends the run when it does not improve; None: none does.
+        keeps_best: The state at the best epoch is saved.
+        is_saved: The run resumes from a checkpoint in its own folder.
+        inside: A run can go on inside an epoch, too: its last checkpoint may lie there.
+    """
+
+    save: Interval | None = None
+    evaluation: Interval | None = None
+    monitor: Monitor | None = None
+    keeps_best: bool = False
+    is_saved: bool = False
+    inside: bool = True
+
+    @property
+    def evaluates_epochs(self) -> bool:
+        """Whether evaluations belong to epochs, and are judged with them."""
+        return self.evaluation is not None and self.evaluation.unit == "epoch"
+
+    @property
+    def evaluates_steps(self) -> bool:
+        """Whether evaluations are due at steps."""
+        return self.evaluation is not None and self.evaluation.unit == "step"
+
+    def evaluates(self, epoch: int) -> bool:
+        """Whether an evaluation follows this epoch."""
+        return self.evaluation is not None and self.evaluation.ends_with(epoch)
+
+    def saves(self, epoch: int) -> bool:
+        """Whether a checkpoint follows this epoch."""
+        return self.save is not None and self.save.ends_with(epoch)
+
+    def halts(self, epoch: int) -> bool:
+        """Whether all ranks stand still behind this epoch."""
+        return self.evaluates(epoch) or self.saves(epoch) or self.monitor is not None
 
 
 @dataclass(frozen=True, slots=True)

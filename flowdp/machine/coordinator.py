@@ -18,7 +18,7 @@ from dataclasses import replace
 from enum import Enum
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.barrier_tasks import Barrier
+from flowdp.machine.barrier import Barrier
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.policies import make_rounds
@@ -39,21 +39,19 @@ from flowdp.protocol.commands import (
 from flowdp.protocol.messages import (
     Abort,
     CheckpointWritten,
+    CopyReplica,
     DataEnded,
     Directives,
     Evaluated,
     Exiting,
     Fact,
     Failed,
-    MetricsMerged,
     Order,
-    ReplicaCopied,
     Requested,
-    Settled,
     Shutdown,
     SnapshotReady,
     StartEpoch,
-    StateSaved,
+    TaskDone,
     Tick,
     WorkerReady,
 )
@@ -95,7 +93,7 @@ class Coordinator:
             config.machines if config.batches is None else (),
         )
         self.rounds = make_rounds(config, self.epochs)
-        self.barrier = Barrier(config.tasks, config.start, config.machine_of, overlaps=config.overlaps)
+        self.barrier = Barrier(config)
         self.error: str | None = None
         self.is_paused = False
         self._ready: set[int] = set()
@@ -170,18 +168,15 @@ class Coordinator:
                     return self.rounds.end(fact)
             case CheckpointWritten():
                 self.barrier.written(fact.version, now_ms)  # in any phase: the writer may be late
-            case Evaluated() | MetricsMerged() | StateSaved() | ReplicaCopied() | Settled() if (
-                self.phase is Phase.RUNNING
-            ):
-                self.barrier.take(fact)
-                if isinstance(fact, ReplicaCopied):
+            case Evaluated() | TaskDone() if self.phase is Phase.RUNNING:
+                if isinstance(self.barrier.take(fact), CopyReplica):
                     self._bad.pop(fact.rank, None)
             case _ if self.phase is Phase.RUNNING:
                 return self._failing(self.rounds.take(fact, now_ms))
             case _ if self.phase in (Phase.FAILING, Phase.DONE):
                 pass  # said before its sender heard of the end
             case SnapshotReady() if self.phase is Phase.LEAVING:
-                pass  # answers an abandoned round
+                pass  # answers a round that was given up
             case _:
                 raise ProtocolError(f"unexpected {fact} while the run is {self.phase.value}")
         return []
@@ -256,8 +251,7 @@ class Coordinator:
         anchor, is_idle = self.rounds.anchor, self.rounds.is_idle
         for metrics in self.epochs.ended(now_ms, anchor, self.global_step, is_idle=is_idle):
             commands += self.barrier.ended(metrics)
-        self.barrier.look(now_ms, self.global_step)
-        commands += self.barrier.notices()
+        commands += self.barrier.look(now_ms, self.global_step)
         commands += self._judge_numbers()
         if self.rounds.is_idle and self.error is None:
             commands += self._stand(now_ms)
@@ -293,14 +287,17 @@ class Coordinator:
         def where() -> Position:
             return self._position(now_ms)
 
-        commands = self.barrier.decide(now_ms, self._present(), where, leaves=self._wants_stop)
-        is_over = (self._ends or self.epochs.is_complete) and not self.barrier.is_wanted
-        may_save = self.config.tasks.inside or not self.epochs.is_inside
-        if is_over and may_save and self.barrier.end(self.global_step):
-            commands += self.barrier.decide(now_ms, self._present(), where, leaves=self._wants_stop)
-        stands = is_over or (self._wants_pause and not self.is_paused)
-        if stands and not self.barrier.is_wanted and self.barrier.settle():
-            commands += self.barrier.decide(now_ms, self._present(), where, leaves=self._wants_stop)
+        barrier, commands = self.barrier, list[Command]()
+        while True:
+            commands += barrier.decide(now_ms, self._present(), where, leaves=self._wants_stop)
+            if barrier.is_wanted:
+                break
+            is_over = self._ends or self.epochs.is_complete
+            may_save = self.config.tasks.inside or not self.epochs.is_inside
+            stands = is_over or (self._wants_pause and not self.is_paused)
+            saves = is_over and may_save and barrier.end(self.global_step)
+            if not saves and not (stands and barrier.settle()):
+                break
         return self._failing(commands)
 
     def _watch_metric(self, commands: Sequence[Command]) -> list[Command]:

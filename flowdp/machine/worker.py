@@ -17,7 +17,6 @@ from flowdp.protocol.messages import (
     CopyReplica,
     DataEnded,
     Evaluate,
-    MergeMetrics,
     Order,
     Outcome,
     RequestParams,
@@ -228,17 +227,13 @@ class WorkerMachine:
                     self.plans += 1
             case DataEnded():
                 self._shorten(order)
-            case RequestParams():
-                # Asked again, the earlier round was abandoned: no rank waits for its snapshot.
-                self._control = deque(c for c in self._control if isinstance(c, Update))
-                self._control.append(order)
-            case Update():
+            case RequestParams() | Update():
                 self._control.append(order)
             case SyncNow():
                 self._sync_now = max(self._sync_now, order.round)
             case Throttle():
                 self._throttle = order
-            case Evaluate() | MergeMetrics() | SaveState() | CopyReplica() | Settle():
+            case Evaluate() | SaveState() | CopyReplica() | Settle():
                 self._tasks.append(order)
             case Shutdown():
                 self._leave = self._leave or Leave(None)

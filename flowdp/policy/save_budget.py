@@ -31,6 +31,11 @@ class SaveCost:
     stands_ms: float
     write_ms: float
 
+    @property
+    def wait_ms(self) -> float:
+        """Time from its checkpoint to the next one that fits."""
+        return (self.stands_ms + self.write_ms) / SHARE
+
 
 class SaveBudget:
     """Decides from when on the next checkpoint fits into the budget.
@@ -38,23 +43,14 @@ class SaveBudget:
     Times are those of one clock, in milliseconds.
 
     Attributes:
+        free_ms: Time from which the next checkpoint fits; infinite while one is being written.
         cost: Cost of the last checkpoint; None before the first, and until it is written.
     """
 
     def __init__(self) -> None:
-        self._free_ms = -math.inf
+        self.free_ms = -math.inf
         self.cost: SaveCost | None = None
         self._begin_ms = self._captured_ms = self._stands_ms = 0.0
-
-    @property
-    def free_ms(self) -> float:
-        """Time from which the next checkpoint fits; infinite while one is being written."""
-        return self._free_ms
-
-    @property
-    def wait_ms(self) -> float:
-        """Time from the last checkpoint to the next one that fits."""
-        return 0.0 if self.cost is None else (self.cost.stands_ms + self.cost.write_ms) / SHARE
 
     def saved(self, begin_ms: float, now_ms: float) -> None:
         """All ranks have copied their state, and a file is being written from now on.
@@ -63,14 +59,14 @@ class SaveBudget:
             begin_ms: Time since which they have stood still for it.
             now_ms: The time.
         """
-        if self._free_ms != math.inf:  # else it was requested meanwhile, and both are one
+        if self.free_ms != math.inf:  # else it was requested meanwhile, and both are one
             self._begin_ms, self._stands_ms = begin_ms, 0.0
         self._stands_ms += now_ms - begin_ms
         self._captured_ms = now_ms
-        self._free_ms, self.cost = math.inf, None
+        self.free_ms, self.cost = math.inf, None
 
     def written(self, now_ms: float) -> None:
         """The last file is written, or could not be."""
-        if self._free_ms == math.inf:
+        if self.free_ms == math.inf:
             self.cost = SaveCost(self._stands_ms, now_ms - self._captured_ms)
-            self._free_ms = self._begin_ms + self.wait_ms
+            self.free_ms = self._begin_ms + self.cost.wait_ms

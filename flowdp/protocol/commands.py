@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flowdp.policy.formats import format_duration, format_metric
+from flowdp.policy.interval import Interval
 from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.save_budget import SHARE, SaveCost
 from flowdp.policy.tally import EpochMetrics
@@ -29,7 +30,6 @@ __all__ = [
     "LeaveGate",
     "Paused",
     "Quarantined",
-    "RoundAbandoned",
     "RoundEnded",
     "Save",
     "SavesPutOff",
@@ -70,19 +70,6 @@ class Average:
 
     round: int
     samples: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundAbandoned:
-    """The snapshots of a round did not come in time, or are not needed any more (async).
-
-    Attributes:
-        round: Number of the round.
-        missing: The ranks whose snapshots did not come.
-    """
-
-    round: int
-    missing: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,23 +197,20 @@ class SavesPutOff:
     """Scheduled checkpoints follow each other faster than their cost allows, and are put off (told once).
 
     Attributes:
-        every: Interval of the schedule ...
-        unit: ... in "step" or "minute".
+        plan: Their interval.
         cost: Cost of the checkpoint before.
-        wait_ms: Time from that one to the next.
     """
 
-    every: float
-    unit: str
+    plan: Interval
     cost: SaveCost
-    wait_ms: float
 
     def __str__(self) -> str:
-        stands, write = map(format_duration, (self.cost.stands_ms, self.cost.write_ms))
+        cost = self.cost
+        stands, write, wait = map(format_duration, (cost.stands_ms, cost.write_ms, cost.wait_ms))
         return (
-            f"checkpoints of every={self.every:g}, unit={self.unit!r} are put off: they might cost more "
-            f"than {SHARE:.0%} of the training. The last one stopped all devices for {stands}, and its file "
-            f"was written in {write}. The next one follows it after {format_duration(self.wait_ms)}. "
+            f"checkpoints of every={self.plan.every:g}, unit={self.plan.unit!r} are put off: they might cost "
+            f"more than {SHARE:.0%} of the training. The last one stopped all devices for {stands}, and its "
+            f"file was written in {write}. The next one follows it after {wait}. "
             "Requested ones and the last one never wait"
         )
 
@@ -291,7 +275,6 @@ Command = (
     | Direct
     | AbortGate
     | Average
-    | RoundAbandoned
     | RoundEnded
     | EpochEnded
     | EvaluationEnded

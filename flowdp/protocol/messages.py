@@ -31,30 +31,25 @@ __all__ = [
     "Exiting",
     "Fact",
     "Failed",
-    "MergeMetrics",
-    "MetricsMerged",
     "Order",
     "Outcome",
     "Pace",
-    "ReplicaCopied",
     "RequestParams",
     "Requested",
     "SampleRange",
     "SaveState",
     "Settle",
-    "Settled",
     "Shutdown",
     "SnapshotReady",
     "StartEpoch",
-    "StateSaved",
     "StepsDone",
     "SyncAck",
     "SyncNow",
     "SyncPoints",
+    "TaskDone",
     "Throttle",
     "Tick",
     "Update",
-    "Updated",
     "Window",
     "Work",
     "WorkerReady",
@@ -271,11 +266,13 @@ class Evaluate:
         epoch: The epoch that has ended, or that is under way.
         number: Index of the evaluation in the run.
         global_step: Steps of all ranks at which it was due; None: at the end of the epoch.
+        merges: Its batches are done: merge the metrics of all ranks, and compute their values.
     """
 
     epoch: int
     number: int
     global_step: int | None = None
+    merges: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,18 +314,7 @@ class Settle:
     """
 
 
-@dataclass(frozen=True, slots=True)
-class MergeMetrics:
-    """At a barrier, behind an evaluation: merge the metrics of all ranks, and compute the values.
-
-    Attributes:
-        number: Index of the evaluation in the run.
-    """
-
-    number: int
-
-
-BarrierTask = Evaluate | MergeMetrics | SaveState | CopyReplica | Settle
+BarrierTask = Evaluate | SaveState | CopyReplica | Settle
 """Task of a rank at a barrier."""
 
 Evaluation = tuple[int, float, tuple[tuple[str, float], ...]]
@@ -338,38 +324,29 @@ mean) pairs."""
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A rank has no batch of the evaluation left to take.
+    """A rank has no batch of the evaluation left to take, or has merged the metrics of all ranks.
 
     Attributes:
         rank: Rank index.
         results: Results of the batches that it took: number, samples, and (name, mean over the samples)
             pairs.
+        arrays: Values of merged metrics with several elements, by their names.
         has_metrics: It has updated metrics, which are to be merged with those of the other ranks.
     """
 
     rank: int
     results: tuple[Evaluation, ...]
+    arrays: tuple[tuple[str, MetricArray], ...] = ()
     has_metrics: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsMerged:
-    """Values of the metrics over the batches of all ranks.
+class TaskDone:
+    """A rank has done its barrier task, which was no evaluation.
 
-    Attributes:
-        rank: The rank that has computed them.
-        results: Numbers, as a batch of weight 1.
-        arrays: Values with several elements, by their names.
+    Its state is on its way to the host, its replica equals the others or was given to a rank of another
+    machine, or no mean is on its way to it.
     """
-
-    rank: int
-    results: tuple[Evaluation, ...]
-    arrays: tuple[tuple[str, MetricArray], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StateSaved:
-    """This rank's state is on its way to the host."""
 
     rank: int
 
@@ -383,20 +360,6 @@ class CheckpointWritten:
     """
 
     version: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaCopied:
-    """The replica of this rank equals the others again, or was given to a rank of another machine."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """No mean is on its way to this rank, and its replica equals all others."""
-
-    rank: int
 
 
 Order = StartEpoch | DataEnded | SyncNow | Throttle | RequestParams | Update | Abort | Shutdown | BarrierTask
@@ -501,19 +464,6 @@ class Averaged:
 
 
 @dataclass(frozen=True, slots=True)
-class Updated:
-    """The mean of this round is in the replica (async).
-
-    Attributes:
-        rank: Rank index.
-        round: The round.
-    """
-
-    rank: int
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
 class BatchReady:
     """A batch that a worker waits for has been read. Goes to the worker."""
 
@@ -575,14 +525,10 @@ Fact = (
     | SyncAck
     | SnapshotReady
     | Averaged
-    | Updated
     | DataEnded
     | Evaluated
-    | MetricsMerged
-    | StateSaved
+    | TaskDone
     | CheckpointWritten
-    | ReplicaCopied
-    | Settled
     | Exiting
     | Failed
     | Requested

@@ -41,7 +41,6 @@ from flowdp.protocol.messages import (
     StepsDone,
     SyncAck,
     Tick,
-    Updated,
     WorkerReady,
 )
 from flowdp.sim.clock import Clock
@@ -314,10 +313,9 @@ class World:
         """A snapshot lies ready."""
         self.tell(ready, "snapshot", ready.rank)
 
-    def apply(self, number: int, round: int) -> None:
+    def apply(self, number: int, _round: int) -> None:
         """A rank applies the mean of a round to its replica."""
         self.ranks[number].state = "busy"
-        self.tell(Updated(number, round), "up", number)
         self.clock.after(self.sync_ms / 4, self.resume, number, "busy")
 
     def serve(self, number: int, task: BarrierTask) -> None:

@@ -18,7 +18,6 @@ from flowdp.protocol.commands import (
     LeaveGate,
     Paused,
     Quarantined,
-    RoundAbandoned,
     RoundEnded,
     Save,
     Send,
@@ -242,8 +241,6 @@ class TimelineRecord:
                 self._event("checkpoint", f"checkpoint {version}")
             case Quarantined(rank):
                 self._event("guard", "NaN or infinite parameters", rank)
-            case RoundAbandoned(round, missing):
-                self._event("round", f"round {round} is given up: no snapshot of ranks {missing}")
             case LeaveGate(rank):
                 self._event("rank", "the others go on without it", rank)
             case Paused(value):

@@ -28,8 +28,7 @@ from flowdp.engine.requests import Requests
 from flowdp.engine.resume import Resumed, find, shared_start
 from flowdp.engine.services import Services
 from flowdp.engine.signals import SigtermStop, check_sigterm
-from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
-from flowdp.machine.config import CoordinatorConfig, GlobalBatch
+from flowdp.machine.config import BarrierPlan, CoordinatorConfig, GlobalBatch
 from flowdp.machine.exact_rounds import LONE_RANK
 from flowdp.machine.policies import ROUNDS
 from flowdp.network.channel import Channel
@@ -41,6 +40,7 @@ from flowdp.observe.loggers.log import Setting
 from flowdp.observe.observer import Observer
 from flowdp.observe.records import Records
 from flowdp.observe.timeline_file import TimelineFile
+from flowdp.policy.interval import Interval
 from flowdp.protocol.messages import Requested
 from flowdp.replica.build import build_replicas
 from flowdp.replica.exact_replica import ExactReplica
@@ -304,13 +304,13 @@ def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = T
     """
     save = None
     if config.checkpoint is not None:
-        save = SavePlan(config.checkpoint.every, config.checkpoint.unit)
+        save = Interval(config.checkpoint.every, config.checkpoint.unit)
     elif config.has_checkpoint_listeners:
-        save = SavePlan(1, "epoch")
+        save = Interval(1, "epoch")
+    evaluation = config.evaluation
     return BarrierPlan(
         save=save,
-        eval_every=None if config.evaluation is None else config.evaluation.every,
-        eval_unit="epoch" if config.evaluation is None else config.evaluation.unit,
+        evaluation=None if evaluation is None else Interval(evaluation.every, evaluation.unit),
         monitor=config.monitor,
         keeps_best=config.restores_best,
         is_saved=resumed is not None and resumed.path is not None and isinstance(config.resume, bool),

@@ -14,7 +14,7 @@ from flowdp.checkpoint.writer import PendingState
 from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.engine.barrier_tasks import BarrierTasks
 from flowdp.network.team import Team
-from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, ReplicaCopied, SaveState, StateSaved
+from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, SaveState, TaskDone
 from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda
 from tests.parts import parts_of
@@ -73,7 +73,7 @@ def test_the_rank_that_is_named_puts_the_model_down(model: int, has_model: bool)
     taker, own = Taker(), replica(3.0)
     serve = tasks(own, replica(0.0), rank=1, saver=taker)
     assert serve.name(SaveState(0, model)) == "saves its state"
-    assert serve.serve(SaveState(0, model), never, lambda: None) == StateSaved(1)
+    assert serve.serve(SaveState(0, model), never, lambda: None) == TaskDone(1)
     with torch.no_grad():
         own.module.weight.zero_()  # the run continues
     state = taker.parts[1]()
@@ -100,7 +100,7 @@ def test_a_rank_becomes_what_its_donor_is(on_card: bool) -> None:
     for memory in donor.flat.memories:
         card.watch("the donor", memory)
     assert serve.name(CopyReplica(0)) == "copies the replica of rank 0"
-    assert serve.serve(CopyReplica(0), never, lambda: None) == ReplicaCopied(1)
+    assert serve.serve(CopyReplica(0), never, lambda: None) == TaskDone(1)
     assert own.module.weight.item() == 5.0
     with donor.lane.on(donor.lane.compute), torch.no_grad():
         donor.module.weight.add_(1.0)  # it continues to train as soon as this is sent

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flowdp.machine.async_rounds import SNAPSHOT_TIMEOUT_MS, AsyncRounds
+from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.rounds import Constraints
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
-from flowdp.protocol.commands import Average, Command, RoundAbandoned, RoundEnded, Send
+from flowdp.protocol.commands import Average, Command, RoundEnded, Send
 from flowdp.protocol.messages import (
     Averaged,
     DataEnded,
@@ -23,7 +23,6 @@ from flowdp.protocol.messages import (
     SyncAck,
     Throttle,
     Update,
-    Updated,
     Work,
 )
 from flowdp.protocol.position import Position
@@ -112,7 +111,7 @@ def test_orders_and_counts_are_steps_of_several_batches() -> None:
     assert run.machine.epochs.of(0).trained == 9
 
 
-def test_a_round_passes_through_its_three_states() -> None:
+def test_a_round_ends_with_its_mean() -> None:
     run = Run()
     # Every rank has taken its probe of three steps: snapshots are requested.
     assert run.fills() == requests(0)
@@ -121,11 +120,9 @@ def test_a_round_passes_through_its_three_states() -> None:
     assert run.snapshots(0, (3, 4)) == [Average(0, (24, 32))]
     # The mean is there: all apply it, and the schedule is at position seven.
     run.now_ms = 50.0
-    assert run.take(Averaged(0, 2.0, (0.1, 0.2))) == [Send(0, Update(0, 7)), Send(1, Update(0, 7))]
+    *updates, record = run.take(Averaged(0, 2.0, (0.1, 0.2)))
+    assert updates == [Send(0, Update(0, 7)), Send(1, Update(0, 7))]
     assert run.machine.global_step == 7
-    # The round ends with the last one's answer.
-    assert run.take(Updated(1, 0)) == []
-    [record] = run.take(Updated(0, 0))
     assert isinstance(record, RoundEnded)
     assert (record.round, record.rounds, record.steps, record.samples) == (0, 1, (3, 4), (24, 32))
     assert (record.global_step, record.sync_ms, record.drift, record.loss) == (7, 2.0, 0.2, 1.0)
@@ -231,34 +228,13 @@ def test_a_meeting_credits_the_order_it_cut() -> None:
     assert run.machine.global_step == 2
 
 
-def test_a_round_without_its_snapshots_is_given_up_and_the_next_waits_longer() -> None:
+def test_an_answer_to_a_round_that_was_given_up_is_ignored() -> None:
     run = Run(batches=1000)
     run.fills()
-    assert run.machine.deadline_ms() == SNAPSHOT_TIMEOUT_MS
-    # Only one of the two answers comes.
     run.take(SnapshotReady(0, 0, 3, 24))
-    run.now_ms = SNAPSHOT_TIMEOUT_MS - 1
+    assert run.decide(meet=True) == sync_now(1)
+    assert run.take(SnapshotReady(1, 0, 3, 24)) == []
     assert run.decide() == []
-    run.now_ms = SNAPSHOT_TIMEOUT_MS
-    assert run.decide() == [RoundAbandoned(0, (1,)), *requests(1)]
-    # Twice as long this time.
-    assert run.machine.deadline_ms() == 3 * SNAPSHOT_TIMEOUT_MS
-    # The late answer is ignored; the first round's steps count in the second.
-    run.take(SnapshotReady(1, 0, 3, 24))
-    assert run.decide() == []
-    assert run.snapshots(1, (3, 3)) == [Average(1, (24, 24))]
-    assert run.machine.deadline_ms() is None
-    # It came in time, so the next timeout is that of the first.
-    run.take(Averaged(1, 1.0))
-    run.take(Updated(0, 1))
-    run.take(Updated(1, 1))
-    run.fills()
-    assert run.machine.deadline_ms() == run.now_ms + SNAPSHOT_TIMEOUT_MS
-
-
-def test_a_mean_of_a_round_that_is_gone_is_ignored() -> None:
-    run = Run()
-    assert run.take(Averaged(7, 1.0)) == []
 
 
 def test_a_fast_rank_gets_more_once_it_was_measured() -> None:
@@ -271,8 +247,6 @@ def test_a_fast_rank_gets_more_once_it_was_measured() -> None:
     steps = trained(run)
     run.snapshots(0, steps)
     run.take(Averaged(0, 1.0))
-    run.take(Updated(0, 0))
-    run.take(Updated(1, 0))
     assert run.machine.cadence.quotas[0] == 3 * run.machine.cadence.quotas[1]
 
 
@@ -339,7 +313,7 @@ def test_a_bad_snapshot_is_not_averaged() -> None:
     run.take(SnapshotReady(1, 0, 3, 24))
     assert run.decide() == []
     assert run.machine.wants_meeting
-    assert run.decide(hold=True) == [RoundAbandoned(0, ()), *sync_now(1)]
+    assert run.decide(hold=True) == sync_now(1)
 
 
 def test_what_was_measured_goes_on() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
-from flowdp.machine.config import CoordinatorConfig, GlobalBatch
+from flowdp.machine.config import BarrierPlan, CoordinatorConfig, GlobalBatch
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions, Policy
+from flowdp.policy.interval import Interval
 from flowdp.policy.tally import Tally
 from flowdp.protocol.commands import (
     AbortGate,
@@ -43,15 +43,14 @@ from flowdp.protocol.messages import (
     Exiting,
     Failed,
     Outcome,
-    ReplicaCopied,
     Requested,
     SaveState,
     Shutdown,
     SnapshotReady,
     StartEpoch,
-    StateSaved,
     StepsDone,
     SyncAck,
+    TaskDone,
     Tick,
     Work,
     WorkerReady,
@@ -289,7 +288,7 @@ def saved(machine: Coordinator, commands: list[Command], now_ms: float = 200.0) 
     ]
     assert asked
     for number, command in enumerate(asked, 1):
-        answer = machine.handle(StateSaved(command.rank), now_ms)
+        answer = machine.handle(TaskDone(command.rank), now_ms)
         if number < len(asked):
             assert answer == []
     save, *rest = answer
@@ -298,7 +297,7 @@ def saved(machine: Coordinator, commands: list[Command], now_ms: float = 200.0) 
 
 
 def test_after_an_epoch_all_stand_still_for_its_evaluation() -> None:
-    machine, out = started(batches=6, epochs=2, tasks=BarrierPlan(eval_every=1))
+    machine, out = started(batches=6, epochs=2, tasks=BarrierPlan(evaluation=Interval(1, "epoch")))
     commands = meet(machine, orders(out))
     assert [type(command) for command in commands] == [RoundEnded, Send, Send]  # nothing of the next epoch
     assert [c.order for c in commands if isinstance(c, Send)] == [Evaluate(0, 0)] * 2
@@ -323,14 +322,14 @@ def test_a_checkpoint_that_is_asked_for_halts_the_ranks_at_their_next_meeting() 
 
 
 def test_a_run_that_ends_well_is_saved_at_its_end() -> None:
-    machine, out = started(batches=6, tasks=BarrierPlan(SavePlan(100, "step")))
+    machine, out = started(batches=6, tasks=BarrierPlan(Interval(100, "step")))
     save, rest = saved(machine, meet(machine, orders(out)))
     assert (save.position.done, save.position.open) == (1, ())
     assert rest == [Send(0, Shutdown()), Send(1, Shutdown())]
 
 
 def test_a_run_that_is_stopped_is_saved_where_it_stops() -> None:
-    machine, out = started(tasks=BarrierPlan(SavePlan(1, "epoch"), eval_every=1))
+    machine, out = started(tasks=BarrierPlan(Interval(1, "epoch"), evaluation=Interval(1, "epoch")))
     machine.handle(Requested("stop"), 1.0)
     save, rest = saved(machine, meet(machine, orders(out), steps=(1, 1), hurried=True, stop=True))
     assert save.position.global_step == 2
@@ -340,7 +339,7 @@ def test_a_run_that_is_stopped_is_saved_where_it_stops() -> None:
 @pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_an_evaluation_that_a_stop_has_taken_is_made_by_the_next_run(is_begun: bool, epochs: int) -> None:
-    tasks = BarrierPlan(SavePlan(1, "epoch"), eval_every=1)
+    tasks = BarrierPlan(Interval(1, "epoch"), evaluation=Interval(1, "epoch"))
     given: dict[str, Any] = {"batches": 6, "epochs": epochs, "tasks": tasks, "wait_for_metric": True}
     first, out = started(**given)
     if is_begun:
@@ -376,7 +375,11 @@ def test_an_evaluation_that_a_stop_has_taken_is_made_by_the_next_run(is_begun: b
 
 
 def test_an_epoch_that_max_steps_has_cut_is_reported_anew_and_not_owed() -> None:
-    given: dict[str, Any] = {"batches": 12, "max_steps": 6, "tasks": BarrierPlan(eval_every=1)}
+    given: dict[str, Any] = {
+        "batches": 12,
+        "max_steps": 6,
+        "tasks": BarrierPlan(evaluation=Interval(1, "epoch")),
+    }
     first, out = started(**given)
     meet(first, orders(out))
     first.handle(Requested("stop"), 101.0)
@@ -457,12 +460,12 @@ def test_a_failure_ends_the_run_where_the_others_cannot_go_on(
 
 
 def test_a_failure_in_a_duty_ends_the_run() -> None:
-    machine, block = alone(tasks=BarrierPlan(SavePlan(2, "step")))
+    machine, block = alone(tasks=BarrierPlan(Interval(2, "step")))
     meet(machine, block, halt=True)
     assert machine.barrier.is_asked
     machine.handle(Exiting(1, "boom", is_alone=True), 2.0)
     assert machine.phase is Phase.FAILING
-    machine.handle(StateSaved(0), 3.0)  # sent before it knew of the end
+    machine.handle(TaskDone(0), 3.0)  # sent before it knew of the end
     assert machine.phase is Phase.FAILING
 
 
@@ -473,7 +476,7 @@ def test_a_bad_replica_is_healed_by_a_sound_one() -> None:
     assert Quarantined(0, None) in commands
     assert Send(0, CopyReplica(donor=1)) in commands
     assert orders(commands) == {}
-    assert set(orders(machine.handle(ReplicaCopied(0), 200.0))) == {0, 1}
+    assert set(orders(machine.handle(TaskDone(0), 200.0))) == {0, 1}
 
 
 def test_without_a_sound_replica_the_run_fails() -> None:
@@ -501,7 +504,7 @@ def test_of_one_replica_acknowledgment_and_outcome_tell_as_of_one() -> None:
     commands = meet(machine, blocks[1], bad=(0,), halt=True)
     assert Quarantined(0, None) not in commands
     assert Send(0, CopyReplica(1)) in commands
-    again = machine.handle(ReplicaCopied(0), 200.0)
+    again = machine.handle(TaskDone(0), 200.0)
     assert Quarantined(0, (0, 7)) in meet(machine, orders(again), late=(0,))
 
 
@@ -518,7 +521,7 @@ def test_a_scheduler_sees_one_kind_of_loss() -> None:
     own, evaluated = ended_epoch(0, 2.0), ended_epoch(1, 3.0, loss=5.0)
     machine._watch_metric([own])
     assert machine.epochs.metrics == (2.0,)
-    tasks = BarrierPlan(eval_every=2)
+    tasks = BarrierPlan(evaluation=Interval(2, "epoch"))
     machine = Coordinator(
         CoordinatorConfig(world_size=1, batches=1, wait_for_metric=True, max_steps=9, tasks=tasks)
     )

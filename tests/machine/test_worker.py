@@ -234,20 +234,6 @@ def test_a_snapshot_says_what_it_holds_and_its_mean_leaves_the_rest() -> None:
     assert step(machine).position == 53
 
 
-def test_an_abandoned_round_is_forgotten() -> None:
-    machine = WorkerMachine(0)
-    machine.handle(free((0,)))
-    step(machine)
-    # Two requests wait: no one needs the first any more.
-    machine.handle(RequestParams(0))
-    machine.handle(RequestParams(1))
-    assert machine.next() == Snapshot(1, 1, 8)
-    assert machine.next() == Report(Done(0, 0, 1))
-    # Requested again, it has the same steps: none was credited.
-    machine.handle(RequestParams(2))
-    assert machine.next() == Snapshot(2, 1, 8)
-
-
 def test_a_blocking_round_waits_for_the_orders_before_it() -> None:
     machine = WorkerMachine(0)
     machine.handle(free((0,)))

@@ -52,7 +52,6 @@ def test_an_order_says_how_many_steps_it_is() -> None:
 def test_duties_are_orders_and_their_answers_are_facts() -> None:
     orders = (
         messages.Evaluate(2, 1),
-        messages.MergeMetrics(1),
         messages.SaveState(0, 1),
         messages.CopyReplica(3),
     )
@@ -61,9 +60,7 @@ def test_duties_are_orders_and_their_answers_are_facts() -> None:
         assert isinstance(order, messages.BarrierTask)
     facts = (
         messages.Evaluated(0, ()),
-        messages.MetricsMerged(0, ()),
-        messages.StateSaved(1),
-        messages.ReplicaCopied(2),
+        messages.TaskDone(1),
     )
     for fact in facts:
         assert isinstance(fact, messages.Fact)

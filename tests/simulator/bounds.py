@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from flowdp.machine.barrier_tasks import BarrierPlan
+from flowdp.machine.config import BarrierPlan
 from tests.simulator.scenario import LATENCY_MS, STALL, Scenario
 
 __all__ = ["Bounds"]
@@ -84,7 +84,7 @@ class Bounds:
         averaging_ms = self._run.sync_ms + self._run.pass_ms
         per_step = self.longest_step_ms + averaging_ms + 6 * self._run.way_ms + self._run.read_ms
         last_wish_ms = max((wish.at_ms for wish in self._run.wishes), default=0.0)
-        lateness_ms = (steps * 4 + 20) * (self._run.lost_snapshot + self._run.late_snapshot) * LATENCY_MS * 8
+        lateness_ms = (steps * 4 + 20) * self._run.late_snapshot * LATENCY_MS * 8
         trained_ms = 4 * steps * per_step + self.standstills * self.standstill_ms
         trained_ms += 0.0 if self._run.loss is None else self._run.loss.detect_ms
         return 100 + trained_ms + len(self._run.wishes) * (last_wish_ms + 1) + lateness_ms

@@ -44,12 +44,11 @@ from flowdp.protocol.messages import (
     Failed,
     Order,
     Outcome,
-    ReplicaCopied,
     Requested,
     Settle,
     SnapshotReady,
-    StateSaved,
     SyncAck,
+    TaskDone,
 )
 from tests.simulator.effect import Memory
 from tests.simulator.machines import MachinesWorld
@@ -409,9 +408,7 @@ class JudgedWorld(MachinesWorld):
             super().snapshot(number, action)
 
     def send_snapshot(self, ready: SnapshotReady) -> None:
-        """A snapshot lies ready; it may come late, or never."""
-        if self.rng.random() < self.scenario.lost_snapshot:
-            return
+        """A snapshot lies ready; it may come late."""
         is_late = self.rng.random() < self.scenario.late_snapshot
         late_ms = self.rng.random() * LATENCY_MS if is_late else 0.0
         self.clock.send(("snapshot", ready.rank), self.handle, ready, extra_ms=late_ms)
@@ -438,7 +435,7 @@ class JudgedWorld(MachinesWorld):
         self.rules.idles(number)
         super().idle(number)
 
-    def _served(self, number: int, fact: Evaluated | StateSaved | ReplicaCopied) -> None:
+    def _served(self, number: int, fact: Evaluated | TaskDone) -> None:
         if self.ranks[number].state == "gone":
             return
         self.say("rank {} has done its barrier task: {}", number, fact)

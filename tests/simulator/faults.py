@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 from typing import get_args
 
-from flowdp.machine.barrier_tasks import MINUTE_MS, BarrierPlan, SavePlan
-from flowdp.machine.config import CoordinatorConfig, GlobalBatch
+from flowdp.machine.config import BarrierPlan, CoordinatorConfig, GlobalBatch
 from flowdp.options import CadenceOptions, Policy
+from flowdp.policy.interval import MINUTE_MS, Interval
 from flowdp.policy.monitor import Monitor
 from flowdp.protocol.messages import Requested
 from tests.simulator.machines import Links
@@ -41,7 +41,7 @@ def draw(seed: int) -> Scenario:
     )
     has = {
         kind: rng.random() < 0.25
-        for kind in ("noise", "stall", "late", "lost", "slow", "crash", "wish", "link")
+        for kind in ("noise", "stall", "late", "later", "slow", "crash", "wish", "link")
     }
     batch_size = rng.choice((1, 8))
     span_ms = sum(ms_per_step) / world_size**2 * (config.batches or 1) * (config.epochs or 1)
@@ -55,8 +55,7 @@ def draw(seed: int) -> Scenario:
         last_batch=rng.randint(1, batch_size),
         latency_ms=rng.choice((1.0, 30.0)) if has["link"] else 0.1,
         stall=0.02 if has["stall"] else 0.0,
-        late_snapshot=0.1 if has["late"] else 0.0,
-        lost_snapshot=0.1 if has["lost"] else 0.0,
+        late_snapshot=0.1 if has["late"] or has["later"] else 0.0,
         slow_from=(rng.randrange(world_size), rng.randint(0, 30), rng.choice((2.0, 5.0)))
         if has["slow"]
         else None,
@@ -135,7 +134,6 @@ def _draw_machines(rng: random.Random, scenario: Scenario, times: int) -> Scenar
         loss=_draw_loss(rng, scenario, len(numbers)) if rng.random() < 0.2 else None,
         crashes=scenario.crashes if rng.random() < 0.5 else (),
         late_snapshot=0.0,
-        lost_snapshot=0.0,
         later=later,
     )
 
@@ -239,7 +237,7 @@ def _draw_lives(rng: random.Random, scenario: Scenario, span_ms: float) -> Scena
     lives = [first]
     for _ in range(rng.choice((0, 1, 1, 2))):
         lives.append(_draw_faults(rng, _draw_next(rng, lives[-1]), span_ms))
-    if scenario.seed // 15 % 4 == 3 and first.config.tasks.eval_every is not None:  # by the seed, as above
+    if scenario.seed // 15 % 4 == 3 and first.config.tasks.evaluation is not None:  # by the seed, as above
         lives = [_with_stop(life, span_ms) for life in lives]
     later = None
     for life in reversed(lives):
@@ -259,13 +257,13 @@ def _draw_tasks(rng: random.Random, scenario: Scenario, span_ms: float) -> Scena
     watches = rng.random() < 0.3
     tasks = BarrierPlan(
         save=_draw_save(rng, scenario, span_ms),
-        eval_every=eval_every,
+        evaluation=None if eval_every is None else Interval(eval_every, "epoch"),
         monitor=monitor if watches else None,
         keeps_best=watches and rng.random() < 0.5,
     )
     if eval_every is not None and scenario.seed % 4 == 1:
         steps = 1 + scenario.seed % 37
-        tasks = replace(tasks, eval_every=steps, eval_unit="step", monitor=None, keeps_best=False)
+        tasks = replace(tasks, evaluation=Interval(steps, "step"), monitor=None, keeps_best=False)
     step_ms = max(scenario.ms_per_step)
     return replace(
         scenario,
@@ -281,7 +279,7 @@ def _with_stop(scenario: Scenario, span_ms: float) -> Scenario:
     """The same with a stop, probably in an evaluation, after which the next life begins where it stood."""
     rng, tasks = random.Random(scenario.seed), scenario.config.tasks
     stop = Wish(rng.uniform(0.0, 2.0) * span_ms, Requested("stop"))
-    tasks = replace(tasks, save=tasks.save or SavePlan(2, "epoch"))
+    tasks = replace(tasks, save=tasks.save or Interval(2, "epoch"))
     return replace(
         scenario,
         config=replace(scenario.config, tasks=tasks),
@@ -291,12 +289,12 @@ def _with_stop(scenario: Scenario, span_ms: float) -> Scenario:
     )
 
 
-def _draw_save(rng: random.Random, scenario: Scenario, span_ms: float) -> SavePlan | None:
+def _draw_save(rng: random.Random, scenario: Scenario, span_ms: float) -> Interval | None:
     plans = (
         None,
-        SavePlan(rng.randint(1, 2), "epoch"),
-        SavePlan(rng.choice((1, rng.randint(1, 5), rng.randint(5, 50))), "step"),
-        SavePlan(rng.uniform(0.01, 0.5) * (span_ms + max(scenario.ms_per_step)) / MINUTE_MS, "minute"),
+        Interval(rng.randint(1, 2), "epoch"),
+        Interval(rng.choice((1, rng.randint(1, 5), rng.randint(5, 50))), "step"),
+        Interval(rng.uniform(0.01, 0.5) * (span_ms + max(scenario.ms_per_step)) / MINUTE_MS, "minute"),
     )
     return rng.choice(plans)
 

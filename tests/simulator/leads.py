@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from flowdp.machine.async_rounds import AsyncRounds
-from flowdp.protocol.commands import Command, RoundAbandoned, Send
+from flowdp.protocol.commands import Command, Send
 from flowdp.protocol.messages import Fact, Order, StartEpoch, StepsDone, SyncAck, Throttle
 from tests.simulator.scenario import Scenario
 from tests.simulator.violation import Violation
@@ -41,8 +41,9 @@ class Leads:
 
     def decides(self, commands: Sequence[Command], rounds: AsyncRounds) -> None:
         """The coordinator has decided."""
-        # A round that is given up takes its snapshots back; what was allowed by them stays allowed.
-        judges = not any(isinstance(command, RoundAbandoned) for command in commands)
+        # A round that a meeting ends takes its snapshots back; what was allowed by them stays allowed.
+        orders = [command.order for command in commands if isinstance(command, Send)]
+        judges = not any(isinstance(order, StartEpoch) and order.sync is not None for order in orders)
         for rank, state in enumerate(rounds._ranks):
             mine = [c.order for c in commands if isinstance(c, Send) and c.rank == rank]
             dealt = state.dealt - sum(order.steps for order in mine if isinstance(order, StartEpoch))

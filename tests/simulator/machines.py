@@ -15,7 +15,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import Enter
 from flowdp.protocol.gate_state import GateState, PartState
-from flowdp.protocol.messages import Arrival, BarrierTask, Fact, Order, Outcome, Settle, Settled
+from flowdp.protocol.messages import Arrival, BarrierTask, Fact, Order, Outcome, Settle, TaskDone
 from flowdp.sim.world import VirtualRank, World
 
 __all__ = ["Links", "MachinesWorld"]
@@ -176,5 +176,5 @@ class MachinesWorld(World):
         """The replica of a rank equals all others."""
         if self.ranks[number].state == "settling":
             self.ranks[number].state = "idle"
-            self.tell(Settled(number), "up", number)
+            self.tell(TaskDone(number), "up", number)
             self.proceed(number)

@@ -24,12 +24,10 @@ from flowdp.protocol.messages import (
     Fact,
     Order,
     Outcome,
-    ReplicaCopied,
     Requested,
-    Settled,
     StartEpoch,
-    StateSaved,
     SyncAck,
+    TaskDone,
     Update,
 )
 from tests.simulator.bounds import Bounds
@@ -153,7 +151,7 @@ class Rules:
             self._leads.hears(fact)
         if isinstance(fact, DataEnded):
             self.knows_end(fact)
-        if isinstance(fact, Evaluated | StateSaved | ReplicaCopied | Settled):
+        if isinstance(fact, Evaluated | TaskDone):
             self.standing.answered(fact)
         if isinstance(fact, SyncAck) and fact.work.bad is not None and fact.rank not in fact.outcome.bad:
             self.standing.acknowledged(fact.rank)

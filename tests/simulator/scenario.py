@@ -106,7 +106,6 @@ class Scenario:
         latency_ms: Longest time that a message takes.
         stall: Probability that a step takes `STALL` times its time.
         late_snapshot: Probability that a snapshot takes up to `LATENCY_MS` longer.
-        lost_snapshot: Probability that it never comes.
         slow_from: (rank, step, factor): from that step of its on, the rank is slower by that factor.
         disturbance: A rank that is slow for a while; None: none is.
         crashes: Ranks that fail.
@@ -140,7 +139,6 @@ class Scenario:
     latency_ms: float = 0.1
     stall: float = 0.0
     late_snapshot: float = 0.0
-    lost_snapshot: float = 0.0
     slow_from: tuple[int, int, float] | None = None
     disturbance: Disturbance | None = None
     crashes: tuple[Crash, ...] = ()

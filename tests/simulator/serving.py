@@ -11,9 +11,8 @@ from flowdp.protocol.messages import (
     Evaluate,
     Evaluated,
     Evaluation,
-    ReplicaCopied,
     SaveState,
-    StateSaved,
+    TaskDone,
 )
 from flowdp.sim.clock import Clock
 from tests.simulator.rules import Rules
@@ -41,7 +40,7 @@ class Serving:
         rng: random.Random,
         rules: Rules,
         crashes: Callable[[int, str], bool],
-        answer: Callable[[int, Evaluated | StateSaved | ReplicaCopied], None],
+        answer: Callable[[int, Evaluated | TaskDone], None],
     ) -> None:
         self._scenario = scenario
         self._clock = clock
@@ -65,7 +64,7 @@ class Serving:
             case SaveState():
                 if not self._crashes(rank, "capture"):
                     took_ms = self._rng.random() * self._scenario.capture_ms
-                    self._clock.after(took_ms, self._answer, rank, StateSaved(rank))
+                    self._clock.after(took_ms, self._answer, rank, TaskDone(rank))
             case CopyReplica():
                 self._clock.after(self._scenario.sync_ms, self._adopted, rank, task.donor)
 
@@ -91,4 +90,4 @@ class Serving:
     def _adopted(self, rank: int, donor: int) -> None:
         if rank != donor:
             self._rules.healed(rank)
-        self._answer(rank, ReplicaCopied(rank))
+        self._answer(rank, TaskDone(rank))

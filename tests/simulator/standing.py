@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from flowdp.machine.barrier_tasks import MINUTE_MS
+from flowdp.policy.interval import MINUTE_MS
 from flowdp.policy.monitor import Best
 from flowdp.policy.save_budget import SHARE
 from flowdp.policy.tally import EpochMetrics
@@ -17,11 +17,9 @@ from flowdp.protocol.messages import (
     Evaluated,
     Evaluation,
     Outcome,
-    ReplicaCopied,
     SaveState,
     Settle,
-    Settled,
-    StateSaved,
+    TaskDone,
 )
 from flowdp.protocol.position import Position
 from tests.simulator.effect import Effect, Memory
@@ -148,14 +146,14 @@ class Standing:
 
     def _is_due(self, task: Evaluate) -> bool:
         """Whether an evaluation is due: at an epoch's end, or once for each further so many steps."""
-        if task.global_step is None or self._tasks.evaluation is None:
-            return self._tasks.evaluation is None and self._tasks.evaluates(task.epoch)
+        if task.global_step is None or not self._tasks.evaluates_steps:
+            return not self._tasks.evaluates_steps and self._tasks.evaluates(task.epoch)
         return task.global_step == self._effect.global_step and self._is_step_due(task.global_step)
 
     def _is_step_due(self, at: int) -> bool:
         """Whether an evaluation by steps is due, and was not made."""
         plan = self._tasks.evaluation
-        if plan is None:
+        if plan is None or plan.unit == "epoch":
             return False
         if at == self._first_step:
             return self._inherited[1] and self._evaluated_step != at
@@ -178,10 +176,10 @@ class Standing:
         self._inherited = None, False
         self._waiting.pop("evaluation", None)
 
-    def answered(self, fact: Evaluated | StateSaved | ReplicaCopied | Settled) -> None:
+    def answered(self, fact: Evaluated | TaskDone) -> None:
         """The coordinator hears of the end of a barrier task."""
-        self._serving.pop(fact.rank, None)  # it may have left since
-        if isinstance(fact, Settled) and not self._serving:
+        task = self._serving.pop(fact.rank, None)  # it may have left since
+        if isinstance(task, Settle) and not self._serving:
             self.travels = self._is_settling = False
 
     def told(self, rank: int, what: object) -> None:
@@ -308,7 +306,7 @@ class Standing:
         plan = self._tasks.evaluation
         if self.is_stopped:
             self._waiting.pop("evaluation", None)
-        elif plan is not None:
+        elif plan is not None and plan.unit == "step":
             last = max(self._evaluated_step, self._first_step)
             if record.global_step // plan.every > last // plan.every:
                 self._waiting.setdefault("evaluation", 0)

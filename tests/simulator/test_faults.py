@@ -19,7 +19,6 @@ def kinds(scenario: Scenario) -> list[str]:
         "noise": scenario.noise,
         "stall": scenario.stall,
         "late": scenario.late_snapshot,
-        "lost": scenario.lost_snapshot,
         "slow": scenario.slow_from,
         "short last batch": scenario.last_batch < scenario.batch_size,
         "one batch": config.batches == 1,
@@ -47,7 +46,7 @@ def test_every_kind_comes_up() -> None:
     wanted += [f"{n} ranks" for n in (1, 2, 3, 4, 5, 6, 8)]
     wanted += [f"crash in {where}" for where in ("start", "step", "enter", "mean", "snapshot", "apply")]
     wanted += [f"wish to {what}" for what in ("stop", "pause", "unpause", "set_lr")]
-    wanted += ["noise", "stall", "late", "lost", "slow", "short last batch", "one batch", "ratios"]
+    wanted += ["noise", "stall", "late", "slow", "short last batch", "one batch", "ratios"]
     wanted += ["max_steps", "metric", "calm", "lockstep", "stream", "slow reader", "fast reader"]
     wanted += ["groups", "fewer samples than ranks", "differs", "max_time"]
     rare = {kind: seen[kind] for kind in wanted if seen[kind] < 5}
@@ -84,7 +83,7 @@ def later_kinds(scenario: Scenario) -> list[str]:
     bad = {rank for rank, _ in scenario.bad_steps}
     special = {
         f"saved by {tasks.save and tasks.save.unit}": True,
-        "evaluated": tasks.eval_every,
+        "evaluated": tasks.evaluation,
         "watched": watched,
         "patient": watched is not None and watched.patience is None,
         "the best is kept": tasks.keeps_best,

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.barrier_tasks import BarrierPlan, SavePlan
-from flowdp.machine.config import CoordinatorConfig
+from flowdp.machine.config import BarrierPlan, CoordinatorConfig
+from flowdp.policy.interval import Interval
 from flowdp.policy.save_budget import SaveBudget
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.lives import play
 from tests.simulator.scenario import Crash, Scenario
 
 CONFIG = CoordinatorConfig(
-    world_size=2, batches=20, epochs=2, policy="sync", tasks=BarrierPlan(SavePlan(4, "step"))
+    world_size=2, batches=20, epochs=2, policy="sync", tasks=BarrierPlan(Interval(4, "step"))
 )
 SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0), sync_ms=0.1, latency_ms=0.0)
 
@@ -24,7 +24,7 @@ SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0), sync_ms=0.1, 
 @pytest.fixture(autouse=True)
 def saves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no checkpoint be put off."""
-    monkeypatch.setattr(SaveBudget, "free_ms", -math.inf)
+    monkeypatch.setattr(SaveBudget, "free_ms", property(lambda _: -math.inf, lambda *_: None))
 
 
 def lives(**given: Any) -> list[JudgedWorld]:
@@ -58,7 +58,7 @@ def test_who_fails_before_the_first_checkpoint_begins_where_the_last_life_did() 
 
 
 def test_a_stream_goes_on_at_the_beginning_of_an_epoch_alone() -> None:
-    config = replace(CONFIG, batches=None, tasks=BarrierPlan(SavePlan(1, "step")))
+    config = replace(CONFIG, batches=None, tasks=BarrierPlan(Interval(1, "step")))
     stream = replace(SCENARIO, config=config, lengths=(9,), read_ms=0.1)
     worlds = play(replace(stream, later=replace(stream, begins_at=0.0)))
     start = worlds[1].scenario.config.start

@@ -9,7 +9,7 @@ from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.protocol.gate_state import GateState
-from flowdp.protocol.messages import Outcome, Settled
+from flowdp.protocol.messages import Outcome, TaskDone
 from flowdp.sim.world import VirtualRank
 from tests.simulator.machines import Links, MachinesWorld
 
@@ -72,7 +72,7 @@ def test_machines_meet_once_in_several_rounds_and_their_ranks_in_each() -> None:
 def test_a_mean_that_travels_costs_no_time_until_it_is_late() -> None:
     free = world(overlaps=True, mean_ms=25.0)
     late = world(overlaps=True, mean_ms=100.0)
-    settled = [now_ms for now_ms, fact in free.facts if isinstance(fact, Settled)]
+    settled = [now_ms for now_ms, fact in free.facts if isinstance(fact, TaskDone)]
     assert len(settled) == 3
     whole_ms = [now_ms for now_ms, outcome in free.outcomes if not outcome.inner]
     # The order behind the round that measures is as long as all others: every mean is there in time.

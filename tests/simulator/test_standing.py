@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.barrier_tasks import BarrierPlan
-from flowdp.machine.config import CoordinatorConfig
+from flowdp.machine.config import BarrierPlan, CoordinatorConfig
 from flowdp.policy.monitor import Best
 from flowdp.protocol.commands import Finish, Save
-from flowdp.protocol.messages import CopyReplica, Outcome, SaveState, StateSaved
+from flowdp.protocol.messages import CopyReplica, Outcome, SaveState, TaskDone
 from flowdp.protocol.position import Position
 from tests.simulator.effect import Effect, Memory
 from tests.simulator.scenario import Scenario
@@ -36,7 +35,7 @@ def captured(standing: Standing, number: int = 0) -> None:
     for rank in (0, 1):
         standing.ordered(rank, SaveState(number), "")
     for rank in (0, 1):
-        standing.answered(StateSaved(rank))
+        standing.answered(TaskDone(rank))
 
 
 def save(version: int | None = 1, *, snapshots: int = 0, is_best: bool = False, **position: Any) -> Save:
@@ -169,7 +168,7 @@ def test_a_sound_standstill() -> None:
     standing.snapped(1, 3, 0)
     standing.met(outcome(samples=(8, 0), bad=(1,)))
     standing.ordered(1, CopyReplica(0), "")
-    standing.answered(StateSaved(1))
+    standing.answered(TaskDone(1))
     standing.healed(1)
     standing.moves(1, "begins (0, 0)")
     captured(standing)

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, IterableDataset
 from flowdp import Callback, EarlyStopping, OnCheckpoint, ReadingOptions, Trainer
 from flowdp.engine.resume import Resumed
 from flowdp.errors import CheckpointError, OptionError
-from flowdp.machine.barrier_tasks import SavePlan
 from flowdp.options import CheckpointOptions
+from flowdp.policy.interval import Interval
 from flowdp.trainer.config import RunConfig
 from flowdp.trainer.result import TrainedState
 from flowdp.trainer.start import barrier_plan, check_run, find_start, open_folder
@@ -52,7 +52,7 @@ def begun(own: RunConfig) -> tuple[Any, Resumed | None]:
 def test_a_run_without_checkpoints_or_evaluation_has_no_tasks(tmp_path: Path) -> None:
     own = config()
     plan = barrier_plan(own, None)
-    assert (plan.save, plan.eval_every) == (None, None)
+    assert (plan.save, plan.evaluation) == (None, None)
     assert not any(plan.halts(epoch) for epoch in range(5))
     assert begun(own) == (None, None)
     assert not own.has_checkpoint_listeners
@@ -60,9 +60,9 @@ def test_a_run_without_checkpoints_or_evaluation_has_no_tasks(tmp_path: Path) ->
 
 
 def test_a_folder_means_a_checkpoint_after_every_epoch(tmp_path: Path) -> None:
-    assert barrier_plan(config(checkpoint=tmp_path), None).save == SavePlan(1, "epoch")
+    assert barrier_plan(config(checkpoint=tmp_path), None).save == Interval(1, "epoch")
     options = CheckpointOptions(tmp_path, every=50, unit="step")
-    assert barrier_plan(config(checkpoint=options), None).save == SavePlan(50, "step")
+    assert barrier_plan(config(checkpoint=options), None).save == Interval(50, "step")
 
 
 def test_a_listener_has_checkpoints_taken() -> None:
@@ -76,7 +76,7 @@ def test_a_listener_has_checkpoints_taken() -> None:
     assert barrier_plan(config(callbacks=[Deaf()]), None).save is None
     for listener in (Hearing(), OnCheckpoint(print)):
         own = config(callbacks=[listener])
-        assert barrier_plan(own, None).save == SavePlan(1, "epoch")
+        assert barrier_plan(own, None).save == Interval(1, "epoch")
         assert own.has_checkpoint_listeners
 
 

@@ -37,7 +37,6 @@ from flowdp.protocol.messages import (
     SyncAck,
     SyncPoints,
     Throttle,
-    Updated,
     Work,
     WorkerReady,
 )
@@ -275,13 +274,10 @@ def _end_of_a_round(vector: Vector) -> Answers:
     run = Free(anchor=3, ratios=[5 / 8, 3 / 8], max_batch_diff=1)
     while not run.requested:
         assert run.trains(0, 1) + run.trains(1, 1) > 0
-    said: list[Command] = []
     for rank, steps in enumerate(run.steps()):
         run.machine.take(SnapshotReady(rank, 0, steps, 8 * steps), 0.0)
     run.machine.decide(0.0, Constraints())
-    run.machine.take(Averaged(0, 1.0, (0.05, 0.03)), 0.0)
-    for rank in (0, 1):
-        said += run.machine.take(Updated(rank, 0), 0.0)
+    said = run.machine.take(Averaged(0, 1.0, (0.05, 0.03)), 0.0)
     run.decide()
     ranks = run.machine._ranks
     given = {

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.barrier_tasks import MINUTE_MS, Barrier, BarrierPlan, SavePlan
+from flowdp.machine.barrier import Barrier
+from flowdp.machine.config import BarrierPlan, CoordinatorConfig
+from flowdp.policy.interval import MINUTE_MS, Interval
 from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import EpochMetrics, Tally, Work
@@ -26,17 +28,13 @@ from flowdp.protocol.messages import (
     CopyReplica,
     Evaluate,
     Evaluated,
-    MergeMetrics,
-    MetricsMerged,
-    ReplicaCopied,
     SaveState,
     Settle,
-    Settled,
-    StateSaved,
+    TaskDone,
 )
 from flowdp.protocol.position import Position
 
-EVALUATES = BarrierPlan(eval_every=2)
+EVALUATES = BarrierPlan(evaluation=Interval(2, "epoch"))
 
 
 def metrics(epoch: int, loss: float = 1.0) -> EpochMetrics:
@@ -45,11 +43,15 @@ def metrics(epoch: int, loss: float = 1.0) -> EpochMetrics:
     return tally.result(100.0, 10, 4, None)
 
 
+def barrier_of(tasks: BarrierPlan, ranks: int = 2, **given: Any) -> Barrier:
+    return Barrier(CoordinatorConfig(world_size=ranks, batches=10, tasks=tasks, **given))
+
+
 class Still:
     """Two ranks at a barrier, at a global step."""
 
     def __init__(self, tasks: BarrierPlan, position: Position | None = None) -> None:
-        self.barrier = Barrier(tasks, position)
+        self.barrier = barrier_of(tasks, start=position)
         self.barrier.saves.begin(0.0, 0)
         self.now_ms = 0.0
         self.global_step = 0
@@ -75,7 +77,7 @@ class Still:
         """A capture is requested and done."""
         asked = [command.order for command in commands if isinstance(command, Send)]
         assert [type(order) for order in asked] == [SaveState, SaveState]
-        [save] = self.answers(StateSaved)
+        [save] = self.answers(TaskDone)
         assert isinstance(save, Save)
         # Ranks of other machines know from the order alone whether they keep the model.
         assert {order.is_best for order in asked if isinstance(order, SaveState)} == {save.is_best}
@@ -111,7 +113,7 @@ def test_an_epoch_is_reported_with_its_evaluation() -> None:
 
 @pytest.mark.parametrize("unit", ["epoch", "step"])
 def test_metrics_of_several_machines_are_merged_before_the_evaluation_is_reported(unit: Any) -> None:
-    still = Still(BarrierPlan(eval_every=1, eval_unit=unit))
+    still = Still(BarrierPlan(evaluation=Interval(1, unit)))
     if unit == "epoch":
         still.ends(0)
     else:
@@ -122,12 +124,13 @@ def test_metrics_of_several_machines_are_merged_before_the_evaluation_is_reporte
     still.barrier.take(Evaluated(1, ((1, 2, (("score", 4.0),)),), has_metrics=True))
     still.barrier.take(Evaluated(0, ((0, 6, (("score", 2.0),)),), has_metrics=True))
     # Rank 0 is on machine 0, which has the metrics of all.
-    assert still.decide() == [Send(0, MergeMetrics(0))]
+    step = None if unit == "epoch" else 1
+    assert still.decide() == [Send(0, Evaluate(0, 0, step, merges=True))]
     assert still.decide() == []
     array = MetricArray((2,), (1.0, 2.0))
     with pytest.raises(ProtocolError):
-        still.barrier.take(MetricsMerged(1, ()))
-    still.barrier.take(MetricsMerged(0, ((2, 1.0, (("f1", 0.5),)),), (("roc", array),)))
+        still.barrier.take(Evaluated(1, ()))
+    still.barrier.take(Evaluated(0, ((2, 1.0, (("f1", 0.5),)),), (("roc", array),)))
     [event] = still.decide()
     found = event.metrics if isinstance(event, EpochEnded) else event
     assert isinstance(found, EpochMetrics if unit == "epoch" else EvaluationEnded)
@@ -151,7 +154,7 @@ def owed(epoch: int) -> EpochMetrics:
     return replace(metrics(epoch), owes_evaluation=True)
 
 
-EACH = BarrierPlan(SavePlan(5, "epoch"), eval_every=1, is_saved=True)
+EACH = BarrierPlan(Interval(5, "epoch"), evaluation=Interval(1, "epoch"), is_saved=True)
 
 
 def test_an_owed_evaluation_comes_first_and_its_epoch_is_reported_once_more() -> None:
@@ -169,7 +172,7 @@ def test_an_owed_evaluation_comes_first_and_its_epoch_is_reported_once_more() ->
 
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_an_evaluation_by_steps_that_a_stop_has_taken_is_owed(is_begun: bool) -> None:
-    by_steps = BarrierPlan(eval_every=10, eval_unit="step")
+    by_steps = BarrierPlan(evaluation=Interval(10, "step"))
     still = Still(by_steps)
     still.barrier.begin(0.0, 0)
     still.global_step = 10
@@ -195,7 +198,7 @@ def test_an_evaluation_by_steps_that_a_stop_has_taken_is_owed(is_begun: bool) ->
 
 # ---------------------------------------------------------------- checkpoints
 def test_a_checkpoint_after_every_second_epoch() -> None:
-    still = Still(BarrierPlan(SavePlan(2, "epoch")))
+    still = Still(BarrierPlan(Interval(2, "epoch")))
     assert still.ends(0) == [EpochEnded(metrics(0))]
     still.global_step = 8
     assert still.ends(1) == []
@@ -208,7 +211,7 @@ def test_a_checkpoint_after_every_second_epoch() -> None:
 
 
 def test_checkpoints_by_steps_lie_behind_their_multiples() -> None:
-    still = Still(BarrierPlan(SavePlan(10, "step")))
+    still = Still(BarrierPlan(Interval(10, "step")))
     assert still.barrier.saves.limit == 10
     for step, is_due in ((9, False), (10, True)):
         still.barrier.look(0.0, step)
@@ -216,11 +219,11 @@ def test_checkpoints_by_steps_lie_behind_their_multiples() -> None:
     still.global_step = 23  # a round is not cut
     assert still.captures(still.decide()).version == 1
     assert still.barrier.saves.limit == 30
-    assert Still(BarrierPlan(SavePlan(1, "epoch"))).barrier.saves.limit is None
+    assert Still(BarrierPlan(Interval(1, "epoch"))).barrier.saves.limit is None
 
 
 def test_checkpoints_by_the_clock() -> None:
-    still = Still(BarrierPlan(SavePlan(0.5, "minute")))
+    still = Still(BarrierPlan(Interval(0.5, "minute")))
     assert still.barrier.saves.deadline_ms == 0.5 * MINUTE_MS
     still.barrier.look(0.4 * MINUTE_MS, 5)
     assert not still.barrier.is_wanted
@@ -239,38 +242,35 @@ def test_checkpoints_by_the_clock() -> None:
 
 
 def test_a_checkpoint_is_put_off_until_the_one_before_is_written_and_paid_for() -> None:
-    still = Still(BarrierPlan(SavePlan(1, "step")))
+    still = Still(BarrierPlan(Interval(1, "step")))
     still.barrier.look(0.0, 1)
     still.global_step = 1
     still.captures(still.decide())
-    still.barrier.look(10.0, 2)
+    assert still.barrier.look(10.0, 2) == []
     assert not still.barrier.is_wanted  # it is being written
     assert still.barrier.saves.limit is None  # and rounds are not cut for one that will be put off
     assert still.barrier.saves.deadline_ms is None
-    assert still.barrier.notices() == []
     still.barrier.written(1, 30.0)
-    still.barrier.look(30.0, 3)
+    [told] = still.barrier.look(30.0, 3)
     assert still.barrier.saves.deadline_ms == 600.0  # all 30 ms may have been lost
-    [told] = still.barrier.notices()
     assert isinstance(told, SavesPutOff)
     assert "more than 5%" in str(told)
     assert "after 600ms." in str(told)
-    assert still.barrier.notices() == []  # once
-    still.barrier.look(599.0, 4)
+    assert still.barrier.look(599.0, 4) == []  # once
     assert not still.barrier.is_wanted
     still.barrier.look(600.0, 4)
     assert still.barrier.is_wanted
 
 
 def test_requested_and_last_checkpoints_and_those_of_epochs_are_not_put_off() -> None:
-    still = Still(BarrierPlan(SavePlan(1, "step")))
+    still = Still(BarrierPlan(Interval(1, "step")))
     for version in (1, 2):
         still.global_step = version
         still.barrier.wish("checkpoint")
         assert still.captures(still.decide()).version == version
     assert still.barrier.end(3)
     assert still.captures(still.decide()).version == 3
-    still = Still(BarrierPlan(SavePlan(1, "epoch")))
+    still = Still(BarrierPlan(Interval(1, "epoch")))
     for epoch in (0, 1):
         still.ends(epoch)
         still.global_step += 1
@@ -284,8 +284,8 @@ def test_wishes_are_answered_by_what_is_captured_after_them() -> None:
     still.barrier.wish("snapshot")
     commands = still.decide()
     still.barrier.wish("snapshot")  # it may be too late for the captured state
-    still.barrier.take(StateSaved(0))
-    still.barrier.take(StateSaved(1))
+    still.barrier.take(TaskDone(0))
+    still.barrier.take(TaskDone(1))
     save, *again = still.decide()
     assert isinstance(save, Save)
     assert (save.snapshots, save.version, save.capture) == (2, None, 0)
@@ -306,11 +306,11 @@ def test_the_ranks_that_are_there_capture_and_the_first_of_them_the_model() -> N
 
 def test_an_epoch_that_ends_meanwhile_comes_before_the_checkpoint() -> None:
     """The end of a stream may be read during the barrier."""
-    still = Still(BarrierPlan(SavePlan(1, "epoch"), eval_every=1))
+    still = Still(BarrierPlan(Interval(1, "epoch"), evaluation=Interval(1, "epoch")))
     still.barrier.wish("snapshot")
     still.decide()
     still.ends(0)
-    commands = still.answers(StateSaved)
+    commands = still.answers(TaskDone)
     assert commands == [Send(rank, Evaluate(0, 0)) for rank in (0, 1)]
     reported, *rest = still.answers(Evaluated, ())
     assert isinstance(reported, EpochEnded)
@@ -324,7 +324,7 @@ def test_a_replica_is_healed_before_anything_else() -> None:
     still.ends(1)
     still.barrier.heal((0,))
     assert still.decide() == [Send(0, CopyReplica(donor=1))]
-    still.barrier.take(ReplicaCopied(0))
+    still.barrier.take(TaskDone(0))
     assert still.decide() == [Send(rank, Evaluate(1, 0)) for rank in (0, 1)]
 
 
@@ -346,7 +346,7 @@ def test_the_best_epoch_is_captured() -> None:
     still.ends(3, 2.1)
     still.decide()
     assert still.barrier.is_enough
-    assert Barrier(WATCHES, still.stand()).is_enough  # nor does a run resumed from there
+    assert barrier_of(WATCHES, start=still.stand()).is_enough  # nor does a run resumed from there
 
 
 def test_an_epoch_that_was_cut_short_is_judged_when_it_is_whole() -> None:
@@ -361,7 +361,7 @@ def test_an_epoch_that_was_cut_short_is_judged_when_it_is_whole() -> None:
 
 
 def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> None:
-    still = Still(BarrierPlan(SavePlan(1, "epoch"), monitor=Monitor("recall", "max")))
+    still = Still(BarrierPlan(Interval(1, "epoch"), monitor=Monitor("recall", "max")))
     still.ends(0)
     reported, failure = still.decide()
     assert isinstance(reported, EpochEnded)
@@ -373,7 +373,7 @@ def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> N
 # ---------------------------------------------------------------- several machines
 def of_machines(overlaps: bool = False) -> Barrier:
     """Two machines of two ranks each."""
-    return Barrier(EVALUATES, None, (0, 0, 1, 1), overlaps=overlaps)
+    return barrier_of(EVALUATES, 4, machines=(2, 2), overlaps=overlaps)
 
 
 def decided(barrier: Barrier) -> list[Command]:
@@ -384,9 +384,9 @@ def test_a_replica_is_healed_by_one_of_its_own_machine() -> None:
     barrier = of_machines()
     barrier.heal((0, 3))
     assert decided(barrier) == [Send(0, CopyReplica(1))]
-    barrier.take(ReplicaCopied(0))
+    barrier.take(TaskDone(0))
     assert decided(barrier) == [Send(3, CopyReplica(2))]
-    barrier.take(ReplicaCopied(3))
+    barrier.take(TaskDone(3))
     assert decided(barrier) == []
     assert not barrier.is_wanted
 
@@ -395,12 +395,12 @@ def test_a_machine_without_a_healthy_replica_gets_one_from_another() -> None:
     barrier = of_machines()
     barrier.heal((0, 2, 3))
     assert decided(barrier) == [Send(0, CopyReplica(1))]
-    barrier.take(ReplicaCopied(0))
+    barrier.take(TaskDone(0))
     both = CopyReplica(0, receiver=2)
     assert decided(barrier) == [Send(0, both), Send(2, both)]
-    barrier.take(ReplicaCopied(2))
+    barrier.take(TaskDone(2))
     assert decided(barrier) == []
-    barrier.take(ReplicaCopied(0))
+    barrier.take(TaskDone(0))
     assert decided(barrier) == [Send(3, CopyReplica(2))]
 
 
@@ -410,9 +410,9 @@ def test_a_mean_on_its_way_is_brought_in_before_anything_else() -> None:
     barrier.trained()
     assert decided(barrier) == [Send(rank, Settle()) for rank in range(4)]
     for rank in range(4):
-        barrier.take(Settled(rank))
+        barrier.take(TaskDone(rank))
     assert decided(barrier) == [Send(0, CopyReplica(1))]
-    barrier.take(ReplicaCopied(0))
+    barrier.take(TaskDone(0))
     # Nothing was trained since.
     barrier.heal((1,))
     assert decided(barrier) == [Send(1, CopyReplica(0))]

@@ -1,0 +1,97 @@
+"""What comes back after so many epochs, steps or minutes: checkpoints and evaluations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from flowdp.policy.save_budget import SaveBudget
+
+__all__ = ["MINUTE_MS", "Interval", "Schedule"]
+
+MINUTE_MS = 60_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Interval of checkpoints or evaluations.
+
+    Attributes:
+        every: After so many ...
+        unit: ... of these; "step" is one of all ranks.
+    """
+
+    every: float
+    unit: Literal["epoch", "step", "minute"]
+
+    def ends_with(self, epoch: int) -> bool:
+        """Whether one follows this epoch."""
+        return self.unit == "epoch" and (epoch + 1) % self.every == 0
+
+
+class Schedule:
+    """Next checkpoint or evaluation that is due by steps or minutes; none is due twice at the same step.
+
+    Args:
+        plan: The interval; None, or one of epochs: none is due by itself.
+        saved_step: Global step of the last one; -1 before the first.
+
+    Attributes:
+        is_wanted: One is due, or was asked for, and has not begun.
+        is_put_off: Whether one was due at the last look, and was put off.
+        budget: Says until when.
+    """
+
+    def __init__(self, plan: Interval | None, saved_step: int = -1) -> None:
+        self._plan = plan
+        self._saved_step = saved_step
+        self._next_step: int | None = None
+        self._next_ms = math.inf
+        self._is_late = False  # by the clock, and not saved since
+        self._is_held = False  # the budget had nothing left at the last look
+        self.is_wanted = self.is_put_off = False
+        self.budget = SaveBudget()
+
+    @property
+    def limit(self) -> int | None:
+        """Global step at which the next one is due; None: none is due at a step, or it will be put off."""
+        return None if self._is_held else self._next_step
+
+    @property
+    def deadline_ms(self) -> float | None:
+        """Time at which the next one is due; None: none is due by the clock."""
+        due_ms = self.budget.free_ms if self.is_put_off else self._next_ms
+        return None if math.isinf(due_ms) else due_ms
+
+    def begin(self, now_ms: float, global_step: int) -> None:
+        """Plan the next one, at the beginning or behind another one."""
+        plan = self._plan
+        if plan is not None and plan.unit == "step":
+            every = int(plan.every)
+            self._next_step = (global_step // every + 1) * every
+        elif plan is not None and plan.unit == "minute":
+            self._next_ms = now_ms + plan.every * MINUTE_MS
+
+    def ask(self) -> None:
+        """Want one, whatever is due."""
+        self.is_wanted = True
+
+    def look(self, now_ms: float, global_step: int) -> None:
+        """See whether one is due now."""
+        if now_ms >= self._next_ms:
+            self._is_late, self._next_ms = True, math.inf
+        is_due = self._is_late or (self._next_step is not None and global_step >= self._next_step)
+        is_due = is_due and global_step != self._saved_step
+        self._is_held = now_ms < self.budget.free_ms
+        self.is_put_off = is_due and self._is_held
+        self.is_wanted |= is_due and not self._is_held
+
+    def is_last_due(self, global_step: int) -> bool:
+        """Whether the end of the run is to be saved, too."""
+        return self._plan is not None and self._saved_step != global_step
+
+    def saved(self, now_ms: float, global_step: int) -> None:
+        """The one of this step is being written, or evaluated."""
+        self._saved_step, self._is_late, self.is_put_off, self.is_wanted = global_step, False, False, False
+        self.begin(now_ms, global_step)
