@@ -4,31 +4,51 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowdp.machine.cadence_rounds import CadenceRounds
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.planned_rounds import PlannedRounds, SingleRounds, SyncRounds
+from flowdp.machine.planned_rounds import PlannedRounds
+from flowdp.machine.policies import make_rounds
 from flowdp.machine.rounds import Constraints
-from flowdp.options import CadenceOptions
-from flowdp.policy.cadence import Cadence
+from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.commands import Command, RoundEnded, Send
 from flowdp.protocol.messages import DataEnded, Outcome, StartEpoch, SyncAck, SyncNow, SyncPoints, Work
 
 Orders = dict[int, StartEpoch]
 
 
+def epochs_of(
+    batches: int | None, epochs: int | None, max_steps: int | None, world_size: int, **given: Any
+) -> Epochs:
+    config = CoordinatorConfig(
+        world_size=world_size, batches=batches, epochs=epochs, max_steps=max_steps, **given
+    )
+    return Epochs(config)
+
+
 def rounds(
-    batches: int = 100,
+    batches: int | None = 100,
     *,
     world_size: int = 2,
-    cadence: bool = True,
+    policy: Policy = "cadence",
     epochs: int = 1,
     groups: tuple[int, ...] | None = None,
+    machines: tuple[int, ...] = (),
+    inner_rounds: int = 1,
     **options: Any,
 ) -> PlannedRounds:
-    ledgers = Epochs(batches, epochs, None, world_size, groups=groups)
-    if cadence:
-        return CadenceRounds(ledgers, Cadence(world_size, CadenceOptions(**options)), world_size)
-    return (SyncRounds if world_size > 1 else SingleRounds)(ledgers, world_size)
+    config = CoordinatorConfig(
+        world_size=world_size,
+        batches=batches,
+        epochs=epochs,
+        policy=policy,
+        groups=groups,
+        machines=machines,
+        inner_rounds=inner_rounds,
+        cadence=CadenceOptions(**options),
+    )
+    made = make_rounds(config, Epochs(config))
+    assert isinstance(made, PlannedRounds)
+    return made
 
 
 def decide(
@@ -109,9 +129,7 @@ def settle(machine: PlannedRounds, answers: list[SyncAck], now_ms: float = 0.0) 
 
 
 def stream(**given: Any) -> PlannedRounds:
-    machine = rounds(**given)
-    machine.epochs.batches = None
-    return machine
+    return rounds(None, **given)
 
 
 def ends(machine: PlannedRounds, epoch: int, batches: int) -> list[Command]:

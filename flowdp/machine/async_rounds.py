@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from statistics import median
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig
@@ -202,33 +202,27 @@ class AsyncRounds(Rounds):
     """Deals batches in small orders and runs rounds beside the training.
 
     Args:
+        config: The run, of at least 2 ranks.
         epochs: Ledgers and tallies.
-        cadence: Counts per rank.
-        world_size: Ranks, at least 2.
     """
 
     shares: ClassVar[Shares] = "steps"
     averages: ClassVar[Averages] = "snapshots"
     cadence: Cadence
 
-    def __init__(self, epochs: Epochs, cadence: Cadence, world_size: int) -> None:
-        super().__init__(epochs, world_size)
-        self.cadence = cadence
+    def __init__(self, config: CoordinatorConfig, epochs: Epochs) -> None:
+        super().__init__(config, epochs)
+        self.cadence = Cadence(config.world_size, config.cadence, config.ratios)
         self._is_bad = False  # some rank has said so since the last meeting
-        self._ranks = [AsyncRank() for _ in range(world_size)]
-        self._groups = epochs.groups or (1,) * world_size
-        self._orders = _OrderPlan(cadence, self._groups)
-        self._overshoot = Overshoot(ENDLESS if epochs.batches is None else epochs.batches)
+        self._ranks = [AsyncRank() for _ in range(config.world_size)]
+        self._groups = config.groups or (1,) * config.world_size
+        self._orders = _OrderPlan(self.cadence, self._groups)
+        self._overshoot = Overshoot(ENDLESS if config.batches is None else config.batches)
         self._round: _Round | None = None
         self._meeting: _Meeting | None = None
         self._trained = 0  # steps of all ranks
         self._met_trained = 0  # until the last blocking round: nothing since, nothing to meet for
         self._round_start_ms = math.nan
-
-    @classmethod
-    def make(cls, config: CoordinatorConfig, epochs: Epochs) -> Self:
-        """Make the rounds of a run."""
-        return cls(epochs, Cadence(config.world_size, config.cadence, config.ratios), config.world_size)
 
     @property
     def is_idle(self) -> bool:

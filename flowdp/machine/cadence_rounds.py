@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from flowdp.machine.armed_rounds import HeldRounds
 from flowdp.machine.config import CoordinatorConfig
@@ -25,29 +25,21 @@ DRIFT_SHARE = 0.02
 class CadenceRounds(PlannedRounds):
     """Rounds with a quota of steps for each rank, so that all ranks arrive at the same time.
 
+    On several machines an order has several rounds, of which only the last is one of all machines.
+
     Args:
+        config: The run.
         epochs: Ledgers and tallies.
-        cadence: The quotas.
-        world_size: Ranks, at least 2.
-        inner_rounds: Rounds for each one of all machines: it, and those of each machine's ranks alone before
-            it; 1: every round is one of all. An order arms them together.
     """
 
     shares: ClassVar[Shares] = "steps"
     may_hurry: ClassVar[bool] = True
     cadence: Cadence
 
-    def __init__(self, epochs: Epochs, cadence: Cadence, world_size: int, inner_rounds: int = 1) -> None:
-        super().__init__(epochs, world_size)
-        self.cadence = cadence
-        self._inner_rounds = inner_rounds
-
-    @classmethod
-    def make(cls, config: CoordinatorConfig, epochs: Epochs) -> Self:
-        """Make the rounds of a run."""
-        cadence = Cadence(config.world_size, config.cadence, config.ratios)
-        inner_rounds = config.inner_rounds if len(config.machines) > 1 else 1
-        return cls(epochs, cadence, config.world_size, inner_rounds)
+    def __init__(self, config: CoordinatorConfig, epochs: Epochs) -> None:
+        super().__init__(config, epochs)
+        self.cadence = Cadence(config.world_size, config.cadence, config.ratios)
+        self._inner_rounds = config.inner_rounds if len(config.machines) > 1 else 1
 
     @property
     def pace_ms(self) -> tuple[float, ...]:

@@ -82,16 +82,7 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.phase = Phase.STARTING
-        self.epochs = Epochs(
-            config.batches,
-            config.epochs,
-            config.max_steps,
-            config.world_size,
-            config.wait_for_metric,
-            config.groups,
-            config.tasks.halts,
-            config.machines if config.batches is None else (),
-        )
+        self.epochs = Epochs(config)
         self.rounds = make_rounds(config, self.epochs)
         self.barrier = Barrier(config)
         self.error: str | None = None
@@ -302,14 +293,14 @@ class Coordinator:
 
     def _watch_metric(self, commands: Sequence[Command]) -> list[Command]:
         """Show a scheduler the loss of the evaluation, and no other where the run has one."""
-        if not self.epochs.wait_for_metric:
+        if not self.config.wait_for_metric:
             return []
         for command in commands:
             if isinstance(command, EpochEnded):
                 metrics = command.metrics
                 is_seen = not self.config.tasks.evaluates_epochs or metrics.is_evaluated
                 metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
-                self.epochs.metrics = (*self.epochs.metrics[:-1], metric)
+                self.epochs.watch(metric)
                 if is_seen and metric is None:
                     text = (
                         f"epoch {metrics.epoch} has no loss, and a scheduler watches it: return it as 'loss'"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowdp.errors import ProtocolError
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.policy.ledger import ENDLESS, Ledger
 from flowdp.policy.streams_ledger import StreamsLedger
 from flowdp.policy.tally import EpochMetrics, Tally
@@ -39,17 +40,7 @@ class Epochs:
     """Ledgers and tallies of the epochs that are under way; two at most in planned rounds.
 
     Args:
-        batches: Batches of an epoch; None: as many as `end` will say of each.
-        epochs: How many; None: until `max_steps`.
-        max_steps: Steps of all ranks after which the run ends; None: no limit.
-        world_size: Ranks.
-        wait_for_metric: The next epoch begins only when the one before is complete, because a scheduler
-            waits for its loss.
-        groups: Batches that make one step of each rank, all equal with `max_steps`; None: one each. Shape
-            (world_size,).
-        halts: Whether all ranks stand still when this epoch is complete, and nothing of the next one is dealt
-            before.
-        streams: Ranks of each machine, where each reads a stream of its own; empty: one source serves all.
+        config: The run.
 
     Attributes:
         done: Epochs that are over: complete, or as far as the run's limit goes.
@@ -57,33 +48,18 @@ class Epochs:
             for them, else empty; None: an epoch that it does not see.
     """
 
-    def __init__(
-        self,
-        batches: int | None,
-        epochs: int | None,
-        max_steps: int | None,
-        world_size: int,
-        wait_for_metric: bool = False,
-        groups: Sequence[int] | None = None,
-        halts: Callable[[int], bool] = lambda _: False,
-        streams: Sequence[int] = (),
-    ) -> None:
-        self.batches = batches
-        self.epochs = epochs
-        self.max_steps = max_steps
-        self.world_size = world_size
-        self.wait_for_metric = wait_for_metric
-        self.groups = groups
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
         self.done = 0
         self.metrics: tuple[float | None, ...] = ()
         self._open: deque[_Open] = deque()
         self._opened = 0
-        self._halts = halts
         self._cut: list[_Open] = []  # complete ones, from the first that `max_steps` left a part out of
-        self._group = 1 if groups is None else max(groups)
+        self._group = max(config.groups or (1,))
         self._planned = 0  # steps of the opened epochs
         self._early: list[tuple[float, float | None, int]] = []  # rounds that count towards the next epoch
-        self._streams = streams
+        # Ranks of each machine, where each reads a stream of its own; empty: one source serves all.
+        self._streams = config.machines if config.batches is None else ()
         # Of epochs that are not complete, where their length is unknown: those that were read, by machine.
         self._ends: dict[int, dict[int, DataEnded]] = {}
 
@@ -102,7 +78,7 @@ class Epochs:
         for epoch in self._open:
             if epoch.ledger.remaining:
                 return epoch.ledger
-        if (self._open and self.wait_for_metric) or self._is_halted or self._next_length == 0:
+        if (self._open and self.config.wait_for_metric) or self._is_halted or self._next_length == 0:
             return None
         return self._begin(now_ms).ledger
 
@@ -111,7 +87,7 @@ class Epochs:
         ledger = self._ledger(length)
         self._planned += ledger.planned_steps(self._group)
         whole = self._whole(self._opened)
-        tally = Tally(self._opened, self.world_size)
+        tally = Tally(self._opened, self.config.world_size)
         for early in self._early:
             tally.close_round(*early)
         self._early.clear()
@@ -122,10 +98,10 @@ class Epochs:
     def _ledger(self, length: int) -> EpochLedger:
         """Ledger of the next epoch."""
         if not self._streams:
-            return Ledger(self._opened, length, self.world_size, self.groups)
+            return Ledger(self._opened, length, self.config.world_size, self.config.groups)
         # Its own count of steps: the last one of each stream may have fewer batches.
-        limit = None if self.max_steps is None else self.max_steps - self._planned
-        ledger = StreamsLedger(self._opened, limit, self._streams, self.groups)
+        limit = None if self.config.max_steps is None else self.config.max_steps - self._planned
+        ledger = StreamsLedger(self._opened, limit, self._streams, self.config.groups)
         for end in self._ends.get(self._opened, {}).values():
             ledger.end(end.batches, end.machine)
         return ledger
@@ -134,7 +110,7 @@ class Epochs:
         """Full length of an epoch, ignoring `max_steps`; None until its end is read."""
         ends = self._ends.get(epoch, {}).values()
         is_known = len(ends) == max(1, len(self._streams))
-        return sum(end.batches for end in ends) if is_known else self.batches
+        return sum(end.batches for end in ends) if is_known else self.config.batches
 
     @property
     def is_exhausted(self) -> bool:
@@ -143,7 +119,7 @@ class Epochs:
 
     @property
     def _is_halted(self) -> bool:
-        return bool(self._open) and self._halts(self._open[-1].ledger.epoch)
+        return bool(self._open) and self.config.tasks.halts(self._open[-1].ledger.epoch)
 
     @property
     def is_inside(self) -> bool:
@@ -163,14 +139,14 @@ class Epochs:
         """
         self.done = self._opened = position.done
         self._planned = position.planned
-        self.metrics = (position.metric,) if self.wait_for_metric else ()
+        self.metrics = (position.metric,) if self.config.wait_for_metric else ()
         for stood in position.open:
             if stood.position == self._next_length == 0:
                 return
             one = self._begin(-stood.spent_ms, stood.position)
             one.ledger.resume(stood.position, stood.left)
             for rank, sums in enumerate(stood.sums):
-                one.tally.add(rank % self.world_size, sums)
+                one.tally.add(rank % self.config.world_size, sums)
             one.tally.close_round(stood.sync_ms, stood.divergence, stood.rounds)
 
     def start(self, now_ms: float) -> None:
@@ -252,10 +228,10 @@ class Epochs:
             if epoch.is_cut or self._cut:
                 self._cut.append(epoch)
             metrics = epoch.tally.result(
-                now_ms - epoch.start_ms, anchor, global_step, self.epochs, is_complete=not epoch.is_cut
+                now_ms - epoch.start_ms, anchor, global_step, self.config.epochs, is_complete=not epoch.is_cut
             )
             self.done += 1
-            if self.wait_for_metric:
+            if self.config.wait_for_metric:
                 self.metrics = (*self.metrics, metrics.loss)
             epoch.spent_ms = metrics.epoch_ms
             records.append(metrics)
@@ -263,6 +239,10 @@ class Epochs:
                 # Its first batches were dealt while the epoch before still ran.
                 self._open[0].start_ms = now_ms
         return records
+
+    def watch(self, metric: float | None) -> None:
+        """Show a scheduler another loss of the last complete epoch; None: it does not see this epoch."""
+        self.metrics = (*self.metrics[:-1], metric)
 
     def rewind(self) -> None:
         """Take back left-overs from the positions; see `Ledger.rewind`."""
@@ -283,13 +263,13 @@ class Epochs:
     @property
     def _next_length(self) -> int:
         """Batches of the epoch that would be opened next."""
-        if self.epochs is not None and self._opened >= self.epochs:
+        if self.config.epochs is not None and self._opened >= self.config.epochs:
             return 0
         whole = self._whole(self._opened)
         length = ENDLESS if whole is None else whole
-        if self.max_steps is None:
+        if self.config.max_steps is None:
             return length
-        return max(0, min(length, (self.max_steps - self._planned) * self._group))
+        return max(0, min(length, (self.config.max_steps - self._planned) * self._group))
 
     def _is_open(self, epoch: int) -> bool:
         return self.done <= epoch < self.done + len(self._open)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
-from flowdp.machine.config import CoordinatorConfig, GlobalBatch
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Averages, Shares
@@ -64,47 +64,35 @@ class ExactRounds(PlannedRounds):
     """Rounds of one global batch each, in which the gradients of all ranks are averaged.
 
     Args:
+        config: The run, with the sizes of the global batches and of their parts.
         epochs: Ledgers and tallies, of global batches.
-        world_size: Ranks.
-        batch: Size of the global batches and of their parts.
-        ratios: Fixed shares; None: by measured speed. Shape (world_size,).
-        speed_hint: (slow rank, how many times faster the others are), until measured.
     """
 
     shares: ClassVar[Shares] = "samples"
     averages: ClassVar[Averages] = "gradients"
 
-    def __init__(
-        self,
-        epochs: Epochs,
-        world_size: int,
-        batch: GlobalBatch,
-        ratios: Sequence[float] | None = None,
-        speed_hint: tuple[int, float] | None = None,
-    ) -> None:
-        super().__init__(epochs, world_size)
-        self._batch = batch
-        self._ratios = ratios
-        first = weights_from([0.0] * world_size, speed_hint)
-        floor = min(FLOOR, FLOOR_PART / world_size)
-        self._balance = ThroughputBalance(
-            first, calibration=CALIBRATION, interval=INTERVAL, floor=floor, steady=STEADY
-        )
-        self._is_warm = False  # the first order was held
-        self._is_split = ratios is not None
-        self._is_moving = False
-        self._sharing = Sharing() if batch.may_be_alone and ratios is None and world_size > 1 else None
-        self._exclusion = Exclusion(world_size)
-        # Of the order that is dealt.
-        self._next_parts: Sequence[tuple[SampleRange, ...]] = ()
-
-    @classmethod
-    def make(cls, config: CoordinatorConfig, epochs: Epochs) -> Self:
-        """Make the rounds of a run."""
+    def __init__(self, config: CoordinatorConfig, epochs: Epochs) -> None:
+        super().__init__(config, epochs)
         if config.global_batch is None:
             raise ProtocolError(f"exact needs a global batch: {config}")
-        hint = config.cadence.speed_hint
-        return cls(epochs, config.world_size, config.global_batch, config.ratios, hint)
+        ranks = config.world_size
+        self._batch = config.global_batch
+        self._ratios = config.ratios
+        self._balance = ThroughputBalance(
+            weights_from([0.0] * ranks, config.cadence.speed_hint),
+            calibration=CALIBRATION,
+            interval=INTERVAL,
+            floor=min(FLOOR, FLOOR_PART / ranks),
+            steady=STEADY,
+        )
+        self._is_warm = False  # the first order was held
+        self._is_split = config.ratios is not None
+        self._is_moving = False
+        is_free = self._batch.may_be_alone and config.ratios is None and ranks > 1
+        self._sharing = Sharing() if is_free else None
+        self._exclusion = Exclusion(ranks)
+        # Of the order that is dealt.
+        self._next_parts: Sequence[tuple[SampleRange, ...]] = ()
 
     @property
     def ratios(self) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares, reason_of, summary
 from flowdp.policy.drift import largest_drift
@@ -75,8 +76,8 @@ class PlannedRounds(Rounds):
     """Plans rounds ahead and settles them.
 
     Args:
+        config: The run.
         epochs: Ledgers and tallies.
-        world_size: Ranks.
 
     Attributes:
         may_hurry: Whether a round in progress may be cut short; else no bit depends on the clock.
@@ -87,10 +88,10 @@ class PlannedRounds(Rounds):
     _inner_rounds = 1  # of so many rounds only the last is one of all machines
     _next_alone: int | None = None  # the rank that trains the order that was dealt last by itself (exact)
 
-    def __init__(self, epochs: Epochs, world_size: int) -> None:
-        super().__init__(epochs, world_size)
-        self.times = StepTimes(world_size)
-        self._present = list(range(world_size))
+    def __init__(self, config: CoordinatorConfig, epochs: Epochs) -> None:
+        super().__init__(config, epochs)
+        self.times = StepTimes(config.world_size)
+        self._present = list(range(config.world_size))
         self._unreported: dict[int, int] = {}  # samples of ranks that are gone
         self._armed: deque[ArmedRounds] = deque()
         self._hurried = -1

@@ -21,8 +21,7 @@ ROUNDS: Mapping[Policy, type[Rounds]] = {
     "async": AsyncRounds,
     "exact": ExactRounds,
 }
-"""Each class names the unit that is dealt by speed (`shares`) and the averaged values (`averages`), and makes
-its rounds (`make`)."""
+"""Each class names the unit that is dealt by speed (`shares`) and the averaged values (`averages`)."""
 
 
 def rounds_class(policy: Policy, ranks: int, options: CadenceOptions) -> type[Rounds]:
@@ -35,4 +34,4 @@ def rounds_class(policy: Policy, ranks: int, options: CadenceOptions) -> type[Ro
 
 def make_rounds(config: CoordinatorConfig, epochs: Epochs) -> Rounds:
     """Make the rounds of a run."""
-    return rounds_class(config.policy, config.world_size, config.cadence).make(config, epochs)
+    return rounds_class(config.policy, config.world_size, config.cadence)(config, epochs)

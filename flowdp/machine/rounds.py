@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig
@@ -61,8 +61,8 @@ class Rounds(ABC):
     """The rounds of a run under one policy. A class for each; `machine.policies` chooses.
 
     Args:
+        config: The run.
         epochs: Ledgers and tallies.
-        world_size: Ranks.
 
     Attributes:
         shares: Unit of the work that is dealt by speed.
@@ -76,19 +76,14 @@ class Rounds(ABC):
     averages: ClassVar[Averages]
     cadence: Cadence | None = None
 
-    def __init__(self, epochs: Epochs, world_size: int) -> None:
+    def __init__(self, config: CoordinatorConfig, epochs: Epochs) -> None:
         self.epochs = epochs
-        self.world_size = world_size
+        self.world_size = config.world_size
         self.global_step = 0
         self.next_round = 0
         self._plan = 0
         self._bad: dict[int, tuple[int, int] | None] = {}
-        self._share_changes = ShareChanges(world_size)
-
-    @classmethod
-    def make(cls, config: CoordinatorConfig, epochs: Epochs) -> Self:
-        """Make the rounds of a run."""
-        return cls(epochs, config.world_size)
+        self._share_changes = ShareChanges(config.world_size)
 
     @property
     @abstractmethod

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowdp.machine.async_rounds import AsyncRounds
+from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.rounds import Constraints
 from flowdp.options import CadenceOptions
-from flowdp.policy.cadence import Cadence
 from flowdp.protocol.commands import Average, Command, RoundEnded, Send
 from flowdp.protocol.messages import (
     Averaged,
@@ -40,8 +40,10 @@ class Run:
         groups: tuple[int, int] | None = None,
         **options: Any,
     ) -> None:
-        cadence = Cadence(2, CadenceOptions(**options))
-        self.machine = AsyncRounds(Epochs(batches, epochs, None, 2, groups=groups), cadence, 2)
+        config = CoordinatorConfig(
+            world_size=2, batches=batches, epochs=epochs, groups=groups, cadence=CadenceOptions(**options)
+        )
+        self.machine = AsyncRounds(config, Epochs(config))
         self.out: list[list[StartEpoch]] = [[], []]
         self.now_ms = 0.0
 

@@ -101,10 +101,9 @@ def test_what_was_measured_goes_on_where_the_ranks_are_as_many() -> None:
 
 # ---------------------------------------------------------------- several machines
 def of_machines(batches: int, inner_rounds: int, **options: Any) -> CadenceRounds:
-    made = rounds(batches, **options)
+    made = rounds(batches, machines=(1, 1), inner_rounds=inner_rounds, **options)
     assert isinstance(made, CadenceRounds)
-    assert made.cadence is not None
-    return CadenceRounds(made.epochs, made.cadence, 2, inner_rounds)
+    return made
 
 
 def test_an_order_arms_the_rounds_up_to_one_of_all_machines() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from flowdp.machine.config import BarrierPlan
 from flowdp.machine.epochs import Epochs
+from flowdp.policy.interval import Interval
 from flowdp.policy.ledger import Ledger
 from flowdp.protocol.messages import DataEnded, Work
 from flowdp.protocol.position import Position
+from tests.planned import epochs_of
 
 PACE = (1.0, 1.0)
 
@@ -26,7 +29,7 @@ def trained(epochs: Epochs, epoch: int, rank: int, batches: tuple[int, ...], los
 
 
 def test_an_epoch_is_complete_when_all_of_it_was_trained() -> None:
-    epochs = Epochs(4, 1, None, 2)
+    epochs = epochs_of(4, 1, None, 2)
     dealt(epochs, now_ms=10.0)
     trained(epochs, 0, 0, (0, 2), loss=1.0)
     # Half of it: nothing is complete.
@@ -43,7 +46,7 @@ def test_an_epoch_is_complete_when_all_of_it_was_trained() -> None:
 
 
 def test_the_next_epoch_is_dealt_while_the_one_before_runs() -> None:
-    epochs = Epochs(4, 2, None, 2)
+    epochs = epochs_of(4, 2, None, 2)
     first = dealt(epochs)
     second = dealt(epochs)
     assert (first.epoch, second.epoch) == (0, 1)
@@ -60,7 +63,7 @@ def test_the_next_epoch_is_dealt_while_the_one_before_runs() -> None:
 
 
 def test_an_epoch_begins_when_the_one_before_has_ended() -> None:
-    epochs = Epochs(4, 2, None, 2)
+    epochs = epochs_of(4, 2, None, 2)
     dealt(epochs, now_ms=0.0)
     dealt(epochs, now_ms=90.0)
     for epoch, now_ms in ((0, 100.0), (1, 250.0)):
@@ -72,7 +75,7 @@ def test_an_epoch_begins_when_the_one_before_has_ended() -> None:
 
 
 def test_what_comes_back_is_dealt_before_the_next_epoch() -> None:
-    epochs = Epochs(4, 2, None, 2)
+    epochs = epochs_of(4, 2, None, 2)
     first = dealt(epochs)
     dealt(epochs)
     # Rank 1 trained nothing of the first epoch.
@@ -82,7 +85,7 @@ def test_what_comes_back_is_dealt_before_the_next_epoch() -> None:
 
 
 def test_a_scheduler_that_waits_for_the_loss_holds_the_next_epoch() -> None:
-    epochs = Epochs(4, 2, None, 2, wait_for_metric=True)
+    epochs = epochs_of(4, 2, None, 2, wait_for_metric=True)
     dealt(epochs)
     assert epochs.metrics == ()
     assert epochs.dealing(0.0) is None
@@ -107,7 +110,7 @@ def test_a_scheduler_that_waits_for_the_loss_holds_the_next_epoch() -> None:
 def test_the_run_ends_by_epochs_or_by_steps(
     epochs: int | None, max_steps: int | None, lengths: list[int]
 ) -> None:
-    run = Epochs(4, epochs, max_steps, 1)
+    run = epochs_of(4, epochs, max_steps, 1)
     found = []
     while (ledger := run.dealing(0.0)) is not None:
         found.append(ledger.batches)
@@ -116,7 +119,7 @@ def test_the_run_ends_by_epochs_or_by_steps(
 
 
 def test_max_steps_counts_steps_of_several_batches() -> None:
-    run = Epochs(5, None, 5, 2, groups=(2, 2))  # an epoch is 2 + 2 + 1 batches: three steps
+    run = epochs_of(5, None, 5, 2, groups=(2, 2))  # an epoch is 2 + 2 + 1 batches: three steps
     first = run.dealing(0.0)
     assert first is not None
     assert first.batches == 5
@@ -130,7 +133,7 @@ def test_max_steps_counts_steps_of_several_batches() -> None:
 
 def test_a_round_that_is_out_belongs_to_the_last_epoch() -> None:
     """Snapshots are averaged after the epoch of their steps is complete; the last epoch waits for them."""
-    epochs = Epochs(2, 2, None, 2)
+    epochs = epochs_of(2, 2, None, 2)
     for epoch in range(2):
         dealt(epochs, (1, 1))
         trained(epochs, epoch, 0, (0,))
@@ -145,7 +148,7 @@ def test_a_round_that_is_out_belongs_to_the_last_epoch() -> None:
 
 
 def test_an_epoch_that_max_steps_cuts_is_not_complete() -> None:
-    epochs = Epochs(4, None, 6, 2)
+    epochs = epochs_of(4, None, 6, 2)
     for epoch, quotas in enumerate(((2, 2), (1, 1))):
         dealt(epochs, quotas)
         trained(epochs, epoch, 0, (0, 2)[: quotas[0]])
@@ -156,7 +159,7 @@ def test_an_epoch_that_max_steps_cuts_is_not_complete() -> None:
 
 # ---------------------------------------------------------------- epochs of unknown length
 def test_an_epoch_of_unknown_length_ends_where_its_end_was_read() -> None:
-    epochs = Epochs(None, 2, None, 2)
+    epochs = epochs_of(None, 2, None, 2)
     assert dealt(epochs).remaining > 10**9
     assert not epochs.is_exhausted
     epochs.end(DataEnded(0, 3))  # batch 3, which rank 1 holds, never existed
@@ -178,7 +181,7 @@ def test_an_epoch_of_unknown_length_ends_where_its_end_was_read() -> None:
 
 
 def test_max_steps_counts_through_epochs_of_any_length() -> None:
-    epochs = Epochs(None, None, 5, 2)
+    epochs = epochs_of(None, None, 5, 2)
     assert dealt(epochs).batches == 5
     epochs.end(DataEnded(0, 3))
     # Two are left for the epoch after it, of any length.
@@ -194,7 +197,7 @@ def test_max_steps_counts_through_epochs_of_any_length() -> None:
 
 
 def test_the_streams_of_machines_end_one_after_the_other() -> None:
-    epochs = Epochs(None, 2, None, 2, streams=(1, 1))
+    epochs = epochs_of(None, 2, None, 2, machines=(1, 1))
     assert dealt(epochs).position == 4
     epochs.end(DataEnded(0, 1, 1, 2))  # batch 3 never existed
     epochs.end(DataEnded(1, 2, 1, 2))
@@ -220,7 +223,7 @@ def test_the_streams_of_machines_end_one_after_the_other() -> None:
 
 
 def test_max_steps_counts_the_short_last_step_of_each_stream() -> None:
-    epochs = Epochs(None, None, 4, 2, groups=(2, 2), streams=(1, 1))
+    epochs = epochs_of(None, None, 4, 2, groups=(2, 2), machines=(1, 1))
     ledger = dealt(epochs, (1, 1))
     epochs.end(DataEnded(0, 1, 0, 2))
     epochs.end(DataEnded(0, 3, 1, 2))
@@ -238,20 +241,20 @@ def test_max_steps_counts_the_short_last_step_of_each_stream() -> None:
 
 # ---------------------------------------------------------------- barriers, and resuming
 def test_an_epoch_that_halts_holds_the_next_one() -> None:
-    epochs = Epochs(4, 3, None, 2, halts=lambda epoch: epoch == 0)
-    dealt(epochs)
+    epochs = epochs_of(4, 4, None, 2, tasks=BarrierPlan(Interval(2, "epoch")))
+    assert [dealt(epochs).epoch for _ in range(2)] == [0, 1]
     assert epochs.dealing(0.0) is None
     assert epochs.is_exhausted
-    trained(epochs, 0, 0, (0, 2))
-    trained(epochs, 0, 1, (1, 3))
+    for epoch in (0, 1):
+        trained(epochs, epoch, 0, (0, 2))
+        trained(epochs, epoch, 1, (1, 3))
     epochs.ended(1.0, 1, 4)
     assert not epochs.is_exhausted
-    assert dealt(epochs).epoch == 1
-    assert dealt(epochs).epoch == 2
+    assert [dealt(epochs).epoch for _ in range(2)] == [2, 3]
 
 
 def test_a_position_can_be_gone_on_from_by_other_ranks() -> None:
-    first = Epochs(9, 2, None, 2)
+    first = epochs_of(9, 2, None, 2)
     dealt(first, (3, 3), now_ms=100.0)
     for rank, hand in enumerate(((0, 2, 4), (1, 3, 5))):
         steps = 3 if rank == 0 else 1
@@ -265,7 +268,7 @@ def test_a_position_can_be_gone_on_from_by_other_ranks() -> None:
     assert (one.position, one.left, one.missing, one.spent_ms) == (5, ((), (3,)), (3,), 50.0)
     assert [(sums.steps, sums.samples) for sums in one.sums] == [(3, 24), (1, 8)]
 
-    second = Epochs(9, 2, None, 3)
+    second = epochs_of(9, 2, None, 3)
     second.resume(Position(2, done, open_, 4, planned=planned))
     second.start(1000.0)  # the ranks took a second to be ready
     ledger = second.dealing(1000.0)
@@ -283,7 +286,7 @@ def test_a_position_can_be_gone_on_from_by_other_ranks() -> None:
 
 
 def test_an_epoch_that_the_limit_cut_goes_on_in_a_longer_run() -> None:
-    first = Epochs(4, 2, 6, 1)
+    first = epochs_of(4, 2, 6, 1)
     for hand in ((0, 1, 2, 3), (0, 1)):
         ledger = first.dealing(0.0)
         assert ledger is not None
@@ -294,7 +297,7 @@ def test_an_epoch_that_the_limit_cut_goes_on_in_a_longer_run() -> None:
     done, planned, open_ = first.position(20.0)
     assert (done, planned, [(one.epoch, one.position) for one in open_]) == (1, 4, [(1, 2)])
 
-    longer = Epochs(4, 2, None, 1)
+    longer = epochs_of(4, 2, None, 1)
     longer.resume(Position(1, done, open_, 6, planned=planned))
     ledger = longer.dealing(0.0)
     assert ledger is not None
@@ -304,7 +307,7 @@ def test_an_epoch_that_the_limit_cut_goes_on_in_a_longer_run() -> None:
     assert metrics.per_rank[0].steps == 4
 
     # The same limit: the epoch is reported again, and nothing is trained.
-    again = Epochs(4, 2, 6, 1)
+    again = epochs_of(4, 2, 6, 1)
     again.resume(Position(1, done, open_, 6, planned=planned))
     assert again.dealing(0.0) is None
     assert len(again.ended(0.0, 1, 6)) == 1
@@ -312,7 +315,7 @@ def test_an_epoch_that_the_limit_cut_goes_on_in_a_longer_run() -> None:
 
 
 def test_what_a_lost_rank_has_left_is_given_to_others() -> None:
-    epochs = Epochs(6, 1, None, 3)
+    epochs = epochs_of(6, 1, None, 3)
     ledger = epochs.dealing(0.0)
     assert ledger is not None
     ledger.deal((2, 2, 2), (1.0,) * 3)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from flowdp.machine.config import GlobalBatch
+from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds, split
 from flowdp.machine.rounds import Constraints
+from flowdp.options import CadenceOptions
 from flowdp.protocol.commands import Command, Fail, RoundEnded, Send
 from flowdp.protocol.gate import Window
 from flowdp.protocol.messages import (
@@ -35,11 +36,18 @@ OF_A_CARD = Checksum("a card", 7)
 def rounds(
     windows: int = 100, *, world_size: int = 2, window: int = 64, last: int | None = None, **given: Any
 ) -> ExactRounds:
-    epochs = Epochs(windows, given.pop("epochs", 1), None, world_size)
     samples = (windows - 1) * window + (window if last is None else last)
     alone = given.pop("may_be_alone", False)
     batch = GlobalBatch(window, samples, given.pop("least", 1), given.pop("forwards", None), alone)
-    return ExactRounds(epochs, world_size, batch, **given)
+    config = CoordinatorConfig(
+        world_size=world_size,
+        batches=windows,
+        epochs=given.pop("epochs", 1),
+        global_batch=batch,
+        ratios=given.pop("ratios", None),
+        cadence=CadenceOptions(**given),
+    )
+    return ExactRounds(config, Epochs(config))
 
 
 def decide(machine: ExactRounds, now_ms: float = 0.0, *, hold: bool = False) -> list[Block]:

@@ -141,7 +141,7 @@ def test_the_end_of_the_data_shortens_what_is_out() -> None:
 
 
 def test_what_a_lost_rank_did_since_the_last_mean_is_dealt_to_the_others() -> None:
-    machine = rounds(60, world_size=3, cadence=False)
+    machine = rounds(60, world_size=3, policy="sync")
     [first] = orders(decide(machine))
     settle(machine, acks(first, pace_ms=(1.0, 1.0, 1.0)))
     block, *_ = orders(decide(machine))
@@ -210,7 +210,7 @@ def test_no_round_is_armed_behind_a_bad_replica_that_overtakes_the_others() -> N
 
 # ---------------------------------------------------------------- one step per rank, and one device
 def test_sync_is_one_step_of_every_rank_and_never_hurried() -> None:
-    machine = rounds(batches=9, cadence=False)
+    machine = rounds(batches=9, policy="sync")
     [probe] = orders(decide(machine))
     assert [block.batches for block in probe.values()] == [(0,), (1,)]
     assert not sync(probe[0]).drift
@@ -229,7 +229,7 @@ def test_sync_is_one_step_of_every_rank_and_never_hurried() -> None:
 
 
 def test_a_block_lasts_about_a_fifth_of_a_second() -> None:
-    machine = rounds(batches=1000, cadence=False)
+    machine = rounds(batches=1000, policy="sync")
     [probe] = orders(decide(machine))
     settle(machine, acks(probe, pace_ms=(9.0, 5.0)))
     first, _second = orders(decide(machine))
@@ -238,7 +238,7 @@ def test_a_block_lasts_about_a_fifth_of_a_second() -> None:
 
 
 def test_a_block_that_is_voided_in_the_middle() -> None:
-    machine = rounds(batches=100, cadence=False)
+    machine = rounds(batches=100, policy="sync")
     [probe] = orders(decide(machine))
     settle(machine, acks(probe))
     first, _second = orders(decide(machine))
@@ -252,7 +252,7 @@ def test_a_block_that_is_voided_in_the_middle() -> None:
 
 
 def test_one_device_needs_no_rank_to_wait_for() -> None:
-    machine = rounds(batches=80, world_size=1, cadence=False)
+    machine = rounds(batches=80, world_size=1, policy="sync")
     [probe] = orders(decide(machine))
     assert probe[0].batches == (0,)
     settle(machine, acks(probe, pace_ms=(5.0,), sync_ms=0.0))
@@ -264,7 +264,7 @@ def test_one_device_needs_no_rank_to_wait_for() -> None:
 
 
 def test_sync_with_steps_of_several_batches() -> None:
-    machine = rounds(9, cadence=False, groups=(2, 1))
+    machine = rounds(9, policy="sync", groups=(2, 1))
     [first] = orders(decide(machine))
     settle(machine, acks(first))
     [block] = orders(decide(machine))
@@ -278,7 +278,7 @@ def test_sync_with_steps_of_several_batches() -> None:
 
 @pytest.mark.parametrize("length", [7, 8])
 def test_in_sync_a_block_is_held_up_to_the_round_that_is_short(length: int) -> None:
-    machine = stream(cadence=False, epochs=2)
+    machine = stream(policy="sync", epochs=2)
     [probe] = orders(decide(machine))
     settle(machine, acks(probe))
     block, behind = orders(decide(machine))
@@ -295,7 +295,7 @@ def test_in_sync_a_block_is_held_up_to_the_round_that_is_short(length: int) -> N
 
 
 def test_nothing_is_armed_from_the_limit_on() -> None:
-    machine = rounds(cadence=False)
+    machine = rounds(policy="sync")
     [first] = orders(decide(machine))
     settle(machine, acks(first, pace_ms=(1.0, 1.0)))
     # Two were held: twelve are left, and the round that crosses the limit is not cut.

@@ -22,7 +22,7 @@ EXACT = {"policy": "exact", "global_batch": GlobalBatch(8, 30)}
 
 def made(**given: Any) -> Rounds:
     config = CoordinatorConfig(**{"world_size": 2, "batches": 4, "epochs": 1, **given})
-    return make_rounds(config, Epochs(config.batches, config.epochs, None, config.world_size))
+    return make_rounds(config, Epochs(config))
 
 
 @pytest.mark.parametrize(

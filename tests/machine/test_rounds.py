@@ -21,7 +21,7 @@ def test_they_begin_idle_and_order_nothing_on_hold(policy: Policy) -> None:
     config = CoordinatorConfig(
         world_size=2, batches=4, epochs=1, policy=policy, global_batch=GlobalBatch(8, 30)
     )
-    rounds = make_rounds(config, Epochs(4, 1, None, 2))
+    rounds = make_rounds(config, Epochs(config))
     assert rounds.shares in get_args(Shares)
     assert rounds.averages in get_args(Averages)
     assert (rounds.is_idle, rounds.wants_meeting, rounds.global_step, rounds.next_round) == (

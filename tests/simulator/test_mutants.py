@@ -388,9 +388,10 @@ LATE_AND_BAD = Scenario(
 LATE_AND_CALLED = Scenario(
     seed=0,
     config=CoordinatorConfig(
-        world_size=2, batches=200, epochs=1, policy="async", cadence=CadenceOptions(anchor=2)
+        world_size=2, batches=2000, epochs=1, policy="async", cadence=CadenceOptions(anchor=2)
     ),
-    ms_per_step=(1.0, 1.0),
+    ms_per_step=(1.0, 4.0),
+    noise=0.3,
     late_snapshot=1.0,
     wishes=tuple(Wish(at_ms, Requested("set_lr", 0.1)) for at_ms in (20.0, 60.0, 100.0)),
 )

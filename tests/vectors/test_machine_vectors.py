@@ -19,7 +19,6 @@ from flowdp.machine.epochs import Epochs
 from flowdp.machine.rounds import Constraints
 from flowdp.machine.worker import Enter, Idle, Leave, Snapshot, Step, WorkerMachine
 from flowdp.options import CadenceOptions
-from flowdp.policy.cadence import Cadence
 from flowdp.policy.lead import Overshoot
 from flowdp.policy.ledger import Ledger
 from flowdp.protocol.commands import Command, EpochEnded, RoundEnded, Send
@@ -65,8 +64,10 @@ class Free:
     def __init__(
         self, batches: int = 1000, *, epochs: int = 1, ratios: Sequence[float] | None = None, **options: Any
     ):
-        cadence = Cadence(2, CadenceOptions(**options), ratios)
-        self.machine = AsyncRounds(Epochs(batches, epochs, None, 2), cadence, 2)
+        config = CoordinatorConfig(
+            world_size=2, batches=batches, epochs=epochs, ratios=ratios, cadence=CadenceOptions(**options)
+        )
+        self.machine = AsyncRounds(config, Epochs(config))
         self.out: list[list[StartEpoch]] = [[], []]
         self.throttled = [False, False]
         self.requested = False
