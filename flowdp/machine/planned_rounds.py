@@ -369,14 +369,11 @@ class SyncRounds(PlannedRounds):
     shares: ClassVar[Shares] = "equal"
 
     def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
-        ranks = self._present
-        whole = ledger.whole_rounds(ranks)
-        if whole:
-            count = min(self.times.steps_at_once, whole, -(-self._room // len(ranks)))
-            return count, ledger.deal_rounds(count, ranks)
-        getting = frozenset(ranks)
-        quotas = tuple(int(rank in getting) for rank in range(self.world_size))
-        return 1, ledger.deal(quotas, [1.0] * self.world_size)
+        room = -(-self._room // len(self._present))
+        count = min(self.times.steps_at_once, max(1, ledger.whole_rounds(self._present)), room)
+        present = frozenset(self._present)
+        quotas = [count if rank in present else 0 for rank in range(self.world_size)]
+        return count, ledger.deal(quotas, [1.0] * self.world_size)
 
 
 class SingleRounds(PlannedRounds):

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from flowdp.errors import ProtocolError
+from flowdp.policy import schedule
 from flowdp.protocol.messages import (
     Abort,
     Arrival,
@@ -271,7 +272,7 @@ class WorkerMachine:
         planned = 0 if is_idle else sync.every
         is_over = self._in_round >= planned or self._taken >= len(order.batches)
         if not is_over and (in_step or self._sync_now < sync.round + self._held):
-            return self._step(order, before + self._in_round * sync.steps // planned)
+            return self._step(order, schedule.position(before, self._in_round, sync.steps, planned))
         is_inner = sync.inner and self._held < sync.count - 1
         arrival = Arrival(
             self.rank,
@@ -387,8 +388,9 @@ class WorkerMachine:
             if is_held:
                 return _IDLE
             pace = order.pace
-            ahead = 0 if pace is None else self.steps * pace.steps // pace.quota
-            return self._step(order, self._base + ahead)
+            if pace is None:
+                return self._step(order, self._base)
+            return self._step(order, schedule.position(self._base, self.steps, pace.steps, pace.quota))
         self._order = None
         return Report(Done(order.plan, order.epoch, fresh))
 

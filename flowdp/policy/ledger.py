@@ -118,13 +118,14 @@ class Ledger:
                 self.left[rank] = hand + self.left[rank]
             return self._deal_tail(quotas, ms_per_step, due)
         fresh = [quota - steps for quota, steps in zip(quotas, ahead, strict=True)]
-        if max(quotas) == 1:
-            asked: Sequence[int] = [rank for rank, count in enumerate(fresh) if count]
+        takers = [rank for rank, steps in enumerate(fresh) if steps]
+        is_even = max(quotas) == 1 or (len(set(ms_per_step)) == 1 and not any(ahead))
+        if is_even and len({fresh[rank] for rank in takers}) == 1:
+            self._take_turns(hands, takers, fresh[takers[0]])
         else:
-            asked = interleave(fresh, ms_per_step, ahead)
-        for rank in asked:
-            hands[rank] += range(self.position, self.position + self.groups[rank])
-            self.position += self.groups[rank]
+            for rank in interleave(fresh, ms_per_step, ahead):
+                hands[rank] += range(self.position, self.position + self.groups[rank])
+                self.position += self.groups[rank]
         self.dealt += sum(map(len, hands))
         return tuple(map(tuple, hands))
 
@@ -146,32 +147,6 @@ class Ledger:
         self.position = stop
         self.dealt += len(hand)
         return tuple(hand)
-
-    def deal_rounds(self, count: int, ranks: Collection[int] | None = None) -> Deal:
-        """Deal `count` rounds of one step per rank: the ranks' batches follow each other in each round.
-
-        Args:
-            count: How many.
-            ranks: Ranks that get any; None: all.
-        """
-        getting = range(len(self.groups)) if ranks is None else frozenset(ranks)
-        groups = [group if rank in getting else 0 for rank, group in enumerate(self.groups)]
-        whole = sum(groups)
-        if any(self.left) or self.batches - self.position < count * whole:
-            raise ProtocolError(f"epoch {self.epoch}: {count} whole rounds do not remain at {self.position}")
-        stop = self.position + count * whole
-        deal: list[tuple[int, ...]] = []
-        for group, before in zip(groups, accumulate(groups, initial=0), strict=False):
-            if not group:
-                deal.append(())
-                continue
-            firsts = range(self.position + before, stop, whole)
-            deal.append(
-                tuple(firsts if group == 1 else (first + i for first in firsts for i in range(group)))
-            )
-        self.position = stop
-        self.dealt += count * whole
-        return tuple(deal)
 
     def count_back(self, rank: int, batches: Sequence[int], steps: int) -> None:
         """Count back dealt batches: those of the first `steps` steps are trained, the others remain."""
@@ -234,6 +209,15 @@ class Ledger:
                 f"epoch {self.epoch}: {self.trained} batches trained, {self.dealt} dealt, {remaining} "
                 f"remaining do not make {self.batches}"
             )
+
+    def _take_turns(self, hands: list[list[int]], ranks: Sequence[int], count: int) -> None:
+        """Add `count` steps of each of these ranks, one after the other: as `interleave` would, at once."""
+        ends = list(accumulate(self.groups[rank] for rank in ranks))
+        first, self.position = self.position, self.position + count * ends[-1]
+        for rank, end in zip(ranks, ends, strict=True):
+            group = self.groups[rank]
+            steps = range(first + end - group, self.position, ends[-1])
+            hands[rank] += steps if group == 1 else (start + i for start in steps for i in range(group))
 
     def _take_left(self, rank: int, quota: int) -> list[int]:
         hand, self.left[rank] = self.left[rank][:quota], self.left[rank][quota:]

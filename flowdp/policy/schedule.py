@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["LrScaling", "lr_factor", "position", "total_steps", "warm_up_factor"]
+__all__ = ["LrScaling", "lr_factor", "position", "warm_up_factor"]
 
 LrScaling = Literal["linear", "sqrt"] | float
 
@@ -45,16 +45,3 @@ def warm_up_factor(position: int, steps: int) -> float:
         steps: Steps of the warm-up; 0: there is none.
     """
     return min(1.0, (position + 1) / steps) if steps else 1.0
-
-
-def total_steps(samples: int, batch_size: int, epochs: int, drop_last: bool) -> int:
-    """Steps of all ranks in a whole run, the same for any number of devices.
-
-    Args:
-        samples: Length of the dataset.
-        batch_size: Samples of one step.
-        epochs: Epochs of the run.
-        drop_last: Whether the short last batch of an epoch is left out.
-    """
-    batches = samples // batch_size if drop_last else -(-samples // batch_size)
-    return epochs * batches

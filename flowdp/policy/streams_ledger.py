@@ -113,15 +113,6 @@ class StreamsLedger:
         """Nothing: no policy that deals to one rank alone has streams of several machines."""
         raise ProtocolError(f"epoch {self.epoch}: rank {rank} asks for {steps} steps of several streams")
 
-    def deal_rounds(self, count: int, ranks: Collection[int] | None = None) -> Deal:
-        """Deal rounds of one step per rank; see `Ledger.deal_rounds`."""
-        getting = range(len(self.groups)) if ranks is None else ranks
-        hands: list[tuple[int, ...]] = []
-        for machine, part in enumerate(self._parts):
-            dealt = part.deal_rounds(count, self._local(machine, getting))
-            hands += [tuple(self._numbers(machine, hand)) for hand in dealt]
-        return tuple(hands)
-
     def count_back(self, rank: int, batches: Sequence[int], steps: int) -> None:
         """Count back dealt batches; see `Ledger.count_back`."""
         machine = next(at for at, ranks in enumerate(self._ranks) if rank in ranks)

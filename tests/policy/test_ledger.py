@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowdp.errors import ProtocolError
 from flowdp.policy.ledger import ENDLESS, Deal, Ledger, interleave
 
 EQUAL = (1.0, 1.0)
@@ -34,6 +33,23 @@ def test_interleave(
     counts: tuple[int, ...], ms_per_step: tuple[float, ...], ahead: tuple[int, ...], asked: list[int]
 ) -> None:
     assert interleave(counts, ms_per_step, ahead) == asked
+
+
+@given(st.data())
+def test_equal_ranks_take_turns_as_they_would_ask(data: st.DataObject) -> None:
+    groups = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    count, getting = (
+        data.draw(st.integers(1, 5)),
+        data.draw(st.sets(st.sampled_from(range(len(groups))), min_size=1)),
+    )
+    quotas = [count if rank in getting else 0 for rank in range(len(groups))]
+    hands: list[list[int]] = [[] for _ in groups]
+    position = 0
+    for rank in interleave(quotas, [1.0] * len(groups)):
+        hands[rank] += range(position, position + groups[rank])
+        position += groups[rank]
+    deal = Ledger(0, 100, len(groups), groups).deal(quotas, [1.0] * len(groups))
+    assert deal == tuple(map(tuple, hands))
 
 
 # ---------------------------------------------------------------- dealing
@@ -75,9 +91,8 @@ def test_the_tail_keeps_to_the_quotas() -> None:
 
 def test_whole_rounds_at_once() -> None:
     ledger = Ledger(0, 10, 3)
-    assert ledger.deal_rounds(3) == ((0, 3, 6), (1, 4, 7), (2, 5, 8))
-    with pytest.raises(ProtocolError, match="1 whole rounds do not remain at 9"):
-        ledger.deal_rounds(1)
+    assert ledger.deal((3, 3, 3), (1.0,) * 3) == ((0, 3, 6), (1, 4, 7), (2, 5, 8))
+    assert ledger.whole_rounds((0, 1, 2)) == 0
 
 
 # ---------------------------------------------------------------- returned batches
@@ -170,7 +185,7 @@ def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
             assert all(ledger.steps(rank, hand) <= quotas[rank] for rank, hand in enumerate(deal))
             out += list(enumerate(deal))
         elif what == "rounds" and not any(ledger.left) and batches - ledger.position >= sum(groups):
-            out += list(enumerate(ledger.deal_rounds(1)))
+            out += list(enumerate(ledger.deal([1] * ranks, [1.0] * ranks)))
         elif what == "count_back" and out:
             rank, hand = out.pop(data.draw(st.integers(0, len(out) - 1)))
             steps = data.draw(st.integers(0, ledger.steps(rank, hand)))
@@ -266,10 +281,8 @@ def test_every_batch_is_trained_once_whenever_the_end_is_known(
 # ---------------------------------------------------------------- lost ranks, and resuming
 def test_whole_rounds_without_a_rank() -> None:
     ledger = Ledger(0, 10, 3, (1, 1, 2))
-    assert ledger.deal_rounds(2, (0, 2)) == ((0, 3), (), (1, 2, 4, 5))
-    assert (ledger.position, ledger.dealt) == (6, 6)
-    with pytest.raises(ProtocolError, match="2 whole rounds do not remain"):
-        ledger.deal_rounds(2, (0, 2))
+    assert ledger.deal((2, 0, 2), (1.0,) * 3) == ((0, 3), (), (1, 2, 4, 5))
+    assert (ledger.position, ledger.dealt, ledger.whole_rounds((0, 2))) == (6, 6, 1)
 
 
 def test_it_begins_where_another_one_stood() -> None:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowdp.policy.schedule import lr_factor, position, total_steps, warm_up_factor
+from flowdp.policy.schedule import lr_factor, position, warm_up_factor
 
 quotas = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -47,18 +47,3 @@ def test_lr_factor(ratio, world_size, factor):
 def test_a_warm_up_is_a_straight_line_to_one():
     assert [warm_up_factor(i, 4) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert warm_up_factor(0, 0) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("samples", "batch_size", "drop_last", "steps"),
-    [
-        (1000, 64, False, 48),
-        (1000, 64, True, 45),
-        (128, 64, False, 6),
-        (128, 64, True, 6),
-        (10, 64, False, 3),
-        (10, 64, True, 0),
-    ],
-)
-def test_total_steps_counts_the_short_batch(samples, batch_size, drop_last, steps):
-    assert total_steps(samples, batch_size, 3, drop_last) == steps

@@ -16,7 +16,7 @@ def test_each_machine_has_numbers_of_its_own() -> None:
     ledger = StreamsLedger(0, None, (2, 1))
     assert ledger.deal((2, 1, 2), EQUAL) == ((0, 4), (2,), (1, 3))
     assert (ledger.dealt, ledger.trained) == (5, 0)
-    assert ledger.deal_rounds(2) == ((6, 10), (8, 12), (5, 7))
+    assert ledger.deal((2, 2, 2), EQUAL) == ((6, 10), (8, 12), (5, 7))
     ledger.check()
 
 

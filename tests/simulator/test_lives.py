@@ -24,7 +24,7 @@ SCENARIO = Scenario(seed=0, config=CONFIG, ms_per_step=(1.0, 1.0), sync_ms=0.1, 
 @pytest.fixture(autouse=True)
 def saves_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no checkpoint be put off."""
-    monkeypatch.setattr(SaveBudget, "free_ms", property(lambda _: -math.inf, lambda *_: None))
+    monkeypatch.setattr(SaveBudget, "free_ms", property(lambda _: -math.inf, lambda *_: None), raising=False)
 
 
 def lives(**given: Any) -> list[JudgedWorld]:

@@ -303,7 +303,7 @@ def ended_as_complete(
         if epoch.ledger.is_complete:
             self._open.remove(epoch)
             self.done += 1
-            records.append(epoch.tally.result(1.0, anchor, global_step, self.epochs))
+            records.append(epoch.tally.result(1.0, anchor, global_step, self.config.epochs))
     return records
 
 
@@ -811,7 +811,7 @@ def training_goes_on_while_a_barrier_task_is_out(is_wanted, self):
 @advice("S19", Lives(200), Epochs, "position")
 def a_position_forgets_the_left_overs(position, self, now_ms):
     done, planned, open_ = position(self, now_ms)
-    return done, planned, tuple(replace(one, left=((),) * self.world_size) for one in open_)
+    return done, planned, tuple(replace(one, left=((),) * self.config.world_size) for one in open_)
 
 
 mutant(
