@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.coordinator import Coordinator
@@ -47,6 +47,8 @@ from flowdp.sim.clock import Clock
 
 __all__ = ["VirtualRank", "World"]
 
+NOTHING = Work(0, 0, 0)
+
 
 @dataclass
 class VirtualRank:
@@ -57,29 +59,22 @@ class VirtualRank:
         ms_per_step: Mean time of one step.
         inbox: Orders that it has not read.
         state: starting, idle, step, gate, busy (with a snapshot) or gone.
-        steps: Steps since its last report.
-        samples: Samples of these steps.
+        sums: Its work since the last report.
+        longest_ms: The longest step of it, with its wait for data.
         entered_ms: Time at which it last entered the gate.
-        wait_ms: Time in the gate since its last report.
         data_wait_ms: Time that it waited for the batch of the next step.
         trained_ms: Time of all its steps.
-        sync_ms: Averaging time since its last report.
     """
 
     machine: WorkerMachine
     ms_per_step: float
     inbox: deque[Order] = field(default_factory=deque)
     state: str = "starting"
-    steps: int = 0
-    samples: int = 0
+    sums: Work = NOTHING
+    longest_ms: float = 0.0
     entered_ms: float = 0.0
-    wait_ms: float = 0.0
     data_wait_ms: float = 0.0
     trained_ms: float = 0.0
-    sync_ms: float = 0.0
-    _busy_ms: float = 0.0  # since the last report, as the two below
-    _data_ms: float = 0.0
-    _longest_ms: float = 0.0
 
     @property
     def is_listening(self) -> bool:
@@ -94,30 +89,21 @@ class VirtualRank:
     def stepped(self, samples: int, ms: float) -> None:
         """A step is done."""
         self.machine.trained(samples)
-        self.steps += 1
-        self.samples += samples
         self.trained_ms += ms
-        self._busy_ms += ms
-        self._data_ms += self.data_wait_ms
-        self._longest_ms = max(self._longest_ms, ms + self.data_wait_ms)
+        self.sums += Work(0, 1, samples, ms, self.data_wait_ms, losses=(1.0 * samples, samples))
+        self.longest_ms = max(self.longest_ms, ms + self.data_wait_ms)
         self.data_wait_ms = 0.0
+
+    def averaged(self, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
+        """It has waited in the gate, or a mean was taken."""
+        self.sums += replace(NOTHING, wait_ms=wait_ms, sync_ms=sync_ms)
 
     def work(self, done: Done) -> Work:
         """Everything since the last report as a record; counting starts again."""
-        work = Work(
-            done.epoch,
-            done.steps,
-            self.samples,
-            busy_ms=self._busy_ms,
-            data_ms=self._data_ms,
-            pace_ms=pace_ms(self._busy_ms + self._data_ms, self._longest_ms, self.steps),
-            losses=(1.0 * self.samples, self.samples),
-            wait_ms=self.wait_ms,
-            sync_ms=self.sync_ms,
-        )
-        self.wait_ms = self.sync_ms = 0.0
-        self._busy_ms, self._data_ms, self._longest_ms, self.steps, self.samples = 0.0, 0.0, 0.0, 0, 0
-        return work
+        sums, longest_ms = self.sums, self.longest_ms
+        self.sums, self.longest_ms = NOTHING, 0.0
+        pace = pace_ms(sums.busy_ms + sums.data_ms, longest_ms, sums.steps)
+        return replace(sums, epoch=done.epoch, steps=done.steps, pace_ms=pace)
 
 
 class World:
@@ -344,7 +330,7 @@ class World:
         """All members stand in the gate, and their mean begins."""
         for member in outcome.members:
             rank = self.ranks[member]
-            rank.wait_ms += self.clock.now_ms - rank.entered_ms
+            rank.averaged(wait_ms=self.clock.now_ms - rank.entered_ms)
         sync_ms = self.averaging_ms(outcome)
         self.clock.after(sync_ms, self.held, outcome, sync_ms)
 
@@ -357,7 +343,7 @@ class World:
         for member in outcome.members:
             rank = self.ranks[member]
             rank.state = "idle"
-            rank.sync_ms += sync_ms
+            rank.averaged(sync_ms=sync_ms)
             done = rank.machine.met(outcome)
             if done is not None:
                 self.tell(self.acknowledgment(member, outcome, done, sync_ms), "up", member)
@@ -365,7 +351,5 @@ class World:
 
     def acknowledgment(self, number: int, outcome: Outcome, done: Done, sync_ms: float) -> SyncAck:
         """Acknowledge the last round of an order."""
-        rank = self.ranks[number]
         checksum = Checksum("simulated", 0) if outcome.compares else None
-        work = rank.work(done)
-        return SyncAck(number, outcome, work, sync_ms, drift=0.001, checksum=checksum)
+        return SyncAck(number, outcome, self.ranks[number].work(done), sync_ms, 0.001, checksum)

@@ -398,7 +398,7 @@ class JudgedWorld(MachinesWorld):
 
     def report(self, number: int, done: Done) -> None:
         """A rank reports its work since the last report."""
-        self.rules.reports(number, done, self.ranks[number].steps)
+        self.rules.reports(number, done, self.ranks[number].sums.steps)
         super().report(number, done)
 
     def snapshot(self, number: int, action: Snapshot) -> None:
@@ -522,7 +522,7 @@ class JudgedWorld(MachinesWorld):
     def acknowledgment(self, number: int, outcome: Outcome, done: Done, sync_ms: float) -> SyncAck:
         """Acknowledge the last round of an order."""
         rank, differs = self.ranks[number], self.scenario.differs
-        self.rules.reports(number, done, rank.steps)
+        self.rules.reports(number, done, rank.sums.steps)
         rank.read()
         ack = super().acknowledgment(number, outcome, done, sync_ms)
         if outcome.compares and differs is not None and differs[0] == number and done.epoch >= differs[1]:
