@@ -27,7 +27,7 @@ from flowdp.errors import OptionError
 from flowdp.options import ProcessTuning
 from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.tally import evaluation_means
-from flowdp.protocol.messages import Evaluated, MetricsMerged
+from flowdp.protocol.messages import Evaluated
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.inference import build_inference
 from flowdp.replica.rank_state import restore_model
@@ -49,13 +49,13 @@ def validate(config: RunConfig, state: StateOption | None) -> dict[str, float | 
     evaluator = open_evaluator(config.alone)
     assert evaluator is not None
 
-    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Evaluated | MetricsMerged:
+    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Evaluated:
         return evaluator.run(rank, replica, wait, lambda: None)
 
     merge = partial(_merge, evaluator)
     parts = on_all_ranks(task, replicas, evaluator.batches, _tuning(config), "validates", merge)
     means = evaluation_means([result for part in parts for result in part.results])
-    arrays = {name: array for part in parts if isinstance(part, MetricsMerged) for name, array in part.arrays}
+    arrays = {name: array for part in parts for name, array in part.arrays}
     return means | arrays
 
 
@@ -132,7 +132,7 @@ def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
     evaluator = open_evaluator(replace(config.alone, evaluation=few))
     assert evaluator is not None
 
-    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Evaluated | MetricsMerged:
+    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Evaluated:
         replicas[rank].mark()
         try:
             return evaluator.run(rank, replica, wait, lambda: None)
@@ -144,7 +144,7 @@ def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
         on_all_ranks(task, replicas, evaluator.batches, _tuning(config), doing, partial(_merge, evaluator))
 
 
-def _merge(evaluator: Evaluator, *_: object) -> Evaluated | MetricsMerged:
+def _merge(evaluator: Evaluator, *_: object) -> Evaluated:
     """Compute the metrics of the only evaluation of its evaluator."""
     return evaluator.merge(0, 0)
 
