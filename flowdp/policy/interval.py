@@ -1,4 +1,4 @@
-"""What comes back after so many epochs, steps or minutes: checkpoints and evaluations."""
+"""Intervals of checkpoints and evaluations: epochs, steps or minutes."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class VirtualRank:
         self.data_wait_ms = 0.0
 
     def averaged(self, wait_ms: float = 0.0, sync_ms: float = 0.0) -> None:
-        """It has waited in the gate, or a mean was taken."""
+        """Count a wait in the gate, or the time of a mean."""
         self.sums += replace(NOTHING, wait_ms=wait_ms, sync_ms=sync_ms)
 
     def work(self, done: Done) -> Work:
