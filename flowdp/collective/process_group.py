@@ -122,21 +122,13 @@ class ProcessGroup(ABC):
                 f"a mean of {tensor.dtype} would not be exact in {tensor.dtype}: use op='sum', or convert "
                 "to a float dtype"
             )
-        return self._start(
-            tensor, f"all_reduce {op!r}", lambda flat, call: self._reduce(flat, op, call), async_op
-        )
+        return self._start(tensor, f"all_reduce {op!r}", op, async_op)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Work:
         """Replace the tensor by that of rank `src`; raises the errors of `all_reduce`."""
         if not 0 <= src < self.size:
             raise OptionError(f"src must be a rank from 0 to {self.size - 1}, not {src!r}")
-
-        def start(flat: Tensor, call: str) -> Work:
-            if self.rank != src:
-                flat.zero_()
-            return self._reduce(flat.view(torch.uint8), "sum", call)
-
-        return self._start(tensor, f"broadcast from rank {src}", start, async_op)
+        return self._start(tensor, f"broadcast from rank {src}", None, async_op, gives=self.rank == src)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Copies of the tensors of all ranks, in the order of the ranks, this one included."""
@@ -170,13 +162,16 @@ class ProcessGroup(ABC):
     def _reduce(self, flat: Tensor, op: Op, call: str) -> Work:
         """Begin to reduce memory in place; `call` is equal on all ranks."""
 
-    def _start(self, tensor: Tensor, what: str, start: Callable[[Tensor, str], Work], async_op: bool) -> Work:
+    def _start(self, tensor: Tensor, what: str, op: Op | None, async_op: bool, *, gives: bool = True) -> Work:
+        """Begin a call; without `op` all ranks get the bytes of the one that gives."""
         if tensor.layout is not torch.strided:
             raise OptionError(
                 f"a collective needs a dense tensor, not {tensor.layout}; call to_dense() first"
             )
         flat = flat_view(tensor)
-        work = start(flat, _describe(what, tensor))
+        if not gives:
+            flat.zero_()
+        work = self._reduce(flat if op else flat.view(torch.uint8), op or "sum", _describe(what, tensor))
         if flat.data_ptr() != tensor.data_ptr():  # a copy, as the tensor is not contiguous
             work = Work(partial(_wait_and_write_back, work, flat, tensor))
         if not async_op:
