@@ -237,7 +237,7 @@ def _outer(
     """The momentum with which the helper moves a mean on the host, or those of the ranks on devices."""
     if not outer or not any(lane.is_async for lane in lanes):
         return (outer[0] if outer else None), ()
-    if len({id(one) for one in outer}) < len(outer):
+    if len({id(momentum) for momentum in outer}) < len(outer):
         raise OptionError(
             "policy='async' cannot have outer= here: these CUDA devices average through the host's memory in "
             "one kind of round and on a device in the other. Use policy='cadence', or leave outer out"

@@ -164,10 +164,10 @@ class WindowGroups:
         with self._lock:
             key = tuple(ranks)
             if key not in self._groups:
-                made = group_lanes([self._lanes[one] for one in key], threading.TIMEOUT_MAX)
+                made = group_lanes([self._lanes[member] for member in key], threading.TIMEOUT_MAX)
                 self._groups[key] = dict(zip(key, made, strict=True))
-                for one in self._gone.intersection(key):
-                    self._groups[key][one].close()
+                for member in self._gone.intersection(key):
+                    self._groups[key][member].close()
             return self._groups[key][rank]
 
     def leave(self, rank: int) -> None:
@@ -201,13 +201,13 @@ def _statistics(values: Tensor, group: ProcessGroup, what: str) -> tuple[Tensor,
     """Mean and biased variance of each channel over all ranks, and the number of values. In float64."""
     channels = values.size(1)
     rows = torch.zeros(group.size, 2 * channels + 1, dtype=torch.float64, device=values.device)
-    own = rows[group.rank]
+    row = rows[group.rank]
     if values.numel():
         wide = values.to(arithmetic(values.dtype))
         variance, mean = torch.var_mean(wide, _others(values), correction=0)
-        own[0] = values.numel() // channels
-        own[1 : channels + 1] = mean
-        own[channels + 1 :] = variance
+        row[0] = values.numel() // channels
+        row[1 : channels + 1] = mean
+        row[channels + 1 :] = variance
     _add_up(group, rows, what)
     counts, means, variances = rows.split([1, channels, channels], dim=1)
     count = counts.sum()

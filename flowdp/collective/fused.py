@@ -72,7 +72,7 @@ class Kernels:
 
     def take(self, tensors: Sequence[Tensor]) -> bool:
         """Whether there are kernels for these memories: all of one dtype."""
-        return tensors[0].dtype in NAMES and all(one.dtype == tensors[0].dtype for one in tensors)
+        return tensors[0].dtype in NAMES and all(tensor.dtype == tensors[0].dtype for tensor in tensors)
 
     def blocks(self, count: int) -> int:
         """Blocks that share this number of elements, and rows of squares that they write."""

@@ -97,16 +97,16 @@ class DeviceMean(StreamedMean):
         sums = []
         for rank, number in enumerate(numbers):
             with self._at(rank, range(len(numbers))):
-                sums.append(torch.stack([one.to(number.device) for one in numbers]).sum())
+                sums.append(torch.stack([term.to(number.device) for term in numbers]).sum())
         return sums
 
     def spread(self, replicas: Sequence[FlatTensors]) -> None:
         """See `StreamedMean.spread`."""
-        for rank, own in enumerate(replicas):
+        for rank, giver in enumerate(replicas):
             with self._at(rank, range(len(replicas))):
                 for other in replicas:
-                    for mine, theirs in zip(own.flats, other.flats, strict=True):
-                        if other is not own and mine.split:
+                    for mine, theirs in zip(giver.flats, other.flats, strict=True):
+                        if other is not giver and mine.split:
                             theirs.memory[mine.span(rank)].copy_(mine.memory[mine.span(rank)])
 
     def _meet(self) -> None:
@@ -147,9 +147,9 @@ class DeviceMean(StreamedMean):
         )
 
     def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-        own, last = outcome.members.index(rank), len(outcome.members)
+        place, last = outcome.members.index(rank), len(outcome.members)
         mean_square = sum(row[last] for row in rows)
-        return relative_drift(sum(row[own] for row in rows), mean_square), sqrt(mean_square)
+        return relative_drift(sum(row[place] for row in rows), mean_square), sqrt(mean_square)
 
 
 class _Ahead(Carrier):

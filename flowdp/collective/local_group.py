@@ -171,7 +171,7 @@ class _Rendezvous:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: call.left >= 0 or self._is_over_for(call), self._timeout):
-                late = ", ".join(str(one) for one in range(self.size) if one not in call.given)
+                late = ", ".join(str(other) for other in range(self.size) if other not in call.given)
                 self.fail(
                     CollectiveTimeout(
                         f"rank {late} did not call {call.name} (call {call.number}) within "
@@ -264,5 +264,5 @@ class _LocalGroup(ProcessGroup):
         self._rendezvous.leave(self.rank)
 
     def _reduce(self, flat: Tensor, op: Op, call: str) -> Work:
-        own = self._rendezvous.put(self.rank, self._channel, call, flat, op)
-        return Work(partial(self._rendezvous.wait, self.rank, own))
+        started = self._rendezvous.put(self.rank, self._channel, call, flat, op)
+        return Work(partial(self._rendezvous.wait, self.rank, started))

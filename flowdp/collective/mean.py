@@ -190,7 +190,7 @@ class BlockMean:
             ours = [memories[index] for memories in sources]
             theirs = [] if targets is sources else [memories[index] for memories in targets]
             places = range(len(ours)) if targets is sources else range(len(ours), len(ours) + len(theirs))
-            sent = {at for at, one in enumerate(theirs, len(ours)) if one.device != self._device}
+            sent = {at for at, target in enumerate(theirs, len(ours)) if target.device != self._device}
             sent |= self._far.intersection(places)
             state = (outer.state(index) if outer is not None and flat.is_measured else None) or ()
             is_fused = kernels is not None and not state and kernels.take([*ours, *theirs])
@@ -198,8 +198,8 @@ class BlockMean:
                 first, last = _bounds(start, stop, part, parts)
                 to = places
                 if is_cut and flat.spans > 1 and start < flat.split:
-                    own = flat.span(part)
-                    first, last, to = own.start, own.stop, places[:1]
+                    span = flat.span(part)
+                    first, last, to = span.start, span.stop, places[:1]
                 is_in_one = is_fused and kind in ("parameters", "unmeasured")
                 moved = state if kind == "parameters" else ()
                 for tensors in _cut([*ours, *theirs, *moved], first, last, self._size(is_in_one)):

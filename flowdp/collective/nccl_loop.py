@@ -90,8 +90,8 @@ class NcclLoop:
         rows = rows_like(tensors, dtypes, [lane.device for lane in self._lanes])
         rows[0].fill(tensors)
         if rows[0].memories:
-            self.broadcast([one.memories for one in rows])
-        return [one.views for one in rows]
+            self.broadcast([rank_rows.memories for rank_rows in rows])
+        return [rank_rows.views for rank_rows in rows]
 
     def broadcast(self, rows: Rows) -> None:
         """Give all ranks the first rank's rows, of any dtypes.
@@ -128,7 +128,10 @@ class NcclLoop:
 
     def _launch(self, rows: Rows, name: str, *how: int) -> None:
         here = [lane.current() for lane in self._lanes]
-        calls = [self._calls(lane, own, name, *how) for lane, own in zip(self._lanes, rows, strict=True)]
+        calls = [
+            self._calls(lane, rank_rows, name, *how)
+            for lane, rank_rows in zip(self._lanes, rows, strict=True)
+        ]
         try:
             with self._held(), QUIET:
                 for ready, stream in zip(self._ready, here, strict=True):

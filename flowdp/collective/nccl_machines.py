@@ -74,8 +74,8 @@ def _on_all(
     told = machines.gather("" if problem is None else str(problem))
     failed = [f"{name}: {text}" for name, text in zip(machines.names, told, strict=True) if text]
     if failed:
-        for one in result:
-            undo(one)
+        for opened in result:
+            undo(opened)
         text = "; ".join(failed)
         raise CollectiveError(f"{text}; between machines, backend='cpu' does without NCCL") from problem
     return result[0]

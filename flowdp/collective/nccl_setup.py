@@ -118,8 +118,8 @@ def launch_group(nccl: Any, comms: Sequence[Any], calls: Sequence[Sequence[Call]
     """Launch the calls of each rank here as one group."""
     nccl.groupStart()
     try:
-        for comm, own in zip(comms, calls, strict=True):
-            for name, arguments in own:
+        for comm, rank_calls in zip(comms, calls, strict=True):
+            for name, arguments in rank_calls:
                 getattr(comm, name)(*arguments)
     finally:
         nccl.groupEnd()
@@ -173,7 +173,8 @@ class Side:
             self._norm = torch.zeros((), dtype=torch.float64, device=self.tail.device)
         self._weight, self._square, self._mean_square = self.tail.unbind()
         self.calls = [
-            sum_call(nccl, lane, one.work, one.summed, takes_max=one.counts) for one in self._carried
+            sum_call(nccl, lane, carried.work, carried.summed, takes_max=carried.counts)
+            for carried in self._carried
         ]
         self.calls.append(sum_call(nccl, lane, self.tail[:2]))
 
@@ -417,8 +418,8 @@ class CommunicatorSetup:
         ranks, size = self._members.ranks, self._members.size
         with self._quiet:
             flats = [
-                [_stand_in(lane, flat) for flat in own]
-                for lane, own in zip(self._lanes, self._flats, strict=True)
+                [_stand_in(lane, flat) for flat in rank_flats]
+                for lane, rank_flats in zip(self._lanes, self._flats, strict=True)
             ]
             places = list(zip(self._lanes, flats, ranks, strict=True))
             sides = [Side(self._nccl, *place) for place in places]

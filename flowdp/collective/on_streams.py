@@ -85,7 +85,7 @@ class StreamedMean(ABC):
         self._marks = [_RoundMarks(lanes, rows) for rows in zip(*pinned, strict=True)]
         self.outer: Sequence[OuterMomentum] = ()
         if outer is not None:
-            self.outer = [_momentum(outer, *one) for one in zip(replicas, lanes, strict=True)]
+            self.outer = [_momentum(outer, *pair) for pair in zip(replicas, lanes, strict=True)]
         self._held = 0
         # Of the last launch. Every member reads it between two gates, and none launches meanwhile.
         self._latest = self._marks[0]

@@ -130,12 +130,12 @@ class MachineSum:
 
     def collect(self) -> None:
         """Sum the gradients that backwards inside `no_sync` have left at the machines."""
-        if self._samples and any(one.grad is not None for one in self._trained):
+        if self._samples and any(parameter.grad is not None for parameter in self._trained):
             self._reduce()
 
     def _hook_parameters(self) -> None:
         """See to it that a backward which adds to a parameter's gradient is noticed."""
-        trained = [one for one in self._module.parameters() if one.requires_grad]
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         if list(map(id, trained)) == list(map(id, self._trained)):
             return
         self._unhook()
@@ -156,7 +156,7 @@ class MachineSum:
         if number == self._backward:
             return
         self._backward = number
-        if all(one.grad is None for one in self._trained):
+        if all(parameter.grad is None for parameter in self._trained):
             self._samples = 0  # the user has dropped the gradients of earlier backwards
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -178,14 +178,17 @@ class MachineSum:
         samples, self._samples = self._samples, 0
         states = self._states()
         changed = self._agree([new != old for new, old in zip(states, self._known, strict=True)])
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in self._trained]
-        is_wide = any(one.dtype in (torch.float64, torch.complex128) for one in gradients)
+        gradients = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in self._trained
+        ]
+        is_wide = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
         row = _row(gradients, torch.float64 if is_wide else torch.float32)
-        is_there = row.new_tensor([one.grad is not None for one in self._trained])
+        is_there = row.new_tensor([parameter.grad is not None for parameter in self._trained])
         sent = self._pack(torch.cat([row.mul_(samples), is_there])).cpu()
         # As data: a graph may have saved a buffer, so the writes are not counted, as a batch norm's own.
         layers = [part for part, is_one in zip(self._layers, changed, strict=True) if is_one]
-        buffers = [one.data for part in layers for one in part.buffers(recurse=False)]
+        buffers = [buffer.data for part in layers for buffer in part.buffers(recurse=False)]
         means = _row(buffers, torch.float64).cpu()
         if self._averages:
             means.mul_(samples)
@@ -212,31 +215,39 @@ class MachineSum:
             CollectiveError: A machine was lost, or does not come.
         """
         trained = self._trained
-        some = _row([one.reshape(-1)[:NUMBERS] for one in trained[:COMPARED]], torch.float64).cpu()
-        own = torch.zeros(1 + 2 * COMPARED * NUMBERS, dtype=torch.float64)  # complex numbers are two
-        own[0], own[1 : 1 + len(some)] = sum(one.numel() for one in trained), some
+        some = _row(
+            [parameter.reshape(-1)[:NUMBERS] for parameter in trained[:COMPARED]], torch.float64
+        ).cpu()
+        numbers = torch.zeros(1 + 2 * COMPARED * NUMBERS, dtype=torch.float64)  # complex numbers are two
+        numbers[0], numbers[1 : 1 + len(some)] = sum(parameter.numel() for parameter in trained), some
         flags = torch.tensor(changed, dtype=torch.float64)
-        table = torch.cat([own, -own, flags])
+        table = torch.cat([numbers, -numbers, flags])
         self._call([table], ["max"])
-        most, least = table[: len(own)], -table[len(own) : 2 * len(own)]
+        most, least = table[: len(numbers)], -table[len(numbers) : 2 * len(numbers)]
         apart = (most - least)[1:].max().item()
         # Machines of different kinds may round differently.
-        limit = max(torch.finfo(one.dtype).eps for one in trained) ** 0.5 * most[1:].maximum(-least[1:]).max()
+        limit = (
+            max(torch.finfo(parameter.dtype).eps for parameter in trained) ** 0.5
+            * most[1:].maximum(-least[1:]).max()
+        )
         if most[0] != least[0] or apart > limit:
-            found = f"their parameters differ by up to {apart:.3g}"
+            difference = f"their parameters differ by up to {apart:.3g}"
             if most[0] != least[0]:
-                found = f"one trains {least[0]:.0f} numbers, and another {most[0]:.0f}"
+                difference = f"one trains {least[0]:.0f} numbers, and another {most[0]:.0f}"
             raise FlowdpError(
-                f"the machines do not do the same: {found}. All must freeze the same parameters and take the "
-                "same steps, with the same learning rates and state of the optimizer, by gradients that have "
-                "been summed: by a backward outside no_sync(), or step() or clip_grad_norm_() of dp"
+                f"the machines do not do the same: {difference}. All must freeze the same parameters and "
+                "take the same steps, with the same learning rates and state of the optimizer, by gradients "
+                "that have been summed: by a backward outside no_sync(), or step() or clip_grad_norm_() of dp"
             )
-        return table[2 * len(own) :].bool().tolist()
+        return table[2 * len(numbers) :].bool().tolist()
 
     def _states(self) -> list[list[tuple[int, int]]]:
         """Identity and version of the buffers of each layer."""
         return [
-            [(id(one), 0 if one.is_inference() else one._version) for one in part.buffers(recurse=False)]
+            [
+                (id(buffer), 0 if buffer.is_inference() else buffer._version)
+                for buffer in part.buffers(recurse=False)
+            ]
             for part in self._layers
         ]
 
@@ -259,17 +270,19 @@ class MachineSum:
 
 def _row(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Copies of tensors of one device in a row; two numbers for a complex one. Shape (numbers,)."""
-    real = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
-    parts = [one.reshape(-1).to(dtype) for one in real]
+    real = [
+        torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors
+    ]
+    parts = [tensor.reshape(-1).to(dtype) for tensor in real]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
 
 
 def _fill(tensors: Sequence[Tensor], row: Tensor) -> None:
     """Write a row, as `_row` makes it, into tensors; integers are rounded."""
-    sizes = [one.numel() * (2 if one.is_complex() else 1) for one in tensors]
-    for one, part in zip(tensors, row.split(sizes), strict=True):
-        if one.is_complex():
+    sizes = [tensor.numel() * (2 if tensor.is_complex() else 1) for tensor in tensors]
+    for tensor, part in zip(tensors, row.split(sizes), strict=True):
+        if tensor.is_complex():
             part = torch.complex(*part.view(-1, 2).unbind(1))
-        elif not one.is_floating_point():
+        elif not tensor.is_floating_point():
             part = part.round()
-        one.copy_(part.view(one.shape))
+        tensor.copy_(part.view(tensor.shape))

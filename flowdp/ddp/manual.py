@@ -283,34 +283,34 @@ class Ddp:
 
     @torch.no_grad()
     def _send(self, tensors: Sequence[Sequence[Tensor]]) -> None:
-        own = [tensor.detach() for tensor in tensors[0]]
-        sent: list[list[Tensor | None]] = [[None] * len(own) for _ in self.devices]
+        first = [tensor.detach() for tensor in tensors[0]]
+        sent: list[list[Tensor | None]] = [[None] * len(first) for _ in self.devices]
         if self._nccl is not None:
             self._settle()
-            sent = self._nccl.copies(own, _SENT)
+            sent = self._nccl.copies(first, _SENT)
         for theirs, there, device in zip(tensors[1:], sent[1:], self.devices[1:], strict=True):
             _fill(theirs, there)
-            rest = [one if view is None else None for one, view in zip(own, there, strict=True)]
+            rest = [tensor if view is None else None for tensor, view in zip(first, there, strict=True)]
             _fill(theirs, carry(rest, device))
 
     @torch.no_grad()
     def _reduce(self, op: Op, shares: Sequence[float] | None) -> None:
-        gradients = [list(own) for own in zip(*self._columns(), strict=True)]  # by rank
+        gradients = [list(grads) for grads in zip(*self._columns(), strict=True)]  # by rank
         if self._nccl is not None and gradients:
             gradients = self._reduce_by_nccl(self._nccl, gradients, op, shares)
         if not gradients:
             return
         home = self.devices[0]
-        near = [carry(own, home) for own in gradients]
+        near = [carry(grads, home) for grads in gradients]
         for column in zip(*near, strict=True):
             flats = [flat_view(tensor) for tensor in column]
             for piece in split_equally(flats):
                 reduce_all(piece, op, shares)
             for tensor, flat in zip(column, flats, strict=True):
                 write_back(flat, tensor)
-        for own, moved, device in zip(gradients, near, self.devices, strict=True):
-            if moved[0] is not own[0]:
-                _fill(own, carry(moved, device))
+        for grads, moved, device in zip(gradients, near, self.devices, strict=True):
+            if moved[0] is not grads[0]:
+                _fill(grads, carry(moved, device))
 
     def _reduce_by_nccl(
         self, nccl: NcclLoop, gradients: Sequence[list[Tensor]], op: Op, shares: Sequence[float] | None
@@ -318,19 +318,19 @@ class Ddp:
         """Reduce the gradients that have a place in rows; return the others, by rank."""
         self._settle()
         rows = rows_like(gradients[0], SUMMED, self.devices, is_wide=True)
-        for rank, (own, there) in enumerate(zip(gradients, rows, strict=True)):
-            there.fill(own)
+        for rank, (grads, there) in enumerate(zip(gradients, rows, strict=True)):
+            there.fill(grads)
             if shares is not None:
                 for memory in there.memories:  # 0 times NaN would be NaN
                     memory.mul_(shares[rank]) if shares[rank] else memory.zero_()
         if rows[0].memories:
-            nccl.all_reduce([one.memories for one in rows])
-        for own, there in zip(gradients, rows, strict=True):
+            nccl.all_reduce([rank_rows.memories for rank_rows in rows])
+        for grads, there in zip(gradients, rows, strict=True):
             for memory in there.memories if op == "mean" else ():
                 memory.div_(len(gradients))
-            _fill(own, there.views)
+            _fill(grads, there.views)
         left = [number for number, view in enumerate(rows[0].views) if view is None]
-        return [[own[number] for number in left] for own in gradients] if left else []
+        return [[grads[number] for number in left] for grads in gradients] if left else []
 
     def _settle(self) -> None:
         """Wait for calls that an interrupt left running: they may allocate while NCCL is launched."""
@@ -341,7 +341,7 @@ class Ddp:
         """All ranks' gradients, for each parameter that has one anywhere; missing ones become zero."""
         for (name, first), *others in zip(*(model.named_parameters() for model in self.models), strict=True):
             parameters = [first, *(parameter for _, parameter in others)]
-            if not any(one.requires_grad and one.grad is not None for one in parameters):
+            if not any(parameter.requires_grad and parameter.grad is not None for parameter in parameters):
                 continue
             gradients = []
             for parameter in parameters:
@@ -358,7 +358,7 @@ class Ddp:
 
 def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
     """Copy values to tensors, except for those that are None."""
-    pairs = [(one, value) for one, value in zip(tensors, values, strict=True) if value is not None]
+    pairs = [(tensor, value) for tensor, value in zip(tensors, values, strict=True) if value is not None]
     if pairs:
         torch._foreach_copy_([one for one, _ in pairs], [value for _, value in pairs])
 

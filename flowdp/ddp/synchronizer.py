@@ -204,13 +204,13 @@ class GradientSynchronizer:
     def _finish(self, bucket: _Bucket) -> None:
         assert bucket.work is not None
         bucket.work.wait()
-        found = bucket.present_elsewhere()
+        elsewhere = bucket.present_elsewhere()
         for place, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
             if place not in bucket.missing:
                 if not self._as_view:
                     assert parameter.grad is not None
                     parameter.grad.detach().copy_(view)
-            elif place in found:
+            elif place in elsewhere:
                 parameter.grad = view if self._as_view else view.clone()
 
     def _reset(self) -> None:

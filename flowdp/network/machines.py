@@ -239,7 +239,7 @@ class Machines:
         """
         self._meet(
             "sharing tensors",
-            lambda: [dist.broadcast(one, src=0, group=_opened(self._lobby)) for one in tensors],
+            lambda: [dist.broadcast(tensor, src=0, group=_opened(self._lobby)) for tensor in tensors],
         )
 
     def reduce(self, tensors: Sequence[Tensor], operations: Sequence[Reduction] = ()) -> None:
@@ -275,7 +275,7 @@ class Machines:
         if self._is_given_up:
             raise MachineLostError("another machine was lost before: make the Trainer anew")
         self._call(SUM, begin)
-        self._begun = [one for one in self._begun if not one.is_completed()] + works
+        self._begun = [work for work in self._begun if not work.is_completed()] + works
         return lambda: self._call(SUM, lambda: self._await(_opened(group), works))
 
     def give_up(self) -> None:
@@ -375,7 +375,7 @@ def _opened(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _pending() -> list[tuple[dist.ProcessGroup, list[dist.Work]]]:
     """Sums that were given up and still wait, with their groups."""
-    return [(group, works) for group, works in _stuck if not all(one.is_completed() for one in works)]
+    return [(group, works) for group, works in _stuck if not all(work.is_completed() for work in works)]
 
 
 @atexit.register

@@ -107,16 +107,16 @@ class World:
     @property
     def is_forming(self) -> bool:
         """Whether all members wait, so that they may begin together."""
-        return all(not one.world and not one.failed for one in self.members)
+        return all(not member.world and not member.failed for member in self.members)
 
     @property
     def names(self) -> list[str]:
         """Names of the members, sorted."""
-        return sorted(one.name for one in self.members)
+        return sorted(member.name for member in self.members)
 
     def rank_of(self, name: str) -> int:
         """Rank of a member."""
-        return [one.name for one in self.members].index(name)
+        return [member.name for member in self.members].index(name)
 
 
 def next_world(answer: World, least: int, first: int) -> bool:
@@ -127,7 +127,7 @@ def next_world(answer: World, least: int, first: int) -> bool:
         least: Least number of machines.
         first: Least number of machines where none has trained before.
     """
-    is_new = all(not one.lives for one in answer.members)
+    is_new = all(not member.lives for member in answer.members)
     return answer.is_forming and len(answer.members) >= (first if is_new else least)
 
 
@@ -247,7 +247,7 @@ class Quorum:
             if answer is not None and answer is not seen:
                 seen = answer
                 told(answer)
-                if any(one.world not in ("", self.me.was) for one in answer.members):
+                if any(member.world not in ("", self.me.was) for member in answer.members):
                     deadline = time.monotonic() + timeout_s  # others train, and will let this one in
             if time.monotonic() > deadline:
                 raise CollectiveError(_late(answer, trouble, *self._sizes, timeout_s))
@@ -269,9 +269,9 @@ class Quorum:
             store = self._store
             if rank:
                 store = dist.TCPStore(host, int(port), is_master=False, timeout=within)  # type: ignore[attr-defined]
-            own = dist.PrefixStore(world.name, store)  # type: ignore[attr-defined]
+            part = dist.PrefixStore(world.name, store)  # type: ignore[attr-defined]
             dist.init_process_group(
-                backend_here(), store=own, rank=rank, world_size=len(world.members), timeout=within
+                backend_here(), store=part, rank=rank, world_size=len(world.members), timeout=within
             )
             _groups[:] = [dist.group.WORLD]
             # A machine that does not come within it is lost; the user's own calls may take longer.
@@ -339,9 +339,9 @@ class Quorum:
 
     def _take(self, answer: World, number: int) -> None:
         with self._condition:
-            for one in answer.members:
-                if one.failed and one.was and one.name != self.me.name:
-                    self._failures.setdefault(one.was, f"{one.host} has failed: {one.failed}")
+            for member in answer.members:
+                if member.failed and member.was and member.name != self.me.name:
+                    self._failures.setdefault(member.was, f"{member.host} has failed: {member.failed}")
             self._answer, self._answered, self._trouble = answer, number, ""
             # Here, not by the user's thread: a question in between would say that this machine still waits.
             if number == self._number and self._formed is None and next_world(answer, *self._sizes):
@@ -358,7 +358,7 @@ class Quorum:
     def _ask(self, me: Member) -> World | None:
         """Ask the lighthouse once; None: no answer came, for a member of the last one has not asked yet."""
         try:
-            found = self._client.quorum(
+            reply = self._client.quorum(
                 replica_id=me.name,
                 timeout=timedelta(seconds=ASK_S),
                 address="",
@@ -375,9 +375,11 @@ class Quorum:
             with suppress(Exception):
                 self._client = self._connect(ASK_S)
             return None
-        members = [Member(one.replica_id, store=one.store_address, **one.data) for one in found.participants]
-        name = f"flowdp-{found.created.seconds}-{found.created.nanos}-{found.quorum_id}"
-        return World(name, tuple(sorted(members, key=lambda one: (-one.lives, one.name))))
+        members = [
+            Member(peer.replica_id, store=peer.store_address, **peer.data) for peer in reply.participants
+        ]
+        name = f"flowdp-{reply.created.seconds}-{reply.created.nanos}-{reply.quorum_id}"
+        return World(name, tuple(sorted(members, key=lambda member: (-member.lives, member.name))))
 
     def _connect(self, within_s: float) -> Any:
         return self._client_of(self._address, timedelta(seconds=within_s))
@@ -415,9 +417,9 @@ def _late(answer: World | None, trouble: str, least: int, first: int, timeout_s:
     """Reason for which no world has come about."""
     reason = f"the lighthouse does not answer: {trouble}" if trouble else "it waits for other machines"
     if answer is not None and not trouble:
-        training = [one.host for one in answer.members if one.world]
-        wanted = first if all(not one.lives for one in answer.members) else least
-        count, hosts = len(answer.members), ", ".join(sorted(one.host for one in answer.members))
+        training = [member.host for member in answer.members if member.world]
+        wanted = first if all(not member.lives for member in answer.members) else least
+        count, hosts = len(answer.members), ", ".join(sorted(member.host for member in answer.members))
         reason = f"of {wanted} machines {count} came ({hosts})"
         if training:
             reason = f"{', '.join(sorted(training))} still trains with machines that are lost"
