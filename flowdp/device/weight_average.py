@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from flowdp.device.flat_parameters import Flat, FlatReplica, FlatTensors
 from flowdp.errors import OptionError
 
-__all__ = ["AveragedTensors", "WeightAverage"]
+__all__ = ["WeightAverage"]
 
 
-class WeightAverage:
+class WeightAverage(FlatTensors):
     """Moving average of one replica's trained parameters; that of bfloat16 and float16 lies in float32.
 
     The first update takes the parameters themselves, as `torch.optim.swa_utils.AveragedModel` does.
@@ -28,7 +28,9 @@ class WeightAverage:
         decay: Part of the average that stays in an update, between 0 and 1.
 
     Attributes:
-        flats: The average. One per dtype, without buffers, left out of the drift.
+        rank: Rank of the replica.
+        averages: The average of each of `FlatReplica.trained`.
+        flats: The replica's, then those of the average, left out of the drift: the ranks average both.
         has_begun: Whether it holds the average of some steps, and not parameters before any.
 
     Raises:
@@ -44,8 +46,10 @@ class WeightAverage:
     def __init__(self, replica: FlatReplica, module: nn.Module, decay: float) -> None:
         self._replica = replica
         self._weight = 1.0 - decay
-        self._memories = [_wide(part).clone() for part in replica.trained()]
-        self.flats = tuple(Flat(memory, len(memory), is_measured=False) for memory in self._memories)
+        self.averages = [_wide(part).clone() for part in replica.trained()]
+        self.rank = replica.rank
+        self.flats = (*replica.flats, *(Flat(one, len(one), is_measured=False) for one in self.averages))
+        self._specs = replica._specs
         self.has_begun = False
         kept = module.state_dict().keys()
         if lacking := [name for name in self.named() if name not in kept]:
@@ -57,7 +61,7 @@ class WeightAverage:
     def update(self) -> None:
         """Take in the parameters after an optimizer step: one operation per dtype."""
         self._replica.gather()
-        for own, part in zip(self._memories, self._replica.trained(), strict=True):
+        for own, part in zip(self.averages, self._replica.trained(), strict=True):
             if self.has_begun:
                 own.lerp_(_wide(part), self._weight)
             else:
@@ -70,14 +74,14 @@ class WeightAverage:
         self._replica.gather()
         before = [part.clone() for part in self._replica.trained()]
         try:
-            self._replica.set_parameters(self._memories)
+            self._replica.set_parameters(self.averages)
             yield
         finally:
             self._replica.set_parameters(before)
 
     def named(self) -> dict[str, Tensor]:
         """The average of each trained parameter, by the module's names; tied ones are one tensor."""
-        return self._replica.named(self._memories)
+        return self._replica.named(self.averages)
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Take over a saved average; of an empty one begin anew, at the parameters.
@@ -90,7 +94,7 @@ class WeightAverage:
         """
         self.has_begun = bool(saved)
         if not saved:
-            for own, part in zip(self._memories, self._replica.trained(), strict=True):
+            for own, part in zip(self.averages, self._replica.trained(), strict=True):
                 own.copy_(part)
             return
         for name, own in self.named().items():
@@ -98,25 +102,9 @@ class WeightAverage:
 
     def copy_from(self, other: WeightAverage) -> None:
         """Take over the average of another replica, on the same device or not."""
-        for mine, theirs in zip(self._memories, other._memories, strict=True):
+        for mine, theirs in zip(self.averages, other.averages, strict=True):
             mine.copy_(theirs)
         self.has_begun = other.has_begun
-
-
-class AveragedTensors(FlatTensors):
-    """A replica with its moving average, as the flat memory that ranks average.
-
-    Attributes:
-        rank: Rank of the replica.
-        flats: The replica's, then those of the average.
-    """
-
-    def __init__(self, replica: FlatReplica, average: WeightAverage) -> None:
-        self.rank = replica.rank
-        self.flats = (*replica.flats, *average.flats)
-        self._specs = replica._specs
-        self._replica = replica
-        self._average = average
 
     def trained(self) -> list[Tensor]:
         """The parameters; see `FlatTensors.trained`."""
@@ -129,7 +117,7 @@ class AveragedTensors(FlatTensors):
     def scatter(self) -> None:
         """See `FlatReplica.scatter`. Behind a mean the average is that of all ranks' steps."""
         self._replica.scatter()
-        self._average.has_begun = True
+        self.has_begun = True
 
 
 def _wide(part: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class CustomStepReplica(Replica):
             self._value = self._scalar(result["loss"])
 
     def _call(self, batch: Any, worker: CurrentWorker) -> object:
-        if self._autocast is None:
+        if self.casts is None:
             return self.function(worker, batch)
         with self.casting():
             return self.function(worker, batch)

@@ -117,7 +117,7 @@ class ExactReplica(WindowReplica):
         if self._scaler is None and not self.gradients.is_finite():
             self.left_out = True
             self.gradients.clear()
-            if self._has_buffers:
+            if self.flat.has_buffers:
                 self.flat.put_back_buffers()
         else:
             self._step(touched)
@@ -145,7 +145,7 @@ class ExactReplica(WindowReplica):
                 self.flat.refresh()
                 return
             self.gradients.show(touched)
-            self._optimize(self._optimizer)
+            self._optimize(self.optimizer)
             self.flat.refresh()
         self.gradients.clear()
 
@@ -196,10 +196,10 @@ class ExactReplica(WindowReplica):
         """
         self._owner = ref(owner)
         if owner is not self:
-            self._optimizer.state.clear()
-            self._optimizer.register_state_dict_pre_hook(refuse_state)
+            self.optimizer.state.clear()
+            self.optimizer.register_state_dict_pre_hook(refuse_state)
             # Torch's schedulers would warn that it has not stepped.
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def received(self) -> None:
         """Tell module and autograd of parameters that the owner has written to the flat memory."""

@@ -25,7 +25,7 @@ from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.frozen_parameters import FrozenCheck
 from flowdp.device.gathered import made
 from flowdp.device.streams import Lane, StreamLane
-from flowdp.device.weight_average import AveragedTensors, WeightAverage
+from flowdp.device.weight_average import WeightAverage
 from flowdp.device.worker_context import CurrentWorker, Steps
 from flowdp.errors import DataError
 from flowdp.graphs.base import Capturable, Computed, Factors, shared
@@ -142,6 +142,8 @@ class Replica:
         least: Samples that a forward must have.
         meets: Whether forwards and backwards are made together with the other ranks (SyncBatchNorm in exact).
         part: Part of the step, where all ranks share one (exact).
+        optimizer: The only optimizer, or the first one.
+        casts: Type of autocast; None: there is none.
         trained: The parameters that the optimizer steps.
         has_stepped: Whether the first micro-batch has been checked.
         is_compiled: Whether functions of torch.compile have a part in it.
@@ -179,8 +181,7 @@ class Replica:
         self.function = function
         self.averaged = self.watched = flat
         if parts.ema_decay is not None:
-            self.average = WeightAverage(flat, module, parts.ema_decay)
-            self.averaged = AveragedTensors(flat, self.average)
+            self.averaged = self.average = WeightAverage(flat, module, parts.ema_decay)
         self.frozen = None
         if parts.frozen_remedy is not None and any(not one.requires_grad for one in module.parameters()):
             self.frozen = FrozenCheck(module, parts.frozen_remedy)
@@ -193,8 +194,8 @@ class Replica:
         self.shares_generator = parts.shares_generator
         self.pieces = 1
         self.least = min_part_size(plain_layers(module))
-        self._optimizer = all_of(parts.optimizers)[0]
-        self._autocast = AUTOCAST[parts.precision]
+        self.optimizer = all_of(parts.optimizers)[0]
+        self.casts = AUTOCAST[parts.precision]
         self._caches_casts = parts.caches_casts
         self._scaler = torch.amp.GradScaler(self.device.type) if parts.precision == "fp16" else None
         self._max_grad_norm = parts.max_grad_norm
@@ -209,15 +210,14 @@ class Replica:
         self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
         self._weight: Tensor | None = None  # of the step's losses, per sample, where one named it
         self._unnamed = 0.0  # part of the samples whose losses named none
-        self._has_buffers = flat.has_buffers
         self._generator = device_generator(self.device) if is_accelerator(self.device) else None
         self._random: Tensor | None = None  # state of the generator
         self._is_marked = False
-        self.steps_flat = self.may_be_flat and obstacle(self._optimizer, module, flat) is None
+        self.steps_flat = self.may_be_flat and obstacle(self.optimizer, module, flat) is None
         self.gradients = self._open_gradients()
         self._flat_optimizer: FlatOptimizer | None = None
         if self.steps_flat and self.gradients is not None:
-            self._flat_optimizer = FlatOptimizer(self._optimizer, flat, self.gradients)
+            self._flat_optimizer = FlatOptimizer(self.optimizer, flat, self.gradients)
         self.captured = None if parts.capture is None else parts.capture(self)
         self._captured_update: CapturedUpdate | None = None
         if self.captured is not None and self._flat_optimizer is not None and self._scaler is None:
@@ -225,19 +225,9 @@ class Replica:
             self._captured_update = CapturedUpdate(self._flat_optimizer, self.lane, self._recorded)
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The only optimizer, or the first one."""
-        return self._optimizer
-
-    @property
     def clips_norm(self) -> bool:
         """Whether the gradients are clipped by their norm."""
         return self._max_grad_norm is not None
-
-    @property
-    def casts(self) -> object:
-        """See `Capturable`."""
-        return self._autocast
 
     @property
     def has_begun(self) -> bool:
@@ -262,7 +252,7 @@ class Replica:
     def _note(self) -> None:
         """Note the state that a repetition of the step's forward and backward starts from."""
         self._is_marked = True
-        if self._has_buffers:
+        if self.flat.has_buffers:
             self.flat.keep_buffers()
         if self._generator is not None:
             self._random = self._generator.get_state()
@@ -277,7 +267,7 @@ class Replica:
         self._value, self._weight, self._unnamed = None, None, 0.0
         if not self._is_marked:
             return
-        if self._has_buffers:
+        if self.flat.has_buffers:
             self.flat.put_back_buffers()
         if self._generator is not None and self._random is not None:
             self._generator.set_state(self._random)
@@ -338,8 +328,8 @@ class Replica:
             return
         if is_scaled:
             self._rescale(factor)
-        self._optimize(self._optimizer)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimize(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
         self._clear()  # of parameters, too, that it does not have: the next norm is of the next gradients
         if self.average is not None:
             self.average.update()
@@ -517,7 +507,7 @@ class Replica:
         Raises:
             ValueError: The loss, or the weight that it names, is not one number.
         """
-        if self._autocast is None:
+        if self.casts is None:
             result = self.function(self.module, batch)
         else:
             with self.casting():
@@ -560,7 +550,7 @@ class Replica:
 
     def casting(self) -> AbstractContextManager[object]:
         """Autocast, if any. It is a state of the thread: entered where the step runs, and per step."""
-        return casting(self.device, self._autocast, self._caches_casts)
+        return casting(self.device, self.casts, self._caches_casts)
 
     def _differentiate(self, loss: Tensor, **options: Any) -> None:
         if not self.shares_generator:

@@ -14,7 +14,7 @@ from flowdp.collective.base import NOTHING
 from flowdp.collective.nccl import NcclMean
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.weight_average import AveragedTensors, WeightAverage
+from flowdp.device.weight_average import WeightAverage
 from flowdp.errors import OptionError
 from tests.collective.fake_world import (
     WAYS,
@@ -63,16 +63,16 @@ def test_moving_averages_are_averaged_and_the_drift_is_that_of_the_parameters(wo
     def make(new: FakeWorld):
         for rank, (replica, module) in enumerate(zip(new.replicas, new.modules, strict=True)):
             averages.append(WeightAverage(replica, module, 0.9))
-            for flat in averages[-1].flats:
-                flat.memory.fill_(float(rank + 1))
-        new.replicas = [AveragedTensors(*one) for one in zip(new.replicas, averages, strict=True)]
+            for memory in averages[-1].averages:
+                memory.fill_(float(rank + 1))
+        new.replicas = averages
         return world.way[0](new)
 
     also = FakeWorld(make, world.way[1])
     assert drifts == [one.drift for one in also.read(also.hold([1, 2, 5], drift=True))]
     for average in averages:
-        for flat in average.flats:
-            assert torch.equal(flat.memory, torch.full_like(flat.memory, (1 + 2 * 2 + 5 * 3) / 8))
+        for memory in average.averages:
+            assert torch.equal(memory, torch.full_like(memory, (1 + 2 * 2 + 5 * 3) / 8))
 
 
 MASKING = [way for way in WAYS if not way.startswith("host")]

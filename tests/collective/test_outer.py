@@ -15,7 +15,7 @@ from flowdp.collective import mean as mean_module
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import Flat, FlatReplica
-from flowdp.device.weight_average import AveragedTensors, WeightAverage
+from flowdp.device.weight_average import WeightAverage
 from flowdp.errors import OptionError
 from flowdp.options import OuterOptions
 from tests.collective.fake_world import WAYS, FakeWorld, book_on_host, host_mean
@@ -70,7 +70,7 @@ def test_several_steps_are_those_of_the_formula(
 def test_buffers_counts_and_moving_averages_have_no_state() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     replica = FlatReplica(module)
-    averaged = AveragedTensors(replica, WeightAverage(replica, module, 0.9))
+    averaged = WeightAverage(replica, module, 0.9)
     state = OuterMomentum(SLOWMO, averaged.flats)
     assert [len(one) for one in state.momentum] == [len(part) for part in replica.trained()]
     before = [memory.clone() for memory in averaged.memories]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.weight_average import AveragedTensors, WeightAverage
+from flowdp.device.weight_average import WeightAverage
 
 DECAY = 0.9
 
@@ -136,11 +136,10 @@ def test_a_mean_begins_it() -> None:
     """A rank whose first step comes behind a mean goes on from the others' average."""
     module = Mixed()
     average, flat = averaged(module)
-    together = AveragedTensors(flat, average)
-    assert len(together.flats) > len(flat.flats)
-    assert [one.is_measured for one in together.flats].count(False) == len(average.flats)
-    together.gather()
-    together.scatter()
+    assert len(average.flats) > len(flat.flats)
+    assert [one.is_measured for one in average.flats].count(False) == len(average.averages)
+    average.gather()
+    average.scatter()
     move(module)
     average.update()
     assert not torch.equal(average.named()["wide"], module.wide)
@@ -150,7 +149,7 @@ def test_another_replicas_average_is_copied() -> None:
     mine, theirs = averaged(Mixed())[0], averaged(Mixed())[0]
     theirs.update()
     with torch.no_grad():
-        for memory in theirs._memories:
+        for memory in theirs.averages:
             memory.add_(1.0)
     mine.copy_from(theirs)
     assert mine.has_begun

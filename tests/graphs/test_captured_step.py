@@ -112,9 +112,9 @@ def test_a_step_is_two_launches_of_graphs(options: dict[str, Any]) -> None:
     assert captured.replays == before + 2
     assert captured.captured.state == CAPTURED
     if captured.replica.average is not None:
-        pairs = zip(eager.replica.average.flats, captured.replica.average.flats, strict=True)  # type: ignore[union-attr]
+        pairs = zip(eager.replica.average.averages, captured.replica.average.averages, strict=True)  # type: ignore[union-attr]
         eager.step(20)
-        assert all(torch.equal(one.memory, other.memory) for one, other in pairs)
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_a_rate_that_changes_is_read_by_the_graph_and_other_options_record_it_anew() -> None:

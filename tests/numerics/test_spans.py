@@ -142,7 +142,7 @@ def test_replicas_of_unlike_kinds_are_equal_to_the_bit() -> None:
     run = with_spans(exact(Unlike(), 3, callbacks=[flowdp.EMA(0.9)]).start())
     run.join()
     check_equal(run)
-    first, *others = [replica.average.flats[0].memory for replica in run._engine.replicas]
+    first, *others = [replica.average.averages[0] for replica in run._engine.replicas]
     assert all(torch.equal(first, other) for other in others)
 
 
