@@ -5,10 +5,11 @@ The replica of a run is `Capturable`; `CudaGraphs` records it, inside of `watchi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def shared(loss: Tensor, share: Tensor) -> Tensor:
     return (loss.to(wide) * share.to(wide)).to(loss.dtype)
 
 
-class Capturable(Protocol):
+class Capturable(ABC):
     """Forward and backward of one rank, as they are recorded, and as they are computed eagerly.
 
     Attributes:
@@ -92,25 +93,22 @@ class Capturable(Protocol):
         obstacle: Why no step is captured; None: nothing stands in the way.
     """
 
+    module: nn.Module
+    trained: Sequence[Tensor]
+    lane: Lane
+    shares_generator: bool
+    has_stepped: bool
+    casts: torch.dtype | None
+    gradients: FlatGradients | None
+
     @property
-    def module(self) -> nn.Module: ...  # noqa: D102 - as above, and so the next
+    @abstractmethod
+    def has_begun(self) -> bool: ...  # noqa: D102 - as above, and so the next
     @property
-    def trained(self) -> Sequence[Tensor]: ...  # noqa: D102
-    @property
-    def lane(self) -> Lane: ...  # noqa: D102
-    @property
-    def shares_generator(self) -> bool: ...  # noqa: D102
-    @property
-    def has_stepped(self) -> bool: ...  # noqa: D102
-    @property
-    def has_begun(self) -> bool: ...  # noqa: D102
-    @property
-    def casts(self) -> object: ...  # noqa: D102
-    @property
-    def gradients(self) -> FlatGradients | None: ...  # noqa: D102
-    @property
+    @abstractmethod
     def obstacle(self) -> str | None: ...  # noqa: D102
 
+    @abstractmethod
     def forward(
         self, batch: Any, worker: Any, share: float | Tensor, of: int
     ) -> tuple[Tensor, Tensor | None]:
@@ -122,15 +120,14 @@ class Capturable(Protocol):
             share: See `Factors`; a tensor while one that is not 1.0 is recorded.
             of: See `Factors`.
         """
-        ...
 
+    @abstractmethod
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to differentiate: scaled where there is a gradient scaler."""
-        ...
 
+    @abstractmethod
     def compute(self, batch: Any, worker: Any, factors: Factors) -> Computed:
         """Forward and backward by the user's Python."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

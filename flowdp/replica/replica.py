@@ -123,7 +123,7 @@ class ReplicaParts:
     frozen_remedy: str | None = None
 
 
-class Replica:
+class Replica(Capturable):
     """Model and optimizers of one rank with their training step: here, a loss and its optimizer.
 
     A step is `add` for each of its micro-batches, then `step`; after each meeting of the ranks comes `meet`.
@@ -572,7 +572,7 @@ class Replica:
         value, self._value = self._value, None
         return value
 
-    def _clip(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _clip(self, parameters: Sequence[Tensor]) -> None:
         """Clip the gradients of these parameters: by value or by norm, which is kept."""
         if self._max_grad_value is not None:
             if self.gradients is None:
