@@ -123,14 +123,8 @@ def build_replicas(
     equal_start(modules, lanes)
     if team.machines is not None:
         equal_machines(modules, lanes, team.machines)
-    is_parted = world_size > 1 or (config.sizes.window or 0) > max(config.sizes.parts, default=0)
-    if averages == "gradients" and is_parted and min_part_size(plain_layers(modules[0])) > 1:
-        log.warning(
-            "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
-            "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is, and "
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes them from all devices",
-            config.sizes.window,
-        )
+    if averages == "gradients":
+        _check_statistics(config, modules[0], team)
     optimizers = [_optimizers(config, *one) for one in zip(modules, lanes, strict=True)]
     is_cut = averages == "gradients" and not team.is_spread and all(lane.is_async for lane in lanes)
     flats = flatten(
@@ -148,18 +142,6 @@ def build_replicas(
     if config.capture is not None:
         captures = capture_steps(
             modules, functions, lanes, config.capture, is_chosen=config.is_capture_chosen
-        )
-    meets = averages == "gradients" and bool(SharedStatistics(modules[0]))
-    if meets and team.is_spread:
-        raise OptionError(
-            "SyncBatchNorm takes statistics of the devices of one machine, and this run has "
-            f"{len(team.sizes)} machines: use GroupNorm or LayerNorm, or plain BatchNorm, whose statistics "
-            "are those of each micro-batch"
-        )
-    if meets and config.launch_limit is not None:
-        raise OptionError(
-            "runtime.launch_limit lets ranks wait outside their loss, and SyncBatchNorm waits for all of "
-            "them inside it: leave one of the two out"
         )
     launching = None if config.launch_limit is None else Semaphore(config.launch_limit)
     factor = lr_factor(config.scheduler.lr_scaling, world_size)
@@ -190,6 +172,36 @@ def build_replicas(
     if config.repeats:
         warn_of_draws(devices, uses_compile(modules[0], functions[0]))
     return replicas
+
+
+def _check_statistics(config: ReplicaConfig, module: nn.Module, team: Team) -> None:
+    """Check where the BatchNorms of a model under "exact" take their statistics; the log says it.
+
+    Raises:
+        OptionError: They cannot take them from all devices.
+    """
+    sizes = config.sizes
+    is_parted = team.world_size > 1 or (sizes.window or 0) > max(sizes.parts, default=0)
+    if is_parted and min_part_size(plain_layers(module)) > 1:
+        log.warning(
+            "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
+            "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is, and "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes them from all devices",
+            sizes.window,
+        )
+    if not SharedStatistics(module):
+        return
+    if team.is_spread:
+        raise OptionError(
+            "SyncBatchNorm takes statistics of the devices of one machine, and this run has "
+            f"{len(team.sizes)} machines: use GroupNorm or LayerNorm, or plain BatchNorm, whose statistics "
+            "are those of each micro-batch"
+        )
+    if config.launch_limit is not None:
+        raise OptionError(
+            "runtime.launch_limit lets ranks wait outside their loss, and SyncBatchNorm waits for all of "
+            "them inside it: leave one of the two out"
+        )
 
 
 def _frozen_remedy(modules: Sequence[nn.Module], averages: Averages, world_size: int) -> str | None:
