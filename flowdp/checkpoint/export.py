@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flowdp.checkpoint.file import UNFINISHED, remove
+from flowdp.checkpoint.file import beside
 from flowdp.errors import OptionError
 
 __all__ = ["save_weights"]
@@ -34,12 +34,8 @@ def save_weights(path: str | PathLike[str], weights: Mapping[str, Any]) -> None:
             f"{str(path)!r} must end with {', '.join(WRITERS)}: the suffix says the format. The folder that "
             "from_pretrained reads is written by the model itself: state.module.save_pretrained(folder)"
         )
-    unfinished = path.with_name(path.name + UNFINISHED)
-    try:
+    with beside(path) as unfinished:
         write(unfinished, weights)
-        unfinished.replace(path)
-    finally:
-        remove(unfinished)
 
 
 class _Model(NamedTuple):

@@ -15,7 +15,8 @@ import os
 import shutil
 import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from flowdp.errors import CheckpointError
 from flowdp.machine.event_log import decode, encode
 from flowdp.policy.formats import format_text
 
-__all__ = ["FORMAT", "UNFINISHED", "plain", "read", "remove", "write"]
+__all__ = ["FORMAT", "UNFINISHED", "beside", "plain", "read", "remove", "write"]
 
 FORMAT = 1
 """Version of the format; it grows when an older flowdp cannot read the file."""
@@ -140,19 +141,18 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
     Threads: any; two at once need two folders.
     """
     path = Path(path)
-    unfinished = path.with_name(path.name + UNFINISHED)
+    encoded = {name: json.dumps(encode(state[name]), allow_nan=False) for name in ENCODED}
+    told = plain({**state, "format": FORMAT, **encoded})
     try:
-        encoded = {name: json.dumps(encode(state[name]), allow_nan=False) for name in ENCODED}
-        told = plain({**state, "format": FORMAT, **encoded})
-        checksums = serialization.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
-        with unfinished.open("wb") as file, checksums:
-            torch.save(told, file)
-            file.flush()
-            os.fsync(file.fileno())
-        read(unfinished)
-        if also is not None:
-            _name_also(unfinished, also)
-        unfinished.replace(path)
+        with beside(path) as unfinished:
+            checksums = serialization.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
+            with unfinished.open("wb") as file, checksums:
+                torch.save(told, file)
+                file.flush()
+                os.fsync(file.fileno())
+            read(unfinished)
+            if also is not None:
+                _name_also(unfinished, also)
         _sync_folder(path.parent)
     except (OSError, RuntimeError, MemoryError) as error:
         # Torch's writer does not say itself that the disk is full.
@@ -161,20 +161,31 @@ def write(path: str | Path, state: Mapping[str, Any], *, also: Path | None = Non
             f"checkpoint {path}: it cannot be written ({_said(cause)}); those before it are untouched",
             path=str(path),
         ) from cause
-    finally:
-        remove(unfinished)
 
 
 def _name_also(unfinished: Path, also: Path) -> None:
-    second = also.with_name(also.name + UNFINISHED)
-    remove(second)
+    with beside(also) as second:
+        remove(second)
+        try:
+            os.link(unfinished, second)
+        except OSError:  # a file system without links
+            shutil.copyfile(unfinished, second)
+            with second.open("rb+") as file:
+                os.fsync(file.fileno())
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Context with the path of an unfinished file, which takes the place of the other at the end.
+
+    Where the block fails it is removed, and the other one stays as it was.
+    """
+    unfinished = path.with_name(path.name + UNFINISHED)
     try:
-        os.link(unfinished, second)
-    except OSError:  # a file system without links
-        shutil.copyfile(unfinished, second)
-        with second.open("rb+") as file:
-            os.fsync(file.fileno())
-    second.replace(also)
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        remove(unfinished)
 
 
 def _sync_folder(folder: Path) -> None:

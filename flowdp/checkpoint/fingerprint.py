@@ -62,16 +62,16 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, inside_epoc
         inside_epoch: Whether the checkpoint lies inside an epoch: then its batches must be the same ones.
     """
     found = []
-    if model := difference(_table(saved, "model"), now["model"], "in the checkpoint", "here", SHOWN):
+    if model := difference(saved["model"], now["model"], "in the checkpoint", "here", SHOWN):
         found.append(f"another model: {model}")
     # Another one would take its state and its learning rate for its own.
-    if saved.get("optimizers") != now["optimizers"]:
+    if saved["optimizers"] != now["optimizers"]:
         found.append(f"the optimizers were {saved.get('optimizers')}, they are {now['optimizers']} now")
-    length = saved.get("dataset_length")
+    length = saved["dataset_length"]
     if length != now["dataset_length"]:
         found.append(f"the dataset had {_count(length)}, it has {_count(now['dataset_length'])} now")
     if inside_epoch:
-        before, after = _table(saved, "order"), now["order"]
+        before, after = saved["order"], now["order"]
         found += [
             f"{name} was {before.get(name)!r}, it is {after.get(name)!r} now: inside an epoch it must stay"
             for name in [*before, *(name for name in after if name not in before)]
@@ -96,9 +96,3 @@ def orders(source: Source, position: Position) -> dict[int, int]:
 
 def _count(length: object) -> str:
     return "no length" if length is None else f"{length} samples"
-
-
-def _table(saved: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A table of a fingerprint from a file, which may hold anything; empty where it is no dict."""
-    table = saved.get(name)
-    return table if isinstance(table, dict) else {}

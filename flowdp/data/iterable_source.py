@@ -182,14 +182,20 @@ class Counted:
 
 
 class Measured:
-    """A conversion of items that are batches already; it also counts the samples in each."""
+    """A conversion of items that are batches already; it also counts the samples in each.
 
-    def __init__(self, convert: Collate) -> None:
+    Args:
+        convert: Makes a batch of an item.
+        is_listed: An item comes as a list of one.
+    """
+
+    def __init__(self, convert: Collate, *, is_listed: bool = False) -> None:
         self._convert = convert
+        self._is_listed = is_listed
 
     def __call__(self, item: Any) -> tuple[int, Batch]:
         """(samples, batch) of an item."""
-        batch = self._convert(item)
+        batch = self._convert(item[0] if self._is_listed else item)
         samples = batch_length(batch)
         if samples is None:
             raise TypeError(

@@ -141,7 +141,8 @@ def open_source(
         order.check_alike(plan.epochs)
     reader = DemandReader if plan.machines > 1 and not plan.on_demand else Reader
     if loader.batch_sampler is None:
-        return reader(dataset, order, plan, collate_fn=_Single(collate), is_counted=True, **options)
+        measured = Measured(collate, is_listed=True)
+        return reader(dataset, order, plan, collate_fn=measured, is_counted=True, **options)
     is_plain = loader.num_workers == 0 and collate is default_collate and order.batch_size is not None
     if is_plain and (part := _rows_of_tensors(dataset)):
         stride = plan.stride if plan.on_demand else ALL
@@ -352,16 +353,6 @@ class _WholeBatches(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         return self._dataset.get_batch(indices)
-
-
-class _Single:
-    """Conversion of the only item of a list, which is a batch already."""
-
-    def __init__(self, convert: Collate) -> None:
-        self._measured = Measured(convert)
-
-    def __call__(self, items: list[Any]) -> tuple[int, Batch]:
-        return self._measured(items[0])
 
 
 def _as_it_is(batch: Batch) -> Batch:

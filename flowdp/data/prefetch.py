@@ -141,7 +141,6 @@ class Carrier:
 
     Args:
         source: Source of all ranks' batches.
-        rank: Rank index.
         lane: Lane of the rank.
         spans: Recorder of the rank's spans; None: there is no timeline.
 
@@ -150,22 +149,16 @@ class Carrier:
         batch_bytes: Size of the largest batch so far on the device; 0 before the first.
 
     Threads:
-        The prefetch thread. `take`, and the attributes: any.
+        The prefetch thread. The attributes: any.
     """
 
-    def __init__(self, source: Source, rank: int, lane: Lane, spans: RankSpans | None) -> None:
+    def __init__(self, source: Source, lane: Lane, spans: RankSpans | None) -> None:
         is_gathered = isinstance(source, TensorSource) and all(map(is_plain, source.tensors))
         self.tensors = source if is_gathered and isinstance(source, TensorSource) else None
         self.batch_bytes = 0
-        self._source = source
-        self._rank = rank
         self._lane = lane
         self._staging = Staging(lane)
         self._copies = None if spans is None else CopySpans(lane, spans)
-
-    def take(self, key: _Key) -> Batch | None:
-        """A batch of the source; None where it is not there yet."""
-        return self._source.take(self._rank, *key)
 
     def fill(self, slot: Slot, fetched: _Fetched) -> None:
         """Enqueue the copies of a batch into a slot.
@@ -323,7 +316,7 @@ class PrefetchFeed(Feed):
         self._rank = rank
         self._lane = lane
         self._gauge = gauge
-        self._carrier = Carrier(source, rank, lane, spans)
+        self._carrier = Carrier(source, lane, spans)
         self._notify: Callable[[int, int], None]
         self._thread: threading.Thread | None = None
         self._in_use: list[Slot] = []  # the worker's
@@ -515,7 +508,7 @@ class PrefetchFeed(Feed):
                 payload = None
                 if self._carrier.tensors is None:
                     # Under the lock: a `follow` finds it here, or it lies at the source.
-                    payload = self._carrier.take(key)
+                    payload = self._source.take(self._rank, *key)
                     if payload is None:
                         self._asked = True
                         continue

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from flowdp.checkpoint.file import beside
 from flowdp.errors import OptionError
 from flowdp.observe.loggers.log import Every, Log, Setting
 from flowdp.observe.loggers.numbers import Number
@@ -144,10 +145,8 @@ def _whole_lines(path: Path) -> str:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file anew; it has all of the text, or that from before."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("w", encoding="utf-8", newline="") as file:
+    with beside(path) as unfinished, unfinished.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
-    unfinished.replace(path)
 
 
 def set_aside(path: Path) -> Path:
