@@ -82,8 +82,7 @@ class _Call:
     Attributes:
         number: Index of the call in the group.
         name: Operation, dtype and shape, which must be equal on all ranks.
-        first: The rank that made the call first.
-        given: The value of each rank that has made the call.
+        given: The value of each rank that has made the call, in the order in which they have.
         ready: Events of the ranks' streams, which the first chunk waits for.
         done: Events behind the last chunk, which the ranks' streams wait for.
         chunks: Chunks that no rank has taken yet.
@@ -92,7 +91,6 @@ class _Call:
 
     number: int
     name: str
-    first: int
     given: dict[int, Any] = field(default_factory=dict)
     ready: list[Event] = field(default_factory=list)
     done: list[Event] = field(default_factory=list)
@@ -138,12 +136,12 @@ class _Rendezvous:
         with self._changed:
             number = self._counts[channel, rank]
             self._counts[channel, rank] += 1
-            call = self._calls.setdefault((channel, number), _Call(number, name, rank))
+            call = self._calls.setdefault((channel, number), _Call(number, name))
             if call.name != name:
                 self.fail(
                     CollectiveError(
-                        f"the ranks' calls differ: call {number} is {call.name} on rank {call.first} and "
-                        f"{name} on rank {rank}"
+                        f"the ranks' calls differ: call {number} is {call.name} on rank "
+                        f"{next(iter(call.given))} and {name} on rank {rank}"
                     )
                 )
             self._check()

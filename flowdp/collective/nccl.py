@@ -159,20 +159,32 @@ class NcclMean(StreamedMean):
         super().launch(outcome, behind)
 
     def _fit(self, outcome: Outcome) -> None:
-        """Make communicators for the members of a round, where ranks have left.
+        """Make communicators for the members of a round, where ranks have left; a single one needs none.
 
-        Those of several machines end together.
+        `QUIET` is held to the end, because other threads of the run prefetch meanwhile. Ranks of several
+        machines end together.
         """
-        if self._team is None and outcome.members != self._members:
-            left = sorted(set(self._members).difference(outcome.members))
-            self._members = outcome.members
-            try:
-                self._make_anew()
-            except CollectiveError as error:
-                raise CollectiveError(
-                    f"rank {', '.join(map(str, left))} left, and NCCL does not work for the others alone: "
-                    f"{error}"
-                ) from error
+        if self._team is not None or outcome.members == self._members:
+            return
+        left = ", ".join(map(str, sorted(set(self._members).difference(outcome.members))))
+        self._members = outcome.members
+        lanes = [self._lanes[member] for member in self._members]
+        flats = [self._replicas[member].flats for member in self._members]
+        for lane in lanes:
+            lane.drain()  # else an abort would cut the last mean off
+
+        def make() -> list[Any]:
+            if len(lanes) == 1:
+                return []
+            return CommunicatorSetup(self._nccl, lanes, flats, quiet=nullcontext()).wait(REMAKING_S)
+
+        try:
+            with QUIET, room_errors():
+                self._comms.renew(make)
+        except CollectiveError as error:
+            raise CollectiveError(
+                f"rank {left} left, and NCCL does not work for the others alone: {error}"
+            ) from error
 
     def _open(self, members: Members | None) -> Communicators:
         """Make the communicators of the ranks here, among others or for these alone."""
@@ -190,24 +202,6 @@ class NcclMean(StreamedMean):
         """See `Collective.close`."""
         for comms in filter(None, (self._comms, self._inner)):
             comms.close()
-
-    def _make_anew(self) -> None:
-        """Communicators for the members that are left; a single one needs none.
-
-        `QUIET` is held to the end, because other threads of the run prefetch meanwhile.
-        """
-        lanes = [self._lanes[member] for member in self._members]
-        flats = [self._replicas[member].flats for member in self._members]
-        for lane in lanes:
-            lane.drain()  # else an abort would cut the last mean off
-
-        def make() -> list[Any]:
-            if len(lanes) == 1:
-                return []
-            return CommunicatorSetup(self._nccl, lanes, flats, quiet=nullcontext()).wait(REMAKING_S)
-
-        with QUIET, room_errors():
-            self._comms.renew(make)
 
     def _here(self, outcome: Outcome) -> Sequence[int]:
         if self._team is None:

@@ -49,6 +49,18 @@ def each(size: int, body: Callable[[ProcessGroup], Any]) -> list[Any]:
     return results
 
 
+def opened(
+    module: nn.Module, group: ProcessGroup, way: tuple[Any, bool], bucket_bytes: int
+) -> GradientSynchronizer:
+    return GradientSynchronizer(
+        module.parameters(),
+        group,
+        strategy=way[0],
+        bucket_bytes=bucket_bytes,
+        gradient_as_bucket_view=way[1],
+    )
+
+
 def gradients(module: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
@@ -88,21 +100,15 @@ class Spy(ProcessGroup):
 
 
 # ---------------------------------------------------------------- the mean
-@pytest.mark.parametrize(("strategy", "is_view"), WAYS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("bucket_bytes", [1, 200])
-def test_gradients_are_means_when_backward_returns(strategy, is_view, bucket_bytes):
+def test_gradients_are_means_when_backward_returns(way, bucket_bytes):
     def loss(module: nn.Module, rank: int) -> Tensor:
         return module(data(rank)).square().mean()
 
     def body(group: ProcessGroup) -> list[Tensor | None]:
         module = model()
-        synchronizer = GradientSynchronizer(
-            module.parameters(),
-            group,
-            strategy=strategy,
-            bucket_bytes=bucket_bytes,
-            gradient_as_bucket_view=is_view,
-        )
+        synchronizer = opened(module, group, way, bucket_bytes)
         for set_to_none in (True, False):  # an earlier pass leaves nothing behind
             loss(module, group.rank + 7).backward()
             module.zero_grad(set_to_none=set_to_none)
@@ -114,8 +120,8 @@ def test_gradients_are_means_when_backward_returns(strategy, is_view, bucket_byt
         assert_close(found, mean_of(3, loss))
 
 
-@pytest.mark.parametrize(("strategy", "is_view"), WAYS)
-def test_missing_gradients(strategy, is_view):
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_missing_gradients(way):
     """Missing on one rank: zero. On every rank: None. The last rank to miss it must not wait forever."""
 
     def loss(module: nn.Sequential, rank: int) -> Tensor:
@@ -126,9 +132,7 @@ def test_missing_gradients(strategy, is_view):
 
     def body(group: ProcessGroup) -> list[Tensor | None]:
         module = model()
-        synchronizer = GradientSynchronizer(
-            module.parameters(), group, strategy=strategy, bucket_bytes=100, gradient_as_bucket_view=is_view
-        )
+        synchronizer = opened(module, group, way, 100)
         loss(module, group.rank).backward()
         first = gradients(module)
         module.zero_grad(set_to_none=True)
@@ -144,8 +148,8 @@ def test_missing_gradients(strategy, is_view):
         assert_close(found, wanted)
 
 
-@pytest.mark.parametrize(("strategy", "is_view"), WAYS)
-def test_accumulation(strategy, is_view):
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_accumulation(way):
     """Backward passes that are not averaged, then one that is: the mean of the sums."""
 
     def losses(module: nn.Module, rank: int) -> list[Tensor]:
@@ -153,9 +157,7 @@ def test_accumulation(strategy, is_view):
 
     def body(group: ProcessGroup) -> list[Tensor | None]:
         module = model()
-        synchronizer = GradientSynchronizer(
-            module.parameters(), group, strategy=strategy, bucket_bytes=100, gradient_as_bucket_view=is_view
-        )
+        synchronizer = opened(module, group, way, 100)
         for set_to_none in (True, False, True):
             module.zero_grad(set_to_none=set_to_none)
             synchronizer.automatic = False
@@ -171,13 +173,11 @@ def test_accumulation(strategy, is_view):
         assert_close(found, mean_of(2, lambda module, rank: sum(losses(module, rank))))
 
 
-@pytest.mark.parametrize(("strategy", "is_view"), WAYS)
-def test_means_may_be_added_to_and_averaged_again(strategy, is_view):
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_means_may_be_added_to_and_averaged_again(way):
     def body(group: ProcessGroup) -> list[Tensor | None]:
         module = model()
-        synchronizer = GradientSynchronizer(
-            module.parameters(), group, strategy=strategy, bucket_bytes=100, gradient_as_bucket_view=is_view
-        )
+        synchronizer = opened(module, group, way, 100)
         for step in range(2):
             module(data(group.rank, step)).square().mean().backward()
         synchronizer.sync_all()
@@ -190,9 +190,9 @@ def test_means_may_be_added_to_and_averaged_again(strategy, is_view):
         assert_close(found, mean_of(2, loss))
 
 
-@pytest.mark.parametrize(("strategy", "is_view"), WAYS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_parameter_used_twice_and_checkpoints(strategy, is_view, use_reentrant):
+def test_a_parameter_used_twice_and_checkpoints(way, use_reentrant):
     def loss(module: nn.Sequential, rank: int) -> Tensor:
         x = data(rank).requires_grad_()
         hidden = checkpoint(module[:2], x, use_reentrant=use_reentrant)
@@ -201,9 +201,7 @@ def test_a_parameter_used_twice_and_checkpoints(strategy, is_view, use_reentrant
 
     def body(group: ProcessGroup) -> list[Tensor | None]:
         module = model()
-        synchronizer = GradientSynchronizer(
-            module.parameters(), group, strategy=strategy, bucket_bytes=1, gradient_as_bucket_view=is_view
-        )
+        synchronizer = opened(module, group, way, 1)
         for _ in range(2):
             module.zero_grad()
             loss(module, group.rank).backward()
@@ -379,8 +377,8 @@ def test_bad_gradients():
 # ---------------------------------------------------------------- changes and failures
 
 
-@pytest.mark.parametrize(("strategy", "is_view"), WAYS)
-def test_unfrozen_when_all_were_frozen(strategy, is_view):
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_unfrozen_when_all_were_frozen(way):
     """And between forward and backward: the hooks exist."""
 
     def loss(module: nn.Module, rank: int) -> Tensor:
@@ -388,9 +386,7 @@ def test_unfrozen_when_all_were_frozen(strategy, is_view):
 
     def body(group: ProcessGroup) -> list[Tensor | None]:
         module = model().requires_grad_(False)
-        synchronizer = GradientSynchronizer(
-            module.parameters(), group, strategy=strategy, bucket_bytes=100, gradient_as_bucket_view=is_view
-        )
+        synchronizer = opened(module, group, way, 100)
         assert not any(parameter.requires_grad for parameter in module.parameters())
         module.requires_grad_(True)
         first = loss(module, group.rank)
@@ -404,8 +400,8 @@ def test_unfrozen_when_all_were_frozen(strategy, is_view):
         assert_close(found, mean_of(2, loss))
 
 
-@pytest.mark.parametrize(("strategy", "is_view"), WAYS)
-def test_frozen_between_forward_and_backward(strategy, is_view):
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_frozen_between_forward_and_backward(way):
     """Torch calls the hook of a parameter that it then leaves unchanged."""
 
     def loss(module: nn.Sequential, rank: int) -> Tensor:
@@ -415,9 +411,7 @@ def test_frozen_between_forward_and_backward(strategy, is_view):
 
     def body(group: ProcessGroup) -> list[Tensor | None]:
         module = model()
-        synchronizer = GradientSynchronizer(
-            module.parameters(), group, strategy=strategy, bucket_bytes=1, gradient_as_bucket_view=is_view
-        )
+        synchronizer = opened(module, group, way, 1)
         loss(module, group.rank).backward()
         del synchronizer
         return gradients(module)
