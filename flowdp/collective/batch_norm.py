@@ -32,6 +32,7 @@ from flowdp.options import Policy
 __all__ = [
     "SharedStatistics",
     "WindowGroups",
+    "call_groups",
     "check_sync_batch_norm",
     "min_part_size",
     "plain_layers",
@@ -142,6 +143,24 @@ def taking_part(shared: SharedStatistics, group: ProcessGroup | None) -> Iterato
         raise
     finally:
         group.close()
+
+
+@contextmanager
+def call_groups(lanes: Sequence[Lane], ranks: Sequence[int]) -> Iterator[dict[int, ProcessGroup]]:
+    """Groups for one call of the ranks that have a part in it, by rank; one alone needs none.
+
+    An error inside ends them: a part that never began is waited for, else.
+    """
+    groups: dict[int, ProcessGroup] = {}
+    if len(ranks) > 1:
+        made = group_lanes([lanes[rank] for rank in ranks], threading.TIMEOUT_MAX)
+        groups = dict(zip(ranks, made, strict=True))
+    try:
+        yield groups
+    except BaseException:
+        for group in groups.values():
+            group.abort("the call was given up")
+        raise
 
 
 class WindowGroups:

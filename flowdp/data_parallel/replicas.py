@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.batch_norm import SharedStatistics, taking_part
-from flowdp.collective.local_group import group_lanes
+from flowdp.collective.batch_norm import SharedStatistics, call_groups, taking_part
 from flowdp.collective.mean import add_weighted
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.moving import keep_for
@@ -288,20 +287,17 @@ class Replicas:
             lane.compute.wait_event(self._asked[0])
             home.aside(rank).wait_event(self._asked[0])
         entered = modes or self.modes()
-        groups = self._groups([rank for rank, job in enumerate(jobs) if job is not None])
+        parts = [rank for rank, job in enumerate(jobs) if job is not None]
         seed = draw_seed() if self._repeats and not walks else None
         handed: list[Callable[[], T] | None] = [None] * len(jobs)
-        for rank, job in enumerate(jobs):
-            if job is not None:
-                context = self._drawing(rank, seed, walks=walks)
-                do = partial(self._do, rank, job, entered, groups.get(rank), context)
-                handed[rank] = partial(copy_context().run, do)
         try:
-            return self._crew.run(handed)
-        except BaseException:
-            for group in groups.values():  # a job that never began is waited for, else
-                group.abort("the call was given up")
-            raise
+            with call_groups(self._lanes, parts if self._norms[0] else ()) as groups:
+                for rank, job in enumerate(jobs):
+                    if job is not None:
+                        context = self._drawing(rank, seed, walks=walks)
+                        do = partial(self._do, rank, job, entered, groups.get(rank), context)
+                        handed[rank] = partial(copy_context().run, do)
+                return self._crew.run(handed)
         finally:  # after an error, too: the replicas may be reading tensors that the caller now changes
             for rank, lane in enumerate(others, 1):
                 computed, carried = self._done[rank]
@@ -344,13 +340,6 @@ class Replicas:
         self._crew.close()
         if self._copies is not None:
             self._copies.close()
-
-    def _groups(self, ranks: Sequence[int]) -> dict[int, ProcessGroup]:
-        """A group of the ranks that have a part, by rank, for one forward or backward."""
-        if not self._norms[0] or len(ranks) < 2:
-            return {}
-        lanes = [self._lanes[rank] for rank in ranks]
-        return dict(zip(ranks, group_lanes(lanes, threading.TIMEOUT_MAX), strict=True))
 
     def walking(self, rank: int) -> AbstractContextManager[object]:
         """Context of a walk of graphs inside a job that does other things, too."""

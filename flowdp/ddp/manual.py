@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.checks import check_loop_backend
-from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm, taking_part
-from flowdp.collective.local_group import group_lanes
+from flowdp.collective.batch_norm import SharedStatistics, call_groups, check_sync_batch_norm, taking_part
 from flowdp.collective.mean import Op, flat_view, reduce_all, split_equally, write_back
 from flowdp.collective.nccl_loop import SUMMED, NcclLoop
 from flowdp.collective.process_group import ProcessGroup
@@ -233,21 +231,14 @@ class Ddp:
             return [calls[0]()]
         self._calls = self._calls or [FirstCalls(model, fn) for model in self.models]
         modes = caller_modes(self._kinds)
-        groups: Sequence[ProcessGroup | None] = [None] * len(calls)
-        if self._shares_statistics:
-            groups = group_lanes(self._lanes, threading.TIMEOUT_MAX)
         streams = [lane.on(lane.current()) for lane in self._lanes]
-        try:
+        with call_groups(self._lanes, range(len(calls)) if self._shares_statistics else ()) as groups:
             return self._crew.run(
                 [
-                    partial(self._call, rank, call, modes, stream, group)
-                    for rank, (call, stream, group) in enumerate(zip(calls, streams, groups, strict=True))
+                    partial(self._call, rank, call, modes, stream, groups.get(rank))
+                    for rank, (call, stream) in enumerate(zip(calls, streams, strict=True))
                 ]
             )
-        except BaseException:
-            for group in filter(None, groups):  # or the ranks wait for a call that never began
-                group.abort("the call was given up")
-            raise
 
     def close(self) -> None:
         """End the threads and release NCCL; further calls do nothing."""
