@@ -130,39 +130,3 @@ def test_calls_alone_do_not_move_the_windows() -> None:
     made.step()
     assert made.cadence.quotas == before
     assert made.throughput == pytest.approx((0.04, 4.0))
-
-
-def test_one_device_has_all_and_is_not_measured() -> None:
-    alone = Balancer(nn.Identity(), None, CadenceOptions(), windows=False)
-    assert (alone.cut(7), alone.ratios, alone.throughput) == ((7,), (1.0,), (0.0,))
-    assert alone.cadence is None
-    alone.step()
-    assert (alone.shard_sizes, alone.throughput) == ((0,), (0.0,))
-
-
-# ---------------------------------------------------------------- BatchNorm
-def test_a_share_suffices_for_batch_norm_while_it_is_trained() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    made, _, _ = paced(model=model)
-    assert made.cut(3) == (3, 0)
-    assert made.cut(1) == (1, 0)  # as on one device, torch reports the error
-    model.eval()
-    assert made.cut(3) == (2, 1)
-    model.train()
-    model[1] = nn.BatchNorm1d(2)
-    made, _, _ = paced(model=model, speed_hint=(1, 30.0))
-    assert made.cut(31) == (29, 2)
-
-
-def test_batch_norm_is_told_of_once_and_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.BatchNorm1d(2)
-    made, _, _ = paced(model=model)
-    made.note_work((3, 0))  # all on one device
-    model.eval()
-    made.note_work((2, 2))
-    assert not caplog.records
-    model.train()
-    made.note_work((2, 2))
-    made.note_work((2, 2))
-    assert "convert_sync_batchnorm" in caplog.text
-    assert len(caplog.records) == 1

@@ -61,91 +61,6 @@ def test_outputs_and_gradients_are_those_of_one_device(world: World) -> None:
     world.check()
 
 
-def test_inputs_that_ask_for_gradients_get_them_cut_or_whole(world: World) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-            out: Tensor = self.inner(x * scale)
-            return out
-
-    found = []
-    with replicas_of(Scaled(), len(world.sizes)) as replicas:
-        scaled = World(replicas, world.sizes)
-        for call in (scaled, scaled.twin):
-            x, scale = numbers(5, 6).requires_grad_(), torch.full((6,), 2.0).double().requires_grad_()
-            loss_of(call(x * 1.5, scale=scale)).backward()
-            found.append([x.grad, scale.grad])
-        scaled.check()
-    assert_equal(*found)
-
-
-def test_a_parameter_that_has_no_part_has_no_gradient() -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.idle = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.used(x)
-            return out + self.idle(x) if x.sum() > 1e3 else out
-
-    with replicas_of(Partly()) as replicas:
-        world = World(replicas)
-        x = numbers(5, 6)
-        loss_of(world(x)).backward()
-        assert world.module.idle.weight.grad is None
-        x[4] += 1e3  # only on the second device
-        world.module.zero_grad()
-        out = world(x)
-        (out[:3].sum() + out[3:].sin().sum()).backward()
-        world.twin.used(x)[:3].sum().backward()
-        (world.twin.used(x[3:]) + world.twin.idle(x[3:])).sin().sum().backward()
-        world.check()
-
-
-def test_outputs_of_all_kinds_take_their_gradients_back(world: World) -> None:
-    class Several(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
-
-        def forward(self, x: Tensor) -> Any:
-            out = self.inner(x)
-            return {
-                "twice": out.repeat_interleave(2, 0),
-                "mean": out.square().mean(),
-                "ids": out.argmax(1),
-                "none": None,
-                "unused": out * 3,
-                "alone": out.detach(),
-            }
-
-    with replicas_of(Several(), len(world.sizes)) as replicas:
-        several = World(replicas, world.sizes)
-        for call in (several, several.twin):
-            out = call(numbers(5, 6))
-            assert not out["ids"].requires_grad
-            assert not out["alone"].requires_grad
-            (loss_of(out["twice"]) + 2 * out["mean"]).backward()
-        several.check()
-
-
-def test_sparse_gradients() -> None:
-    with replicas_of(nn.EmbeddingBag(9, 3, sparse=True).double()) as replicas:
-        world = World(replicas)
-        ids = torch.tensor([[0, 1], [2, 2], [3, 0], [0, 8], [5, 5]])
-        for call in (world, world.twin):
-            loss_of(call(ids)).backward()
-        (mine,), (other,) = gradients(world.module), gradients(world.twin)
-        assert mine is not None
-        assert other is not None
-        assert mine.is_sparse
-        assert_equal([mine.to_dense()], [other.to_dense()])
-
-
 def test_a_call_under_an_activation_checkpoint() -> None:
     """On a card the first rank works in the caller's thread, which has the hooks on saved tensors."""
     cuda = FakeCuda()
@@ -159,37 +74,6 @@ def test_a_call_under_an_activation_checkpoint() -> None:
 
 
 # ---------------------------------------------------------------- ways to call autograd
-def test_a_graph_is_kept_and_walked_again(world: World) -> None:
-    for call in (world, world.twin):
-        loss = loss_of(call(numbers(5, 6)))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        with pytest.raises(RuntimeError, match="second time"):
-            loss.backward()
-    world.check()
-
-
-def test_hooks_see_the_sum_once(world: World) -> None:
-    seen: dict[int, list[Tensor]] = {0: [], 1: []}
-    for number, (call, module) in enumerate(((world, world.module), (world.twin, world.twin))):
-        module[0].weight.register_hook(lambda g, n=number: (seen[n].append(g), g * 2)[1])
-        module[2].bias.register_post_accumulate_grad_hook(lambda p, n=number: seen[n].append(p.grad.clone()))
-        loss_of(call(numbers(5, 6))).backward()
-    assert [len(found) for found in seen.values()] == [2, 2]
-    assert_equal(*(sorted(found, key=len) for found in seen.values()))
-    world.check()
-    assert len(world.module[0].weight._backward_hooks) == 1
-
-
-def test_modes_of_the_caller(world: World) -> None:
-    x = numbers(5, 6)
-    with torch.no_grad():
-        assert not world(x).requires_grad
-    with torch.inference_mode():
-        assert world(x).is_inference()
-    loss_of(world(x)).backward()
-    loss_of(world.twin(x)).backward()
-    world.check()
 
 
 def test_a_graph_ends_with_its_output(world: World) -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import register_dataclass
 
 from flowdp.data_parallel.cut import Arguments
 from flowdp.data_parallel.layout import PLAIN, Callee, Layout
-from tests.loops import assert_equal, numbers
+from tests.loops import numbers
 
 
 @dataclass
@@ -70,39 +70,12 @@ def test_the_length_along_another_dim(args: Any, dim: Any, found: Any) -> None:
 
 
 # ---------------------------------------------------------------- parts
-def test_what_has_the_batchs_length_is_cut_and_everything_else_goes_whole() -> None:
-    x, ids, mask = numbers(5, 2), torch.arange(5), torch.ones(3, 5, dtype=torch.bool)
-    scale, other, array = torch.tensor(2.0), object(), np.arange(10).reshape(5, 2)
-    made = arguments(
-        {"x": x, "more": (ids, [mask, None])}, Pair(ids, "note"), scale=scale, other=other, k=5, array=array
-    )
-    first, part, last = made.parts((1, 0, 3, 1))
-    assert [one.samples for one in (first, part, last)] == [1, 3, 1]
-    fields, pair = part.args
-    assert torch.equal(fields["x"], x[1:4])
-    assert fields["more"][0].tolist() == pair.ids.tolist() == [1, 2, 3]
-    assert fields["more"][1] == [mask, None]
-    assert pair.note == "note"
-    assert part.kwargs["other"] is other
-    assert part.kwargs["scale"] is scale
-    assert (part.kwargs["k"], part.kwargs["array"].tolist()) == (5, array[1:4].tolist())
-    assert [tuple(tensor.shape) for tensor in part.tensors] == [(3, 2), (3,), (3, 5), (3,), ()]
-    assert part.tensors[2] is mask
 
 
 def test_nothing_is_copied() -> None:
     x = numbers(5, 2)
     _, part = arguments(x).parts((2, 3))
     assert part.tensors[0].data_ptr() == x[2:].data_ptr()
-
-
-def test_gradients_of_all_parts_come_together() -> None:
-    x, whole = numbers(2, 4).requires_grad_(), torch.ones(3, requires_grad=True)
-    parts = arguments(x * 2, whole=whole, layout=Layout({"x": 1})).parts((1, 3))
-    sum(part.tensors[0].sum() * (k + 1) + part.tensors[1].sum() for k, part in enumerate(parts)).backward()  # type: ignore[union-attr]
-    assert_equal([x.grad, whole.grad], [torch.tensor([[2.0, 4, 4, 4]] * 2).double(), torch.full((3,), 2.0)])
-    with torch.no_grad():
-        assert arguments(x).parts((1, 1))[0].tensors[0].grad_fn is None
 
 
 @pytest.mark.parametrize("sizes", [(5,), (0, 5)])

@@ -68,11 +68,6 @@ def copies_of(replicas: Replicas, rank: int = 1) -> list[Tensor]:
 
 
 # ---------------------------------------------------------------- parameters
-def test_copies_have_their_values_before_the_first_call(way: Way) -> None:
-    with way(mlp(), 3) as replicas:
-        for rank in (1, 2):
-            assert_equal(copies_of(replicas, rank), replicas.parameters())
-            assert not {id(one) for one in copies_of(replicas, rank)} & set(map(id, replicas.parameters()))
 
 
 WRITES: dict[str, Callable[[Any], object]] = {
@@ -208,14 +203,6 @@ def test_a_step_is_one_broadcast_and_one_reduction() -> None:
         taken(replicas)
         call(replicas, numbers(6, 6), (2, 2, 2)).backward()
         assert taken(replicas) == [("broadcast", [8 * ROW]), ("reduce", [ROW])]
-
-
-def test_a_device_without_samples_is_sent_what_all_are() -> None:
-    module: Any = mlp()
-    with wired(module, 3) as replicas:
-        taken(replicas)
-        call(replicas, numbers(4, 6), (2, 2, 0))
-        assert taken(replicas) == [("broadcast", [8 * ROW])]
 
 
 def test_the_memory_of_copies_is_there_before_anything_is_sent_to_it() -> None:

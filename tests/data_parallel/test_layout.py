@@ -205,11 +205,6 @@ def test_options_are_checked(setup: Any, options: Any, message: str) -> None:
         setup(nn.Linear(2, 2), **options)
 
 
-def test_an_epoch_of_windows_knows_no_layout(setup: Any) -> None:
-    with pytest.raises(OptionError, match="dim 0"):
-        setup(nn.Linear(2, 2), dim=1).epoch([])
-
-
 # ---------------------------------------------------------------- split and join
 class WordModel(nn.Module):
     """Rows of all words, time-major, and the hidden state, as word language models return them."""

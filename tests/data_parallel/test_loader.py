@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-import flowdp
-from flowdp.data_parallel import wrapper
 from flowdp.data_parallel.loader import Epoch, interleaved
 from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.errors import DataError
@@ -86,20 +84,6 @@ def test_windows_hold_whole_batches_and_the_last_holds_what_is_left() -> None:
     assert flat(ids_of(windows)) == list(range(27))
 
 
-@pytest.mark.parametrize("counts", [(), ((1, 1),)])
-def test_a_loader_without_batches(counts: Any) -> None:
-    assert list(epoch([], *counts)) == []
-
-
-def test_how_many_windows() -> None:
-    assert len(epoch(data(4, 4, 4))) == 3
-    assert len(epoch(data(4, 4, 4), lanes=LANES[:1])) == 3
-    with pytest.raises(TypeError, match="number is not known"):
-        len(epoch(data(4), (1, 1)))
-    with pytest.raises(TypeError):
-        len(epoch(iter(data(4))))
-
-
 class Refilled:
     """Batches of two samples in one reused buffer."""
 
@@ -135,13 +119,6 @@ def test_loaders_of_torch(counts: Any, workers: int) -> None:
         loader = DataLoader(dataset, batch_size=3, num_workers=workers, **options)  # type: ignore[arg-type, var-annotated]
         for _ in range(2):
             assert sorted(flat(ids_of(epoch(loader, *counts)))) == list(range(11))
-
-
-def test_a_loader_of_workers_that_is_left_in_the_middle() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(64), torch.arange(64)), batch_size=2, num_workers=2)
-    for window in epoch(loader):
-        assert window.samples == 2
-        break
 
 
 class Loader(list[Any]):
@@ -235,14 +212,6 @@ def test_the_code_of_a_dataset_runs_in_the_thread_of_the_loop(counts: Any) -> No
     assert threads == {threading.main_thread()}
 
 
-def test_epochs_inside_one_another() -> None:
-    outer = []
-    for window in epoch(data(2, 2, 2)):
-        outer.append(window[1].tolist())
-        assert ids_of(epoch(data(3, 1))) == [[0, 1, 2], [3]]
-    assert flat(outer) == list(range(6))
-
-
 # ---------------------------------------------------------------- streams
 
 
@@ -266,39 +235,3 @@ def test_a_piece_on_an_accelerator_is_kept_for_the_stream_that_reads_it(
     with lane.on(lane.comm):
         piece.arrive()
     assert OnXpu.recorded == [lane.compute, lane.comm]
-
-
-# ---------------------------------------------------------------- a loop
-@pytest.mark.parametrize("cadence", [False, True])
-def test_a_loop_trains_the_same_on_streams(monkeypatch: pytest.MonkeyPatch, cadence: bool) -> None:
-    card, states = Card(), []
-    for is_streamed in (False, True):
-        if is_streamed:
-            monkeypatch.setattr(
-                wrapper, "open_lanes", lambda devices: [StreamLane(device, card) for device in devices]
-            )
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 1)
-        dp = flowdp.setup(
-            model,
-            torch.optim.SGD(model.parameters(), 0.1),
-            devices=["cpu", "cpu"],
-            loss_fn=lambda context: (context.output.squeeze(1) - context.batch[1]).square().mean(),
-            cadence=cadence,
-            partition_ratios=[0.5, 0.5] if not cadence else None,
-            progress=False,
-        )
-        with dp:
-            samples = TensorDataset(torch.randn(23, 3), torch.randn(23))
-            loader = DataLoader(samples, batch_size=4, shuffle=not cadence)
-            trained = 0
-            for _ in range(2):
-                for window in dp.epoch(loader):
-                    trained += dp.forward_batch(window).samples
-                    dp.step()
-            assert trained == 2 * 23
-        states.append({name: value.clone() for name, value in model.state_dict().items()})
-    if not cadence:  # windows are dealt by speed
-        for name, value in states[0].items():
-            torch.testing.assert_close(states[1][name], value, rtol=1e-6, atol=1e-7)
-    assert card.races == []

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -19,7 +15,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp.data_parallel.machine_sum import TIMEOUT_S, check_machines
-from flowdp.errors import CollectiveError, FlowdpError, OptionError
+from flowdp.errors import FlowdpError, OptionError
 from flowdp.options import MachineOptions
 from tests.torch_world import in_processes
 
@@ -220,30 +216,6 @@ def discarded(rank: int, devices: int) -> list[Any]:
     return found
 
 
-class Failing(torch.autograd.Function):
-    """The identity, whose backward fails."""
-
-    @staticmethod
-    def forward(_context: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_context: Any, _grad: Any) -> Any:
-        raise ValueError("the backward fails")
-
-
-def failed(rank: int, devices: int) -> list[Any]:
-    """A backward that fails behind the first gradients leaves nothing that the next one would sum."""
-    dp, optimizer = ready(Two(), devices)
-    seed = torch.ones((), dtype=torch.float64, requires_grad=True)
-    loss = Failing.apply(seed) * dp(rows(rank), flag=True).mean()  # type: ignore[no-untyped-call]
-    with pytest.raises(ValueError, match="the backward fails"):
-        (loss + dp.module.b.weight.sum()).backward()
-    optimizer.zero_grad()
-    dp(rows(rank), flag=True).mean().backward()
-    return [None if p.grad is None else p.grad.tolist() for p in dp.parameters()]
-
-
 def thawed(rank: int, devices: int) -> list[Any]:
     """A layer that is frozen at first has its gradient summed later."""
     model = stack()
@@ -304,27 +276,14 @@ def buffers(rank: int, devices: int) -> list[Any]:
     return found
 
 
-def norms(rank: int, devices: int) -> list[Any]:
-    """Two calls before the backward of the first, whose sum writes to the statistics."""
-    dp, optimizer = ready(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double(), devices, check=False)
-    for step in range(2):
-        losses = [dp(rows(rank + seed, 8)).square().mean() for seed in (2 * step, 2 * step + 20)]
-        for loss in losses:
-            loss.backward()
-        optimizer.step()
-    return [one.tolist() for one in (*dp.parameters(), *dp.buffers())]
-
-
 SCENES = [
     unused,
     adversaries,
     discarded,
-    failed,
     thawed,
     halves,
     scaled,
     buffers,
-    norms,
 ]
 
 
@@ -372,12 +331,6 @@ class TestLoops:
         wanted = torch.cat([rows(5, 2), rows(6, 3)]).mean(0)
         for found in played[0][f"discarded {devices}"]:
             close(found, [wanted.tolist()])
-
-    def test_a_backward_that_failed_leaves_nothing(self, played: Any, devices: int) -> None:
-        a, b, c = played[0][f"failed {devices}"]
-        close(a, [torch.cat([rows(0), rows(1)]).mean(0).tolist()])
-        assert b is None
-        assert c is None
 
     def test_a_thawed_layer_is_trained(self, played: Any, devices: int) -> None:
         model = stack()
@@ -433,12 +386,6 @@ def other_shape(rank: int) -> None:
     ready(nn.Linear(3, 2 + rank), 2)
 
 
-def frozen(rank: int) -> None:
-    model = nn.Linear(3, 2)
-    model.bias.requires_grad_(rank == 0)
-    ready(model, 2)
-
-
 def sync_batch_norm(_rank: int) -> None:
     ready(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))), 2)
 
@@ -451,26 +398,6 @@ def different_steps(rank: int) -> None:
             optimizer.step()
 
 
-def different_states(rank: int) -> None:
-    """One machine has an optimizer's state, as if from a checkpoint, and the other has none."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if rank:
-        model(rows(0, width=5)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    dp = flowdp.setup(model, optimizer, devices=["cpu"], progress=False)
-    for step in range(2):
-        dp(rows(step, width=5)).sum().backward()
-        optimizer.step()
-
-
-def different_layers(rank: int) -> None:
-    dp, _ = ready(network(), 2)
-    dp.module[0].requires_grad_(rank == 0)
-    dp(rows(1, width=5)).sum().backward()
-
-
 def gradients_by_hand(rank: int) -> None:
     dp, optimizer = ready(network(), 2)
     parameters = list(dp.parameters())
@@ -479,16 +406,6 @@ def gradients_by_hand(rank: int) -> None:
         parameter.grad = gradient
     optimizer.step()
     dp(rows(rank, width=5)).sum().backward()
-
-
-def rounded_otherwise(rank: int) -> None:
-    """No error: the machines are of different kinds."""
-    dp, optimizer = ready(network(), 2)
-    for step in range(2):
-        dp(rows(step, width=5)).sum().backward()
-        optimizer.step()
-        for parameter in dp.parameters():
-            parameter.data.mul_(1 + 1e-12 * rank)
 
 
 def evaluation_on_one(rank: int) -> None:
@@ -514,13 +431,9 @@ def ended_early(rank: int) -> None:
 APART = "the machines do not do the same: their parameters differ by up to"
 FAULTS: dict[Callable[[int], None], str] = {
     other_shape: r"'weight' is float32 \(3, 3\) on machine 1 .* and float32 \(2, 3\) on machine 0",
-    frozen: r"'bias' is float32 \(2,\) frozen on machine 1 .* must build the same model on every machine",
     sync_batch_norm: "SyncBatchNorm takes the statistics of the devices of one machine",
     different_steps: APART,
-    different_states: APART,
-    different_layers: "one trains 83 numbers, and another 179",
     gradients_by_hand: APART,
-    rounded_otherwise: "nothing",
     evaluation_on_one: "nothing",
 }
 
@@ -541,26 +454,6 @@ def test_machines_that_do_not_do_the_same_all_say_so(played: list[dict[str, Any]
             assert float(took_s) < 300
         else:
             assert early == "nothing"
-
-
-def lost(rank: int, folder: str) -> None:
-    dp, optimizer = ready(network(), 2, machines=MachineOptions(timeout=600))
-    for step in range(5):
-        if rank == 1 and step == 3:
-            os._exit(0)  # as if the power went
-        try:
-            dp(rows(step, width=5)).sum().backward()
-        except CollectiveError as error:
-            Path(folder, "error").write_text(str(error))
-            os._exit(0)
-        optimizer.step()
-
-
-def test_a_lost_machine_is_an_error_on_the_others(tmp_path: Path) -> None:
-    in_processes(lost, tmp_path, 2, str(tmp_path))
-    text = (tmp_path / "error").read_text()
-    assert "machine 0 (" in text
-    assert "one was lost" in text
 
 
 # ---------------------------------------------------------------------- the start
@@ -595,54 +488,3 @@ def test_options() -> None:
     with pytest.raises(OptionError, match="machines must be True, False or MachineOptions"):
         flowdp.setup(layer, machines=2)  # type: ignore[arg-type]
     assert check_machines(True, layer.requires_grad_(False)) is None
-
-
-# ---------------------------------------------------------------------- as a user starts it
-SCRIPT = """
-import sys
-import torch, flowdp
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-torch.manual_seed(3)
-x = torch.randn(64, 5, dtype=torch.float64)
-data = TensorDataset(x, x.sum(1, keepdim=True))
-model = torch.nn.Linear(5, 1).double()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model = flowdp.setup(model, optimizer, devices=["cpu", "cpu"], progress=False)
-loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False))
-for epoch in range(3):
-    for x, y in loader:
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-rank = torch.distributed.get_rank()
-torch.save(model.state_dict(), f"{sys.argv[1]}/{rank}.pt")
-"""
-
-
-def test_a_script_under_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(Path(flowdp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*torchrun, str(tmp_path / "train.py"), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    torch.manual_seed(3)
-    x = torch.randn(64, 5, dtype=torch.float64)
-    y = x.sum(1, keepdim=True)
-    model = nn.Linear(5, 1).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        for at in range(0, 64, 16):
-            F.mse_loss(model(x[at : at + 16]), y[at : at + 16]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for rank in (0, 1):
-        for name, value in torch.load(tmp_path / f"{rank}.pt").items():
-            torch.testing.assert_close(value, model.state_dict()[name], rtol=0, atol=1e-11)

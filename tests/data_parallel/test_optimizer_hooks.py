@@ -66,33 +66,7 @@ def test_an_optimizer_that_lives_on_keeps_nothing() -> None:
     optimizer.step()
 
 
-def test_the_one_that_is_told_of_steps_is_not_kept() -> None:
-    hooks, steps = hooks_of(mlp())
-    gone = weakref.ref(steps)
-    del steps
-    assert gone() is None
-    grad(hooks._module)
-    hooks.step(None, None)
-
-
 # ---------------------------------------------------------------- norm, rate, scale
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.25])
-def test_a_scaler_unscales_once_and_skips_what_is_not_finite(max_norm: float | None) -> None:
-    module = nn.Linear(1, 1, bias=False)
-    hooks, steps = hooks_of(module)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=10**6)
-    scaler.scale(torch.zeros(()))
-    before = module.weight.item()
-    grad(module, 8.0)
-    hooks.step(scaler, max_norm)
-    assert module.weight.item() == pytest.approx(before - 0.5 * (max_norm or 1.0), abs=1e-5)
-    grad(module, float("inf"))
-    hooks.step(scaler, max_norm)
-    assert module.weight.item() == pytest.approx(before - 0.5 * (max_norm or 1.0))
-    assert scaler.get_scale() == 4.0
-    assert steps.count == 1
 
 
 def test_a_group_that_is_held_still_stays_so_where_a_rate_is_set() -> None:

@@ -16,7 +16,7 @@ from flowdp import DataParallel
 from flowdp.data_parallel import pace
 from flowdp.data_parallel.pace import Pace
 from flowdp.policy.worth import BLOCK_STEPS, BLOCKS, WARM_STEPS
-from tests.loops import assert_equal, gradients, mlp, numbers
+from tests.loops import assert_equal, mlp, numbers
 
 pytestmark = pytest.mark.pace
 
@@ -87,16 +87,6 @@ def test_the_first_device_alone(clock: Clock, caplog: pytest.LogCaptureFixture) 
     stepped(own, clock, 2000)
     (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert told.startswith("calls of Net go to cpu alone: a step takes 1.50 times as long when")
-
-
-@slower
-def test_the_host_waits_for_devices_at_the_edges_of_what_is_timed_alone(clock: Clock) -> None:
-    lanes: Any = [FakeLane(), FakeLane()]
-    own = Pace(lanes, "Net")
-    stepped(own, clock, SETTLED)
-    assert [lane.drained for lane in lanes] == [2 * (BLOCKS + 1)] * 2
-    stepped(own, clock, 50)
-    assert [lane.drained for lane in lanes] == [2 * (BLOCKS + 1)] * 2
 
 
 @slower
@@ -191,42 +181,6 @@ def test_a_loop_stays_cut(setup: Any, clock: Clock) -> None:
     ways = train(dp, clock, SETTLED + 20)
     assert ways == [True] * (TRIAL + 1) + [False] * TRIAL + [True] * 20
     assert "on cpu, cpu; a step takes 0.60 times as long" in repr(dp)
-
-
-@slower
-def test_one_backward_of_a_call_of_each_kind(setup: Any, clock: Clock) -> None:
-    dp, twin = setup(Counting()), mlp()
-    first = dp(numbers(8, 6))
-    dp._pace.is_cut = False
-    (first * dp(numbers(8, 6, seed=1))).square().mean().backward()
-    assert dp.module.seen == [4, 4, 8]
-    (twin(numbers(8, 6)) * twin(numbers(8, 6, seed=1))).square().mean().backward()
-    assert_equal(gradients(dp.module), gradients(twin))
-
-
-@slower
-def test_windows_of_one_batch_go_to_one_device_too(setup: Any, clock: Clock) -> None:
-    def loss(context: Any) -> Tensor:
-        return context.output.square().mean()
-
-    model, twin = Counting(), mlp()
-    dp = setup(model, loss_fn=loss)
-    optimizer = SGD(twin.parameters(), 0.1)
-    batches = [numbers(8, 6, seed=step) for step in range(SETTLED + 5)]
-    ways = []
-    for window in dp.epoch(batches):
-        seen = len(model.seen)
-        result = dp.forward_batch(window)
-        assert result.samples == 8
-        ways.append(len(model.seen) - seen == 2)
-        clock.now_s += clock.took_s[ways[-1]]
-        dp.step()
-    for batch in batches:
-        twin(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert ways == [True] * (TRIAL + 1) + [False] * (TRIAL + 5)
-    assert_equal(list(model.parameters()), list(twin.parameters()))
 
 
 @slower

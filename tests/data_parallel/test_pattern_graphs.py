@@ -108,17 +108,6 @@ def cycle(g: Side, d: Side) -> None:
         d.step()
 
 
-def distilled(g: Side, d: Side) -> None:
-    """The first model learns from the second, which is in evaluation."""
-    d.model.eval()
-    for step in range(STEPS):
-        with torch.no_grad():
-            wanted = d.model(g.model(draw(8, 4, seed=step)))
-        (d.model(g.model(draw(8, 4, seed=step + 1))) - wanted).square().mean().backward()
-        d.optimizer.zero_grad()
-        g.step()
-
-
 @pytest.mark.parametrize(
     "loop",
     [
@@ -127,7 +116,6 @@ def distilled(g: Side, d: Side) -> None:
         wgan_gp,
         one_inside_the_other,
         cycle,
-        distilled,
     ],
 )
 @everywhere
@@ -136,19 +124,6 @@ def test_two_models(loop: Callable[[Side, Side], None], shares: Shares) -> None:
 
 
 # ---------------------------------------------------------------- backwards
-
-
-def kept_graph_with_a_call_between(side: Side) -> None:
-    y = side.model(draw())
-    square(y).backward(retain_graph=True)
-    side.model(draw(5, seed=3)).mean().backward()
-    y.abs().mean().backward()
-
-
-def two_losses_of_two_calls(side: Side) -> None:
-    first, second = side.model(draw()), side.model(draw(seed=1))
-    square(second).backward()
-    square(first).backward()
 
 
 def attack(side: Side) -> Tensor:
@@ -160,19 +135,6 @@ def attack(side: Side) -> Tensor:
         x = x + 0.1 * slope.sign()
     square(side.model(x.detach()) - 1).backward()
     return x
-
-
-def some_of_the_gradients(side: Side) -> list[Tensor | None]:
-    parameters = list(side.module.parameters())
-    y = side.model(draw())
-    first = torch.autograd.grad(square(y), parameters[1:2], retain_graph=True)
-    return [*first, *torch.autograd.grad(y.sum(), [parameters[0], parameters[-1]])]
-
-
-def penalty_on_the_gradients(side: Side) -> None:
-    loss = square(side.model(draw()))
-    slopes = torch.autograd.grad(loss, list(side.module.parameters()), create_graph=True)
-    (loss + 0.1 * sum(slope.square().sum() for slope in slopes)).backward()
 
 
 def third_order(side: Side) -> tuple[Tensor, ...]:
@@ -229,11 +191,7 @@ def sharpness_aware(side: Side) -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        kept_graph_with_a_call_between,
-        two_losses_of_two_calls,
         attack,
-        some_of_the_gradients,
-        penalty_on_the_gradients,
         third_order,
         several_roots,
         output_changed_in_place,
@@ -256,36 +214,6 @@ def test_a_second_backward_without_a_kept_graph_is_torchs_error(shares: Shares) 
             y.backward()
         side.step()
         train(side, 2)
-
-
-@pytest.mark.parametrize("is_synced", [True, False])
-@everywhere
-def test_accumulation(shares: Shares, is_synced: bool) -> None:
-    def loop(side: Side) -> None:
-        model = side.model
-        for step in range(STEPS):
-            if isinstance(model, flowdp.DataParallel) and not is_synced:
-                with model.no_sync():
-                    square(model(draw(8, seed=step))).backward()
-                    square(model(draw(2, seed=step + 1))).backward()
-            else:
-                square(model(draw(8, seed=step))).backward()
-                square(model(draw(2, seed=step + 1))).backward()
-            (model(draw(1, seed=step + 2)).abs().mean() / 3).backward()
-            side.step()
-
-    check(loop, shares, mlp)
-
-
-@everywhere
-def test_layers_thawed_one_by_one(shares: Shares) -> None:
-    def loop(side: Side) -> None:
-        side.module.requires_grad_(False)
-        for layer in ("2", "0"):
-            side.module.get_submodule(layer).requires_grad_(True)
-            train(side, 3)
-
-    check(loop, shares, mlp)
 
 
 @everywhere

@@ -1,6 +1,6 @@
 """Loops as people write them, on several devices: as by plain PyTorch, or refused by an error that names why.
 
-Here: buffers, and what changes between a forward and its backward. Beside it: `test_pattern_state.py`, what a
+Here: buffers, and other weights for a call. Beside it: `test_pattern_state.py`, what a
 model keeps and where forward runs; `test_pattern_graphs.py`, what loops do with graphs; and
 `test_pattern_hooks.py`, what watches a model.
 """
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -26,7 +25,6 @@ from tests.data_parallel.pairs import (
     draw,
     everywhere,
     mlp,
-    repeated,
     spread,
     square,
 )
@@ -194,115 +192,9 @@ def test_a_buffer_that_counts_calls(shares: Shares, in_place: bool) -> None:
     check(loop, shares, functools.partial(Counting, in_place))
 
 
-# ---------------------------------------------------------------- between a forward and its backward
-def freeze(module: nn.Module, *, thaw: bool = False) -> None:
-    module.requires_grad_(thaw)
-
-
-def call_with_gradients_while_frozen(side: Side) -> Tensor:
-    """One backward of a GAN: the generator's loss goes through a critic that is frozen for it."""
-    x = draw(seed=1).requires_grad_()
-    real = side.model(draw())
-    freeze(side.model)
-    fake = side.model(x)
-    freeze(side.model, thaw=True)
-    (square(real) - fake.mean()).backward()
-    assert x.grad is not None
-    return x.grad
-
-
-def frozen_behind_the_forward(side: Side) -> None:
-    """Torch gives no gradient to a parameter that is frozen when it arrives."""
-    y = side.model(draw())
-    freeze(side.module.get_submodule("2"))
-    square(y).backward()
-    freeze(side.module.get_submodule("2"), thaw=True)
-
-
-def thawed_behind_the_forward(side: Side) -> None:
-    freeze(side.module.get_submodule("0"))
-    y = side.model(draw())
-    freeze(side.module.get_submodule("0"), thaw=True)
-    square(y).backward()
-
-
-def frozen_for_good_between(side: Side) -> None:
-    first = side.model(draw())
-    freeze(side.module.get_submodule("0"))
-    second = side.model(draw(seed=1))
-    freeze(side.module.get_submodule("0"), thaw=True)
-    (square(first) + second.abs().mean()).backward()
-
-
-def all_frozen_in_the_first_of_two(side: Side) -> None:
-    freeze(side.model)
-    reference = side.model(draw())
-    freeze(side.model, thaw=True)
-    (side.model(draw()) - reference).add(0.1).square().mean().backward()
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        call_with_gradients_while_frozen,
-        frozen_behind_the_forward,
-        thawed_behind_the_forward,
-        frozen_for_good_between,
-        all_frozen_in_the_first_of_two,
-    ],
-)
-@everywhere
-def test_parameters_frozen_between(way: Callable[[Side], Any], shares: Shares) -> None:
-    check(repeated(way), shares, mlp)
-
-
 # ---------------------------------------------------------------- other weights
 def averaged(side: Side, factor: float = 0.5) -> dict[str, Tensor]:
     return {name: p.detach() * factor for name, p in side.module.named_parameters()}
-
-
-def mean_teacher(side: Side) -> None:
-    y = side.model(draw())
-    with torch.no_grad():
-        wanted = functional_call(side.model, averaged(side), (draw(),))
-    square(y - wanted).backward()
-
-
-def own_and_other_weights_in_one_loss(side: Side) -> dict[str, Tensor | None]:
-    y = side.model(draw())
-    weights = {name: w.requires_grad_() for name, w in averaged(side).items()}
-    other = functional_call(side.model, weights, (draw(),))
-    (square(y - other) + square(side.model(draw(5, seed=2)))).backward()
-    return {name: w.grad for name, w in weights.items()}
-
-
-def weights_of_a_graph(side: Side) -> Tensor:
-    """A network that makes another's weights: their gradients go on into `scale`."""
-    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-    weights = {name: p * scale for name, p in side.module.named_parameters()}
-    square(functional_call(side.model, weights, (draw(),))).backward()
-    assert scale.grad is not None
-    return scale.grad
-
-
-def some_weights(side: Side) -> None:
-    """Weights that are not given are the model's own."""
-    name = next(name for name, _ in side.module.named_parameters())
-    square(functional_call(side.model, {name: averaged(side)[name]}, (draw(),))).backward()
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        mean_teacher,
-        own_and_other_weights_in_one_loss,
-        weights_of_a_graph,
-        some_weights,
-    ],
-)
-@everywhere
-def test_functional_call(way: Callable[[Side], Any], shares: Shares) -> None:
-    check(repeated(way), shares, mlp)
 
 
 @everywhere
@@ -318,25 +210,6 @@ def test_functional_call_with_other_buffers(shares: Shares) -> None:
         return seen
 
     check(loop, shares, Scaled)
-
-
-@pytest.mark.parametrize("first_order", [False, True])
-@everywhere
-def test_maml(shares: Shares, first_order: bool) -> None:
-    def loop(side: Side) -> None:
-        for step in range(2):
-            for task in range(2):
-                x, y = draw(seed=10 * step + task), draw(8, 3, seed=task)
-                weights: dict[str, Tensor] = dict(side.model.named_parameters())
-                for _ in range(2):
-                    loss = F.mse_loss(functional_call(side.model, weights, (x,)), y)
-                    steps = torch.autograd.grad(loss, list(weights.values()), create_graph=not first_order)
-                    named = zip(weights.items(), steps, strict=True)
-                    weights = {name: weight - 0.1 * change for (name, weight), change in named}
-                F.mse_loss(functional_call(side.model, weights, (x + 1,)), y).backward()
-            side.step()
-
-    check(loop, shares, mlp)
 
 
 @everywhere

@@ -92,11 +92,6 @@ def test_what_cannot_be_predicted_from(dp: DataParallel) -> None:
         dp.predict([[3]])
 
 
-class Padded(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
-
-
 def test_numbers_over_batches_of_unequal_size() -> None:
     class Counting(nn.Module):
         def forward(self, x: Tensor) -> Any:
@@ -107,12 +102,6 @@ def test_numbers_over_batches_of_unequal_size() -> None:
             found = dp.predict([X[:20], X[20:]])
         assert found["count"] == 23
         torch.testing.assert_close(found["mean"], X.mean())
-
-
-def test_samples_along_another_dim() -> None:
-    with flowdp.setup(Padded(), devices=["cpu", "cpu"], dim=1) as dp:
-        found = dp.predict(X.T.contiguous(), 10)
-    torch.testing.assert_close(found, X.T * 2)
 
 
 # ---------------------------------------------------------------- models that are not trained

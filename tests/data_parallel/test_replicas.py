@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import weight_norm
 
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.streams import StreamLane
-from flowdp.errors import FlowdpError
 from tests.fakes import FakeCuda
-from tests.loops import CPU, WAIT_S, called, mlp, numbers, replicas_of
+from tests.loops import CPU, mlp, numbers, replicas_of
 
 
 def is_like(replicas: Replicas, rank: int = 1) -> bool:
@@ -39,14 +38,6 @@ def lanes(request: pytest.FixtureRequest) -> Lanes:
 
 
 # ---------------------------------------------------------------- tensors
-def test_ranks_on_the_cpu_have_the_users_parameters_and_buffers_of_their_own() -> None:
-    module: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with replicas_of(module, 3) as replicas:
-        assert replicas.modules[0] is module
-        for replica in replicas.modules[1:]:
-            assert all(map(lambda a, b: a is b, replica.parameters(), module.parameters()))
-            assert not {t.data_ptr() for t in replica.buffers()} & {t.data_ptr() for t in module.buffers()}
-            assert is_like(replicas)
 
 
 WRITES: dict[str, Callable[[Any], object]] = {
@@ -73,28 +64,6 @@ def test_what_the_loop_writes_is_there_in_the_next_call(lanes: Lanes, write: str
             replicas.look()
             replicas.follow()
         assert is_like(replicas)
-
-
-class Moving(nn.Module):
-    """Its buffer is a new object after every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.register_buffer("state", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state = self.state + 1
-        return self.weight * x + self.state
-
-
-def test_a_buffer_that_moves_to_a_new_object(lanes: Lanes) -> None:
-    module = Moving()
-    with replicas_of(module, lanes=lanes()) as replicas:
-        for turn in range(1, 4):
-            out = called(replicas, (2, 2), torch.ones(4, 2))
-            assert out.tolist() == [[1.0 + turn] * 2] * 4
-            assert module.state.tolist() == [turn, turn]
 
 
 # ---------------------------------------------------------------- buffers averaged
@@ -159,16 +128,6 @@ def test_a_hook_is_named_unless_it_is_torchs_own() -> None:
 
 
 # ---------------------------------------------------------------- jobs
-def test_jobs_run_at_once_each_in_its_thread() -> None:
-    met = threading.Barrier(3)
-
-    def job() -> str:
-        met.wait(WAIT_S)
-        return threading.current_thread().name
-
-    with replicas_of(mlp(), 3) as replicas:
-        assert replicas.each([job] * 3) == ["flowdp-replica-0", "flowdp-replica-1", "flowdp-replica-2"]
-        assert replicas.each([None, threading.get_ident, None])[0] is None
 
 
 def test_on_cards_the_first_rank_works_in_the_callers_thread() -> None:
@@ -177,36 +136,6 @@ def test_on_cards_the_first_rank_works_in_the_callers_thread() -> None:
         assert here is threading.current_thread()
         assert there is not None
         assert there.name == "flowdp-replica-1"
-
-
-def test_draws_are_repeated_from_the_callers_generator_or_are_not() -> None:
-    def draw() -> list[float]:
-        return torch.rand(2).tolist()
-
-    for repeats in (True, False):
-        with replicas_of(mlp(), repeats=repeats) as replicas:
-            found = []
-            for _ in range(2):
-                torch.manual_seed(4)
-                found.append(replicas.each([draw] * 2))
-            assert (found[0] == found[1]) or not repeats
-            assert found[0][0] != found[0][1]
-            assert (replicas.each([draw] * 2) != found[0]) or not repeats
-
-
-def test_a_forward_that_is_computed_again_may_not_draw_from_a_common_generator() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(mlp(), nn.Dropout())
-
-        def forward(self, x: Tensor) -> Any:
-            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-
-    with replicas_of(Dropping()) as replicas:
-        out = called(replicas, (2, 2), numbers(4, 6))
-        with pytest.raises(FlowdpError, match="draws random numbers in a forward that a backward computes"):
-            out.sum().backward()
 
 
 # ---------------------------------------------------------------- streams

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -91,47 +90,6 @@ def test_gradients_loss_and_outputs_are_those_of_one_big_batch(world: World) -> 
     assert not any(t.requires_grad for t in (result.loss, result.output, result.tags["0"]))
 
 
-def test_without_a_loss_function_the_output_has_its_graph(world: World) -> None:
-    window = ragged()
-    result = world.run(window, loss=None)
-    assert result.loss is None
-    F.cross_entropy(result.output, window[1]).backward()
-    F.cross_entropy(world.twin(window[0]), window[1]).backward()
-    world.check()
-    assert result.tags["0"].shape == (window.samples, 8)
-
-
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_parameters_see_the_sum_once(world: World, register: str) -> None:
-    seen: dict[nn.Module, list[Tensor]] = {world.module: [], world.twin: []}
-
-    def clamp(module: nn.Module, gradient: Tensor) -> Tensor:
-        seen[module].append(gradient.clone())
-        return gradient.clamp(-0.01, 0.01)
-
-    def note(module: nn.Module, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        seen[module].append(parameter.grad.clone())
-
-    for module in seen:
-        getattr(module[0].bias, register)(partial(clamp if register == "register_hook" else note, module))
-    for window in (ragged(), window_of((0, 2))):
-        world.run(window)
-        F.cross_entropy(world.twin(window[0]), window[1]).backward()
-        world.check()
-    assert_equal(seen[world.module], seen[world.twin])
-
-
-def test_without_gradients_the_loss_alone_is_computed(world: World) -> None:
-    window = ragged()
-    with torch.no_grad():
-        result = world.run(window)
-        loss = F.cross_entropy(world.twin(window[0]), window[1])
-    assert result.loss is not None
-    assert_equal([result.loss], [loss])
-    assert not any(gradients(world.module))
-
-
 def test_the_loss_function_sees_its_batch_with_graph_tags_and_traces(world: World) -> None:
     seen: list[LossContext] = []
 
@@ -146,25 +104,6 @@ def test_the_loss_function_sees_its_batch_with_graph_tags_and_traces(world: Worl
     hidden = world.twin[0](window[0])
     (F.cross_entropy(world.twin[2](hidden.tanh()), window[1]) + 0.1 * hidden.square().mean()).backward()
     world.check()
-
-
-def test_a_module_that_is_called_twice_has_two_traces() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(6, 6).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.inner(self.inner(x))
-            return out
-
-    module = Twice()
-    with replicas_of(module) as replicas:
-        window = window_of((0, 4), (1, 3))
-        result = run_window(window, plan_of(module, tags=("inner",)), replicas)
-        first, second = result.traces["inner"]
-        assert_equal([first, second], [module.inner(window[0]).detach(), result.output])
-        assert result.tags["inner"] is second
 
 
 # ---------------------------------------------------------------- memory

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import signal
-import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +27,6 @@ from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
 from tests.fakes import FakeCuda, hide_modes
 from tests.loops import WAIT_S, assert_equal, gradients, mlp, numbers
-
-ROOT = Path(__file__).resolve().parents[2]
 
 Setup = Callable[..., DataParallel]
 
@@ -98,10 +94,6 @@ class Elaborate(nn.Module):
         out = self.inner(fields["x"] + self.table(item.ids)) * scale**power
         return {"out": out, "pair": (item, [None, "text"]), "mean": out.mean(), "ids": item.ids * 2}
 
-    def norm(self, x: Tensor, *, order: int) -> Tensor:
-        out: Tensor = self.inner(x)
-        return out.norm(order, dim=1)
-
 
 def test_trees_go_in_and_out(setup: Setup) -> None:
     model = Elaborate()
@@ -154,29 +146,6 @@ def test_a_call_without_a_batch(setup: Setup) -> None:
     dp.step()
 
 
-def test_other_methods_and_functions_run_the_same_way(setup: Setup) -> None:
-    model = Elaborate()
-    twin = copy.deepcopy(model)
-    dp = setup(model)
-    x = numbers(9, 6)
-    dp.call("norm", x, order=1).sum().backward()
-    dp.call(model.norm, x, order=1).sum().backward()
-    dp.call(lambda module, x: module.inner(x).square(), x).sum().backward()
-    (2 * twin.norm(x, order=1)).sum().backward()
-    twin.inner(x).square().sum().backward()
-    assert_equal(gradients(model), gradients(twin))
-    with pytest.raises(AttributeError, match="loss"):
-        dp.call("loss", x)
-
-
-@two
-def test_shares_follow_the_hint(setup: Setup) -> None:
-    dp = setup(mlp())
-    dp(numbers(9, 6))
-    assert dp.shard_sizes == (3, 6)
-    assert dp.chunk_ratios == pytest.approx((1 / 3, 2 / 3))
-
-
 # ---------------------------------------------------------------- steps
 def loop(call: Any, model: nn.Module, optimizer: Optimizer, steps: int = 6) -> None:
     """Any loop from PyTorch's documentation."""
@@ -190,45 +159,6 @@ def loop(call: Any, model: nn.Module, optimizer: Optimizer, steps: int = 6) -> N
         scheduler.step()
 
 
-def groups(model: Any) -> list[dict[str, Any]]:
-    return [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters()}]
-
-
-def test_a_loop_moves_over_as_it_is(setup: Setup) -> None:
-    model = mlp()
-    twin = copy.deepcopy(model)
-    optimizer, other = AdamW(groups(model), 0.05), AdamW(groups(twin), 0.05)
-    dp = setup(model, optimizer)
-    loop(dp, model, optimizer)
-    loop(twin, twin, other)
-    assert_equal(values(model), values(twin))
-    assert dp.training_step == 6
-    assert dp.optimizers == (optimizer,)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_no_sync_and_steps_of_ours(setup: Setup, set_to_none: bool) -> None:
-    model = mlp()
-    twin = copy.deepcopy(model)
-    dp = setup(model, SGD(model.parameters(), 0.2, momentum=0.9), max_grad_norm=0.3)
-    other = SGD(twin.parameters(), 0.2, momentum=0.9)
-    for step in range(4):
-        with dp.no_sync():
-            loss_of(dp, seed=step).backward()
-        loss_of(dp, seed=50 + step).backward()
-        if step == 2:  # as for a loss that is not finite
-            dp.zero_grad(set_to_none)
-            continue
-        dp.step()
-        for seed in (step, 50 + step):
-            loss_of(twin, seed=seed).backward()
-        nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
-        other.step()
-        other.zero_grad()
-    assert_equal(values(model), values(twin))
-    assert not any(gradients(model))
-
-
 def test_clipping_by_hand_is_of_all(setup: Setup) -> None:
     model = mlp()
     twin = copy.deepcopy(model)
@@ -238,20 +168,6 @@ def test_clipping_by_hand_is_of_all(setup: Setup) -> None:
     norm = dp.clip_grad_norm_(0.01)
     loss_of(twin).backward()
     assert_equal([norm], [nn.utils.clip_grad_norm_(twin.parameters(), 0.01)])
-    assert_equal(gradients(model), gradients(twin))
-
-
-def test_gradients_that_are_zeroed_in_place_are_so_everywhere(setup: Setup) -> None:
-    model = mlp()
-    twin = copy.deepcopy(model)
-    dp = setup(model)
-    with dp.no_sync():
-        loss_of(dp).backward()
-        dp.optimizers[0].zero_grad(set_to_none=False)
-        loss_of(dp, seed=1).backward()
-    loss_of(dp, seed=2).backward()
-    for seed in (1, 2):
-        loss_of(twin, seed=seed).backward()
     assert_equal(gradients(model), gradients(twin))
 
 
@@ -364,46 +280,6 @@ def test_no_device_gets_a_single_sample_for_batch_norm(setup: Setup, samples: in
         dp.forward_batch(window)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         dp(batch(1)[0])
-
-
-@two
-def test_buffers_of_the_first_device_are_everybodys(setup: Setup) -> None:
-    model = nn.BatchNorm1d(2, momentum=1.0).double()
-    dp = setup(model, cadence=False)
-    x = torch.tensor([[1.0, 1.0], [3.0, 3.0], [7.0, 5.0], [9.0, 5.0]], dtype=torch.float64)
-    dp(x)
-    assert model.running_mean is not None
-    assert model.running_mean.tolist() == [2.0, 2.0]
-    dp.eval()
-    assert_equal([dp(x)], [model(x)])
-
-
-@two
-def test_buffers_are_averaged_at_each_step(setup: Setup) -> None:
-    class Following(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2).double())
-            self.register_buffer("mean", torch.zeros(2).double())
-            self.register_buffer("calls", torch.tensor(0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean.mul_(0.5).add_(0.5 * x.mean(0))
-            self.calls.add_(1)
-            return (x - self.mean) * self.weight
-
-    model = Following()
-    shares = CadenceOptions(max_anchor=0, speed_hint=(0, 2.0))
-    dp = setup(model, cadence=shares, buffers="average", check=False)  # each part has its own mean
-    means = [torch.zeros(2).double(), torch.zeros(2).double()]
-    for seed in range(2):  # two batches of three and six samples: each device continues from its own
-        x = numbers(9, 2, seed=seed)
-        dp(x).square().sum().backward()
-        for mean, part in zip(means, (x[:3], x[3:]), strict=True):
-            mean.mul_(0.5).add_(0.5 * part.mean(0))
-    dp.step()
-    assert_equal([model.mean], [means[0] / 3 + means[1] * 2 / 3])
-    assert model.calls.item() == 2
 
 
 def test_saved_and_loaded_by_itself_or_as_a_part(setup: Setup) -> None:
@@ -569,69 +445,12 @@ def test_after_a_ctrl_c_the_next_call_works(setup: Setup) -> None:
     timer.join()
 
 
-SCRIPT = """
-import os, signal, sys, threading
-import torch, flowdp
-
-class Slow(torch.nn.Linear):
-    def forward(self, x):
-        if x.sum() == 28:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            while not threading.Event().wait(0.01):
-                pass
-        return super().forward(x)
-
-model = Slow(1, 1)
-dp = flowdp.setup(model, lambda parameters: torch.optim.SGD(parameters, 0.1), devices=2)
-try:
-    dp(torch.arange(16.0)[:, None])
-except KeyboardInterrupt:
-    print("heard", flush=True)
-    os._exit(0)  # the script's own exit, as close() waits for the job
-"""
-
-
-def test_a_script_ends_on_ctrl_c() -> None:
-    """Even if a job never ends: its thread is a daemon."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    assert "heard" in done.stdout, done.stderr
-    assert done.returncode == 0, done.stderr
-
-
 # ---------------------------------------------------------------- windows
 def cross_entropy(context: flowdp.LossContext) -> Tensor:
     return F.cross_entropy(context.output, context.batch[1])
 
 
 CADENCES = {"windows": CadenceOptions(anchor=2, speed_hint=(0, 2.0)), "cut": False}
-
-
-@pytest.mark.parametrize("cadence", CADENCES.values(), ids=CADENCES)
-@pytest.mark.parametrize("has_loss", [True, False])
-def test_every_sample_counts_once(setup: Setup, cadence: Any, has_loss: bool) -> None:
-    model = mlp()
-    twin = copy.deepcopy(model)
-    other = SGD(twin.parameters(), 0.1)
-    dp = setup(model, cadence=cadence, loss_fn=cross_entropy if has_loss else None)
-    x, y = batch(23)
-    loader = DataLoader(TensorDataset(x, y), batch_size=3)
-    for _ in range(2):
-        samples = 0
-        for window in dp.epoch(loader):
-            result = dp.forward_batch(window)
-            if not has_loss:
-                F.cross_entropy(result.output, window[1]).backward()
-            assert window.samples == len(result.output)
-            assert sum(dp.shard_sizes) == (window.samples if dp.is_distributed else 0)
-            samples += window.samples
-            dp.step()
-            F.cross_entropy(twin(window[0]), window[1]).backward()
-            other.step()
-            other.zero_grad()
-        assert samples == 23
-    assert_equal(values(model), values(twin))
 
 
 def test_windows_beside_calls_and_no_sync(setup: Setup) -> None:
@@ -666,26 +485,6 @@ def test_a_scaler_over_windows(setup: Setup) -> None:
         other.step()
         other.zero_grad()
     assert_equal(values(model), values(twin))
-
-
-def test_fields_and_tags(setup: Setup) -> None:
-    def loss(context: flowdp.LossContext) -> Tensor:
-        assert len(context.traces["0"]) == 1
-        return F.cross_entropy(context.output, context.batch["label"]) + context.tags["0"].mean()
-
-    x, y = batch(12)
-    loader = [{"label": y[i : i + 3], "image": x[i : i + 3]} for i in range(0, 12, 3)]
-    dp = setup(mlp(), inputs="image", tags=("0",), loss_fn=loss, cadence=CADENCES["windows"])
-    for window in dp.epoch(loader):
-        result = dp.forward_batch(window)
-        assert result.tags["0"].shape == (window.samples, 8)
-        assert window["label"].shape == (window.samples,)
-        dp.step()
-    dp = setup(mlp(), inputs="picture", loss_fn=loss)
-    for window in dp.epoch(loader):
-        with pytest.raises(KeyError, match="picture"):
-            dp.forward_batch(window)
-        break
 
 
 def test_a_loss_function_comes_and_goes(setup: Setup) -> None:
