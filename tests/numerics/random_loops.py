@@ -1,7 +1,6 @@
 """Random loops: models and sequences of actions from a seed, played by plain PyTorch and by `setup`.
 
-A program is drawn without being run, so that it plays the same on both sides, and still does when some of
-its actions are left out (`shrunk`).
+A program is drawn without being run, so that it plays the same on both sides.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 
 import flowdp
 
-__all__ = ["Action", "Difference", "Program", "Spread", "draw", "play", "shrunk", "spread"]
+__all__ = ["Action", "Difference", "Program", "draw", "play"]
 
 ATOL, RTOL = 1e-10, 1e-9
 MOST_KEPT = 4  # outputs whose graphs live on
@@ -542,15 +541,8 @@ def _attempt(side: Side, action: Action) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _compare_sides(ours: Side, plain: Side) -> None:
-    for (where, found), (_, expected) in zip(ours.all(), plain.all(), strict=True):
-        if where.startswith("gradient of ") and not all(part.is_synced for part in ours.parts):
-            continue  # `no_sync` has left those of the other devices where they are
-        _compare(where, found, expected)
-
-
-def _act(ours: Side, plain: Side, action: Action) -> bool:
-    """Play an action on both sides and compare; whether plain PyTorch raised."""
+def _act(ours: Side, plain: Side, action: Action) -> None:
+    """Play an action on both sides and compare."""
     expected, wanted = _attempt(plain, action)
     found, raised = _attempt(ours, action)
     if wanted is None and raised is not None:
@@ -564,52 +556,23 @@ def _act(ours: Side, plain: Side, action: Action) -> bool:
         plain.settle()
     else:
         _compare("result", found, expected)
-    _compare_sides(ours, plain)
-    return wanted is not None
+    for (where, found), (_, expected) in zip(ours.all(), plain.all(), strict=True):
+        if where.startswith("gradient of ") and not all(part.is_synced for part in ours.parts):
+            continue  # `no_sync` has left those of the other devices where they are
+        _compare(where, found, expected)
 
 
-@dataclass
-class Played:
-    """How a program went.
-
-    Attributes:
-        actions: Actions played.
-        errors: Those that plain PyTorch refuses.
-    """
-
-    actions: int = 0
-    errors: int = 0
-    names: list[str] = field(default_factory=list)
-
-
-def play(program: Program, way: Spread = spread) -> Played:
+def play(program: Program, way: Spread = spread) -> None:
     """Play a program on both sides.
 
     Raises:
         Difference: It differs; the message has the action, and the program.
     """
-    played = Played()
     with _side(program, _plain) as plain, _side(program, way) as ours:
         for number, action in enumerate(program.actions, 1):
             try:
-                played.errors += _act(ours, plain, action)
+                _act(ours, plain, action)
             except Difference as error:
                 raise Difference(
                     f"seed {program.seed}, action {number}, {action}: {error}\n{program}"
                 ) from error.__cause__
-            played.actions += 1
-            played.names.append(action.name)
-    return played
-
-
-def shrunk(program: Program, way: Spread = spread) -> Program:
-    """The program without the actions that its failure does not need."""
-    at = len(program.actions)
-    while at > 0:
-        at -= 1
-        fewer = replace(program, actions=program.actions[:at] + program.actions[at + 1 :])
-        try:
-            play(fewer, way)
-        except Difference:
-            program = fewer
-    return program

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import flowdp
 from flowdp import DataParallel, Run
@@ -138,28 +138,6 @@ def test_what_is_no_tensor_stays_beside_its_sample(
     assert seen_by(run) == dict.fromkeys(range(48), 1)
 
 
-def test_after_an_out_of_memory_error_the_pieces_stay_aligned() -> None:
-    def run(loss: Callable[..., Tensor]) -> Run:
-        def hungry(model: nn.Module, batch: Batch) -> Tensor:
-            if len(batch.x) > 4:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
-            return loss(model, batch)
-
-        return flowdp.Trainer(
-            model=lambda: nn.Linear(1, 1),
-            optimizer=lambda params: SGD(params, 1e-6),
-            loss=hungry,
-            dataset=Words(),
-            reading=flowdp.ReadingOptions(collate_fn=as_record),
-            batch_size=16,
-            epochs=1,
-            devices=["cpu"],
-            progress=False,
-        ).start()
-
-    assert seen_by(run) == dict.fromkeys(range(48), 1)
-
-
 # ---------------------------------------------------------------- setup
 @pytest.fixture
 def made() -> Iterator[list[DataParallel]]:
@@ -227,21 +205,3 @@ def test_records_mappings_and_lists_go_in_and_come_out(made: list[DataParallel],
 def collate(items: list[int]) -> Item:
     x = numbers(len(items), 6)
     return Item(x, [f"{number:.6f}" for number in x[:, 0].tolist()])
-
-
-@pytest.mark.parametrize("cadence", [False, True])
-def test_windows_of_records(made: list[DataParallel], cadence: bool) -> None:
-    samples = 0
-
-    def loss(context: flowdp.LossContext) -> Tensor:
-        item = context.batch
-        assert item.texts == [f"{number:.6f}" for number in item.x[:, 0].tolist()]
-        return context.output.pow(2).mean()
-
-    dp = setup(made, mlp(), cadence=cadence, loss_fn=loss, inputs="x")
-    for window in dp.epoch(DataLoader(Words(), batch_size=16, collate_fn=collate)):
-        dp.forward_batch(window)
-        assert len(window["texts"]) == window.samples
-        samples += window.samples
-        dp.step()
-    assert samples == 48

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import flowdp
 from bench.gpu.checks import Single
-from flowdp.data.prefetch import PrefetchFeed
 from flowdp.graphs.cuda_graph import CudaStepGraph
 from tests.fake_graphs import Captures
 
@@ -137,17 +136,3 @@ def test_checkpoints_between_replays(replays: Replays, tmp_path: Path) -> None:
     for name, tensor in whole.state_dict.items():
         assert torch.equal(tensor, again.state_dict[name]), name
     assert set(replays) == {0, 1}
-
-
-def test_the_ring_is_sized_when_the_graphs_have_their_memory(
-    replays: Replays, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sized: list[int] = []
-    own = PrefetchFeed.fit
-    monkeypatch.setattr(PrefetchFeed, "fit", lambda feed: (sized.append(replays[0]), own(feed)))
-    train(policy="sync", capture=True, max_steps=40)
-    assert sized[0] >= 2
-    replays[0] = 0
-    sized.clear()
-    train(policy="sync", max_steps=40)
-    assert sized[0] == 0

@@ -69,11 +69,6 @@ def test_the_same_numbers_give_the_same_model_on_any_number_of_devices(devices: 
     assert_equal(trained(devices, **options), plain())
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_accumulated_batches_are_one_step(devices: int) -> None:
-    assert_equal(trained(devices, gradient_accumulation_steps=2), plain(accumulation=2))
-
-
 class OneByOne(torch.optim.SGD):
     """SGD that steps parameter by parameter: it is none of torch's own, which step flat memory."""
 

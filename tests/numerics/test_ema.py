@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flowdp
 from bench.cadences import cadence_for
-from flowdp import CheckpointOptions, EvaluationOptions
+from flowdp import EvaluationOptions
 
 # An average does not depend on how a batch reached its rank.
 pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
@@ -121,31 +121,6 @@ def test_on_several_devices_it_is_that_of_the_averaged_path(policy: str) -> None
             torch.testing.assert_close(state.ema[name], wanted[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_all_devices_have_the_same_bits(policy: str) -> None:
-    run = make(policy, 3).start()
-    state = run.join()
-    first, *others = averages_of(run)
-    for other in others:
-        same(other, first)
-    assert state.ema is not None
-    for name, own in first.items():
-        assert torch.equal(state.ema[name], own)
-    assert not torch.equal(first["0.weight"], state.state_dict["0.weight"])
-
-
-def test_a_step_of_ones_own() -> None:
-    def step(worker: Any, batch: Any) -> None:
-        (optimizer,) = worker.optimizers
-        worker.backward(loss(worker.model, batch))
-        worker.step(optimizer)
-
-    state = make("sync", 2, loss=None, train_step=step).fit()
-    usual = make("sync", 2).fit()
-    assert usual.ema is not None
-    same(state.ema, usual.ema)
-
-
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_a_healed_replica_has_the_others_average(policy: str) -> None:
     def poisoned(model: nn.Module, batch: Any) -> Tensor:
@@ -211,27 +186,3 @@ def test_other_devices_and_a_given_state_go_on_with_it(tmp_path: Path) -> None:
     assert state.ema is not None
     wanted = before.ema["0.weight"].lerp(state.state_dict["0.weight"], 1 - DECAY)
     torch.testing.assert_close(state.ema["0.weight"], wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_the_best_epoch_has_its_own(tmp_path: Path) -> None:
-    scores = iter([1.0, 3.0, 2.0] * 99)
-    seen: dict[int, float] = {}
-
-    def step(_: nn.Module, batch: Any) -> dict[str, float]:
-        epoch = flowdp.current_worker().epoch
-        return {"score": seen.setdefault(epoch, next(scores))}
-
-    kept = Kept()
-    options: dict[str, Any] = {
-        "evaluation": EvaluationOptions(DATA, step=step, sanity_check=0),
-        "checkpoint": CheckpointOptions(tmp_path, keep_best=("score", "max")),
-    }
-    stopping = flowdp.EarlyStopping("score", mode="max", patience=None, restore_best=True)
-    state = make("sync", 2, epochs=3, also=[stopping, flowdp.OnCheckpoint(kept)], **options).fit()
-    model, ema = kept.all[2]
-    same(state.state_dict, model)
-    same(state.ema, ema)
-    same(flowdp.load_checkpoint(tmp_path / "best.pt").ema, ema)
-    # The best one is still known to a run that goes on, and not beaten.
-    again = make("sync", 2, epochs=3, also=[stopping], resume=True, **options).fit()
-    same(again.ema, ema)

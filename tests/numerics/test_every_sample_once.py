@@ -4,31 +4,19 @@ events.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import cycle, product
-from pathlib import Path
-from time import monotonic
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import flowdp
-from flowdp.data.demand_source import DemandReader
-from flowdp.data.open_source import open_source
-from flowdp.device.worker_context import CurrentWorker
-from flowdp.engine.coordinator_thread import CoordinatorShell
-from flowdp.protocol.commands import Send
-from flowdp.protocol.messages import SyncNow
 from tests.numerics.conftest import WAIT_S, Door
 
-POLICIES = ("sync", "cadence", "async")
 TEAMS = pytest.mark.parametrize(
     ("policy", "devices"), [("sync", 3), ("cadence", 1), ("cadence", 3), ("async", 2), ("async", 4)]
 )
@@ -104,23 +92,6 @@ class Map(Dataset[Any]):
         return index, content(index)
 
 
-class SeekingFile(Dataset[Any]):
-    """One open file with one position: two readers at once would take each other's samples."""
-
-    def __init__(self, path: Path, count: int) -> None:
-        self.count = count
-        np.array([[index, content(index)] for index in range(count)]).tofile(path)
-        self.file = path.open("rb")
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        self.file.seek(16 * index)
-        at, value = np.frombuffer(self.file.read(16))
-        return int(at), float(value)
-
-
 @TEAMS
 def test_tensors_of_any_size(recorder, policy, devices):
     for (samples, batch_size), drop_last in product(SIZES, (False, True)):
@@ -144,57 +115,6 @@ def test_tensors_of_any_size(recorder, policy, devices):
             assert sorted(lengths, reverse=True) == [batch_size] * (samples // batch_size) + ragged
         assert (state.epochs_done, state.global_step) == (3, len(recorder.steps))
         check_books(recorder, state)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_loader_with_a_sampler_of_its_own(recorder, policy):
-    chosen = range(3, 40, 2)
-    loader = DataLoader(Map(40), batch_size=4, sampler=SubsetRandomSampler(chosen))
-    check(recorder, trainer(recorder, loader, policy, 2).fit(), Counter(chosen))
-
-
-@pytest.mark.parametrize(("policy", "devices"), [("cadence", 2), ("async", 3)])
-def test_worker_processes(recorder, policy, devices):
-    loader = DataLoader(Map(46), batch_size=4, shuffle=True, num_workers=2)
-    check(recorder, trainer(recorder, loader, policy, devices).fit(), Counter(range(46)))
-
-
-@TEAMS
-def test_a_file_read_by_seek_and_read(tmp_path, recorder, policy, devices):
-    dataset = SeekingFile(tmp_path / "samples", 301)
-    try:
-        state = trainer(recorder, dataset, policy, devices, per_device_batch_size=5).fit()
-    finally:
-        dataset.file.close()
-    check(recorder, state, Counter(range(301)))
-
-
-@pytest.mark.parametrize(
-    ("policy", "num_workers"), [("exact", 0), ("sync", 2), ("cadence", 0), ("async", 2), ("exact", 2)]
-)
-def test_the_reading_on_demand_of_several_machines(recorder, monkeypatch, policy, num_workers):
-    """All samples lie with the ranks of this machine; a pause makes plans void, and batches come back."""
-    sources: list[Any] = []
-
-    def opened(dataset: Any, size: Any, reading: Any, plan: Any, **options: Any) -> Any:
-        sources.append(open_source(dataset, size, reading, replace(plan, machines=2), **options))
-        return sources[-1]
-
-    monkeypatch.setattr("flowdp.trainer.config.open_source", opened)
-    door = Door()
-    recorder.before = lambda _, count: door.wait() if count == 5 else None
-    reading = flowdp.ReadingOptions(num_workers=num_workers)
-    run = trainer(recorder, Map(203), policy, 3, per_device_batch_size=4, epochs=4, reading=reading).start()
-    assert door.reached.wait(WAIT_S)
-    run.pause()
-    door.opened.set()
-    with run.paused():
-        pass
-    state = run.join(WAIT_S)
-    assert state.epochs_done == 4
-    for epoch in range(4):
-        assert recorder.samples(epoch) == Counter(range(203))
-    assert isinstance(sources[-1], DemandReader)
 
 
 # ---------------------------------------------------------------- events during the run
@@ -244,96 +164,6 @@ def test_pauses_lose_and_double_nothing(recorder, policy, devices):
             door = meet(before + further)
     door.opened.set()
     check(recorder, run.join(WAIT_S), Counter(range(23)), epochs=40)
-
-
-class Staller:
-    """Keeps a rank busy in three of its steps, each time until the others have reacted.
-
-    `called` is the last round to which a `SyncNow` has called the ranks.
-    """
-
-    called = -1
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.run: flowdp.Run | None = None
-        self.started = threading.Event()
-        self.stalls = 0
-
-    def __call__(self, worker: CurrentWorker, _: int) -> None:
-        if worker.rank != self.rank or self.stalls == 3 or not self.is_time(worker):
-            return
-        assert self.started.wait(WAIT_S)
-        busy = torch.ones(64, 64)
-        deadline = monotonic() + WAIT_S
-        while not self.is_noticed(worker):
-            busy = (busy @ busy).sigmoid()
-            assert monotonic() < deadline, "the stall was not noticed"
-        self.stalls += 1
-
-    def is_time(self, worker: CurrentWorker) -> bool:
-        raise NotImplementedError
-
-    def is_noticed(self, worker: CurrentWorker) -> bool:
-        raise NotImplementedError
-
-
-class UntilCalled(Staller):
-    """Planned rounds: until the coordinator has ended the round early."""
-
-    round = 1  # from the next one on the speeds are known, so that a rank can be late
-
-    def is_time(self, worker: CurrentWorker) -> bool:
-        # Not at the end of an epoch (of 50 batches), where a round may be one step.
-        if worker.round <= self.round or worker.global_step % 50 > 25:
-            return False
-        # The first step of a round, so that a part is left; then some rounds in which the stall is forgotten.
-        self.round = worker.round + 3
-        return True
-
-    def is_noticed(self, worker: CurrentWorker) -> bool:
-        return self.called > worker.round
-
-
-class UntilAlone(Staller):
-    """Asynchronous rounds: until every other rank is held back."""
-
-    def is_time(self, worker: CurrentWorker) -> bool:
-        return worker.local_step in (5, 17, 29)
-
-    def is_noticed(self, worker: CurrentWorker) -> bool:
-        held = self.run.status().throttled
-        return all(reason is not None for rank, reason in enumerate(held) if rank != self.rank)
-
-
-@pytest.mark.parametrize(
-    ("policy", "kind", "devices"), [("cadence", UntilCalled, 3), ("async", UntilAlone, 2)]
-)
-def test_a_rank_that_stalls_now_and_then(recorder, policy, kind, devices, lanes, monkeypatch):
-    if kind is UntilCalled and lanes != "cpu":
-        pytest.skip("a device's report of a round follows its next steps: a stall in the first is seen later")
-    staller = recorder.before = kind(rank=devices - 1)
-    obey = CoordinatorShell._obey
-
-    def watched(shell, command):
-        obey(shell, command)
-        if isinstance(command, Send) and isinstance(command.order, SyncNow):
-            staller.called = max(staller.called, command.order.round)
-
-    monkeypatch.setattr(CoordinatorShell, "_obey", watched)
-    cadence = flowdp.CadenceOptions(anchor=4, max_anchor=8, divergence_guard=False)
-    options = {
-        "per_device_batch_size": 2,
-        "cadence": cadence,
-        "runtime": flowdp.RuntimeOptions(partition_ratios=[1 / devices] * devices),
-    }
-    run = trainer(recorder, tensors(99), policy, devices, epochs=6, **options).start()
-    staller.run = run
-    staller.started.set()
-    hurried = [record for record in run.metrics("round") if record.reason == "hurried"]
-    check(recorder, run.join(WAIT_S), Counter(range(99)), epochs=6)
-    assert staller.stalls == 3
-    assert len(hurried) >= 3 or policy == "async"
 
 
 @TEAMS
@@ -411,13 +241,3 @@ def test_a_batch_sampler(recorder, policy, devices, num_workers):
     for epoch in range(3):
         sizes = [len(step.indices) for step in recorder.steps if step.epoch == epoch]
         assert Counter(sizes) == Counter(len(batch) for batch in Uneven(47))
-
-
-def test_sync_on_an_iterable_dataset_depends_on_no_clock(recorder):
-    def weights() -> Tensor:
-        torch.manual_seed(1)
-        return trainer(recorder, Stream(46, 9), "sync", 3, per_device_batch_size=2).fit().state_dict["weight"]
-
-    first = weights()
-    recorder.before = lambda worker, count: sum(range(20_000 * ((worker.rank + count) % 3)))
-    assert torch.equal(first, weights())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,32 +62,6 @@ def test_the_moved_loop_equals_the_plain_one(capsys: pytest.CaptureFixture[str])
         check_equal(moved, plain)
     assert capsys.readouterr().out == said
     assert said.count("\n") == 2
-
-
-def test_the_gan_equals_the_plain_loop() -> None:
-    gan = example(GAN)
-    train: Callable[..., tuple[float, float]] = gan["train"]
-    torch.manual_seed(0)
-    models = [gan["network"](gan["NOISE"], 2), gan["network"](2, 1)]
-    twins, start = copy.deepcopy(models), copy.deepcopy(models)
-    optimizers, by_hand = ([gan["adam"](model) for model in both] for both in (models, twins))
-    points = [gan["real"](32) for _ in range(30)]
-
-    torch.manual_seed(1)
-    expected = [train(*twins, *by_hand, some) for some in points]
-    torch.manual_seed(1)
-    devices = ["cpu"] * 2
-    with (
-        flowdp.setup(models[0], optimizers[0], devices=devices) as generator,
-        flowdp.setup(models[1], optimizers[1], devices=devices) as discriminator,
-    ):
-        seen = [train(generator, discriminator, *optimizers, some) for some in points]
-        assert generator.training_step == discriminator.training_step == len(points)
-    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=0, atol=1e-10)
-    for model, twin, before in zip(models, twins, start, strict=True):
-        check_equal(model, twin)
-        with pytest.raises(AssertionError):
-            check_equal(model, before)
 
 
 def test_the_gan_says_how_it_goes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,12 +48,6 @@ class Room:
             self.inside -= 1
 
 
-def test_without_a_limit_a_step_has_nothing_of_it() -> None:
-    run = trainer(runtime=RuntimeOptions()).start()
-    assert [replica.launching for replica in run._engine.replicas] == [None, None]
-    run.join()
-
-
 @pytest.mark.parametrize("policy", ["sync", "exact", "async", "cadence"])
 def test_a_limit_changes_no_result(policy: str) -> None:
     room = Room()

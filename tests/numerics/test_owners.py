@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ import flowdp
 from flowdp.data.epoch_order import epoch_order
 from flowdp.device.streams import HostLane, StreamLane
 from flowdp.replica.exact_replica import ExactReplica
+from tests.data.cards import Card
 from tests.numerics.test_exact import RATIOS, apart, check_equal
 
 SAMPLES, WINDOW, STEPS = 160, 13, 30
@@ -80,13 +80,23 @@ def windows() -> Iterator[Tensor]:
         yield from epoch_order(SAMPLES, 0, epoch).split(WINDOW)
 
 
-def plain(make: Make, steps: int = STEPS, clip: float | None = None) -> nn.Module:
-    model = net()
+def plain(
+    make: Make,
+    model: nn.Module | None = None,
+    loss: Any = mse,
+    clip: float | None = None,
+    value: float | None = None,
+) -> nn.Module:
+    """Train on one device."""
+    model = net() if model is None else model
     optimizer = make(model.parameters())
-    for index in itertools.islice(windows(), steps):
-        mse(model, (X[index], Y[index])).backward()
+    for index in itertools.islice(windows(), STEPS):
+        named = loss(model, (X[index], Y[index]))
+        (named["loss"] if isinstance(named, dict) else named).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), value)
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -94,6 +104,7 @@ def plain(make: Make, steps: int = STEPS, clip: float | None = None) -> nn.Modul
 
 def exact(make: Make, devices: int, model: nn.Module | None = None, **options: Any) -> flowdp.Trainer:
     given: dict[str, Any] = {
+        "loss": mse,
         "dataset": (X, Y),
         "per_device_batch_size": 4,
         "batch_size": WINDOW,
@@ -106,46 +117,22 @@ def exact(make: Make, devices: int, model: nn.Module | None = None, **options: A
         "failures": flowdp.FailureOptions(check_loss=False),
         "progress": False,
     }
-    return flowdp.Trainer(net() if model is None else model, make, mse, **{**given, **options})
+    return flowdp.Trainer(net() if model is None else model, make, **{**given, **options})
 
 
 @pytest.mark.usefixtures("kept_replicas")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two devices and on four, and each way to take a step."""
+    """On two devices and on four, each way to take a step, with clipped gradients and without."""
     number = list(OPTIMIZERS).index(name)
     if number % 3:
         monkeypatch.setattr("flowdp.collective.host.SMALL", 0)
-    devices = 4 if number % 2 else 2
+    devices, clip = 4 if number % 2 else 2, 0.3 if number % 4 < 2 else None
     model, make = net(), OPTIMIZERS[name]
-    run = exact(make, devices, model).start()
+    run = exact(make, devices, model, max_grad_norm=clip).start()
     assert run.join().global_step == STEPS
-    assert apart(model, plain(make)) < 1e-12
+    assert apart(model, plain(make, clip=clip)) < 1e-12
     check_equal(run)
-
-
-@pytest.mark.usefixtures("kept_replicas", "steps")
-@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
-def test_clipping_and_a_rate_set_on_the_way(name: str) -> None:
-    model, make = net(), OPTIMIZERS[name]
-    run = exact(make, 3, model, max_grad_norm=0.3).start()
-    run.join()
-    assert apart(model, plain(make, clip=0.3)) < 1e-12
-    check_equal(run)
-
-
-@pytest.mark.usefixtures("kept_replicas", "steps")
-@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
-def test_the_state_is_there_once(name: str) -> None:
-    run = exact(OPTIMIZERS[name], 3).start()
-    result = run.join()
-    first, *others = [replica.optimizer for replica in run._engine.replicas]
-    count = len(list(net().parameters()))
-    assert len(first.state_dict()["state"]) == count
-    for other in others:
-        with pytest.raises(flowdp.FlowdpError, match="the devices share the state of the optimizer"):
-            other.state_dict()
-    assert list(result.optimizer_state["state"]) == list(range(count))
 
 
 @pytest.mark.usefixtures("steps")
@@ -199,33 +186,6 @@ def test_replicas_of_unlike_kinds_are_equal_to_the_bit() -> None:
     check_equal(run)
 
 
-@pytest.mark.usefixtures("kept_replicas")
-@pytest.mark.parametrize("card_at", [0, 1])
-def test_a_card_and_the_cpu(card_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The card, here fake streams, steps for both."""
-    from tests.data.cards import Card
-
-    card = Card()
-
-    def open_lanes(devices: Any) -> list[Any]:
-        return [
-            StreamLane(device, card) if rank == card_at else HostLane(device)
-            for rank, device in enumerate(devices)
-        ]
-
-    monkeypatch.setattr("flowdp.replica.build.open_lanes", open_lanes)
-    model = net()
-    runtime = flowdp.RuntimeOptions(
-        backend="cpu", partition_ratios=RATIOS[2], tune_process=flowdp.ProcessTuning(openmp=False)
-    )
-    run = exact(Unlike(), 2, model, runtime=runtime, max_grad_norm=0.5, callbacks=[flowdp.EMA(0.9)]).start()
-    run.join()
-    check_equal(run)
-    assert apart(model, plain(partial(optim.SGD, lr=0.02), clip=0.5)) < 1e-10
-    replicas = run._engine.replicas
-    assert [replica.owner for replica in replicas] == [replicas[card_at]] * 2
-
-
 class Own(optim.SGD):
     """An optimizer that flowdp does not know."""
 
@@ -239,88 +199,36 @@ class UnlikeOwn(Unlike):
 
 
 @pytest.mark.usefixtures("kept_replicas")
-def test_cards_of_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one steps for both."""
-    from tests.data.cards import Card
-
-    cards = [Card(), Card()]
-    cards[1].name = "another card"
+@pytest.mark.parametrize(
+    ("kinds", "owner"), [(("card", "cpu"), 0), (("cpu", "card"), 1), (("card", "another card"), 0)]
+)
+def test_devices_of_two_kinds(kinds: tuple[str, str], owner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first card, here fake streams, steps for both."""
+    cards = {kind: Card() for kind in kinds if kind != "cpu"}
+    for kind, card in cards.items():
+        card.name = kind
 
     def open_lanes(devices: Any) -> list[Any]:
-        return [StreamLane(device, card) for device, card in zip(devices, cards, strict=True)]
+        return [
+            StreamLane(device, cards[kind]) if kind in cards else HostLane(device)
+            for device, kind in zip(devices, kinds, strict=True)
+        ]
 
     monkeypatch.setattr("flowdp.replica.build.open_lanes", open_lanes)
-    model = net()
-    runtime = flowdp.RuntimeOptions(backend="local", partition_ratios=RATIOS[2])
-    run = exact(
-        UnlikeOwn(), 2, model, runtime=runtime, max_grad_norm=0.5, callbacks=[flowdp.EMA(0.9)]
-    ).start()
+    model, make = net(), Unlike() if "cpu" in kinds else UnlikeOwn()
+    runtime = flowdp.RuntimeOptions(
+        backend="cpu" if "cpu" in kinds else "local",
+        partition_ratios=RATIOS[2],
+        tune_process=flowdp.ProcessTuning(openmp=False),
+    )
+    run = exact(make, 2, model, runtime=runtime, max_grad_norm=0.5, callbacks=[flowdp.EMA(0.9)]).start()
     run.join()
     check_equal(run)
     assert apart(model, plain(partial(optim.SGD, lr=0.02), clip=0.5)) < 1e-10
     replicas = run._engine.replicas
-    assert [replica.owner for replica in replicas] == [replicas[0]] * 2
-    assert not cards[0].races
-    assert not cards[1].races
-
-
-class Alone:
-    """A loss that notes the ranks which train whole windows, and may be odd there."""
-
-    def __init__(self, at: int | None = None) -> None:
-        self.ranks: set[int] = set()
-        self.at = at
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        worker = flowdp.current_worker()
-        is_alone = len(batch[0]) == WINDOW
-        if is_alone:
-            self.ranks.add(worker.rank)
-        is_odd = is_alone and self.at is not None and worker.global_step >= self.at
-        if is_odd:
-            self.at = None
-            batch = (batch[0] * math.nan, batch[1])
-        return mse(model, batch)
-
-
-def train_alone(
-    monkeypatch: pytest.MonkeyPatch, make: Make, loss: Alone, model: nn.Module, **options: Any
-) -> None:
-    """Train in turns of one device alone and all together."""
-    for name, value in (("GAIN", math.inf), ("FIRST_TRIAL", 1)):
-        monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
-    for name in ("policy.exclusion.LONGER", "machine.exact_rounds.MOVING"):
-        monkeypatch.setattr(f"flowdp.{name}", math.inf)
-    runtime = flowdp.RuntimeOptions(tune_process=flowdp.ProcessTuning(openmp=False))
-    flowdp.Trainer(
-        model, make, loss, dataset=(X, Y), batch_size=WINDOW, per_device_batch_size=WINDOW, max_steps=STEPS,
-        devices=["cpu"] * 3, policy="exact", runtime=runtime, progress=False,
-        failures=flowdp.FailureOptions(check_loss=False), **options,
-    ).fit()  # fmt: skip
-
-
-class Counts(optim.SGD):
-    """An optimizer with numbers of its own, in an attribute and in its rate."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.02)
-        self.taken = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.taken += 1
-        for group in self.param_groups:
-            group["lr"] *= 0.99
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.sub_(parameter.grad, alpha=group["lr"] / self.taken)
-
-
-@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], Counts])
-def test_the_rank_that_trains_alone_owns_all(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
-    loss, model = Alone(), net()
-    train_alone(monkeypatch, make, loss, model)
-    assert loss.ranks == {0}
-    assert apart(model, plain(make)) < 1e-12
+    assert [replica.owner for replica in replicas] == [replicas[owner]] * 2
+    if "cpu" not in kinds:  # the work of a rank on the CPU is on no stream
+        assert not any(card.races for card in cards.values())
 
 
 class Sees:
@@ -348,20 +256,9 @@ class Sees:
         return any(not torch.equal(*pair) for other in others for pair in zip(first, other, strict=False))
 
 
-def train_seen(sees: Sees) -> None:
-    flowdp.Trainer(
-        net(), OPTIMIZERS["SGD"], sees, dataset=(X, Y), batch_size=WINDOW, per_device_batch_size=WINDOW,
-        max_steps=STEPS, devices=["cpu"] * 3, policy="exact", progress=False,
-        failures=flowdp.FailureOptions(check_loss=False),
-        runtime=flowdp.RuntimeOptions(
-            partition_ratios=RATIOS[3], tune_process=flowdp.ProcessTuning(openmp=False)
-        ),
-    ).fit()  # fmt: skip
-
-
 @pytest.mark.usefixtures("steps")
 def test_each_forward_begins_with_the_values_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     sees = Sees(monkeypatch)
-    train_seen(sees)
+    exact(OPTIMIZERS["SGD"], 3, loss=sees, per_device_batch_size=WINDOW).fit()
     assert not sees.differ()
     assert [len(seen) for seen in sees.seen.values()] == [STEPS] * 3

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,37 +28,6 @@ def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.benchmark = before[1]
-
-
-def write_idx(path: Path, values: np.ndarray[Any, Any]) -> None:
-    header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes()
-    path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
-
-
-@pytest.fixture
-def fashion(tmp_path: Path) -> Path:
-    """Images in the form of Fashion-MNIST, whose classes are bars of different height and grey."""
-    random = np.random.default_rng(0)
-    for part, samples in (("train", 640), ("t10k", 200)):
-        labels = random.integers(0, 10, samples)
-        images = random.integers(0, 60, (samples, 28, 28))
-        for image, label in zip(images, labels, strict=True):
-            image[6 : 8 + 2 * (label % 5), 6:22] += 60 + 120 * (label // 5)
-        write_idx(tmp_path / f"{part}-images-idx3-ubyte.gz", images)
-        write_idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", labels)
-    return tmp_path
-
-
-def test_contestants_of_the_fashion_race_learn_alike(fashion: Path) -> None:
-    race = import_module("race_fashion")
-    recipe = race.Recipe(fashion, "cpu", width=4, epochs=6, target=60.0, samples=None, batch_size=20)
-    results = {name: race.run(recipe, name) for name in EAGER}
-    for result in results.values():
-        accuracies = [accuracy for _, accuracy in result.curve]
-        assert len(accuracies) == 6
-        assert result.final == accuracies[-1] > 80
-        assert 0 < result.first_step_s < result.figure <= result.curve[-1][0]
-    assert results["by hand"].final == pytest.approx(results["flowdp Trainer"].final, abs=15)
 
 
 def test_contestants_of_the_gpt_race_learn_alike() -> None:

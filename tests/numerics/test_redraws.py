@@ -119,15 +119,6 @@ def test_what_repeats_or_is_not_repeated_is_trained(door: str, net: nn.Module, d
     assert all(parameter.isfinite().all() for parameter in net.parameters())
 
 
-@pytest.mark.parametrize("is_reentrant", [True, False])
-def test_both_kinds_of_checkpoints_are_seen(is_reentrant: bool) -> None:
-    net = Net()
-    x = X.clone().requires_grad_()
-    loss: Any = checkpoint(net.part, x, use_reentrant=is_reentrant)
-    with OwnDraws(), pytest.raises(FlowdpError, match=MATCH):
-        loss.sum().backward()
-
-
 def test_noise_on_gradients_is_none_of_its_business() -> None:
     net = Plain()
     net.head.weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
@@ -142,12 +133,3 @@ def test_which_ranks_share_a_generator() -> None:
     names = ["cpu", "cuda:0", "cuda:1", "cpu:0", "cuda:0"]
     assert share_generator([torch.device(name) for name in names]) == [True, True, False, True, True]
     assert share_generator([CPU]) == [False]
-
-
-def test_a_loop_that_is_run_again_is_told_again() -> None:
-    """As when a notebook cell with the loop is run again on the same model."""
-    net = Net()
-    with flowdp.setup(net, devices=["cpu"] * 2, progress=False) as dp:
-        for _ in range(6):
-            with pytest.raises(FlowdpError, match=MATCH):
-                dp(X).sum().backward()

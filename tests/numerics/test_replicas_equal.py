@@ -249,50 +249,9 @@ def test_a_teacher_of_each_device_ends_the_run_instead_of_coming_apart(policy: s
     assert found.value.rank in (0, 1)
 
 
-def test_a_teacher_of_buffers_is_averaged() -> None:
-    class Buffers(Taught):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, parameter in list(self.teacher._parameters.items()):
-                del self.teacher._parameters[name]
-                self.teacher.register_buffer(name, parameter.detach())
-
-        def follow(self) -> None:
-            for own, others in zip(self.teacher.buffers(), self.student.parameters(), strict=True):
-                own.lerp_(others.detach(), 0.1)
-
-    teach(2, "sync", model=Buffers(), callbacks=[FollowsBehind()])
-
-
 def test_under_exact_a_teacher_may_follow_behind_each_step() -> None:
     one, two = (teach(devices, "exact", callbacks=[FollowsBehind()]) for devices in (1, 2))
     for mine, other in zip(one.state_dict().values(), two.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, other)
     with pytest.raises(flowdp.CollectiveError, match="the replicas differ after epoch 0"):
         teach(2, "exact", follows_inside)  # which one of them does not in the last window
-
-
-def test_under_exact_teachers_that_come_apart_end_the_run() -> None:
-    class Apart(flowdp.Callback):
-        def on_step(self, worker: Any, loss: Tensor | None) -> None:
-            if worker.rank == 1:
-                worker.model.follow()
-
-    told = r"the replicas differ after epoch 0, .* of rank 1 .* write to them in Callback.on_step"
-    with pytest.raises(flowdp.CollectiveError, match=told):
-        teach(2, "exact", callbacks=[Apart()])
-
-
-@pytest.mark.parametrize("policy", ["sync", "exact"])
-def test_a_teacher_that_the_devices_share_is_not_written_to(policy: str) -> None:
-    shared = Taught().teacher
-
-    def build() -> Taught:
-        model = Taught()
-        model.teacher = shared
-        return model
-
-    teach(2, policy, model=build)
-    remedy = "a copy of its own" if policy == "exact" else "a buffer"
-    with pytest.raises(flowdp.StepError, match=f"'teacher.weight' .*{remedy}"):
-        teach(2, policy, model=build, callbacks=[FollowsBehind()])

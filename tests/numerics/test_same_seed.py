@@ -75,11 +75,3 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone(recorder, policy):
     assert orders[0] == orders[1] == orders[2]
     other = order(2, 8)
     assert len({tuple(epoch) for epoch in orders[0] + other}) == 2 * EPOCHS
-
-
-def test_on_one_device_batches_come_in_the_order_of_the_epoch(recorder):
-    def order(policy: str, seed: int) -> list[tuple[int, ...]]:
-        train(recorder, policy, 1, seed)
-        return [step.indices for step in recorder.steps]
-
-    assert order("sync", 7) == order("cadence", 7) == order("async", 7) != order("sync", 8)

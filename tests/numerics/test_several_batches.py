@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import threading
 from collections import Counter
 from typing import Any
@@ -20,9 +19,6 @@ import flowdp
 from bench.cadences import cadence_for
 from flowdp import current_worker
 from flowdp.data.epoch_order import epoch_order
-from flowdp.engine.coordinator_thread import CoordinatorShell
-from flowdp.protocol.commands import Send
-from flowdp.protocol.messages import SyncNow
 
 pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
 
@@ -193,95 +189,6 @@ def test_batches_of_any_size_count_for_their_samples() -> None:
     assert apart(model, expected) < 1e-12
 
 
-@pytest.mark.parametrize(("policy", "devices"), [("sync", 2), ("cadence", 3), ("async", 3), ("async", 1)])
-def test_every_sample_once_in_steps_of_several(policy: str, devices: int, recorder: Any) -> None:
-    numbers = torch.arange(SAMPLES).unsqueeze(1)
-    run = train(
-        net(), devices, policy, recorder.watch(lambda m, b: mse(m, (X[b[0].flatten()], b[1]))),
-        dataset=(numbers, Y), gradient_accumulation_steps=4,
-    )  # fmt: skip
-    for epoch in range(3):
-        assert recorder.samples(epoch) == Counter(range(SAMPLES))
-    steps = math.ceil(math.ceil(SAMPLES / 4) / 4)
-    assert run.join().global_step == 3 * steps
-    trainer = flowdp.Trainer(
-        net(),
-        adamw,
-        mse,
-        policy="cadence",
-        dataset=(X, Y),
-        per_device_batch_size=4,
-        epochs=3,
-        gradient_accumulation_steps=4,
-    )
-    assert trainer.total_steps == 3 * steps
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_narrow_precision(precision: str) -> None:
-    model = net().float()
-    expected = plain(net(), 12).float()
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return F.mse_loss(model(batch[0].float()), batch[1].float())
-
-    train(model, 1, "sync", loss, gradient_accumulation_steps=3, precision=precision)
-    assert apart(model, expected) < 0.02
-    assert apart(model, net().float()) > 0.05
-
-
-class Gated(Read):
-    """Reads from the second batch on only when released."""
-
-    def __init__(self) -> None:
-        self.is_open = threading.Event()
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index >= 4:
-            self.is_open.wait(60)
-        return super().__getitem__(index)
-
-
-def test_a_pause_waits_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step whose first batch was taken is finished, as that batch could not be dealt again."""
-    dataset, begun, hurried = Gated(), threading.Event(), threading.Event()
-    obey = CoordinatorShell._obey
-
-    def watched(shell: CoordinatorShell, command: Any) -> None:
-        obey(shell, command)
-        if isinstance(command, Send) and isinstance(command.order, SyncNow):
-            hurried.set()
-
-    monkeypatch.setattr(CoordinatorShell, "_obey", watched)
-    seen: Counter[float] = Counter()
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        seen.update(batch[0][:, 0].tolist())
-        begun.set()
-        return mse(model, batch)
-
-    with flowdp.Trainer(
-        net(),
-        adamw,
-        loss,
-        policy="cadence",
-        dataset=dataset,
-        reading=flowdp.ReadingOptions(shuffle=False),
-        per_device_batch_size=4,
-        epochs=1,
-        devices=1,
-        gradient_accumulation_steps=2,
-        progress=False,
-    ).start() as run:
-        assert begun.wait(60)
-        run.pause()
-        assert hurried.wait(60)
-        dataset.is_open.set()
-        with run.paused():
-            assert run.status().local_steps == (1,)
-    assert seen == Counter(X[:, 0].tolist())
-
-
 # ---------------------------------------------------------------- a batch size per device
 @pytest.mark.parametrize(
     ("policy", "options"),
@@ -310,27 +217,3 @@ def test_each_device_has_its_size(policy: str, options: dict[str, Any]) -> None:
     assert max(size for rank, size in sizes if rank == 0) == 6
     assert max(size for rank, size in sizes if rank == 1) == 4
     assert seen == Counter(dict.fromkeys(X[:, 0].tolist(), 3))
-
-
-@pytest.mark.parametrize(("sizes", "accumulation"), [((6, 4), 1), ((4, 6), 2), ((1, 5), 2)])
-def test_total_steps_in_lockstep(sizes: tuple[int, int], accumulation: int) -> None:
-    options: dict[str, Any] = {"per_device_batch_size": sizes, "gradient_accumulation_steps": accumulation}
-    run = train(net(), 2, "sync", **options)
-    trainer = flowdp.Trainer(
-        net(), adamw, mse, dataset=(X, Y), epochs=3, devices=["cpu"] * 2, policy="sync", **options
-    )
-    assert trainer.total_steps == run.join().global_step
-
-
-def test_accumulation_with_a_batch_size_per_device() -> None:
-    """Micro-batches have the device's size, and a step has a number of them."""
-    sizes: dict[int, list[int]] = {0: [], 1: []}
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        sizes[current_worker().rank].append(len(batch[0]))
-        return mse(model, batch)
-
-    run = train(net(), 2, "sync", loss, per_device_batch_size=(6, 3), gradient_accumulation_steps=2, epochs=1)
-    assert sizes[0] == [6] * 6 + [3]
-    assert sizes[1] == [3] * 6
-    assert run.join().global_step == 7

@@ -15,7 +15,7 @@ from flowdp.replica.flat_optimizer import ELEMENTWISE
 from flowdp.replica.span_step import SpanStep
 from tests.data.cards import Card, put_on_streams
 from tests.numerics.test_exact import apart, check_equal
-from tests.numerics.test_owners import OPTIMIZERS, STEPS, Make, Unlike, X, Y, exact, mse, net, windows
+from tests.numerics.test_owners import OPTIMIZERS, STEPS, Make, Unlike, exact, mse, net, plain
 
 EQUAL, UNEQUAL = (1.0, 1.0, 1.0), (0.5, 0.4, 0.1)
 
@@ -62,32 +62,14 @@ def weighted(model: nn.Module, batch: Any) -> Any:
     return {"loss": nn.functional.mse_loss(model(x), y, reduction="sum") / weight, "weight": weight}
 
 
-def train(make: Make, model: nn.Module, ratios: Any = UNEQUAL, loss: Any = mse, **options: Any) -> flowdp.Run:
+def train(make: Make, model: nn.Module, ratios: Any = UNEQUAL, **options: Any) -> flowdp.Run:
     """Train on cards: those of torch's optimizers that step flat memory step spans, others everything."""
-    run = flowdp.Trainer(
-        model, make, loss, dataset=(X, Y), batch_size=13, per_device_batch_size=4, max_steps=STEPS,
-        devices=["cpu"] * len(ratios), policy="exact", progress=False,
-        failures=flowdp.FailureOptions(check_loss=False), **shared(ratios), **options,
-    ).start()  # fmt: skip
+    run = exact(make, len(ratios), model, **shared(ratios), **options).start()
     has_spans = type(run._engine.replicas[0].optimizer) in ELEMENTWISE
     assert isinstance(run._engine._parts.workers[0]._meeting.joint, SpanStep) is has_spans
     assert run.join().global_step == STEPS
     check_equal(run)
     return run
-
-
-def plain(make: Make, model: nn.Module, loss: Any = mse, clip: Any = None, value: Any = None) -> nn.Module:
-    optimizer = make(model.parameters())
-    for _, index in zip(range(STEPS), windows(), strict=False):
-        named = loss(model, (X[index], Y[index]))
-        (named["loss"] if isinstance(named, dict) else named).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        if value is not None:
-            nn.utils.clip_grad_value_(model.parameters(), value)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
 
 
 @pytest.mark.parametrize(
@@ -118,7 +100,7 @@ def test_groups_clipping_weights_and_parameters_without_a_gradient(
         return OPTIMIZERS[name]([{"params": listed[::2], "lr": 0.003}, {"params": listed[1::2]}])
 
     model = idle_net()
-    train(make, model, ratios, weighted, max_grad_norm=norm, max_grad_value=value)
+    train(make, model, ratios, loss=weighted, max_grad_norm=norm, max_grad_value=value)
     expected = plain(make, idle_net(), weighted, clip=norm, value=value)
     assert apart(model, expected) < 1e-12
     assert torch.equal(model.never.weight, idle_net().never.weight)
@@ -160,13 +142,9 @@ def test_the_state_is_there_once(name: str) -> None:
             assert sum(state[each].numel() for state in twin.state.values()) <= length // 3
     state = result.optimizer_state["state"]
     assert list(state) == list(range(len(list(net().parameters()))))
-    expected = net()
-    optimizer = OPTIMIZERS[name](expected.parameters())
-    for _, index in zip(range(STEPS), windows(), strict=False):
-        mse(expected, (X[index], Y[index])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for number, entry in optimizer.state_dict()["state"].items():
+    made: list[optim.Optimizer] = []
+    plain(lambda params: made.append(OPTIMIZERS[name](params)) or made[0])  # type: ignore[func-returns-value]
+    for number, entry in made[0].state_dict()["state"].items():
         for key, value in entry.items():
             assert torch.allclose(state[number][key].double(), value.double(), rtol=1e-9, atol=1e-12)
 
@@ -180,15 +158,6 @@ def test_a_checkpoint_goes_on_with_other_spans(name: str, before: int, after: in
     exact(make, before, max_steps=20, checkpoint=folder).fit()
     exact(make, after, model, checkpoint=folder, resume=True).fit()
     assert apart(model, plain(make, net())) < 1e-12
-
-
-def test_a_run_that_is_cut_goes_on_to_the_bit(tmp_path: Any) -> None:
-    make, model, whole = OPTIMIZERS["AdamW"], net(), net()
-    folder = flowdp.CheckpointOptions(tmp_path, every=20, unit="step")
-    exact(make, 3, max_steps=20, checkpoint=folder).fit()
-    exact(make, 3, model, checkpoint=folder, resume=True).fit()
-    exact(make, 3, whole).fit()
-    assert apart(model, whole) == 0.0
 
 
 class Moves(nn.Sequential):
@@ -254,12 +223,7 @@ def test_parameters_in_bfloat16(ratios: Any) -> None:
         return mse(model, (batch[0].bfloat16(), batch[1].bfloat16()))
 
     model, make = net().bfloat16(), OPTIMIZERS["SGD"]
-    trainer = flowdp.Trainer(
-        model, make, loss, dataset=(X, Y), batch_size=13, per_device_batch_size=4, max_steps=STEPS,
-        devices=["cpu"] * 3, policy="exact", progress=False,
-        failures=flowdp.FailureOptions(check_loss=False), **shared(ratios),
-    )  # fmt: skip
-    run = with_spans(trainer.start())
+    run = with_spans(exact(make, 3, model, loss=loss, **shared(ratios)).start())
     run.join()
     check_equal(run)
     assert apart(model, plain(make, net().bfloat16(), loss)) < 0.05

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flowdp
-from flowdp import OptionError
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
 from tests.collective.fake_world import in_threads
@@ -136,19 +135,6 @@ def test_what_is_recomputed_in_backward_meets_again() -> None:
     assert_equal(gradients(model), gradients(twin))
 
 
-def test_several_backwards_for_one_step() -> None:
-    model, twin = convert(network()), network()
-    with flowdp.setup(model, momentum, devices=["cpu"] * 2) as dp:
-        with dp.no_sync():
-            for x, y in batches(3):
-                F.cross_entropy(dp(x), y).backward()
-                F.cross_entropy(twin(x), y).backward()
-        with torch.no_grad():
-            before = [p.detach() - 0.05 * p.grad for p in twin.parameters() if p.grad is not None]
-        dp.step()
-    assert_equal(list(model.parameters()), before)
-
-
 def test_a_rank_that_fails_is_the_error_that_is_seen() -> None:
     class Fragile(Network):
         def forward(self, x: Tensor) -> Tensor:
@@ -191,35 +177,6 @@ def by_hand(world_size: int) -> nn.Module:
     return twin
 
 
-def test_replicas_that_the_user_averages() -> None:
-    models = [convert(network()) for _ in range(3)]
-    optimizers = [momentum(model.parameters()) for model in models]
-
-    def backward(rank: int, model: nn.Module, given: tuple[Tensor, Tensor]) -> None:
-        F.cross_entropy(model(given[0]), given[1]).backward()
-
-    with flowdp.Ddp.wrap(models) as ddp:
-        for step in range(STEPS):
-            ddp.parallel(backward, [part(rank, step) for rank in range(3)])
-            ddp.all_reduce_gradients()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        with pytest.raises(OptionError, match="multiply each loss by count"):
-            ddp.weighted_all_reduce_gradients([7, 7, 6])
-        outs = ddp.parallel(lambda rank, model, given: model(given[0]), [part(rank, 0) for rank in range(3)])
-        with pytest.raises(AssertionError, match="on one device alone"):
-            outs[0].sum().backward()
-        with pytest.raises(KeyError, match="mine"):
-            ddp.parallel(lambda rank, model: model(part(rank, 0)[0]) if rank < 2 else {}["mine"])
-    for model in models:
-        check_equal_parameters(model, by_hand(3))
-
-
-def check_equal_parameters(model: nn.Module, twin: nn.Module) -> None:
-    assert_equal(list(model.parameters()), list(twin.parameters()))
-
-
 @pytest.mark.parametrize("strategy", ["overlapped", "synchronous"])
 def test_ranks_that_wrap_their_own_module(strategy: Any) -> None:
     groups = flowdp.local_groups(["cpu"] * 2, timeout=WAIT_S)
@@ -238,17 +195,3 @@ def test_ranks_that_wrap_their_own_module(strategy: Any) -> None:
     for model in in_threads(range(2), train_rank):
         check_equal(model, by_hand(2))
         assert "forward" not in model.early.__dict__
-
-
-def test_a_rank_that_closes_its_group_lets_the_others_go() -> None:
-    groups = flowdp.local_groups(["cpu"] * 2, timeout=WAIT_S)
-
-    def look(rank: int) -> None:
-        model = flowdp.DistributedDataParallel(convert(network()), groups[rank], broadcast_buffers=False)
-        if rank:
-            groups[rank].close()
-        else:
-            model(part(rank, 0)[0])
-
-    found = in_threads(range(2), look)
-    assert "does not call the forward of 'early'" in str(found[0])

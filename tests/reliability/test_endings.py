@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import flowdp
 from flowdp.checkpoint.file import read
 from tests.numerics.conftest import StepRecorder
-from tests.reliability.small import ENDLESS, SAMPLES, WAIT_S, Counts, Written, held_at, same, trainer
+from tests.reliability.small import ENDLESS, SAMPLES, WAIT_S, Written, held_at, same, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
 
 
 def newest(folder: Path) -> dict[str, Any]:
     return read(max(folder.glob("step-*.pt"), key=lambda path: int(path.stem.split("-")[2])))
-
-
-def interrupt(when: Callable[[], object]) -> threading.Thread:
-    """Send this process a Ctrl-C after a function has returned."""
-
-    def send() -> None:
-        when()
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
 
 
 # ---------------------------------------------------------------- early ends
@@ -72,29 +57,6 @@ def test_max_time_ends_a_pause(recorder: StepRecorder) -> None:
     run = trainer(recorder, "cadence", 2, max_time=timedelta(seconds=0.3), **ENDLESS).start()
     run.pause()
     assert run.join(WAIT_S).interrupted
-
-
-@pytest.mark.posix
-@pytest.mark.parametrize("policy", POLICIES)
-def test_ctrl_c_leaves_a_checkpoint_and_fills_the_model(
-    tmp_path: Path, recorder: StepRecorder, policy: str
-) -> None:
-    module = Counts()
-    with held_at(recorder, 9) as inside:
-        run = trainer(recorder, policy, 2, model=module, checkpoint=tmp_path, **ENDLESS).start()
-
-        def when() -> None:
-            with inside():
-                assert run._engine.records.wait_for_reader(WAIT_S)
-
-        sender = interrupt(when)
-        with pytest.raises(KeyboardInterrupt):
-            run.join()
-    sender.join()
-    assert run.state is not None
-    assert run.state.interrupted
-    assert newest(tmp_path)["global_step"] == run.state.global_step
-    assert torch.equal(module.trained, run.state.state_dict["trained"])
 
 
 @pytest.mark.posix

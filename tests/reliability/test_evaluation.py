@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
-from flowdp import CheckpointOptions, EarlyStopping, FlowdpError, StepError
-from flowdp.checkpoint.file import read
+from flowdp import EarlyStopping, FlowdpError, StepError
 from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import ENDLESS, WAIT_S, Door, count, stop, trainer
 
@@ -170,18 +169,6 @@ def test_the_best_one_is_known_in_a_resumed_run(tmp_path: Path) -> None:
     # Already decided: a run resumed from the end ends at once.
     again = climbs("sync", 2, SCORES, resume=True, **options).fit()
     assert (again.epochs_done, again.global_step, again.state_dict["value"].item()) == (4, 16, 2)
-
-
-def test_the_best_few_stay_over_a_resume(tmp_path: Path) -> None:
-    kept = CheckpointOptions(tmp_path, keep_best=("score", "max"), top_k=2)
-    scores = [9.0, 1.0, 7.0, 2.0, 9.0, 3.0]
-    for epochs in (2, 4, 6):
-        climbs("sync", 2, scores, epochs=epochs, checkpoint=kept, resume=True).fit()
-    assert {1, 5} | {4, 5, 6} == {read(path)["epoch"] for path in tmp_path.glob("step-*")}
-    assert read(tmp_path / "best.pt")["epoch"] == 1
-    fifth = next(path for path in tmp_path.glob("step-*") if read(path)["epoch"] == 5)
-    again = climbs("sync", 2, scores, checkpoint=tmp_path, resume=fifth).fit()
-    assert again.epochs_done == 6
 
 
 @pytest.mark.parametrize("devices", [2])

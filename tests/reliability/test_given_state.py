@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import flowdp
 from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import SAMPLES, Counts, count, stop_at, trainer
-from tests.reliability.test_resume import POLICIES, check
 
 
 def losing(*losses: float) -> Any:
@@ -26,18 +25,6 @@ def losing(*losses: float) -> Any:
         return own - own.detach() + losses[min(worker.epoch, len(losses) - 1)]
 
     return loss
-
-
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_was_stopped_inside_an_epoch_goes_on_there(
-    recorder: StepRecorder, policy: str, devices: int
-) -> None:
-    first = stop_at(recorder, 8, trainer(recorder, policy, 2))
-    assert first.interrupted
-    state = trainer(recorder, policy, devices, resume=first).fit()
-    check(recorder, state, 3)
-    assert state.global_step == (9 if policy == "exact" else 18)
 
 
 @pytest.mark.parametrize("changed", [{"per_device_batch_size": 5}, {"samples": 22}, {"seed": 1}])
@@ -58,18 +45,6 @@ def test_where_the_batches_are_others_the_epoch_begins_anew(
 
 
 # ---------------------------------------------------------------- missing from the state
-def test_a_plateau_is_not_told_an_old_loss_again(recorder: StepRecorder) -> None:
-    options: dict[str, Any] = {
-        "loss": losing(1.0, 0.5, 0.3, 0.2, 0.1),
-        "scheduler": flowdp.SchedulerOptions(
-            lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.1, patience=1), unit="epoch"
-        ),
-        "epochs": 5,
-    }
-    state = stop_at(recorder, 6 * 3 + 3, trainer(recorder, "sync", 1, **options))
-    assert state.epochs_done == 3
-    again = trainer(recorder, "sync", 1, resume=state, **options).fit()
-    assert [record.lr for record in again.history] == [1.0] * 5
 
 
 @pytest.mark.parametrize(

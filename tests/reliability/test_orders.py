@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from flowdp import CheckpointError, CheckpointOptions, EpochMetrics, OptionError
+from flowdp import CheckpointError, EpochMetrics
 from flowdp.checkpoint.file import read
 from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import SAMPLES, stop_at, trainer
@@ -85,11 +85,3 @@ def test_a_sampler_without_a_seed_is_kept_at_the_ends_of_epochs(
     assert read(only)["position"].open == ()
     state = run(recorder, "sync", tmp_path, unseeded(), resume=True).fit()
     assert [sum(part.samples for part in record.per_rank) for record in state.history] == [len(CHOSEN)] * 3
-
-
-def test_checkpoints_inside_its_epochs_are_refused_at_the_start(
-    tmp_path: Path, recorder: StepRecorder
-) -> None:
-    options = CheckpointOptions(tmp_path, every=2, unit="step")
-    with pytest.raises(OptionError, match=r"unit='step' .* SubsetRandomSampler, .* or use unit='epoch'"):
-        trainer(recorder, "sync", 2, dataset=unseeded(), checkpoint=options).start()

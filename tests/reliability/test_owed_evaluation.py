@@ -170,42 +170,6 @@ def test_the_evaluation_of_an_epoch_is_made_up_bit_for_bit(
     same(compared(third.state.history), compared(whole.state.history))
 
 
-@pytest.mark.parametrize("lanes", ["streams"], indirect=True)
-def test_stops_in_one_evaluation_after_another(tmp_path: Path, lanes: str) -> None:
-    whole = Life()
-    options: dict[str, Any] = {
-        "checkpoint": CheckpointOptions(tmp_path, every=10, unit="step"),
-        "resume": True,
-    }
-    lives = [Life(in_evaluation=lambda worker: worker.epoch == 1, **options) for _ in range(3)]
-    assert [life.state.global_step for life in lives] == [2 * STEPS] * 3
-    assert [[one.owes_evaluation for one in life.reports.epochs] for life in lives] == [
-        [False, True],
-        [True],
-        [True],
-    ]
-    lives.append(Life(**options))
-    compare(lives, whole)
-
-
-def test_the_best_epoch_and_the_patience_are_those_without_a_stop(tmp_path: Path) -> None:
-    def stopping() -> flowdp.EarlyStopping:
-        return flowdp.EarlyStopping("loss", patience=1, min_delta=0.02, restore_best=True)
-
-    class Kept(Life):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(callbacks=[stopping()], epochs=20, **options)
-
-    whole = Kept()
-    assert 1 < whole.state.epochs_done < 20
-    for epoch in range(1, whole.state.epochs_done):
-        folder = tmp_path / str(epoch)
-        Kept(in_evaluation=lambda worker, at=epoch: worker.epoch == at, checkpoint=folder)
-        resumed = Kept(checkpoint=folder, resume=True)
-        same(dict(resumed.state.state_dict), dict(whole.state.state_dict))
-        same(compared(resumed.state.history), compared(whole.state.history))
-
-
 @pytest.mark.parametrize(
     ("where", "at", "by"), [("evaluation", 7, "file"), ("step", 14, "state"), ("evaluation", 20, "state")]
 )

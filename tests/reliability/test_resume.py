@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 import flowdp
 from flowdp import CheckpointError, CheckpointOptions, OptionError, StepError
@@ -51,16 +51,18 @@ def check(
 
 
 # ---------------------------------------------------------------- any number of devices
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(
+    ("devices", "step", "by"), [(1, 2, "folder"), (3, 2, "folder"), (1, 8, "state"), (3, 8, "state")]
+)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_cut_in_the_middle_of_an_epoch(
-    tmp_path: Path, recorder: StepRecorder, policy: str, devices: int
+    tmp_path: Path, recorder: StepRecorder, policy: str, devices: int, step: int, by: str
 ) -> None:
-    cut = stop_at(recorder, 2, trainer(recorder, policy, 2, checkpoint=tmp_path))
+    cut = stop_at(recorder, step, trainer(recorder, policy, 2, checkpoint=tmp_path))
     assert cut.interrupted
-    assert 0 < len(recorder.samples(0)) < SAMPLES
-    resumed = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True)
-    state = resumed.fit()
+    assert by == "state" or 0 < len(recorder.samples(0)) < SAMPLES
+    source = {"checkpoint": tmp_path, "resume": True} if by == "folder" else {"resume": cut}
+    state = trainer(recorder, policy, devices, **source).fit()
     check(recorder, state, 3)
     assert state.global_step == (9 if policy == "exact" else 18)
 
@@ -135,30 +137,7 @@ def test_what_failed_goes_on_from_its_last_checkpoint(
     assert sum(part.samples for part in state.history[0].per_rank) == MANY
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_max_steps_that_grow(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
-    an_epoch = 3 if policy == "exact" else 6
-    for steps in (2, an_epoch, an_epoch + 1, 3 * an_epoch):
-        options: dict[str, Any] = {"epochs": None, "max_steps": steps}
-        state = trainer(recorder, policy, 2, checkpoint=tmp_path, resume=True, **options).fit()
-        assert (state.global_step, state.interrupted) == (steps, False)
-        whole, part = divmod(steps, an_epoch)
-        for epoch in range(whole):
-            assert recorder.samples(epoch) == ALL
-        seen = recorder.samples(whole)
-        assert max(seen.values(), default=1) == 1
-        assert bool(seen) == bool(part)
-
-
 # ---------------------------------------------------------------- any dataset
-class Map(Dataset[Any]):
-    """Single samples."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[int]:
-        return (index,)
 
 
 class Stream(IterableDataset[Any]):
@@ -172,16 +151,6 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[int]]:
         yield from ((index,) for index in range(SAMPLES))
-
-
-@pytest.mark.parametrize("policy", ["sync", "exact"])
-def test_a_loader_with_processes(tmp_path: Path, recorder: StepRecorder, policy: str) -> None:
-    def loader() -> Any:
-        return DataLoader(Map(), 4, shuffle=True, num_workers=1)
-
-    options: dict[str, Any] = {"checkpoint": tmp_path}
-    stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=loader(), **options))
-    check(recorder, trainer(recorder, policy, 2, dataset=loader(), resume=True, **options).fit(), 3)
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])

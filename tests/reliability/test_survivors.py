@@ -164,35 +164,15 @@ class Rows(Dataset[Any]):
         return (index,)
 
 
-class Batches:
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def get_batch(self, indices: Any) -> Any:
-        return (torch.tensor(indices),)
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return ((index,) for index in range(SAMPLES))
 
 
-class Pieces(Dataset[Any]):
-    """Items that are batches: four of 4 samples, and one of 7."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> Any:
-        return (torch.arange(4 * index, 4 * index + 4 + (index == 4) * 3),)
-
-
 READ: dict[str, Callable[[], Any]] = {
     "rows": Rows,
-    "batches": Batches,
     "stream": Stream,
     "loader": lambda: DataLoader(Rows(), BATCH, shuffle=True),
-    "pieces": lambda: DataLoader(Pieces(), batch_size=None),
     "processes": lambda: DataLoader(Rows(), BATCH, num_workers=2),
     "stream of a process": lambda: DataLoader(Stream(), BATCH, num_workers=1),
 }
@@ -229,9 +209,7 @@ class Stumbling(torch.optim.SGD):
         ("cpu", "sync", "rows", "forward", 0, 2, 0),
         ("streams", "cadence", "rows", "backward", 1, 3, 1),
         ("streams", "sync", "rows", "step", 5, 2, 1),
-        ("cpu", "cadence", "batches", "forward", 2, 2, 1),
         ("streams", "sync", "loader", "backward", 2, 2, 0),
-        ("cpu", "cadence", "pieces", "step", 1, 3, 2),
         ("cpu", "sync", "stream", "forward", 0, 3, 1),
         ("streams", "cadence", "stream", "step", 4, 2, 1),
         ("cpu", "cadence", "processes", "forward", 3, 2, 0),
@@ -267,7 +245,7 @@ def test_what_was_read_is_trained_by_the_others(
         model=model,
         dataset=dataset,
         optimizer=lambda params: Stumbling(params, fails if place == "step" else None),
-        per_device_batch_size=(dataset.batch_size or None) if isinstance(dataset, DataLoader) else BATCH,
+        per_device_batch_size=dataset.batch_size if isinstance(dataset, DataLoader) else BATCH,
         failures=flowdp.FailureOptions(on_failure="continue"),
         epochs=4,
         cadence=cadence_for(policy, anchor=2, max_anchor=2),
@@ -281,30 +259,3 @@ def test_what_was_read_is_trained_by_the_others(
     for record in state.history:
         assert sum(part.samples for part in record.per_rank) == SAMPLES
     assert torch.equal(model.trained, state.state_dict["trained"])
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_bad_replica_has_trained_is_not_kept(recorder: StepRecorder, policy: str) -> None:
-    fails = Fails(4, 1)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        worker = flowdp.current_worker()
-        value = fails(model, batch)
-        return value * float("nan") if (worker.rank, worker.local_step) == (1, 1) else value
-
-    run = trainer(
-        recorder,
-        policy,
-        2,
-        loss=loss,
-        dataset=Rows(),
-        failures=flowdp.FailureOptions(on_failure="continue"),
-        epochs=4,
-        runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, 2)),
-    ).start()
-    assert run.join(WAIT_S).epochs_done == 4
-    left, bad = run.status().problems
-    assert left.startswith("rank 1 left: ")
-    assert bad.startswith("rank 1 on cpu had NaN or infinite numbers")
-    for epoch in range(4):
-        assert kept(recorder, epoch, 1) == ALL  # trained, but not averaged
