@@ -28,15 +28,6 @@ def test_a_slow_spell_of_the_machine_leaves_the_ratio() -> None:
     assert Comparison("x", "ms", ("a", "b"), a, b).ratio == 2.0
 
 
-def test_the_interval_holds_the_ratio_and_narrows_with_pairs() -> None:
-    few = Comparison("x", "ms", ("a", "b"), (1.0, 1.1, 1.2, 1.3, 1.4), (1.0,) * 5)
-    many = Comparison("x", "ms", ("a", "b"), few.a * 20, few.b * 20)
-    for result in (few, many):
-        low, high = result.interval
-        assert 1.0 <= low <= result.ratio <= high <= 1.4
-    assert few.interval[1] - few.interval[0] > many.interval[1] - many.interval[0]
-
-
 def test_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = Comparison("small CNN", "ms", ("default", "tuned"), (3.0, 3.1), (2.0, 2.1))
     assert report("made", [result], folder=tmp_path) is None

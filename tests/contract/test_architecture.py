@@ -39,10 +39,3 @@ def test_no_line_is_left_out() -> None:
     lines = [line for line in page().splitlines() if ".py" in line]
     assert len(lines) > 20
     assert len(LINE.findall(page())) == len(lines)
-
-
-@pytest.mark.parametrize(
-    ("name", "found"), [("A.f", True), ("g", True), ("A.g", False), ("B.f", False), ("A", False)]
-)
-def test_the_rule_bites(name: str, found: bool) -> None:
-    assert is_defined("class A:\n    def f(self): ...\n\ndef g(): ...\n", name) is found

@@ -80,19 +80,3 @@ def test_page(file: Path) -> None:
 def test_the_page_of_the_api_has_every_public_name() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^::: flowdp\.(\w+)$", page, re.MULTILINE)) == sorted(flowdp.__all__)
-
-
-def test_the_rules_bite(tmp_path: Path) -> None:
-    (tmp_path / "there.md").write_text("# One `thing`, two\n")
-    page = "# Here\n[a](there.md) [b](there.md#one-thing-two) [c](#here) [d](https://example.org/x)"
-    assert broken_links(page, tmp_path) == []
-    assert broken_links("[a](gone.md) [b](there.md#gone) [c](#gone)", tmp_path) == [
-        "gone.md",
-        "there.md#gone",
-        "#gone",
-    ]
-    assert unknown_names("`flowdp.errors.OptionError` and flowdp.options.CadenceOptions.anchor") == []
-    assert unknown_names("```\nflowdp.Gone()\n```, flowdp.errors.Gone") == [
-        "flowdp.Gone",
-        "flowdp.errors.Gone",
-    ]

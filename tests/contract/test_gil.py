@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| `(flowdp/[\w/]+\.py)` ([^|]+) \|", re.MULTILINE)
 NAME = re.compile(r"`([\w.]+)`")
@@ -89,28 +87,3 @@ def test_no_state_of_a_module_is_left_out() -> None:
             state = set(shared_state(path.read_text(encoding="utf-8")))
             missing += [f"{file} {name}" for name in sorted(state - rows.get(file, set()))]
     assert missing == [], "say in the table of docs/gil.md why these are right without the interpreter lock"
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("_open: set[int] = set()", ["_open"]),
-        ("_lock = threading.RLock()", ["_lock"]),
-        ("class A:\n    _lock = Lock()", ["_lock"]),
-        ("class A: ...\n_one = A()\n_NONE = A()", ["_one"]),
-        ("@dataclass(frozen=True)\nclass A: ...\n_one = A()", []),
-        ("@cache\ndef names(): ...", ["names"]),
-        ("class A:\n    @functools.cached_property\n    def names(self): ...", ["names"]),
-        ("def f():\n    global _x\n    _x = 1", ["_x"]),
-        ("_SIZES = {1: 2}\n_made = {}", ["_made"]),
-        ("def f():\n    inside = set()", []),
-    ],
-)
-def test_the_rule_bites(line: str, found: list[str]) -> None:
-    assert list(shared_state(line)) == found
-
-
-def test_rows_are_read() -> None:
-    page = "| place |\n| `flowdp/a/b.py` `Gate._held`, `hurry` | text `no` | `no` |\n"
-    assert named(page) == {"flowdp/a/b.py": {"Gate", "_held", "hurry"}}
-    assert unknown({"Gate", "gone"}, "class Gate: ...") == ["gone"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 FREE_FOLDERS = {
@@ -60,22 +58,3 @@ def test_tests_mirror_modules() -> None:
 def test_bench_tests_mirror_benches() -> None:
     wanted = {mirror_of(module) for module in modules_below(ROOT / "bench")}
     assert modules_below(ROOT / "tests/bench", "test_*.py") <= wanted
-
-
-@pytest.mark.parametrize(
-    ("module", "test", "found"),
-    [
-        ("policy/drift.py", "policy/test_drift.py", []),
-        ("policy/drift.py", "policy/test_el_che.py", ["mirrors no module"]),
-        ("policy/drift.py", "test_drift.py", ["mirrors no module"]),
-        ("run.py", "test_run.py", []),
-        ("__init__.py", "contract/test_anything.py", []),
-    ],
-)
-def test_the_rule_bites(tmp_path: Path, module: str, test: str, found: list[str]) -> None:
-    for file in (tmp_path / "flowdp" / module, tmp_path / "tests" / test):
-        file.parent.mkdir(parents=True)
-        file.touch()
-    reasons = offences(tmp_path / "flowdp", tmp_path / "tests")
-    assert len(reasons) == len(found)
-    assert all(part in reason for part, reason in zip(found, reasons, strict=True))

@@ -78,12 +78,3 @@ def test_the_page_lists_the_names_in_use_and_no_others() -> None:
     assert len(listed) == len(set(listed))
     assert set(listed) == used_names(ROOT / "flowdp")
     assert len(listed) <= LIMIT
-
-
-def test_names_are_found(tmp_path: Path) -> None:
-    (tmp_path / "module.py").write_text(
-        "from torch._ops import X\n"
-        "class _Own:\n    def __init__(self):\n        self._mine = self._buffers = 1\n"
-        "_Own()._mine + module._buffers + getattr(module, '_call_impl') + self._buffers\n"
-    )
-    assert used_names(tmp_path) == {"_ops", "_buffers", "_call_impl"}

@@ -155,15 +155,3 @@ def test_the_old_sides_of_diffs_are_programs() -> None:
 def test_few_blocks_are_not_run() -> None:
     found = [(page, block.line) for page in PAGES for block in code(page) if not block.runs]
     assert len(found) <= NOT_RUN, found
-
-
-def test_the_rules_of_blocks() -> None:
-    page = (
-        "```python\na\n```\n<!-- with: gan -->\n```python\nb\n```\n"
-        "<!-- not run: GPU -->\n\n```diff\n c\n-d\n+e\n```\n"
-    )
-    assert blocks(page) == [
-        Block(2, "a\n", None, True),
-        Block(6, "b\n", "gan", True),
-        Block(11, "c\n\ne", None, False),
-    ]

@@ -12,8 +12,6 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
-import flowdp
-
 ROOT = Path(__file__).resolve().parents[2]
 
 RESOURCES = {
@@ -98,26 +96,3 @@ def test_every_page_is_in_the_navigation(site: Path, pages: dict[Path, Html]) ->
     assert {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")} <= {
         p.name for p in pages
     }
-
-
-def test_every_public_name_is_on_the_page_of_the_api(site: Path, pages: dict[Path, Html]) -> None:
-    api = pages[site / "api.html"]
-    assert [name for name in flowdp.__all__ if f"flowdp.{name}" not in api.anchors] == []
-    text = (site / "api.html").read_text(encoding="utf-8")
-    assert "<p>::</p>" not in text
-    assert "::\n" not in text
-
-
-def test_the_rules_bite() -> None:
-    page = Html(
-        '<link rel="stylesheet" href="https://fonts.example/a.css"><script src="//cdn.example/b.js"></script>'
-        '<img src="c.png"><style>@import "https://d.example/e.css"; p { background: url(http://f.example/g) }'
-        '</style><a id="here" href="https://example.org">a link is no request</a>'
-    )
-    assert sorted(one for one in page.resources if FOREIGN.match(one)) == [
-        "//cdn.example/b.js",
-        "http://f.example/g",
-        "https://d.example/e.css",
-        "https://fonts.example/a.css",
-    ]
-    assert (page.anchors, page.links) == ({"here"}, ["https://example.org"])

@@ -171,59 +171,6 @@ def setup_watched(_cuda: LateCuda) -> list[str]:
     return [f"the replica has other parameters before calls {wrong}"] if wrong else []
 
 
-def setup_written(backend: Any, *, has_graph: bool) -> Any:
-    """A loop that writes to parameters past their version counters; graphs may live that have saved them."""
-
-    def work(_cuda: LateCuda) -> list[str]:
-        module, plain = perceptron().to("cuda:0"), perceptron()
-        optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
-        places = ["cuda:0", "cuda:1"]
-        with flowdp.setup(module, optimizer, devices=places, backend=backend, progress=False) as dp:
-            graphs, found = [], []
-            for number, (x, _) in enumerate(batches()):
-                for parameter, value in zip(module.parameters(), plain.parameters(), strict=True):
-                    value.data.add_(number)
-                    parameter.data.copy_(next(late([value.detach()])))
-                (rows,) = late([x[:, 2:]])
-                outputs = dp(rows)
-                graphs += [outputs] * has_graph
-                found.append((outputs.detach(), plain(x[:, 2:]).detach()))
-        wrong = [number for number, (mine, its) in enumerate(found) if not torch.allclose(mine.cpu(), its)]
-        return [f"the outputs of calls {wrong} are wrong"] if wrong else []
-
-    return work
-
-
-def setup_two_calls(backend: Any) -> Any:
-    """A loop of two calls before a backward, between which the caller swaps parameters for others."""
-
-    def loop(net: Any, module: nn.Module, place: str) -> None:
-        optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
-        for x, y in batches():
-            rows, labels = late([x[:, 2:], y], place)
-            outputs = net(rows)
-            with torch.no_grad():
-                weights = {name: parameter * 0.5 for name, parameter in module.named_parameters()}
-                with torch.nn.utils.stateless._reparametrize_module(module, weights):
-                    teacher = net(rows)
-            (F.mse_loss(outputs, labels) + F.mse_loss(net(rows), teacher)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def work(_cuda: LateCuda) -> list[str]:
-        module, expected = perceptron().to("cuda:0"), perceptron()
-        places = ["cuda:0", "cuda:1"]
-        with flowdp.setup(
-            module, torch.optim.SGD(module.parameters(), lr=RATE), devices=places, backend=backend,
-            progress=False,
-        ) as dp:  # fmt: skip
-            loop(dp, module, "cuda:0")
-        loop(expected, expected, "cpu")
-        return differences(module, expected)
-
-    return work
-
-
 def laps(_cuda: LateCuda) -> list[str]:
     """Times of more laps than may wait for the device."""
     lane = StreamLane(torch.device("cuda:0"))
@@ -429,50 +376,6 @@ def steered(_cuda: LateCuda) -> list[str]:
     return found if steps else ["no step was taken behind the pause"]
 
 
-def made_by_caller(_cuda: LateCuda) -> list[str]:
-    """A model that the caller has made on a device, by work that is not done yet."""
-    module = perceptron().to("cuda:0")
-    for parameter in module.parameters():
-        (value,) = late([parameter.detach().cpu()])
-        parameter.data.copy_(value)
-    state = trainer_of(model=module).start().join()
-    expected = trainer_of().start().join()
-    return [
-        f"{name} is not that of a model of the host"
-        for name, tensor in expected.state_dict.items()
-        if not torch.equal(tensor, state.state_dict[name].cpu())
-    ]
-
-
-def healed(_cuda: LateCuda) -> list[str]:
-    """A replica whose momentum is NaN once: it copies a healthy one, with its optimizer."""
-    losses: dict[tuple[int, int], Tensor] = {}
-
-    def loss(module: nn.Module, batch: Any) -> Tensor:
-        worker = flowdp.current_worker()
-        value = loss_of(module, *batch)
-        if worker.rank == 1 and worker.local_step == 2:
-            value = value * float("nan")
-        losses[worker.epoch, worker.rank] = value.detach()
-        return value
-
-    run = trainer_of(loss=loss, epochs=3).start()
-    modules = [replica.module for replica in run._engine.replicas]
-    state = run.join()
-    last = max(losses)[0]
-    found = [
-        f"rank {rank} ends epoch {last} with NaN"
-        for rank in range(2)
-        if not bool(losses[last, rank].isfinite())
-    ]
-    if not all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values()):
-        found.append("parameters are not finite")
-    first, second = ([tensor.cpu() for tensor in runs.tensors_of(module)] for module in modules)
-    if not all(map(torch.equal, first, second)):
-        found.append("the replicas differ")
-    return found
-
-
 def copied_replicas(_cuda: LateCuda) -> list[str]:
     """A replica that copies another one while both have work to do; the run is paused for it."""
     run = trainer_of((0, 0), epochs=10**6).start()
@@ -545,18 +448,8 @@ DOORS = [
     Door("setup on a stream of the user's", setup_loop("local", has_own=True)),
     Door("setup on one device", setup_loop("local", (0, 0)), 1),
     Door("setup over NCCL", setup_loop("nccl")),
-    Door("setup over NCCL on a stream of the user's", setup_loop("nccl", has_own=True)),
     Door("setup, batches elsewhere", setup_elsewhere),
     Door("setup, the replica watched", setup_watched),
-    *(
-        Door(
-            f"setup, unseen writes, {backend}{', graphs alive' * has_graph}",
-            setup_written(backend, has_graph=has_graph),
-        )
-        for backend in ("local", "nccl")
-        for has_graph in (False, True)
-    ),
-    *(Door(f"setup, two calls, {backend}", setup_two_calls(backend)) for backend in ("local", "nccl")),
     Door("laps", laps),
     Door("frozen parameters", frozen),
     Door("windows", setup_windows("local", cadence=False)),
@@ -570,8 +463,6 @@ DOORS = [
     Door("resumed, sync", resumed("sync")),
     Door("resumed, exact", resumed("exact")),
     Door("steered", steered),
-    Door("a model on the device", made_by_caller),
-    Door("healed", healed),
     Door("copied replicas", copied_replicas, 1),
     Door("not finite", not_finite),
     Door("timed", timed),

@@ -50,28 +50,6 @@ def test_what_hangs_is_ended_and_shows_where(session: Session) -> None:
     assert "wait_for_ever" in printed(session)
 
 
-ORPHAN = """
-import signal, subprocess, sys, threading
-signal.signal(signal.SIGABRT, signal.SIG_IGN)
-hold = "pipe = open(sys.argv[1], 'w'); pipe.write('x'); pipe.flush(); sys.stdin.read()"
-subprocess.Popen([sys.executable, "-c", "import sys; " + hold, sys.argv[1]], stdin=subprocess.PIPE)
-threading.Event().wait()
-"""
-
-
-@pytest.mark.posix
-def test_what_a_process_has_started_ends_with_it(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "GRACE_S", 0.5)
-    os.mkfifo(tmp_path / "pipe")
-    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    assert session.python(["-c", ORPHAN, str(tmp_path / "pipe")], 3.0) == CUT
-    os.set_blocking(pipe, True)
-    with open(pipe) as held:
-        assert held.read() == "x"  # ends when the other end is closed everywhere
-
-
 def test_a_part_that_fails_is_named_and_its_findings_kept(
     session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,13 +66,6 @@ def test_a_part_that_fails_is_named_and_its_findings_kept(
     assert session.findings.figures == {"before it broke, ms": 1.0}
     assert session.verdict == "FAILED"
     assert "why it broke" in capsys.readouterr().out
-
-
-def test_no_part_begins_when_the_time_is_over(session: Session) -> None:
-    session.ends_s = time.monotonic() + 1
-    session.run_part("facts", command.PARTS["facts"])
-    assert session.failed == {"facts": "no time left"}
-    assert session.verdict == "CUT"
 
 
 def test_the_record(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

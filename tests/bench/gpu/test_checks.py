@@ -14,7 +14,6 @@ from flowdp.collective import host
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
 from flowdp.options import RuntimeOptions
-from flowdp.replica.learning_rate import SchedulerOptions
 
 CPU = torch.device("cpu")
 
@@ -48,24 +47,11 @@ def test_a_rank_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert faults_of([CPU] * 2, policy="sync", leaver=1) == ["rank 1 has not left"]
 
 
-def test_samples_with_the_values_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = checks.samples()
-    x[17, 1] += 1
-    monkeypatch.setattr(checks, "samples", lambda: (x, y))
-    found = faults_of([CPU])
-    assert len([fault for fault in found if "had wrong values" in fault]) == checks.EPOCHS
-
-
 def test_a_sample_that_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Single.__getitem__
     monkeypatch.setattr(Single, "__getitem__", lambda data, i: own(data, 3 if i == 4 else i))
     found = faults_of([CPU] * 2, is_streamed=True)
     assert f"epoch 0: {checks.COUNT - 1} of {checks.COUNT} samples trained, 1 twice" in found
-
-
-def test_a_step_that_learns_nothing() -> None:
-    found = faults_of([CPU], scheduler=SchedulerOptions(lr_lambda=lambda _: 0.0))
-    assert [fault for fault in found if "the loss did not fall" in fault]
 
 
 def test_stalls_are_where_they_shall_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +72,6 @@ def test_right_means_are_near(make: Any) -> None:
     assert deviation([CPU] * 3, make) < 1e-6
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_right_means_without_a_rank_that_left_are_near(ranks: int) -> None:
-    assert deviation([CPU] * ranks, DeviceMean, leaves=True) < 1e-6
-
-
 def test_a_mean_without_weights_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome_of = checks.outcome_of
 
@@ -99,29 +80,3 @@ def test_a_mean_without_weights_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(checks, "outcome_of", equal)
     assert deviation([CPU] * 2, DeviceMean) > 0.1
-
-
-def test_a_mean_that_takes_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome_of = checks.outcome_of
-
-    def all_give(round: int, weights: list[int], left: list[int]) -> Any:
-        return outcome_of(round, [max(1, weight) for weight in weights], left=left)
-
-    monkeypatch.setattr(checks, "outcome_of", all_give)
-    with pytest.raises(AssertionError, match="the replicas differ"):
-        deviation([CPU] * 2, DeviceMean)
-
-
-class OneSided(DeviceMean):
-    """Writes the mean, then changes one replica."""
-
-    def average(self, rank: int, outcome: Any) -> Any:
-        reading = super().average(rank, outcome)
-        if rank == 1:
-            self._replicas[1].memories[0][0] += 1e-6
-        return reading
-
-
-def test_replicas_that_differ_in_a_bit() -> None:
-    with pytest.raises(AssertionError, match="the replicas differ"):
-        deviation([CPU] * 2, OneSided)

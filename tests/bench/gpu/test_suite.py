@@ -6,10 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from bench.gpu import suite as suite_module
-from bench.gpu.suite import JOURNAL, SPOILT, run_suite
+from bench.gpu.suite import JOURNAL, run_suite
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -66,53 +63,3 @@ def test_a_crash_costs_one_test(tmp_path: Path) -> None:
     assert not suite.is_right
     assert str(suite).startswith("2 ")
     assert "lost: test_it.py::test_crash" in str(suite)
-
-
-def test_a_suite_that_always_crashes_comes_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "import os\n" + "".join(f"def test_{n}(): os.abort()\n" for n in range(9))
-    monkeypatch.setattr(suite_module, "RESTARTS", 2)
-    calls: list[int] = []
-    suite = run_suite(tmp_path / "journal", caller(tmp_path, text, calls))
-    assert len(calls) == 3
-    assert not suite.is_complete
-    assert str(suite).startswith("3 lost; not all were reached")
-
-
-HANGS = """
-import threading
-def test_first(): pass
-def test_hangs(): threading.Event().wait()
-def test_last(): pass
-"""
-
-
-def test_a_test_that_hangs_costs_one_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faulthandler ends its process with the exit code of a run with failed tests."""
-    monkeypatch.setattr(suite_module, "TEST_LIMIT_S", 5)
-    calls: list[int] = []
-    suite = run_suite(tmp_path / "journal", caller(tmp_path, HANGS, calls))
-    assert [outcome.outcome for outcome in suite.outcomes] == ["passed", "lost", "passed"]
-    assert calls == [1, 0]
-    assert suite.is_complete
-    assert not suite.is_right
-
-
-SPOILS = """
-import pytest
-from bench.gpu import suite
-def test_spoils():
-    suite.device_answers = lambda: False
-    assert 1 == 2
-def test_last(): assert suite.device_answers()
-"""
-
-
-def test_after_a_test_that_spoils_the_device_the_others_have_a_new_process(tmp_path: Path) -> None:
-    calls: list[int] = []
-    suite = run_suite(tmp_path / "journal", caller(tmp_path, SPOILS, calls))
-    assert [(outcome.outcome, outcome.why) for outcome in suite.outcomes] == [
-        ("failed", "assert 1 == 2"),
-        ("passed", ""),
-    ]
-    assert calls == [SPOILT, 0]
-    assert suite.is_complete

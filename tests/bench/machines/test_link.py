@@ -9,28 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.machines.link import QUEUE_BYTES, Direction, SlowLink, leftovers
-
-
-def test_packets_queue_for_the_rate_and_then_take_the_delay() -> None:
-    way = Direction(delay_ms=5, megabits=8)  # a byte in a microsecond
-    assert way.next_at is None
-    assert way.take(b"a" * 1000, now=1.0)
-    assert way.take(b"b" * 1000, now=1.0)
-    assert way.next_at == pytest.approx(1.006)
-    assert way.arrived(1.0059) == []
-    assert way.arrived(1.0061) == [b"a" * 1000]
-    assert way.next_at == pytest.approx(1.007)
-    assert way.take(b"c" * 1000, now=2.0)  # the link was idle since
-    assert way.arrived(2.0) == [b"b" * 1000]
-    assert way.next_at == pytest.approx(2.006)
-
-
-def test_a_full_queue_loses_packets() -> None:
-    way = Direction(delay_ms=5, megabits=8)
-    taken = sum(way.take(b"a" * 1000, now=0.0) for _ in range(2000))
-    assert taken == QUEUE_BYTES // 1000 + 1
-    assert way.take(b"a" * 1000, now=0.002)
+from bench.machines.link import SlowLink, leftovers
 
 
 @pytest.mark.linux

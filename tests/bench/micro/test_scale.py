@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from bench.micro import scale
-from flowdp.options import Policy
-
-
-@pytest.mark.parametrize(("policy", "steps", "rounds"), [("sync", 8, 4), ("exact", 8, 4)])
-def test_steps_are_those_of_all_ranks(policy: Policy, steps: int, rounds: int) -> None:
-    [cost] = scale.coordinator_costs([2], 1, [policy], steps=4)
-    assert (cost.steps, cost.rounds) == (steps, rounds)
-    assert cost.us_per_round == pytest.approx(cost.us_per_step * steps / rounds)
-    assert cost.us_per_step > 0.0
 
 
 def test_efficiency_is_the_throughput_over_that_of_the_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,29 +18,6 @@ def test_efficiency_is_the_throughput_over_that_of_the_devices_alone(monkeypatch
     # The averaging takes as many tenths of a step as the ranks double from one.
     found = scale.efficiency("sync", "equal", "10 % x log2", 4, steps=8)
     assert found.efficiency == pytest.approx(1 / 1.2, rel=0.01)
-
-
-def record() -> dict[str, Any]:
-    """A record in which every figure is that of its own number of ranks."""
-    efficiencies = [
-        {"policy": policy, "mix": mix, "averaging": averaging, "ranks": ranks, "efficiency": ranks / 1024}
-        for policy in scale.POLICIES
-        for mix in scale.MIXES
-        for averaging in scale.AVERAGING
-        for ranks in scale.RANKS
-    ]
-    costs = [
-        {"policy": policy, "ranks": ranks, "us_per_step": ranks, "us_per_round": 1000 * ranks}
-        for policy in scale.POLICIES
-        for ranks in scale.COST_RANKS
-    ]
-    return {
-        "date": "2026-01-01",
-        "commit": "abc",
-        "machine": {"cpu": "a processor"},
-        "costs": costs,
-        "efficiencies": efficiencies,
-    }
 
 
 def test_the_page_is_that_of_the_record() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.quality.cluster import Settings, train
-from bench.quality.rows import rows
 from bench.quality.tasks import Data, Task
 from flowdp.data.epoch_order import epoch_order
 
@@ -68,25 +66,8 @@ def test_exact_with_the_batch_kept_is_one_device(speeds: tuple[float, ...]) -> N
     assert found.samples == SAMPLES * EPOCHS
 
 
-@pytest.mark.parametrize("settings", rows()[::3], ids=lambda settings: settings.name)
-def test_every_row_trains_every_sample_and_repeats_by_its_seed(settings: Settings) -> None:
-    mixed = replace(settings, speeds=(1.0, 2.5))
-    first, again = train(TASK, mixed, 1), train(TASK, mixed, 1)
-    assert first == again
-    assert first[-1].samples == SAMPLES * EPOCHS
-    assert first[-1].loss < first[0].loss
-
-
 def test_the_clock_is_that_of_the_devices() -> None:
     steps = EPOCHS * SAMPLES // BATCH
     [alone, slow] = [train(TASK, Settings(speeds=(speed,)), 0)[-1].wall_ms for speed in (1.0, 3.0)]
     assert alone == pytest.approx(10.0 * steps, rel=0.05)
     assert slow == pytest.approx(3 * alone, rel=0.02)
-
-
-def test_an_outer_momentum_moves_the_mean_on() -> None:
-    plain = Settings(speeds=(1.0, 1.0), policy="cadence", anchor=2)
-    assert train(TASK, replace(plain, outer_momentum=0.5), 0) != train(TASK, plain, 0)
-    # Without momentum and with the whole difference it is the mean itself, but for its rounding.
-    whole = train(TASK, replace(plain, outer_momentum=1e-12), 0)
-    assert whole[-1].loss == pytest.approx(train(TASK, plain, 0)[-1].loss, rel=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import defaultdict
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 
 from bench.reliability import faults, trial
 from bench.reliability.failures import main, matrix
-from bench.reliability.faults import ALL, BACKENDS, POLICIES, WHENS, Case, Fault, all_cases
+from bench.reliability.faults import ALL, BACKENDS, POLICIES, WHENS, Case, all_cases
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.nan_guard import NanGuard
-from flowdp.observe.records import Records
 
 FOUND_FAULTS = {
     # While a reader was held, ranks without data met again and again, which counted as progress.
@@ -69,18 +67,6 @@ def test_an_error_without_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the cause is None" in wrong
 
 
-def test_an_error_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "WITHIN_S", 0.0)
-    assert "it took " in wrong_with(Case("exit", "collate", "cadence", 1, "local", "first"))
-
-
-def test_a_failure_that_is_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Records, "wait_for_reader", lambda records, timeout_s: False)
-    assert "printed although join() was called" in wrong_with(
-        Case("error", "step", "async", 2, "cpu", "first", 0)
-    )
-
-
 def test_numbers_gone_bad_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NanGuard, "judge", lambda numbers: None)
     monkeypatch.setattr(NanGuard, "mark_bad", lambda numbers, step, what: None)
@@ -93,20 +79,6 @@ def test_a_run_that_waits_where_it_should_go_on(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trial, "expected", lambda case: "continues")
     wrong = wrong_with(Case("stall", "backward", "exact", 2, "cpu", "middle", 1))
     assert "join() raised TimeoutError" in wrong
-
-
-def test_a_thread_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leaky(fault: Fault) -> Any:
-        threading.Thread(target=end.wait, name="flowdp-stray").start()
-        return trainer(fault)
-
-    end, trainer = threading.Event(), Fault.trainer
-    monkeypatch.setattr(Fault, "trainer", leaky)
-    monkeypatch.setattr("bench.reliability.failures.LEAVE_S", 0.1)
-    try:
-        assert "['flowdp-stray']" in wrong_with(Case("error", "getitem", "async", 3, "local", "last"))
-    finally:
-        end.set()
 
 
 def test_the_table_and_how_to_try_one_alone(

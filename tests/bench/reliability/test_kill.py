@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from bench.reliability import kill as bench
 from bench.reliability.kill import POINTS, kill
 from bench.reliability.lives import Aim, Plan
-from flowdp.checkpoint import folder
 from flowdp.engine.resume import Resumed
 
 SECOND = Aim("sync folder", write=2)
@@ -41,27 +39,6 @@ def test_a_model_that_is_not_put_back_is_seen(policy: Any, monkeypatch: pytest.M
     assert any("do not agree with" in fault for fault in faults)
     assert any("samples per epoch and per sample" in fault for fault in faults)
     assert any("never killed" in fault for fault in faults) == (policy in ("sync", "exact"))
-
-
-def test_work_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = folder.CheckpointFolder.paths
-    monkeypatch.setattr(folder.CheckpointFolder, "paths", lambda own: paths(own)[1:] or paths(own))
-    faults = kill(1, plans=[Plan("sync")], aims=[SECOND]).faults
-    assert any("a life began at" in fault for fault in faults)
-
-
-def test_a_file_that_has_its_name_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(path: Path, state: Any, *, also: Path | None = None) -> None:
-        write(path, state, also=also)
-        whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2])
-        path.with_name("x.tmp").touch()  # the second file opened: the life ends here
-        path.write_bytes(whole)
-
-    write = folder.write
-    monkeypatch.setattr(folder, "write", careless)
-    faults = kill(1, plans=[Plan("cadence")], aims=[Aim("open", write=2)]).faults
-    assert any("has the name of a whole one" in fault for fault in faults)
 
 
 def test_after_a_cut_power_the_torn_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import threading
 from typing import Any
 
 import pytest
 
 import flowdp
 from bench.reliability import soak as bench
-from bench.reliability.soak import ENDINGS, Report, Sample, main, soak
+from bench.reliability.soak import ENDINGS, Report, Sample, soak
 
 SEED = 5  # includes every ending
 
@@ -52,45 +51,6 @@ def test_files_objects_and_memory_that_stay(monkeypatch: pytest.MonkeyPatch) -> 
     assert [line.partition(" ")[0] for line in report.verdict()] == ["files", "objects", "memory"]
 
 
-@pytest.mark.posix
-def test_threads_and_processes_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leak() -> None:
-        threading.Thread(target=end.wait, name="stray").start()
-        if (child := os.fork()) == 0:
-            os.read(source, 1)
-            os._exit(0)
-        children.append(child)
-
-    end, children = threading.Event(), []
-    source, sink = os.pipe()
-    monkeypatch.setattr(bench, "LEAVE_S", 0.01)
-    try:
-        report = leaky(monkeypatch, leak)
-    finally:
-        end.set()
-        os.write(sink, b"x" * 2)
-        for child in children:
-            os.waitpid(child, 0)
-        os.close(source)
-        os.close(sink)
-    assert len(report.faults) == 2
-    assert report.faults[0] == f"run 0: ['stray', 'process {children[0]}'] are left"
-
-
-def test_an_error_that_was_not_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    [first, *_] = leaky(monkeypatch, lambda: 1 / 0).faults
-    assert first == "run 0: ZeroDivisionError: division by zero"
-
-
-def test_a_thread_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leak() -> None:
-        thread = threading.Thread(target=lambda: 1 / 0)
-        thread.start()
-        thread.join()
-
-    assert len(leaky(monkeypatch, leak).faults) == 2
-
-
 # ---------------------------------------------------------------- the verdict
 def samples(memory: list[float]) -> Report:
     return Report(samples=[Sample(50 * n, 1, 1, 1, mb) for n, mb in enumerate(memory)])
@@ -102,8 +62,3 @@ def test_the_first_quarter_is_the_warm_up() -> None:
     assert report.verdict() == []
     assert samples([100.0, 150.0, 200.0, 201.0, 202.0, 203.0, 204.0, 205.0]).slope_mb == pytest.approx(2.0)
     assert math.isnan(samples([100.0, 150.0]).slope_mb)
-
-
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--runs", "1"]) == 0
-    assert "1 runs in" in capsys.readouterr().out
