@@ -37,12 +37,6 @@ def test_optimizers_of_every_form(optimizer: Any) -> None:
             check_model_and_optimizer(lambda: MODEL, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", [None, "sgd", [3], {"a": None}, [], {}])
-def test_what_is_no_optimizer(optimizer: Any) -> None:
-    with pytest.raises(OptionError, match="optimizer"):
-        check_model_and_optimizer(MODEL, optimizer)
-
-
 def test_a_step_is_one_of_two() -> None:
     check_step(lambda model, batch: 0, None, "exact", 4, SGD)
     check_step(None, lambda worker, batch: None, "async", 1, [SGD, SGD])
@@ -117,14 +111,10 @@ def test_an_outer_step_passes_where_rounds_have_several_steps() -> None:
     ("policy", "cadence", "backend", "devices", "said"),
     [
         ("exact", {}, "auto", [CPU, CPU], "averages gradients.*use policy='cadence' or 'async'"),
-        ("exact", {}, "auto", [CPU], "averages gradients"),
         ("sync", {}, "auto", [CPU, CPU], "with policy='sync': .* 10 to 32 % higher"),
         ("cadence", {"max_anchor": 0}, "auto", [CPU, CPU], "max_anchor=0.*10 to 32 % higher"),
-        ("cadence", {"max_batch_diff": 0}, "auto", [CPU, CPU], "rounds of several steps"),
         ("cadence", {"anchor": 1, "max_anchor": 1}, "auto", [CPU, CPU], "after each step"),
-        ("async", {"max_anchor": 1}, "auto", [CPU, CPU], "after each step"),
         ("async", {}, "auto", [CUDA, CPU], "not for cuda:0, cpu with backend='auto': use policy='cadence'"),
-        ("async", {}, "cpu", [CUDA, CUDA], "with backend='cpu': use policy='cadence', or leave outer out"),
     ],
 )
 def test_an_outer_step_is_refused_where_it_harms_or_cannot_be(
@@ -132,9 +122,3 @@ def test_an_outer_step_is_refused_where_it_harms_or_cannot_be(
 ) -> None:
     with pytest.raises(OptionError, match=said):
         check_outer(OuterOptions(), policy, CadenceOptions(**cadence), backend, devices)
-
-
-@pytest.mark.parametrize("outer", [True, 0.5, {"momentum": 0.5}])
-def test_what_is_no_outer_step(outer: Any) -> None:
-    with pytest.raises(OptionError, match="outer must be OuterOptions"):
-        check_outer(outer, "cadence", CadenceOptions(), "auto", [CPU, CPU])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.trainer.result import Status, TrainedState, load_checkpoint, on_cpu, weights_on_cpu
+from flowdp.trainer.result import load_checkpoint, on_cpu, weights_on_cpu
 
 DATA = torch.arange(24.0).reshape(12, 2)
 
@@ -31,14 +31,6 @@ def trainer(model: object, **options: object) -> flowdp.Trainer:
     return flowdp.Trainer(
         model, lambda params: torch.optim.Adam(params, lr=0.01), loss, **{**given, **options}
     )
-
-
-def test_a_state_is_loaded_into_a_module() -> None:
-    source, target = nn.Linear(2, 1), nn.Linear(2, 1)
-    state = TrainedState(source.state_dict(), {}, (), 7, 1, interrupted=False)
-    assert state.load_into(target) is target
-    assert torch.equal(target.weight, source.weight)
-    assert target.weight.data_ptr() != source.weight.data_ptr()
 
 
 def test_a_tensor_on_the_cpu_is_one_of_its_own() -> None:
@@ -109,10 +101,3 @@ def test_a_checkpoint_is_read_as_a_state(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "gone.pt")
     with pytest.raises(flowdp.OptionError, match="not True"):
         load_checkpoint(True)  # type: ignore[arg-type]
-
-
-def test_a_status_is_one_line() -> None:
-    status = Status("running", 2, 1234, 9, (600, 634), (None, "no batches"))
-    assert str(status) == "running | 2 epochs | step 1,234 | steps per rank 600 634"
-    troubled = Status("running", 2, 1234, 9, (600,), (None,), problems=("rank 1 left", "a full disk"))
-    assert str(troubled).endswith(" | problems: 2")

@@ -65,18 +65,6 @@ def test_arguments_and_records_of_options() -> None:
     assert "optimizer.params" not in found
 
 
-def test_sizes_of_batches() -> None:
-    def sgd(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1)
-
-    differing = settings(sgd, policy="cadence", per_device_batch_size=[1, 2], max_steps=None, epochs=1)
-    assert (differing["per_device_batch_size"], differing["batch_size"]) == ("1 | 2", 3)
-    exact = settings(sgd, policy="exact", batch_size=4)
-    assert (exact["per_device_batch_size"], exact["batch_size"]) == (2, 4)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, X[:, :1]), batch_size=4)
-    assert settings(sgd, per_device_batch_size=None, dataset=loader)["batch_size"] == 4
-
-
 def test_several_optimizers_and_groups() -> None:
     def optimizers(model: Any) -> dict[str, torch.optim.Optimizer]:
         groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": torch.tensor(0.5)}]

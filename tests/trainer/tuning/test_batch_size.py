@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
-from flowdp import BatchSizes, DeviceBatchSizes, find_batch_size
+from flowdp import find_batch_size
 from flowdp.trainer.tuning import batch_size
 from flowdp.trainer.tuning.batch_size import search_sizes
 from tests.trainer.tuning.small import DATA, loss, trainer
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
-ROOM = 37
+ROOM = 5
 
 
 @pytest.fixture
@@ -26,21 +26,20 @@ def at_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cramped(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """A loss with room for 37 samples."""
+    """A loss with room for few samples."""
     if len(batch[0]) > ROOM:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
     return loss(model, batch)
 
 
 @pytest.mark.usefixtures("at_any_speed")
-@pytest.mark.parametrize("policy", ["cadence", "exact"])
-def test_the_largest_is_that_for_which_there_is_room(policy: str) -> None:
+def test_the_largest_is_that_for_which_there_is_room() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    given = trainer(model=model, loss=cramped, devices=["cpu"] * 2, policy=policy)
+    given = trainer(model=model, loss=cramped, devices=["cpu"] * 2, policy="exact")
     found = find_batch_size(given, steps=1)
     assert found.largest == (ROOM, ROOM)
-    assert set(found.devices[0].speeds) == {2, 4, 8, 16, 32, 36, ROOM}
+    assert set(found.devices[0].speeds) == {2, 4, ROOM}
     assert found.devices[0].bound == "memory"
     assert found.fastest[0] in found.devices[0].speeds
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
@@ -59,11 +58,10 @@ def test_a_step_of_ones_own_that_has_no_room() -> None:
 
 
 @pytest.mark.usefixtures("at_any_speed")
-@pytest.mark.parametrize(
-    ("most", "largest", "bound"), [(2**16, 67, "the dataset"), (11, 11, "most"), (1, 1, "most")]
-)
+@pytest.mark.parametrize(("most", "largest", "bound"), [(2**16, 11, "the dataset"), (1, 1, "most")])
 def test_the_bounds_of_the_dataset_and_of_the_caller(most: int, largest: int, bound: str) -> None:
-    (found,) = find_batch_size(trainer(), most=most, steps=1).ranks
+    few = tuple(part[:11] for part in DATA)
+    (found,) = find_batch_size(trainer(dataset=few), most=most, steps=1).ranks
     assert (found.largest, found.bound) == (largest, bound)
 
 
@@ -73,14 +71,6 @@ def test_no_room_at_all() -> None:
 
     with pytest.raises(flowdp.OutOfDeviceMemory, match="cpu has no room for a step of one sample"):
         find_batch_size(trainer(loss=full))
-
-
-def test_another_error_is_that_of_the_run() -> None:
-    def broken(model: nn.Module, batch: Any) -> Tensor:
-        raise ZeroDivisionError("of the user")
-
-    with pytest.raises(flowdp.StepError, match="of the user"):
-        find_batch_size(trainer(loss=broken))
 
 
 def test_a_loader_has_batches_of_its_own() -> None:
@@ -114,17 +104,3 @@ def test_a_cpu_device_ends_where_larger_is_no_faster() -> None:
     assert found.fastest == 8
     # A step of less than 10 ms has not the time of its samples.
     assert search_sizes(CPU, lambda size: 1e6, 4096, "the end").largest == 4096
-
-
-def test_a_result_is_a_table() -> None:
-    fast = DeviceBatchSizes(CARD, {2: 10.0, 4: 100.0, 8: 101.0}, "memory")
-    slow = DeviceBatchSizes(CPU, {2: 20.0}, "most")
-    found = BatchSizes((fast, slow, fast))
-    assert found.fastest == (4, 2, 4)
-    assert found.largest == (8, 2, 8)
-    assert str(found).splitlines() == [
-        "device  fastest  samples/s  largest  samples/s  bound by",
-        "cuda:0        4        100        8        101    memory",
-        "cpu           2         20        2         20      most",
-    ]
-    assert found._repr_html_().count("<tr>") == 3

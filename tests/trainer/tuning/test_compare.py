@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor, nn
 
 import flowdp
-from flowdp import ComparedRun, Comparison, compare
-from tests.trainer.tuning.small import DATA, loss, trainer
+from flowdp import compare
+from tests.trainer.tuning.small import DATA, trainer
 
 
 def test_the_same_settings_give_the_same_losses_from_the_same_start() -> None:
@@ -57,35 +57,3 @@ def test_a_run_that_fails_has_its_error_in_its_row() -> None:
     assert "of <the> loss" in str(found)
     assert "of &lt;the&gt; loss" in found._repr_html_()
     assert flowdp.runs() == ()
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({}, r"takes trainers by name, \{'sync'.*, not \{\}"),
-        ([], r"takes trainers by name, .*, not \[\]"),
-        ({"a": loss}, "takes trainers by name, not <function"),
-    ],
-)
-def test_something_else_than_trainers(given: Any, match: str) -> None:
-    with pytest.raises(flowdp.OptionError, match=match):
-        compare(given)
-
-
-def test_a_run_without_losses() -> None:
-    found = Comparison(
-        (
-            ComparedRun("a", seconds=2.0, samples=10, loss=1.0, first_loss=3.0),
-            ComparedRun("b", seconds=2.0, samples=10),
-            ComparedRun("c", ValueError("no")),
-        )
-    )
-    assert [run.loss_per_s for run in found.runs] == [1.0, None, None]
-    assert str(found).splitlines() == [
-        "run    loss  time  loss/s  samples/s  efficiency",
-        "a    1.0000  2.0s  1.0000          5         0 %",
-        "b         -  2.0s       -          5         0 %",
-        "c         -     -       -          -           -  ValueError: no",
-    ]
-    with pytest.raises(KeyError):
-        found["d"]

@@ -137,28 +137,6 @@ def test_a_step_without_a_loss_and_a_rate_of_nothing() -> None:
         find_lr(trainer(optimizer=lambda params: torch.optim.SGD(params, lr=0.0)))
 
 
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"lowest": 0.0}, "lowest must be a number above 0, not 0.0"),
-        ({"highest": float("inf")}, "highest must be a number above 0, not inf"),
-        ({"lowest": 1.0, "highest": 0.1}, "lowest=1.0 must be less than highest=0.1"),
-        ({"steps": 5}, "steps must be an int of at least 10, not 5"),
-    ],
-)
-def test_numbers_out_of_range(given: dict[str, Any], match: str) -> None:
-    with pytest.raises(flowdp.OptionError, match=match):
-        find_lr(trainer(), **given)
-
-
-def test_an_error_of_the_loss_is_that_of_the_run() -> None:
-    def broken(model: nn.Module, batch: Any) -> Tensor:
-        raise ZeroDivisionError("of the user")
-
-    with pytest.raises(flowdp.StepError, match="of the user"):
-        find_lr(trainer(loss=broken))
-
-
 def test_a_first_loss_that_is_not_finite_is_no_curve() -> None:
     with pytest.raises(flowdp.FlowdpError, match="the first loss is not finite"):
         find_lr(trainer(loss=lambda model, batch: loss(model, batch) * float("nan")))
