@@ -222,10 +222,10 @@ def split(
     Returns:
         The part of each rank. Shape (world_size,).
     """
-    count, sizes = 0, part_sizes(samples, ratios, least)
-    if forwards is not None:
-        limits = [most if ratio else 0 for most, ratio in zip(forwards, ratios, strict=True)]
-        count, sizes = _equally_many(samples, ratios, least, limits)
+    if forwards is None:
+        count, sizes = 0, part_sizes(samples, ratios, least)
+    else:
+        count, sizes = _equally_many(samples, ratios, least, forwards)
     ranks = tuple(rank for rank, size in enumerate(sizes) if size) if count else ()
     bounds = accumulate(sizes, initial=0)
     by_all = all(sizes)
@@ -233,20 +233,18 @@ def split(
 
 
 def _equally_many(
-    samples: int, ratios: Sequence[float], least: int, most: Sequence[int]
+    samples: int, ratios: Sequence[float], least: int, forwards: Sequence[int]
 ) -> tuple[int, tuple[int, ...]]:
     """The fewest forwards of all ranks in which no micro-batch is too large, and the sizes of the parts.
 
     Where one is enough it is one, with the statistics of the whole global batch, whatever the ratios are.
     """
-    at_once = _within(samples, ratios, least, most) if samples <= sum(most) else None
-    if at_once is not None:
-        return 1, at_once
     for count in range(1, samples + 1):
-        sizes = part_sizes(samples, ratios, least * count)
-        if all(size <= count * limit for size, limit in zip(sizes, most, strict=True)):
-            break
-    return count, sizes
+        most = [count * limit if ratio else 0 for limit, ratio in zip(forwards, ratios, strict=True)]
+        sizes = _within(samples, ratios, least * count, most) if samples <= sum(most) else None
+        if sizes is not None:
+            return count, sizes
+    raise ProtocolError(f"{samples} samples do not fit into forwards of {forwards}")
 
 
 def _within(samples: int, ratios: Sequence[float], least: int, most: Sequence[int]) -> tuple[int, ...] | None:
@@ -261,7 +259,7 @@ def _within(samples: int, ratios: Sequence[float], least: int, most: Sequence[in
             for rank, size in by_rank.items():
                 sizes[rank] = size
             break
-    return tuple(sizes) if all(size == 0 or size >= least for size in sizes) else None
+    return tuple(sizes) if all(size == 0 or size >= min(least, samples) for size in sizes) else None
 
 
 def _different(acks: dict[int, SyncAck]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowdp.options import CadenceOptions
-from flowdp.policy.drift import DivergenceGuard, GuardAction
+from flowdp.policy.drift import DivergenceGuard, GuardAction, GuardDecision
 from flowdp.policy.el_che import ElChe, fitted_quotas
 from flowdp.policy.recovery import OutlierFilter, Probes, is_far
 
@@ -131,8 +131,9 @@ class Cadence:
         Returns:
             Reason of the guard's action; "" while all is well.
         """
-        decision = None if drifts is None else self.guard.report(drifts)
-        self.action = GuardAction.STABLE if decision is None else decision.action
+        stable = GuardDecision(GuardAction.STABLE)
+        decision = stable if drifts is None else self.guard.report(drifts)
+        self.action = decision.action
         hold = self.action is not GuardAction.STABLE
         # Read once, as each reading copies the times of all ranks; forgetting one changes no other's.
         measured = zip(pace_ms, steps, self.el_che.ms_per_batch, strict=True)
@@ -149,7 +150,7 @@ class Cadence:
         if self.action is GuardAction.TIGHTEN:
             self.el_che.nudge_anchor_down(0.5)
         self._quotas = self._fit()
-        return decision.reason if decision is not None and hold else ""
+        return decision.reason
 
     def _believed(self, rank: int, ms: float, steps: int, known: float) -> float:
         """A measured pace as far as it counts; one that is far from the known pace replaces it."""

@@ -36,11 +36,11 @@ class GuardDecision:
 
     Attributes:
         action: The request.
-        reason: A sentence with the figures.
+        reason: A sentence with the figures; "" where it wants nothing.
     """
 
     action: GuardAction
-    reason: str
+    reason: str = ""
 
 
 def largest_drift(drifts: Sequence[float]) -> float:
@@ -75,24 +75,19 @@ class DivergenceGuard:
 
     def report(self, drifts: Sequence[float]) -> GuardDecision:
         """Take in the drift of each rank in one averaging, and decide."""
-        if not self._enabled:
-            return GuardDecision(GuardAction.STABLE, "the divergence guard is switched off")
         drift = largest_drift(drifts)
+        if not self._enabled:
+            return GuardDecision(GuardAction.STABLE)
         self._history.append(drift)
         if not math.isfinite(drift):
-            return GuardDecision(
-                GuardAction.TIGHTEN, f"the drift is {drift}: a replica has NaN or inf parameters"
-            )
-        if not self._is_rising():
-            return GuardDecision(GuardAction.STABLE, f"drift {drift:.4g} has not risen three times in a row")
-        risen = f"the drift rose three times in a row, to {drift:.4g}"
+            text = f"the drift is {drift}: a replica has NaN or inf parameters"
+            return GuardDecision(GuardAction.TIGHTEN, text)
+        if not self._is_rising() or drift <= self._threshold:
+            return GuardDecision(GuardAction.STABLE)
+        risen = f"the drift rose three times in a row, to {drift:.4g}, over"
         if drift > 2.0 * self._threshold:
-            return GuardDecision(
-                GuardAction.TIGHTEN, f"{risen}, over twice the threshold {self._threshold:g}"
-            )
-        if drift > self._threshold:
-            return GuardDecision(GuardAction.HOLD, f"{risen}, over the threshold {self._threshold:g}")
-        return GuardDecision(GuardAction.STABLE, f"{risen}, within the threshold {self._threshold:g}")
+            return GuardDecision(GuardAction.TIGHTEN, f"{risen} twice the threshold {self._threshold:g}")
+        return GuardDecision(GuardAction.HOLD, f"{risen} the threshold {self._threshold:g}")
 
     def _is_rising(self) -> bool:
         last = self.history[-_RISES:]

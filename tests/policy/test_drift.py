@@ -34,15 +34,15 @@ def test_a_drift_that_is_no_number_tightens_at_once_and_is_no_part_of_a_rise(bad
     assert answers([0.01, bad, 0.2, 0.3, 0.4]) == [STABLE, TIGHTEN, STABLE, STABLE, TIGHTEN]
 
 
-def test_every_decision_says_why():
+def test_a_request_says_why():
     guard = DivergenceGuard(0.05)
     reasons = [guard.report((drift,)).reason for drift in (0.01, 0.02, 0.03, 0.07, 0.2, math.nan)]
     assert reasons == [
-        "drift 0.01 has not risen three times in a row",
-        "drift 0.02 has not risen three times in a row",
-        "the drift rose three times in a row, to 0.03, within the threshold 0.05",
+        "",
+        "",
+        "",
         "the drift rose three times in a row, to 0.07, over the threshold 0.05",
         "the drift rose three times in a row, to 0.2, over twice the threshold 0.05",
         "the drift is nan: a replica has NaN or inf parameters",
     ]
-    assert DivergenceGuard(enabled=False).report((9.0,)).reason == "the divergence guard is switched off"
+    assert DivergenceGuard(enabled=False).report((9.0,)).action is STABLE
