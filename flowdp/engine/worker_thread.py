@@ -34,11 +34,8 @@ from flowdp.errors import CollectiveAborted, DeviceError, StepError
 from flowdp.machine.worker import (
     Apply,
     Done,
-    Enter,
     Idle,
     Leave,
-    Report,
-    Serve,
     Snapshot,
     Step,
     WorkerMachine,
@@ -228,14 +225,12 @@ class Worker:
             action = machine.next(batcher.taken > 0)
             if type(action) is Step:
                 self._step(action)
-            elif type(action) is Enter:
+            elif type(action) is Arrival:
                 self._enter(action)
-            elif type(action) is Report:
-                self._close(action.done)
+            elif type(action) is Done:
+                self._close(action)
             elif type(action) is Idle:
                 self._idle()
-            elif type(action) is Serve:
-                self._serve(action.task)
             elif type(action) is Snapshot:
                 self._put_snapshot(action)
             elif type(action) is Apply:
@@ -246,6 +241,8 @@ class Worker:
                     if self.replica.frozen is not None:
                         self.replica.frozen.check()
                 return
+            elif isinstance(action, BarrierTask):
+                self._serve(action)
 
     def _idle(self) -> None:
         """Wait for an order, or for a `Throttle` that lets it go on with the one that it has."""
@@ -346,9 +343,9 @@ class Worker:
         self.activity.awaited = None
         self._meter.waited(perf_counter() - start_s)
 
-    def _enter(self, action: Enter) -> None:
+    def _enter(self, arrival: Arrival) -> None:
         self._meter.meet()
-        arrival, window = action.arrival, action.arrival.window
+        window = arrival.window
         joint, collective = self._meeting.joint, self._meeting.collective
         if window is not None and not window.alone:
             self._advance_rates(arrival)  # the last arrival may take the step

@@ -37,11 +37,8 @@ __all__ = [
     "Action",
     "Apply",
     "Done",
-    "Enter",
     "Idle",
     "Leave",
-    "Report",
-    "Serve",
     "Snapshot",
     "Step",
     "WorkerMachine",
@@ -71,17 +68,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Enter:
-    """Enter the gate with this arrival, then call `met` with the outcome.
-
-    Attributes:
-        arrival: State of the rank there.
-    """
-
-    arrival: Arrival
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
     """An order has ended, or a part of it.
 
@@ -96,13 +82,6 @@ class Done:
     epoch: int
     steps: int
     is_last: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """An order without a meeting has ended, or a part of it is due: report its work (async)."""
-
-    done: Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +102,6 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
-class Serve:
-    """Do a barrier task."""
-
-    task: BarrierTask
-
-
-@dataclass(frozen=True, slots=True)
 class Idle:
     """Wait at the inbox."""
 
@@ -145,7 +117,9 @@ class Leave:
     reason: str | None
 
 
-Action = Step | Enter | Report | Snapshot | Apply | Serve | Idle | Leave
+Action = Step | Arrival | Done | Snapshot | Apply | BarrierTask | Idle | Leave
+"""Next action of a rank. `Arrival`: enter the gate with it, then call `met` with the outcome. `Done`: report
+its work (async). A barrier task: do it."""
 
 _IDLE = Idle()
 
@@ -258,7 +232,7 @@ class WorkerMachine:
                 task = self._tasks.popleft()
                 if isinstance(task, CopyReplica):
                     self.is_bad = False
-                return Serve(task)
+                return task
             if not self._orders:
                 return _IDLE
             order = self._order = self._orders.popleft()
@@ -286,7 +260,7 @@ class WorkerMachine:
             inner=is_inner,
             window=self._window(order, sync),
         )
-        return Enter(self.judged(arrival))
+        return self.judged(arrival)
 
     def judged(self, arrival: Arrival, touched: bytes = b"") -> Arrival:
         """An arrival with all that is known by now of the replica's numbers, and of its gradients."""
@@ -384,7 +358,7 @@ class WorkerMachine:
             is_held = throttle is not None and self.total_steps >= throttle.limit and not in_step
             if fresh and (is_held or fresh == order.report_every):
                 self._reported = self._done
-                return Report(Done(order.plan, order.epoch, fresh, is_last=False))
+                return Done(order.plan, order.epoch, fresh, is_last=False)
             if is_held:
                 return _IDLE
             pace = order.pace
@@ -392,7 +366,7 @@ class WorkerMachine:
                 return self._step(order, self._base)
             return self._step(order, schedule.position(self._base, self.steps, pace.steps, pace.quota))
         self._order = None
-        return Report(Done(order.plan, order.epoch, fresh))
+        return Done(order.plan, order.epoch, fresh)
 
     def _skip_to_gate(self, order: StartEpoch) -> Action:
         """Go to the blocking round in the queue; the orders before it are dealt anew (async)."""

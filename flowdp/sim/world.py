@@ -17,11 +17,8 @@ from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import (
     Apply,
     Done,
-    Enter,
     Idle,
     Leave,
-    Report,
-    Serve,
     Snapshot,
     Step,
     WorkerMachine,
@@ -30,6 +27,7 @@ from flowdp.policy.tally import Work, pace_ms
 from flowdp.protocol.commands import Average, Command, Direct, EpochEnded, Finish, RoundEnded, Send
 from flowdp.protocol.gate_state import GateState
 from flowdp.protocol.messages import (
+    Arrival,
     Averaged,
     BarrierTask,
     Checksum,
@@ -244,21 +242,21 @@ class World:
             match action := rank.machine.next():
                 case Step():
                     self.begin_step(number, action)
-                case Enter():
+                case Arrival():
                     self.enter(number, action)
-                case Report():
-                    self.report(number, action.done)
+                case Done():
+                    self.report(number, action)
                     continue
                 case Snapshot():
                     self.snapshot(number, action)
                 case Apply():
                     self.apply(number, action.round)
-                case Serve():
-                    self.serve(number, action.task)
                 case Idle():
                     self.idle(number)
                 case Leave():
                     self.leave(number)
+                case _:
+                    self.serve(number, action)
             return
 
     def begin_step(self, number: int, step: Step) -> None:
@@ -318,11 +316,11 @@ class World:
         self.tell(Exiting(number), "up", number)
 
     # ------------------------------------------------------------------ gate
-    def enter(self, number: int, action: Enter) -> None:
+    def enter(self, number: int, arrival: Arrival) -> None:
         """A rank enters the gate, and goes on when all have come and their mean is there."""
         rank = self.ranks[number]
         rank.state, rank.entered_ms = "gate", self.clock.now_ms
-        outcome = self.gate.enter(rank.machine.judged(action.arrival))
+        outcome = self.gate.enter(rank.machine.judged(arrival))
         if outcome is not None:
             self.meet(outcome)
 

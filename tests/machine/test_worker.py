@@ -11,11 +11,8 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.worker import (
     Apply,
     Done,
-    Enter,
     Idle,
     Leave,
-    Report,
-    Serve,
     Snapshot,
     Step,
     WorkerMachine,
@@ -73,8 +70,8 @@ def enter(machine: WorkerMachine, sync_now: int | None = None) -> Arrival:
     if sync_now is not None:
         machine.handle(SyncNow(sync_now))
     action = machine.next()
-    assert isinstance(action, Enter)
-    return action.arrival
+    assert isinstance(action, Arrival)
+    return action
 
 
 def test_without_orders_it_waits() -> None:
@@ -88,7 +85,7 @@ def test_an_order_is_trained_and_then_met() -> None:
     assert step(machine) == Step(3, (5,), 100, (0.5,))
     assert step(machine) == Step(3, (7,), 105, (0.5,))
     # Then the gate, with all steps done.
-    assert machine.next() == Enter(Arrival(1, 2, 100, 2, 16, drift=True))
+    assert machine.next() == Arrival(1, 2, 100, 2, 16, drift=True)
     # The mean ends the order, and the count starts anew.
     assert machine.met(outcome(2, 110)) == Done(0, 3, 2)
     assert (machine.steps, machine.samples, machine.total_steps) == (0, 0, 2)
@@ -173,13 +170,13 @@ def test_a_throttle_stops_a_rank_within_its_order_until_the_next_one() -> None:
     step(machine)
     assert machine.throttled == "at its lead limit"
     # Its steps so far are reported, as the others wait for them; it keeps the rest of the order.
-    assert machine.next() == Report(Done(0, 0, 2, is_last=False))
+    assert machine.next() == Done(0, 0, 2, is_last=False)
     assert machine.next() == Idle()
     assert upcoming(machine) == [(0, 2)]
     machine.handle(Throttle(9, "at its lead limit"))
     assert machine.throttled is None
     assert step(machine).batches == (2,)
-    assert machine.next() == Report(Done(0, 0, 1))
+    assert machine.next() == Done(0, 0, 1)
 
 
 def test_a_step_that_has_begun_is_finished_beyond_a_throttle_and_a_call() -> None:
@@ -200,7 +197,7 @@ def test_a_long_order_is_reported_in_parts() -> None:
             machine.trained(8)
         else:
             said.append(action)
-    assert said == [Report(Done(0, 0, 2, is_last=False))] * 2 + [Report(Done(0, 0, 1))]
+    assert said == [Done(0, 0, 2, is_last=False)] * 2 + [Done(0, 0, 1)]
 
 
 def test_an_order_without_a_meeting_is_reported() -> None:
@@ -209,9 +206,9 @@ def test_an_order_without_a_meeting_is_reported() -> None:
     machine.handle(free((2,)))
     # This rank takes a third of all steps, so each of its own counts for three.
     assert [step(machine).position, step(machine).position] == [0, 3]
-    assert machine.next() == Report(Done(0, 0, 2))
+    assert machine.next() == Done(0, 0, 2)
     assert step(machine).position == 6
-    assert machine.next() == Report(Done(0, 0, 1))
+    assert machine.next() == Done(0, 0, 1)
     assert machine.next() == Idle()
     # Its own, until a mean comes.
     assert (machine.steps, machine.samples) == (3, 24)
@@ -239,7 +236,7 @@ def test_a_blocking_round_waits_for_the_orders_before_it() -> None:
     machine.handle(free((0,)))
     machine.handle(StartEpoch(0, 0, (), SyncPoints(3, 0, 1, 20, 0)))
     step(machine)
-    assert machine.next() == Report(Done(0, 0, 1))
+    assert machine.next() == Done(0, 0, 1)
     assert enter(machine) == Arrival(0, 3, 20, 1, 8)
     assert machine.met(outcome(3, 21)) == Done(0, 0, 0)
     assert machine.steps == 0
@@ -364,10 +361,10 @@ def test_what_does_not_exist_is_left_at_the_gate_in_its_own_round_alone() -> Non
     assert upcoming(machine) == [(0, 2), (0, 4)]
     step(machine)
     # The first round has all of its batches, whenever the end became known.
-    assert machine.next() == Enter(Arrival(0, 0, 0, 2, 16, left=0))
+    assert machine.next() == Arrival(0, 0, 0, 2, 16, left=0)
     assert machine.met(outcome()) is None
     step(machine)
-    assert machine.next() == Enter(Arrival(0, 1, 10, 1, 8, left=1))
+    assert machine.next() == Arrival(0, 1, 10, 1, 8, left=1)
     assert machine.met(outcome(1, 20, hurried=True)) == Done(0, 0, 3)
     assert machine.next() == Idle()
 
@@ -378,12 +375,12 @@ def test_a_duty_comes_after_what_is_out() -> None:
     machine.handle(planned((0,)))
     step(machine)
     machine.handle(SaveState(0))
-    assert isinstance(machine.next(), Enter)
+    assert isinstance(machine.next(), Arrival)
     machine.met(outcome(halt=True))
-    assert machine.next() == Serve(SaveState(0))
+    assert machine.next() == SaveState(0)
     machine.handle(Evaluate(0, 0))
     machine.handle(planned((1,), plan=1))
-    assert machine.next() == Serve(Evaluate(0, 0))
+    assert machine.next() == Evaluate(0, 0)
     assert step(machine).batches == (1,)
 
 
@@ -393,8 +390,8 @@ def test_a_bad_replica_says_so_at_the_next_meeting() -> None:
     step(machine)
     machine.is_bad = True
     action = machine.next()
-    assert isinstance(action, Enter)
-    assert action.arrival.bad
+    assert isinstance(action, Arrival)
+    assert action.bad
     machine.met(outcome(bad=(0,)))
     assert not machine.is_bad
 
@@ -414,8 +411,8 @@ def with_inner(batches: tuple[int, ...], count: int) -> StartEpoch:
 
 def entered(machine: WorkerMachine) -> Arrival:
     action = machine.next()
-    assert isinstance(action, Enter)
-    return action.arrival
+    assert isinstance(action, Arrival)
+    return action
 
 
 def trains(machine: WorkerMachine, steps: int) -> None:

@@ -12,7 +12,6 @@ from flowdp.machine.event_log import brief
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import (
     Done,
-    Enter,
     Snapshot,
     Step,
     WorkerMachine,
@@ -454,7 +453,7 @@ class JudgedWorld(MachinesWorld):
         self.tell(Exiting(number, error, is_alone, rank.machine.unreported_samples), "up", number)
 
     # ------------------------------------------------------------------ gate
-    def enter(self, number: int, action: Enter) -> None:
+    def enter(self, number: int, arrival: Arrival) -> None:
         """A rank enters the gate, and goes on when all have come and their mean is there."""
         if self.crashes(number, "enter"):
             return
@@ -462,9 +461,9 @@ class JudgedWorld(MachinesWorld):
         self.rules.enters(number)
         self._happens("gate", number)
         rank.read()
-        self.say("rank {} enters the gate: {}", number, rank.machine.judged(action.arrival))
+        self.say("rank {} enters the gate: {}", number, rank.machine.judged(arrival))
         try:
-            super().enter(number, action)
+            super().enter(number, arrival)
         except CollectiveAborted:
             self._release(number)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.worker import Enter
 from flowdp.protocol.gate_state import GateState, PartState
 from flowdp.protocol.messages import Arrival, BarrierTask, Fact, Order, Outcome, Settle, TaskDone
 from flowdp.sim.world import VirtualRank, World
@@ -105,15 +104,15 @@ class MachinesWorld(World):
             super().send(number, order)
 
     # ------------------------------------------------------------------ gates
-    def enter(self, number: int, action: Enter) -> None:
+    def enter(self, number: int, arrival: Arrival) -> None:
         """A rank enters the gate of its machine, and goes on when its round has ended."""
         if not self.parts:
-            super().enter(number, action)
+            super().enter(number, arrival)
             return
         rank, machine = self.ranks[number], self.machine_of[number]
         rank.state, rank.entered_ms = "gate", self.clock.now_ms
         part = self.parts[machine]
-        outcome = part.enter(rank.machine.judged(action.arrival))
+        outcome = part.enter(rank.machine.judged(arrival))
         if outcome is not None:
             self.meet(outcome)
         elif came := part.gathered:

@@ -25,7 +25,7 @@ from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.planned_rounds import PlannedRounds
-from flowdp.machine.worker import Action, Enter, Leave, Serve, WorkerMachine
+from flowdp.machine.worker import Action, Leave, WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.exclusion import Exclusion
@@ -48,6 +48,7 @@ from flowdp.protocol.gate_state import GateState, PartState
 from flowdp.protocol.messages import (
     Abort,
     Arrival,
+    BarrierTask,
     DataEnded,
     Exiting,
     Fact,
@@ -536,8 +537,8 @@ def a_worker_keeps_orders_of_void_plans(met, self, outcome):
 @advice("S2", 50, WorkerMachine, "next")
 def an_idle_rank_counts_from_its_own_mean(next, self, *, in_step=False):
     action = next(self, in_step=in_step)
-    if isinstance(action, Enter) and action.arrival.steps == 0:
-        return Enter(replace(action.arrival, global_step=self.total_steps))
+    if isinstance(action, Arrival) and action.steps == 0:
+        return replace(action, global_step=self.total_steps)
     return action
 
 
@@ -921,7 +922,7 @@ mutant(
 def a_healed_replica_says_that_it_was_bad(next, self, *, in_step=False):
     is_bad = self.is_bad
     action = next(self, in_step=in_step)
-    if isinstance(action, Serve):
+    if isinstance(action, BarrierTask):
         self.is_bad = is_bad
     return action
 

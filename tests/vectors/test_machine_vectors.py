@@ -17,7 +17,7 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.rounds import Constraints
-from flowdp.machine.worker import Enter, Idle, Leave, Snapshot, Step, WorkerMachine
+from flowdp.machine.worker import Idle, Leave, Snapshot, Step, WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.policy.lead import Overshoot
 from flowdp.policy.ledger import Ledger
@@ -151,8 +151,8 @@ def all_at_the_gate(block: dict[int, StartEpoch], steps: Sequence[int]) -> bool:
             assert isinstance(worker.next(), Step)
             worker.trained(8)
         action = worker.next()
-        if isinstance(action, Enter):
-            is_decided = gate.enter(action.arrival) is not None
+        if isinstance(action, Arrival):
+            is_decided = gate.enter(action) is not None
     return is_decided
 
 
@@ -471,8 +471,8 @@ def _meeting_alone(vector: Vector) -> Answers:
     worker, gate = WorkerMachine(0), GateState(1)
     worker.handle(StartEpoch(0, 0, (), SyncPoints(0, 0, 1, 0, 0)))
     action = worker.next()
-    assert isinstance(action, Enter)
-    outcome = gate.enter(action.arrival)
+    assert isinstance(action, Arrival)
+    outcome = gate.enter(action)
     assert outcome is not None
     worker.met(outcome)
     return {
@@ -497,7 +497,7 @@ def _meetings_before_a_shutdown(vector: Vector) -> Answers:
     worker.handle(Shutdown())
     actions = [worker.next() for _ in range(4)]
     return {
-        "collective_calls": sum(isinstance(action, Enter) for action in actions),
+        "collective_calls": sum(isinstance(action, Arrival) for action in actions),
         "returns": all(action == Leave(None) for action in actions),
     }
 
