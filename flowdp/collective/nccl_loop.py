@@ -7,8 +7,7 @@ device at that moment are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from flowdp.collective.rows import rows_like
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
+from flowdp.threads.shield import interrupts_held
 
 __all__ = ["SUMMED", "NcclLoop"]
 
@@ -47,7 +47,6 @@ class NcclLoop:
     Args:
         lanes: One per rank, on distinct CUDA devices.
         sizes: Elements of the largest rows that will be summed, by dtype.
-        held: Makes a context that holds interrupts (Ctrl-C) back: a group of NCCL is launched whole.
         nccl: Replacement of `cupy.cuda.nccl`, in tests.
 
     Raises:
@@ -60,12 +59,10 @@ class NcclLoop:
         self,
         lanes: Sequence[Lane],
         sizes: Mapping[torch.dtype, int],
-        held: Callable[[], AbstractContextManager[Any]] = nullcontext,
         nccl: Any = None,
     ) -> None:
         sizes = sizes or {torch.float32: 1}  # to see whether it works
         self._lanes = tuple(lanes)
-        self._held = held
         self._nccl = load() if nccl is None else nccl
         self._ready = [lane.event() for lane in lanes]
         self._start = lanes[0].event()
@@ -133,7 +130,7 @@ class NcclLoop:
             for lane, rank_rows in zip(self._lanes, rows, strict=True)
         ]
         try:
-            with self._held(), QUIET:
+            with interrupts_held(), QUIET:  # a group of NCCL is launched whole
                 for ready, stream in zip(self._ready, here, strict=True):
                     ready.record(stream)
                     self._lanes[0].comm.wait_event(ready)

@@ -22,7 +22,6 @@ from flowdp.errors import CollectiveError, MachineLostError
 from flowdp.machine.policies import ROUNDS
 from flowdp.network.team import Team
 from flowdp.options import Backend, LoopBackend, OuterOptions, Policy
-from flowdp.threads.shield import interrupts_held
 
 __all__ = ["Path", "choose_path", "open_collective", "open_loop"]
 
@@ -160,10 +159,10 @@ def open_loop(
     chosen = [lane.device for lane in lanes]
     if len(chosen) > 1:
         if backend == "nccl":
-            return NcclLoop(lanes, sizes, interrupts_held)
+            return NcclLoop(lanes, sizes)
         if backend == "auto" and _is_one_each(chosen):
             try:
-                return NcclLoop(lanes, sizes, interrupts_held)
+                return NcclLoop(lanes, sizes)
             except CollectiveError as error:
                 log.warning("gradients are summed without NCCL: %s", error)
     return None

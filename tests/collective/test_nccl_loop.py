@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowdp.collective import nccl_setup
+from flowdp.collective import nccl_loop, nccl_setup
 from flowdp.collective.nccl_loop import NcclLoop
 from flowdp.device.streams import QUIET, StreamLane
 from flowdp.errors import CollectiveError
@@ -117,7 +117,7 @@ def test_closing_under_a_launch_waits_for_nobody(world: World, monkeypatch: pyte
     assert world.nccl.destroyed == [0, 1, 2]
 
 
-def test_an_interrupt_waits_for_the_group(world: World) -> None:
+def test_an_interrupt_waits_for_the_group(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """And for the edges after it: released rows may be allocated again."""
     told: list[tuple[int, int]] = []
 
@@ -128,8 +128,8 @@ def test_an_interrupt_waits_for_the_group(world: World) -> None:
         def __exit__(self, *_: object) -> None:
             told.append((len(world.nccl.kinds), len(world.cuda.log)))
 
-    world.loop = NcclLoop(world.lanes, SIZES, Held, nccl=world.nccl)
-    told.clear()
+    world.loop = NcclLoop(world.lanes, SIZES, nccl=world.nccl)
+    monkeypatch.setattr(nccl_loop, "interrupts_held", Held)
     before = len(world.nccl.kinds), len(world.cuda.log)
     world.loop.reduce(world.rows())
     after = len(world.nccl.kinds), len(world.cuda.log)
