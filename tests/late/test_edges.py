@@ -279,7 +279,10 @@ def test_without_an_edge_and_the_one_that_stands_in_a_scenario_is_wrong(edge: st
 
 
 SCENARIOS = {
-    f"{scenario}, {order}": (scenario, order) for trials in CAUGHT.values() for scenario, order in trials
+    f"{scenario}, {order}": (scenario, order)
+    for trials in CAUGHT.values()
+    for scenario, order in trials
+    if isinstance(scenario, Case) or order is not LATE  # `test_doors.py` has all doors in that order
 }
 
 

@@ -22,18 +22,16 @@ def test_the_warm_up_is_left_out() -> None:
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("name", ["hand", "setup", "exact"])
+@pytest.mark.parametrize("name", ["setup", "exact"])
 def test_a_side_trains_in_processes_of_its_own(name: str) -> None:
-    kind = "one" if name == "hand" else "equal"
-    measured = measure(0, kind, "mlp", name, part=0.04)
+    measured = measure(0, "equal", "mlp", name, part=0.04)
     assert measured.rate > 0
     assert measured.first_step_s > 0
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("name", ["ddp", "exact"])
-def test_an_exception_on_device_1_is_shown_and_ends_the_program(name: str) -> None:
-    measured = measure(0, "failure", "mlp", name)
+def test_an_exception_on_device_1_is_shown_and_ends_the_program() -> None:
+    measured = measure(0, "failure", "mlp", "exact")
     assert measured.shown_s is not None
     assert measured.exit_s is not None
     assert measured.peak_mb > 0
