@@ -172,6 +172,9 @@ class _Meeting:
     acks: dict[int, SyncAck] = field(default_factory=dict)
 
 
+NO_WORK = Work(0, 0, 0)
+
+
 class _OrderPlan:
     """The orders of each rank as the counts of steps want them; until the next measurement.
 
@@ -462,7 +465,7 @@ class AsyncRounds(Rounds):
         now_ms: float,
     ) -> RoundEnded:
         flat = [work for state in self._ranks for work in state.works]
-        works = [reduce(add, state.works, Work(0, 0, 0)) for state in self._ranks]
+        works = [reduce(add, state.works or (NO_WORK,)) for state in self._ranks]
         epoch = max((work.epoch for work in flat), default=self.epochs.done)
         start_ms, self._round_start_ms = self._round_start_ms, now_ms
         for state in self._ranks:
