@@ -71,10 +71,10 @@ def check_identities(identities: Sequence[Identity], names: Sequence[str], datas
                     f"{names[0]}, {theirs} on {name}; {_STREAM if field == 'first' else _WHOLE}"
                 )
     owner: dict[int, str] = {}
-    for one, name in zip(identities, names, strict=True):
-        if one.part is not None and owner.setdefault(one.part, name) != name:
+    for identity, name in zip(identities, names, strict=True):
+        if identity.part is not None and owner.setdefault(identity.part, name) != name:
             raise OptionError(
-                f"the {dataset} yields the same first item on {owner[one.part]} and {name}, and "
+                f"the {dataset} yields the same first item on {owner[identity.part]} and {name}, and "
                 "MachineOptions(stream='part') says that it splits itself by machine: split it by "
                 "torch.distributed.get_rank(), or leave stream out, so that flowdp splits it"
             )

@@ -264,7 +264,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from (value.__self__, value.__func__)
     elif isinstance(value, FunctionType) and not (value.__module__ or "").startswith("torch."):
         named = (value.__globals__.get(name) for name in value.__code__.co_names)
-        yield from (one for one in named if isinstance(one, FunctionType | nn.Module | partial))
+        yield from (used for used in named if isinstance(used, FunctionType | nn.Module | partial))
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # empty
                 yield cell.cell_contents

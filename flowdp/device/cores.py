@@ -109,16 +109,16 @@ class LentThreads:
         if self._may_lend:
             _lent.own = _lent.own or torch.get_num_threads()
             _lent.lenders.add(self)
-            set_own_threads(min(one._count for one in _lent.lenders))
+            set_own_threads(min(lender._count for lender in _lent.lenders))
 
     def take_back(self) -> None:
         """Take them back, unless the user has set another number; other loops here may still lend them."""
         if self not in _lent.lenders:
             return
-        is_set = torch.get_num_threads() != min(one._count for one in _lent.lenders)
+        is_set = torch.get_num_threads() != min(lender._count for lender in _lent.lenders)
         _lent.lenders.remove(self)
         if not is_set:
-            set_own_threads(min((one._count for one in _lent.lenders), default=_lent.own))
+            set_own_threads(min((lender._count for lender in _lent.lenders), default=_lent.own))
         if not _lent.lenders:
             _lent.own = 0
 

@@ -179,7 +179,7 @@ def drawing_names() -> frozenset[str]:
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
         overloads = packet.overloads() if isinstance(packet, type(torch.ops.aten.add)) else ()
-        if any(torch.Tag.nondeterministic_seeded in getattr(packet, one).tags for one in overloads):
+        if any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads):
             found.add(name.lstrip("_"))
     return frozenset(found)
 

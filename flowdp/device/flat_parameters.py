@@ -196,7 +196,9 @@ class FlatReplica(FlatTensors):
     ) -> None:
         self.rank = rank
         self._spans = spans
-        frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
+        frozen = {
+            name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad
+        }
         self.thawable = tuple(frozen.values()) if may_thaw else ()
         self._frozen = {} if may_thaw else frozen
         self._module = module
@@ -270,7 +272,11 @@ class FlatReplica(FlatTensors):
         try:
             pointers = [location.table[location.key].data_ptr() for location in self._locations]
         except (KeyError, AttributeError):
-            lost = (one.spec for one in self._locations if not isinstance(one.table.get(one.key), Tensor))
+            lost = (
+                location.spec
+                for location in self._locations
+                if not isinstance(location.table.get(location.key), Tensor)
+            )
             spec = next(lost)
             raise CollectiveError(
                 f"rank {self.rank}: {spec.kind} {spec.name!r} was there at the start and is gone; averaged "

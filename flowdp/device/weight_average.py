@@ -48,7 +48,10 @@ class WeightAverage(FlatTensors):
         self._weight = 1.0 - decay
         self.averages = [_wide(part).clone() for part in replica.trained()]
         self.rank = replica.rank
-        self.flats = (*replica.flats, *(Flat(one, len(one), is_measured=False) for one in self.averages))
+        self.flats = (
+            *replica.flats,
+            *(Flat(average, len(average), is_measured=False) for average in self.averages),
+        )
         self._specs = replica._specs
         self.has_begun = False
         kept = module.state_dict().keys()

@@ -84,7 +84,7 @@ class CallGraphs:
         self._state = state or [*module.buffers(), *module.parameters()]
         self._module = module
         self._lane = lane
-        self._trained = [one for one in module.parameters() if one.requires_grad]
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
         own = iter(self._inputs)
         given = [next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -99,7 +99,7 @@ class CallGraphs:
         self._tree = Form()
         self._needs: list[set[int]] = []  # of each output: the parameters that it depends on
         # Its memory stays where a graph reads it, also where the module gets other tensors meanwhile.
-        self._memory = [one.detach() for one in (*module.buffers(), *module.parameters())]
+        self._memory = [parameter.detach() for parameter in (*module.buffers(), *module.parameters())]
         self._standing: Sequence[Tensor] = []  # in the places of `parameters`
         self._use: weakref.ref[_Use] | None = None
 
@@ -146,16 +146,16 @@ class CallGraphs:
             outputs = self._outputs
             try:
                 self._gradients = [
-                    torch.zeros_like(one.detach()) if one.requires_grad else None for one in outputs
+                    torch.zeros_like(output.detach()) if output.requires_grad else None for output in outputs
                 ]
 
                 def backward() -> None:
                     self._found = list(self._differentiate(self._gradients))
 
-                if any(one is not None for one in self._gradients):
+                if any(gradient is not None for gradient in self._gradients):
                     self._backward = self._pool.capture(backward)
             finally:
-                self._outputs = [one.detach() for one in outputs]
+                self._outputs = [output.detach() for output in outputs]
 
     def _call(self) -> None:
         """Forward of the inputs."""
@@ -163,7 +163,7 @@ class CallGraphs:
         made, self._tree = flatten(self._module(*self._args, **self._kwargs))
         torch.clear_autocast_cache()
         self._outputs = unique_tensors(made)
-        places = {id(one): _Place(place) for place, one in enumerate(self._outputs)}
+        places = {id(output): _Place(place) for place, output in enumerate(self._outputs)}
         for leaf in made:
             if isinstance(leaf, Tensor):
                 if leaf.layout is not torch.strided or leaf.device != self._lane.device:
@@ -212,9 +212,9 @@ class CallGraphs:
     @contextmanager
     def _standing_in(self) -> Iterator[list[nn.Parameter]]:
         """Context in which new leaves stand in the places of the trained parameters, in the same memory."""
-        leaves = [nn.Parameter(one.detach()) for one in self._trained]
-        instead = {id(one): leaf for one, leaf in zip(self._trained, leaves, strict=True)}
-        self._standing = [instead[id(one)] for one in self.parameters]
+        leaves = [nn.Parameter(parameter.detach()) for parameter in self._trained]
+        instead = {id(parameter): leaf for parameter, leaf in zip(self._trained, leaves, strict=True)}
+        self._standing = [instead[id(parameter)] for parameter in self.parameters]
         held = [
             (part, name, parameter)
             for part in self._module.modules()
@@ -242,7 +242,9 @@ class CallGraphs:
             made = _CallNode.apply(self, tensors, *self.parameters)  # type: ignore[no-untyped-call]
         else:
             made = self.forward(tensors)
-        return unflatten([made[one] if type(one) is _Place else one for one in self._places], self._tree)
+        return unflatten(
+            [made[place] if type(place) is _Place else place for place in self._places], self._tree
+        )
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, each once, without a graph; buffers change."""
@@ -251,7 +253,7 @@ class CallGraphs:
         if self._inputs:
             torch._foreach_copy_(self._inputs, list(tensors))
         self._forward.replay()
-        return [one.clone() for one in self._outputs]
+        return [output.clone() for output in self._outputs]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the parameters, in new memory; None where no output with a gradient needs one.

@@ -59,7 +59,7 @@ def captured_call(
     if option is not False and is_fit and isinstance(lane, StreamLane):
         return CapturedCall(module, lane, None if option is True else LaunchWatch())
     if option is True:
-        devices = ", ".join(str(one.device) for one in lanes)
+        devices = ", ".join(str(lane.device) for lane in lanes)
         where = "the gradients are summed over machines" if is_summed else f"the devices are {devices}"
         raise OptionError(
             f"capture=True records calls as CUDA graphs on one CUDA device of one machine, and {where}; "
@@ -168,7 +168,7 @@ class CapturedCall(Decisions[CallGraphs]):
         kind = lane.device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         try:
-            specs = [spec_of(one, "a call") for one in leaves]
+            specs = [spec_of(leaf, "a call") for leaf in leaves]
         except NotCaptured as reason:
             self._tell(f"{reason}: such calls are eager")
             return None
@@ -232,14 +232,17 @@ class CapturedCall(Decisions[CallGraphs]):
         outputs = self._watched(args, kwargs)
         if not failure:
             theirs = unique_tensors(flatten(outputs)[0])
-            names = {id(one): f"the gradient of {name!r}" for name, one in self._module.named_parameters()}
+            names = {
+                id(parameter): f"the gradient of {name!r}"
+                for name, parameter in self._module.named_parameters()
+            }
             pairs: list[Pair] = [
                 *zip(graphs.names, mine, theirs, strict=False),
-                *zip((names[id(one)] for one in graphs.parameters), made, right, strict=True),
+                *zip((names[id(parameter)] for parameter in graphs.parameters), made, right, strict=True),
                 *zip((f"buffer {n!r}" for n, _ in self._module.named_buffers()), left, buffers, strict=False),
             ]
             is_half = torch.is_autocast_enabled(device.type) or any(
-                one.dtype in HALF for one in self._module.parameters()
+                parameter.dtype in HALF for parameter in self._module.parameters()
             )
             failure = first_difference(pairs, bound_of(is_half=is_half))
             if len(theirs) != len(mine):

@@ -165,7 +165,7 @@ class Captured(Decisions[CudaStepGraph]):
         with _listening(worker, told):
             computed = step.compute(made(batch), worker, factors)
         if trial is not None:
-            touched = [_mark(one) != mark for one, mark in zip(step.trained, marks, strict=True)]
+            touched = [_mark(parameter) != mark for parameter, mark in zip(step.trained, marks, strict=True)]
             failure = self._difference(graph, trial, computed, told, touched)
         if not failure and after is not None and not torch.equal(after, generator.get_state()):
             failure = "it draws other random numbers"
@@ -190,7 +190,7 @@ class Captured(Decisions[CudaStepGraph]):
         ]
         for (name, value, _), mine in zip(told, trial.computed.scalars, strict=True):
             pairs.append((f"{name!r}", mine, torch.as_tensor(value)))
-        names = {id(one): name for name, one in module.named_parameters()}
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
         for place, (parameter, gradient) in enumerate(zip(self._step.trained, trial.gradients, strict=True)):
             name = f"the gradient of {names[id(parameter)]!r}"
             if trial.touched[place] != touched[place]:

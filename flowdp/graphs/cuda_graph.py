@@ -196,8 +196,10 @@ class CudaStepGraph:
         refusal = refusal_of(lambda: self._compute(worker, factors))
         self.draws = not torch.equal(before, generator.get_state())
         trained, touched = self._step.trained, self._touched
-        self._parameters = [one for one, is_there in zip(trained, touched, strict=False) if is_there]
-        self._gradients = [one for one, is_there in zip(self.places, touched, strict=False) if is_there]
+        self._parameters = [
+            parameter for parameter, is_there in zip(trained, touched, strict=False) if is_there
+        ]
+        self._gradients = [place for place, is_there in zip(self.places, touched, strict=False) if is_there]
         return refusal
 
     def capture(self, pool: GraphPool, worker: CurrentWorker, factors: Factors) -> str | None:
@@ -231,7 +233,7 @@ class CudaStepGraph:
         if not self._adds:
             self._give()
         # A later micro-batch of the step writes over them.
-        made = self._results if factors.share == 1.0 else [one.clone() for one in self._results]
+        made = self._results if factors.share == 1.0 else [result.clone() for result in self._results]
         loss, *others = made
         return Computed(loss, others.pop(0) if self._has_weight else None, others)
 
@@ -270,7 +272,10 @@ class CudaStepGraph:
                     loss, weight = self._step.forward(batch, worker, share, factors.of)
                 self._step.scale(loss).backward()
             self._touched = [parameter.grad is not None for parameter in trained]
-            if any(one.grad is not None and one.grad.layout is not torch.strided for one in trained):
+            if any(
+                parameter.grad is not None and parameter.grad.layout is not torch.strided
+                for parameter in trained
+            ):
                 raise NotCaptured("it has sparse gradients, which have no fixed memory")
             self._collect([parameter.grad for parameter in trained])
         finally:

@@ -75,7 +75,7 @@ class Guards:
         entries = chain.from_iterable(map(dict.values, self._homes))
         held = [table[key] for table, key in self._held] + [_content(cell) for cell in self._cells]
         tensors = {id(one): one for one in (*entries, *held) if isinstance(one, Tensor)}
-        self.state = [one for one in tensors.values() if one.layout is torch.strided]
+        self.state = [tensor for tensor in tensors.values() if tensor.layout is torch.strided]
         self._values = self._look()
         self._kept = self._objects()
 

@@ -241,7 +241,7 @@ StepCallback = Callable[[CurrentWorker, Tensor | None], None]
 
 def step_callbacks(callbacks: Iterable[Callback]) -> tuple[StepCallback, ...]:
     """The `on_step` of those that have one of their own, in their order."""
-    return tuple(one.on_step for one in callbacks if overrides(one, "on_step"))
+    return tuple(callback.on_step for callback in callbacks if overrides(callback, "on_step"))
 
 
 def overrides(callback: Callback, method: str) -> bool:
@@ -270,10 +270,10 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
 
 def ema_decay_of(callbacks: Iterable[Callback]) -> float | None:
     """Decay of the moving average of the weights; None: there is none."""
-    return next((one.decay for one in callbacks if isinstance(one, EMA)), None)
+    return next((callback.decay for callback in callbacks if isinstance(callback, EMA)), None)
 
 
 def monitor_of(callbacks: Iterable[Callback]) -> tuple[Monitor | None, bool]:
     """Metric of early stopping, if any, and whether the result is the best checkpoint."""
-    found = [one for one in callbacks if isinstance(one, EarlyStopping)]
+    found = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
     return (found[0].watched(), found[0].restore_best) if found else (None, False)

@@ -52,7 +52,9 @@ class Observer:
     ) -> None:
         self._fail = fail
         self._records = records
-        self._hooks = {name: [one for one in callbacks if overrides(one, name)] for name in METHODS}
+        self._hooks = {
+            name: [callback for callback in callbacks if overrides(callback, name)] for name in METHODS
+        }
         self._feed = records.feed(rounds=bool(self._hooks["on_round"])) if any(self._hooks.values()) else None
         self._error: Callable[[], BaseException | None] = lambda: None
         self._thread: threading.Thread | None = None

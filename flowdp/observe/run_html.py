@@ -80,7 +80,7 @@ def _head(view: RunView) -> str:
 
 
 def _curve(view: RunView) -> str:
-    found = [(one.global_step, one.loss) for one in view.rounds if one.loss is not None]
+    found = [(record.global_step, record.loss) for record in view.rounds if record.loss is not None]
     points = [(step, loss) for step, loss in found if math.isfinite(loss)]
     points = points[:: max(1, len(points) // POINTS)]
     if len(points) < 2:

@@ -42,16 +42,16 @@ def epoch_table(history: Sequence[EpochMetrics], newest: int) -> Table:
 
 def device_table(report: EfficiencyReport) -> Table:
     """Throughput and share of each device, the part of its time that it trained, and the rest."""
-    whole = sum(one.reached for one in report.devices) or 1.0
+    whole = sum(device.reached for device in report.devices) or 1.0
     rows = tuple(
         (
-            one.device,
-            f"{one.reached:,.0f}",
-            f"{100 * one.reached / whole:.0f} %",
-            f"{100 * one.parts['training']:.0f} %",
-            _losses(one),
+            device.device,
+            f"{device.reached:,.0f}",
+            f"{100 * device.reached / whole:.0f} %",
+            f"{100 * device.parts['training']:.0f} %",
+            _losses(device),
         )
-        for one in report.devices
+        for device in report.devices
     )
     return Table(("device", "samples/s", "share", "training", "else"), rows, texts=(0, 4))
 

@@ -253,7 +253,10 @@ class FlatOptimizer:
         options = [item for group in own.param_groups for item in group.items()]
         is_plain = all(isinstance(value, PLAIN) for name, value in options if name not in ("params", "lr"))
         return (
-            is_fused and is_plain and self._has_state() and all(isinstance(one, float) for one in self.rates)
+            is_fused
+            and is_plain
+            and self._has_state()
+            and all(isinstance(rate, float) for rate in self.rates)
         )
 
     def _has_state(self) -> bool:

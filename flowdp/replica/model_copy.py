@@ -47,11 +47,11 @@ def copy_module(module: nn.Module, device: torch.device) -> nn.Module:
         compile_alike(module, made)
     except Exception as error:
         for name, value in _attributes(module):  # torch's own message speaks of weight_norm in any case
-            if any(one.grad_fn is not None and id(one) not in anew for one in tensors_of(value)):
+            if any(tensor.grad_fn is not None and id(tensor) not in anew for tensor in tensors_of(value)):
                 reason = f"its attribute {name!r} holds a tensor with a graph: detach it, or set it to None"
                 raise CopyError(reason) from error
         raise CopyError(format_error(error)) from error
-    originals = {id(one) for one in (*module.modules(), *module.parameters())}
+    originals = {id(part) for part in (*module.modules(), *module.parameters())}
     for name, value in _attributes(made):
         if _reaches(value, originals):
             raise CopyError(

@@ -183,7 +183,9 @@ class Replica(Capturable):
         if parts.ema_decay is not None:
             self.averaged = self.average = WeightAverage(flat, module, parts.ema_decay)
         self.frozen = None
-        if parts.frozen_remedy is not None and any(not one.requires_grad for one in module.parameters()):
+        if parts.frozen_remedy is not None and any(
+            not parameter.requires_grad for parameter in module.parameters()
+        ):
             self.frozen = FrozenCheck(module, parts.frozen_remedy)
         self.width = parts.width
         self.optimizers = parts.optimizers

@@ -188,7 +188,7 @@ class MLflowLogger(Log):
             self._client.create_experiment(self._experiment) if found is None else found.experiment_id
         )
         runs = self._client.search_runs([experiment], order_by=["start_time DESC"]) if step else []
-        run = next((one for one in runs if self._name and one.info.run_name == self._name), None)
+        run = next((run for run in runs if self._name and run.info.run_name == self._name), None)
         if run is None:
             run = self._client.create_run(experiment, run_name=self._name)
         else:
