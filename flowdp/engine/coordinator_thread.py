@@ -44,7 +44,6 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.messages import Abort, Averaged, Exiting, Failed, Requested, Tick
 from flowdp.threads.inbox import Inbox
-from flowdp.timeline.timeline import Timeline
 
 __all__ = ["CoordinatorParts", "CoordinatorShell"]
 
@@ -154,28 +153,22 @@ class CoordinatorShell:
             if self._link is not None:
                 self._link.relay(command)
             if self._services.timeline is not None:
-                self._note(self._services.timeline, command)
+                self._services.timeline.note(command)
         if isinstance(fact, Requested):
             self._records.count_request()
         elif isinstance(fact, Exiting):
             self._failures.blame(fact.rank)  # unless it has been forgiven
 
-    def _note(self, timeline: Timeline, command: Command) -> None:
-        """Record a command on a timeline, which has the ranks of this machine."""
-        near = command if self._link is None else self._link.near(command)
-        if near is not None:
-            timeline.note(near)
-
     def _look(self, now_ms: float) -> None:
         """See whether anything has moved since the last look."""
-        phase = self.machine.phase
+        phase, sign = self.machine.phase, self._parts.diagnostics.all_signs()
         verdict = self._parts.watch.look(
             now_ms,
-            (*self._parts.diagnostics.progress(), self.machine.global_step),
-            all_started=self._parts.diagnostics.have_all_started(),
+            (sign.moves, self.machine.global_step),
+            all_started=sign.has_started,
             # A run that starts, fails or leaves has deadlines of its own, and a disk may be slow.
             may_idle=self._records.is_paused or phase is not Phase.RUNNING or self._failing_ms is not None,
-            longest_ms=self._parts.diagnostics.longest_ms(),
+            longest_ms=sign.longest_ms,
         )
         if verdict == "moves":
             return

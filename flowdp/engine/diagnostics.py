@@ -75,48 +75,36 @@ class Diagnostics:
         self._signs = signs
         self._steps_at_gate = steps_at_gate
 
-    def progress(self) -> list[int]:
-        """Counters of all that moves between two rounds: two of each rank here, one of each link.
-
-        A meeting is none of it: ranks that wait for data may meet again and again with nothing to bring.
-        """
-        return self._moves() + [sign.moves for sign in self._signs()]
-
-    def _moves(self) -> list[int]:
-        return [
-            count
-            for worker in self._workers
-            for count in (worker.current.local_step, worker.activity.moves if worker.activity.task else 0)
-        ]
-
     def sign(self) -> Sign:
-        """Sign of life of this machine's ranks."""
-        return Sign(sum(self._moves()), self._longest_ms(), self._has_started())
+        """Sign of life of this machine's ranks.
 
-    def have_all_started(self) -> bool:
-        """Whether every rank has ended its first step, or is in none and waits for no batch."""
-        return self._has_started() and all(sign.has_started for sign in self._signs())
-
-    def _has_started(self) -> bool:
+        It counts what moves between two rounds. A meeting is none of it: ranks that wait for data may meet
+        again and again with nothing to bring.
+        """
         waiting = self._gate.waiting()
-        return all(
-            worker.activity.has_left
-            or self._has_stepped(worker)
-            or worker.rank in waiting
-            or (worker.step is None and worker.activity.awaited is None)
-            for worker in self._workers
+        return Sign(
+            sum(
+                worker.current.local_step + (worker.activity.moves if worker.activity.task else 0)
+                for worker in self._workers
+            ),
+            max(worker.activity.longest_ms for worker in self._workers),
+            # Ended its first step, or is in none and waits for no batch.
+            all(
+                worker.activity.has_left
+                or self._has_stepped(worker)
+                or worker.rank in waiting
+                or (worker.step is None and worker.activity.awaited is None)
+                for worker in self._workers
+            ),
         )
+
+    def all_signs(self) -> Sign:
+        """Sign of life of the ranks of all machines together."""
+        return sum(self._signs(), self.sign())
 
     def _has_stepped(self, worker: Worker) -> bool:
         # At the gate, the rank's own part of the step has been counted before.
         return (worker.activity.moves if self._steps_at_gate else worker.current.local_step) > 0
-
-    def longest_ms(self) -> float:
-        """The longest step of any rank in the orders that have ended."""
-        return max([self._longest_ms(), *(sign.longest_ms for sign in self._signs())])
-
-    def _longest_ms(self) -> float:
-        return max(worker.activity.longest_ms for worker in self._workers)
 
     def ranks(self) -> list[str]:
         """Descriptions of each rank's activity. Shape (world_size,)."""

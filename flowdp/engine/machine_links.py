@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flowdp.checkpoint.following_saver import FollowingSaver
@@ -29,7 +29,6 @@ from flowdp.protocol.commands import (
     EvaluationEnded,
     Finish,
     Paused,
-    Quarantined,
     RoundEnded,
     Save,
     Send,
@@ -117,35 +116,9 @@ class _Link(ABC):
         """Threads of the links."""
         return self._channel.threads()
 
-    def near(self, command: Command) -> Command | None:
-        """The command as it concerns this machine's ranks, by their places here; None: it does not."""
-        ranks = self._team.ranks
-        here = slice(ranks.start, ranks.stop)
-        match command:
-            case RoundEnded():
-                return replace(
-                    command,
-                    steps=command.steps[here],
-                    samples=command.samples[here],
-                    busy_ms=command.busy_ms[here],
-                    data_ms=command.data_ms[here],
-                    wait_ms=command.wait_ms[here],
-                    share=command.share[here],
-                )
-            case Send() | Quarantined():
-                is_here = command.rank in ranks
-                return replace(command, rank=command.rank - ranks.start) if is_here else None
-        return command
-
     def _sign_for(self, machine: int) -> Sign:
         """Sign of life for a machine: of this one, and of all that it has no link to."""
-        own = self._sign()
-        others = [sign for other, sign in self._signs.items() if other != machine]
-        return Sign(
-            own.moves + sum(other.moves for other in others),
-            max([own.longest_ms, *(other.longest_ms for other in others)]),
-            own.has_started and all(other.has_started for other in others),
-        )
+        return sum((sign for other, sign in self._signs.items() if other != machine), self._sign())
 
     def _take_error(self, message: RemoteError, machine: int) -> None:
         """Add an error of another machine to the failures."""

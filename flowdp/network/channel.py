@@ -50,6 +50,14 @@ class Sign:
     longest_ms: float = 0.0
     has_started: bool = False
 
+    def __add__(self, other: Sign) -> Sign:
+        """Sign of life of two machines together."""
+        return Sign(
+            self.moves + other.moves,
+            max(self.longest_ms, other.longest_ms),
+            self.has_started and other.has_started,
+        )
+
 
 class _Bye:
     """The last message of a link."""

@@ -132,6 +132,7 @@ class TimelineRecord:
     Args:
         devices: Names of the devices, one per rank.
         gpus: CUDA devices that are sampled: their names and UUIDs.
+        first_rank: Rank of the first device; commands name ranks of other machines, too.
 
     Attributes:
         devices: As given.
@@ -142,8 +143,11 @@ class TimelineRecord:
         Ranks and the coordinator add; any thread reads.
     """
 
-    def __init__(self, devices: Sequence[str], gpus: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, devices: Sequence[str], gpus: Mapping[str, str] | None = None, first_rank: int = 0
+    ) -> None:
         self.devices = tuple(devices)
+        self._here = range(first_rank, first_rank + len(devices))
         uuids = {} if gpus is None else gpus
         self.gpus = tuple(uuids)
         self.ranks = tuple(RankSpans() for _ in devices)
@@ -256,6 +260,7 @@ class TimelineRecord:
         self._samples.add(TimelineSample(at_ms, cpu, ram_bytes, tuple(gpus)))
 
     def _note_round(self, ended: RoundEnded) -> None:
+        here = slice(self._here.start, self._here.stop)
         self._rounds.add(
             TimelineRound(
                 at_ms=self._since(perf_counter()),
@@ -266,7 +271,7 @@ class TimelineRecord:
                 lr=ended.lr,
                 anchor=ended.anchor,
                 drift=math.nan if ended.drift is None else ended.drift,
-                samples=ended.samples,
+                samples=ended.samples[here],
             )
         )
         if ended.anchor != self._anchor:
@@ -274,11 +279,14 @@ class TimelineRecord:
             self._event("anchor", f"anchor {before}{ended.anchor}")
             self._anchor = ended.anchor
         if ended.share:
-            self._event("shares", "shares " + " ".join(f"{100 * share:.0f} %" for share in ended.share))
+            self._event("shares", "shares " + " ".join(f"{100 * share:.0f} %" for share in ended.share[here]))
         if ended.reason:
             self._event("round", f"round {ended.round}: {ended.reason}")
 
     def _event(self, kind: str, text: str, rank: int | None = None) -> None:
+        if rank is not None and rank not in self._here:
+            return
+        rank = None if rank is None else rank - self._here.start
         kept = self._events.setdefault(kind, deque(maxlen=EVENTS))
         kept.append(TimelineEvent(self._since(perf_counter()), kind, text, rank))
 

@@ -343,7 +343,7 @@ def _open_timeline(config: RunConfig) -> Timeline | None:
         return None
     cards = [device for device in dict.fromkeys(config.devices) if device.type == "cuda"]
     uuids = {str(card): uuid for card in cards if (uuid := device_uuid(card)) is not None}
-    return Timeline(device_names(config.devices), gpus=uuids)
+    return Timeline(device_names(config.devices), uuids, config.team.ranks.start)
 
 
 def _open_sigterm(config: RunConfig, requests: Requests, undo: ExitStack) -> SigtermStop | None:

@@ -84,8 +84,8 @@ def gate() -> Iterator[Gate]:
 def test_who_waits_in_the_gate_has_started(gate: Gate) -> None:
     seen = diagnostics(worker(0, step=STEP), worker(1, step=STEP), gate=gate)
     assert seen.ranks()[0] == "at the gate in round 3, waiting for ranks 1"
-    assert not seen.have_all_started()
-    assert diagnostics(worker(0, step=STEP), worker(1), gate=gate).have_all_started()
+    assert not seen.all_signs().has_started
+    assert diagnostics(worker(0, step=STEP), worker(1), gate=gate).all_signs().has_started
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_who_waits_in_the_gate_has_started(gate: Gate) -> None:
     ],
 )
 def test_a_stall_before_the_first_step_has_ended_is_told_apart(rank: dict[str, Any], started: bool) -> None:
-    assert diagnostics(worker(0, local_step=5), worker(1, **rank)).have_all_started() == started
+    assert diagnostics(worker(0, local_step=5), worker(1, **rank)).all_signs().has_started == started
 
 
 def test_a_report_and_a_stall_tell_all_that_is_known() -> None:

@@ -252,3 +252,13 @@ def test_an_epoch_without_a_loss_is_an_event() -> None:
     timeline = Timeline(["a", "b"])
     timeline.note(EpochEnded(run.history[0]))
     assert timeline.events[0].text.startswith("epoch 1, loss ")
+
+
+def test_of_several_machines_it_has_the_ranks_of_its_own() -> None:
+    timeline = Timeline(["a", "b"], first_rank=1)
+    timeline.note(ended(1, samples=(8, 9, 10, 11), share=(0.1, 0.2, 0.3, 0.4)))
+    for rank in range(4):
+        timeline.note(Quarantined(rank, None))
+    assert timeline.rounds[0].samples == (9, 10)
+    assert [event.rank for event in timeline.events if event.kind == "guard"] == [0, 1]
+    assert "shares 20 % 30 %" in [event.text for event in timeline.events]
