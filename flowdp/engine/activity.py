@@ -61,6 +61,7 @@ class RankActivity:
 
     def count(self, sums: OrderSums) -> None:
         """Count the steps and rounds of an order."""
+        self.longest_ms = max(self.longest_ms, sums.longest_ms)
         times = self._times
         times.add(Activity.STEP, sums.busy_ms)
         times.add(Activity.DATA, sums.data_ms)
@@ -70,7 +71,7 @@ class RankActivity:
         times.samples += sums.samples
 
     def times(self) -> RankTimes:
-        """A copy of its times."""
+        """A copy of its times; any thread may ask."""
         times, end_s = self._times, self._left_s or perf_counter()
         return RankTimes(
             dict(times.ms),

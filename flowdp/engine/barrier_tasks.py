@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from flowdp.checkpoint.host_copies import PinnedBlocks
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.errors import ProtocolError
+from flowdp.policy.efficiency import Activity
 from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,
@@ -19,7 +20,23 @@ from flowdp.protocol.messages import (
 from flowdp.replica.rank_state import capture, capture_generator, restore
 from flowdp.replica.replica import Replica
 
-__all__ = ["BarrierTasks"]
+__all__ = ["BarrierTasks", "described"]
+
+
+def described(task: BarrierTask) -> tuple[str, Activity]:
+    """A task in words, for messages, and the use of the time that it takes."""
+    match task:
+        case Evaluate(merges=True):
+            return "computes the metrics of all ranks", Activity.EVALUATE
+        case Evaluate(epoch, _, global_step):
+            when = f"after epoch {epoch}" if global_step is None else f"at step {global_step}"
+            return f"evaluates {when}", Activity.EVALUATE
+        case SaveState():
+            return "saves its state", Activity.SAVE
+        case CopyReplica():
+            return f"copies the replica of rank {task.donor}", Activity.HEAL
+        case Settle():
+            return "brings in the mean of all machines", Activity.AVERAGE
 
 
 class BarrierTasks:
@@ -49,22 +66,6 @@ class BarrierTasks:
         self._saver, self._evaluator, self._team = services.saver, services.evaluator, services.team
         self._settle = meeting.settle
         self._blocks = PinnedBlocks(self._replica.lane)
-
-    def name(self, task: BarrierTask) -> str:
-        """Describe a task for messages."""
-        match task:
-            case Evaluate(merges=True):
-                return "computes the metrics of all ranks"
-            case Evaluate(epoch, _, None):
-                return f"evaluates after epoch {epoch}"
-            case Evaluate(_, _, global_step):
-                return f"evaluates at step {global_step}"
-            case SaveState():
-                return "saves its state"
-            case CopyReplica():
-                return f"copies the replica of rank {task.donor}"
-            case Settle():
-                return "brings in the mean of all machines"
 
     def serve(
         self, task: BarrierTask, wait: Callable[[], bool], moved: Callable[[], None]

@@ -130,10 +130,8 @@ def build_engine(
             config,
             EngineParts(
                 services=services,
-                replicas=replicas,
+                ranks=ranks,
                 workers=workers,
-                feeds=[rank.feed for rank in ranks],
-                inboxes=inboxes,
                 threads=threads,
                 diagnostics=diagnostics,
                 shell=shell,

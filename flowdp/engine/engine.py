@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from flowdp.checkpoint.writer import CapturedState
-from flowdp.data.feed import Feed
 from flowdp.device.discovery import device_names
 from flowdp.device.dispatch import prepare_torch
 from flowdp.device.failed_device import keep_memory
@@ -23,7 +22,7 @@ from flowdp.engine.diagnostics import Diagnostics, Progress
 from flowdp.engine.machine_links import FollowerLink, LeaderLink
 from flowdp.engine.resume import StopPosition
 from flowdp.engine.services import Services
-from flowdp.engine.worker_thread import Mail, Worker
+from flowdp.engine.worker_thread import Mail, RankParts, Worker
 from flowdp.errors import FlowdpError
 from flowdp.graphs.captured_step import CAPTURED
 from flowdp.machine.config import CoordinatorConfig
@@ -49,10 +48,8 @@ class EngineParts:
 
     Attributes:
         services: Objects that the threads share.
-        replicas: One per rank, equal; the run's own until it is over.
+        ranks: Parts of each rank; the replicas are equal, and the run's own until it is over.
         workers: Bodies of the worker threads.
-        feeds: One per rank.
-        inboxes: One per rank.
         threads: The worker threads.
         diagnostics: Observer of the threads.
         shell: Body of the coordinator's thread.
@@ -60,10 +57,8 @@ class EngineParts:
     """
 
     services: Services
-    replicas: Sequence[Replica]
+    ranks: Sequence[RankParts]
     workers: Sequence[Worker]
-    feeds: Sequence[Feed]
-    inboxes: Sequence[Inbox[Mail]]
     threads: Sequence[threading.Thread]
     diagnostics: Diagnostics
     shell: CoordinatorShell
@@ -101,12 +96,12 @@ class Engine:
         self.team, self.timeline = services.team, services.timeline
         self.records, self.failures, self.saver = services.records, services.failures, services.saver
         self.close_observer = services.close_observer
-        self.names = device_names([replica.device for replica in parts.replicas])
+        self._parts: EngineParts | None = parts
+        self.names = device_names([replica.device for replica in self.replicas])
         self.latch = Latch()
         self.handle: Any = None
         self.begun_s = 0.0
         self.is_abandoned = False
-        self._parts: EngineParts | None = parts
         self._requests, self._sigterm = services.requests, services.sigterm
         self._fingerprint, self._is_numbered = services.fingerprint, services.source.can_resume_inside
         self._tuning, self._settings = tuning, settings
@@ -122,7 +117,7 @@ class Engine:
     def replicas(self) -> Sequence[Replica]:
         """One per rank, equal; none once the run has let go of them."""
         parts = self._parts
-        return () if parts is None else parts.replicas
+        return () if parts is None else [rank.replica for rank in parts.ranks]
 
     def start(self) -> None:
         """Start all threads; they wait for `begin`. After an error, or without that, `take_back` ends them.
@@ -145,15 +140,17 @@ class Engine:
             self._settings.callback(self.timeline.close)
             self.timeline.start()
         failed = partial(self._requests.fail, is_awaited=False)
-        inboxes, feeds = parts.inboxes, parts.feeds
+        ranks = parts.ranks
         if services.evaluator is not None:
             services.evaluator.batches.start(
-                wake=lambda rank, epoch, batch: _notify(inboxes[rank], epoch, batch), failed=failed
+                wake=lambda rank, epoch, batch: _notify(ranks[rank].inbox, epoch, batch), failed=failed
             )
         services.source.on_end(self._ended)
-        services.source.start(wake=lambda rank, epoch, batch: feeds[rank].wake(epoch, batch), failed=failed)
-        for feed, inbox in zip(feeds, inboxes, strict=True):
-            feed.start(partial(_notify, inbox))
+        services.source.start(
+            wake=lambda rank, epoch, batch: ranks[rank].feed.wake(epoch, batch), failed=failed
+        )
+        for rank in ranks:
+            rank.feed.start(partial(_notify, rank.inbox))
         self.saver.start()
         if parts.link is not None:
             parts.link.start()
@@ -197,8 +194,8 @@ class Engine:
                 for thread in (*parts.threads, self._coordinator):
                     if thread.ident is not None:
                         undo.callback(thread.join)
-                for inbox in parts.inboxes:
-                    undo.callback(inbox.post, Abort("the start was taken back"))
+                for rank in parts.ranks:
+                    undo.callback(rank.inbox.post, Abort("the start was taken back"))
 
     def request(self, what: Requested) -> int:
         """Send a request of the user to the coordinator; returns its number at once."""
@@ -268,7 +265,7 @@ class Engine:
     def times(self) -> list[RankTimes]:
         """Times of each rank, by their use."""
         parts = self._parts  # as in `progress`
-        return self._past[1] if parts is None else [worker.times() for worker in parts.workers]
+        return self._past[1] if parts is None else [worker.activity.times() for worker in parts.workers]
 
     def efficiency(self) -> EfficiencyReport:
         """Attribution of the ranks' time so far."""
@@ -293,15 +290,15 @@ class Engine:
             if parts is None:
                 return
             self._past = self.progress(), self.times()
-            keep_memory(replica.lane for replica in parts.replicas)
-            for replica in parts.replicas:
+            lanes = [replica.lane for replica in self.replicas]
+            keep_memory(lanes)
+            for replica in self.replicas:
                 replica.close()
             self._parts = None
             self.close_observer = lambda _: True
             self.saver.let_go()
-            has_cards = any(replica.lane.is_async for replica in parts.replicas)
             del parts, replica
-            if has_cards:
+            if any(lane.is_async for lane in lanes):
                 gc.collect()
 
     def is_own_thread(self) -> bool:

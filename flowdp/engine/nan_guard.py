@@ -51,13 +51,11 @@ class FiniteVerdict:
         last: The last step that it is about.
         bad: (epoch, batch) of the step that first gave NaN or infinity; None: there was none, or the verdict
             has not been read.
-        is_read: Whether the host has read it.
     """
 
     round: int
     last: Step
     bad: tuple[int, int] | None = None
-    is_read: bool = False
 
 
 class NanGuard:
@@ -115,15 +113,17 @@ class NanGuard:
         Streams:
             Enqueued on `compute`.
         """
-        last = self._place.step
+        last, watched = self._place.step, self._replica.watched
         if not self._lane.is_async:
+            # Losses were looked at behind each step.
             if not self._machine.is_bad and self._machine.steps and last is not None:
-                self._look(last)
+                is_finite = watched is None or watched.is_finite()
+                if self._replica.left_out or not is_finite:
+                    self.mark_bad(last, _REST)
             return None
         losses = self._meter.losses()
         if self._machine.is_bad or not self._machine.steps or last is None:
             return None
-        watched = self._replica.watched
         parts = [] if watched is None else watched.trained()
         if not parts and losses is None:
             return None
@@ -164,7 +164,6 @@ class NanGuard:
         if verdict is None:
             return
         wait_for(self._passed)
-        verdict.is_read = True
         if not self._told:
             return
         if not is_reported:
@@ -211,15 +210,6 @@ class NanGuard:
         if self._meter.bad:
             first = self._meter.round if self.verdict is None else self.verdict.round
             self._meter.bad = {at: step for at, step in self._meter.bad.items() if at >= first}
-
-    def _look(self, last: Step) -> None:
-        watched = self._replica.watched
-        finite = (watched is None or watched.is_finite()) and not self._replica.left_out
-        step = self._meter.bad.get(self._meter.round)
-        if step is not None:
-            self.mark_bad(step, _LOSS)
-        elif not finite:
-            self.mark_bad(last, _REST)
 
 
 _LOSS = "the loss is not finite"

@@ -7,7 +7,7 @@ it goes up when the device is there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -22,7 +22,7 @@ from flowdp.device import worker_context
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.failed_device import keep_memory
 from flowdp.engine.activity import RankActivity
-from flowdp.engine.barrier_tasks import BarrierTasks
+from flowdp.engine.barrier_tasks import BarrierTasks, described
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter, OrderSums
 from flowdp.engine.micro_batches import MicroBatcher
@@ -41,18 +41,14 @@ from flowdp.machine.worker import (
     WorkerMachine,
 )
 from flowdp.options import FailureOptions
-from flowdp.policy.efficiency import Activity, RankTimes
+from flowdp.policy.efficiency import Activity
 from flowdp.protocol.messages import (
     Arrival,
     BarrierTask,
     BatchReady,
-    CopyReplica,
-    Evaluate,
     Exiting,
     Order,
     Outcome,
-    SaveState,
-    Settle,
     SnapshotReady,
     StepsDone,
     SyncAck,
@@ -66,14 +62,6 @@ from flowdp.threads.inbox import Inbox
 __all__ = ["Mail", "RankParts", "Worker"]
 
 Mail = Order | BatchReady
-
-ACTIVITIES = {
-    Evaluate: Activity.EVALUATE,
-    SaveState: Activity.SAVE,
-    CopyReplica: Activity.HEAL,
-    Settle: Activity.AVERAGE,
-}
-"""Use of the time of each barrier task."""
 
 CAPTURED_BY = 16
 """Steps of a rank after which its graphs are there, as a rule, and have taken their memory."""
@@ -133,8 +121,7 @@ class Worker:
         replica, lane, source = parts.replica, parts.replica.lane, services.source
         spans = None if services.timeline is None else services.timeline.ranks[parts.index]
         self.activity = RankActivity(spans)
-        self._index, self._feed, self._pool = parts.index, parts.feed, parts.pool
-        self._services, self._meeting = services, meeting
+        self._parts, self._services, self._meeting = parts, services, meeting
         self._post = services.requests.inbox.post
         self._goes_on = failures.on_failure == "continue"
         # Where the others continue without a rank that raises, the batches since its last mean are dealt
@@ -174,10 +161,6 @@ class Worker:
         """The step that it is in, or was in last; None while it waits for orders or does a barrier task."""
         return None if self.activity.is_idle or self.activity.task else self._place.step
 
-    def times(self) -> RankTimes:
-        """A copy of its times; any thread may ask."""
-        return self.activity.times()
-
     def run(self) -> None:
         """Work until ordered to leave; errors are reported, never raised.
 
@@ -189,7 +172,7 @@ class Worker:
         lane = self.replica.lane
         self.activity.begin()
         try:
-            self._pool.begin()
+            self._parts.pool.begin()
             worker_context.bind(self.current)
             # Backward runs in this thread, not in autograd's one per device: no wake-up on the way, ranks
             # that share a device do not queue there, and a hook finds the thread's own state.
@@ -203,7 +186,7 @@ class Worker:
             explained = self._place.explain(cause, self.activity.task)
             is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
             if is_alone:
-                self._batcher.lose(self._index)
+                self._batcher.lose(self._parts.index)
                 with suppress(Exception):  # a dead device tells nothing more
                     self._meter.settle()  # acknowledgments that wait for it
             failures = self._services.failures
@@ -217,34 +200,29 @@ class Worker:
     def _loop(self) -> None:
         machine, inbox, batcher = self.machine, self.inbox, self._batcher
         is_empty = inbox.is_empty
+        handlers: dict[type, Callable[[Any], None]] = {
+            Step: self._step,
+            Arrival: self._enter,
+            Done: self._close,
+            Idle: self._idle,
+            Snapshot: self._put_snapshot,
+            Apply: self._apply,
+        }
         while True:
             while not is_empty():
                 self._read(inbox.get())
             if self._fed != machine.plans:
                 self._tell_feed()
             action = machine.next(batcher.taken > 0)
-            if type(action) is Step:
-                self._step(action)
-            elif type(action) is Arrival:
-                self._enter(action)
-            elif type(action) is Done:
-                self._close(action)
-            elif type(action) is Idle:
-                self._idle()
-            elif type(action) is Snapshot:
-                self._put_snapshot(action)
-            elif type(action) is Apply:
-                self._apply(action)
-            elif type(action) is Leave:
-                if action.reason is None:
-                    self._meter.settle()
-                    if self.replica.frozen is not None:
-                        self.replica.frozen.check()
-                return
-            elif isinstance(action, BarrierTask):
-                self._serve(action)
+            if isinstance(action, Leave):
+                break
+            handlers.get(type(action), self._serve)(action)  # the others are barrier tasks
+        if action.reason is None:
+            self._meter.settle()
+            if self.replica.frozen is not None:
+                self.replica.frozen.check()
 
-    def _idle(self) -> None:
+    def _idle(self, _action: Idle) -> None:
         """Wait for an order, or for a `Throttle` that lets it go on with the one that it has."""
         self._meter.settle()
         self.activity.is_idle, start_s = True, perf_counter()
@@ -263,7 +241,7 @@ class Worker:
         if self._fed != self.machine.plans:
             self._fed = self.machine.plans
             # Those of a step under way are the machine's until it is done, and the feed has handed some out.
-            self._feed.follow(self.machine.upcoming()[self._batcher.taken :])
+            self._parts.feed.follow(self.machine.upcoming()[self._batcher.taken :])
 
     def _step(self, step: Step) -> None:
         start_s = perf_counter()
@@ -278,7 +256,7 @@ class Worker:
                 return
             if is_first:
                 if step.alone:
-                    self._pool.begin_alone()
+                    self._parts.pool.begin_alone()
                 meter.begin(start_s)
                 replica.part = step.part
                 replica.learning_rate.advance(step.position, step.epoch, step.metrics)
@@ -298,7 +276,7 @@ class Worker:
                 self._await_leave()  # another rank has failed before it came to a SyncBatchNorm
                 return
             self._retry.run(batcher.micros, full)
-        self._feed.release()
+        self._parts.feed.release()
         loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
         current.local_step += 1
         if self._services.step_callbacks:
@@ -309,7 +287,7 @@ class Worker:
             else:
                 self._call_back(loss, batcher.samples)
         meter.end(loss, batcher.samples, step, replica.take_norms(), replica.loss_weight)
-        self._pool.worked(meter.step_ms, batcher.samples, alone=step.alone)
+        self._parts.pool.worked(meter.step_ms, batcher.samples, alone=step.alone)
         if meter.bad:
             self._numbers.check_losses()
         self.machine.trained(batcher.samples)
@@ -353,15 +331,15 @@ class Worker:
             self._numbers.read()  # the verdict on the round before
             if self.replica.frozen is not None:
                 self.replica.frozen.met(self.current.epoch)
-            collective.prepare(self._index, self._numbers.judge)
+            collective.prepare(self._parts.index, self._numbers.judge)
             self._numbers.decide()
             self._is_bound = True
             outcome = self._meeting.gate.enter(self.machine.judged(arrival, self.replica.touched))
             if window is not None and window.alone and isinstance(joint, JointStep):
-                self._pool.begin()
-                reading = joint.copy_step(self._index, outcome)
+                self._parts.pool.begin()
+                reading = joint.copy_step(self._parts.index, outcome)
             else:
-                reading = collective.average(self._index, outcome)
+                reading = collective.average(self._parts.index, outcome)
                 if isinstance(joint, JointStep):
                     reading = joint.timed(reading, outcome)
         except CollectiveAborted:
@@ -411,15 +389,13 @@ class Worker:
 
         def post(sums: OrderSums) -> None:
             # The last mean's, where no gate comes before this.
-            if verdict is not None and not verdict.is_read:
+            if verdict is not None and verdict is numbers.verdict:
                 numbers.read(is_reported=True)
             late = None if verdict is None else verdict.bad
             self.activity.count(sums)
             work = sums.work(done, lr, group_lrs)
             if bad or late:
                 work = replace(work, bad=bad or late)
-            longest_ms = work.busy_ms + work.data_ms - work.pace_ms * max(0, work.steps - 1)
-            self.activity.longest_ms = max(self.activity.longest_ms, longest_ms)
             if outcome is None:
                 self._post(StepsDone(self.rank, done.plan, work, done.is_last))
                 return
@@ -442,7 +418,7 @@ class Worker:
         """Let the feed use the memory left, once all that training needs has been allocated."""
         captured = self.replica.captured
         if captured is None or not captured.is_expected or self.current.local_step >= CAPTURED_BY:
-            self._feed.fit()
+            self._parts.feed.fit()
 
     def _step_together(self, arrival: Arrival, outcome: Outcome) -> None:
         """Step the optimizer, on all ranks alike: with the rates of the window's position, and the gate's."""
@@ -454,7 +430,7 @@ class Worker:
         if not any(outcome.samples):
             return
         if self._meeting.joint is not None:
-            self._meeting.joint.step(self._index, outcome)
+            self._meeting.joint.step(self._parts.index, outcome)
         self._meter.stepped(replica.take_norms())
         if not arrival.samples:  # it had no part of the window, so `_step` has not counted it
             self._place.step = self.machine.window
@@ -472,13 +448,13 @@ class Worker:
         """Execute a barrier task."""
         self._meter.settle()
         self._is_bound, start_s = True, perf_counter()
-        self.activity.task = self._tasks.name(task)
+        self.activity.task, activity = described(task)
         self._post(self._tasks.serve(task, self._await_evaluation, self.activity.moved))
         self._numbers.bad = None  # it has copied a healthy replica
         self.activity.moved()
         self.activity.task = ""
         self._is_bound = False
-        self.activity.spent(ACTIVITIES[type(task)], start_s)
+        self.activity.spent(activity, start_s)
         self._meter.settle()
 
     def _await_evaluation(self) -> bool:
@@ -498,7 +474,7 @@ class Worker:
         start_s = perf_counter()
         if self.replica.frozen is not None:
             self.replica.frozen.met(self.current.epoch)
-        snapshots.take(self._index, action.round)
+        snapshots.take(self._parts.index, action.round)
         self._meter.averaged(start_s)
         self._numbers.judge()
         self._meter.send()
@@ -515,7 +491,7 @@ class Worker:
         snapshots = self._meeting.snapshots
         assert snapshots is not None
         start_s = perf_counter()
-        snapshots.apply(self._index, action.round, action.steps)
+        snapshots.apply(self._parts.index, action.round, action.steps)
         self._meter.averaged(start_s)
         self._fit_feed()
         self.current.round = action.round

@@ -12,7 +12,7 @@ from torch import nn
 
 from flowdp.checkpoint.writer import PendingState
 from flowdp.device.streams import HostLane, Lane, StreamLane
-from flowdp.engine.barrier_tasks import BarrierTasks
+from flowdp.engine.barrier_tasks import BarrierTasks, described
 from flowdp.network.team import Team
 from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, SaveState, TaskDone
 from flowdp.replica.replica import Replica
@@ -72,7 +72,7 @@ def served(
 def test_the_rank_that_is_named_puts_the_model_down(model: int, has_model: bool) -> None:
     taker, own = Taker(), replica(3.0)
     serve = tasks(own, replica(0.0), rank=1, saver=taker)
-    assert serve.name(SaveState(0, model)) == "saves its state"
+    assert described(SaveState(0, model))[0] == "saves its state"
     assert serve.serve(SaveState(0, model), never, lambda: None) == TaskDone(1)
     with torch.no_grad():
         own.module.weight.zero_()  # the run continues
@@ -88,7 +88,7 @@ def test_an_evaluation_is_answered_with_its_numbers() -> None:
     answer = serve.serve(Evaluate(4, 0), lambda: True, lambda: moves.append(1))
     assert answer == Evaluated(0, ((0, 1.0, (("loss", 2.0),)),))
     assert len(moves) == 2
-    assert serve.name(Evaluate(4, 0)) == "evaluates after epoch 4"
+    assert described(Evaluate(4, 0))[0] == "evaluates after epoch 4"
 
 
 @pytest.mark.parametrize("on_card", [False, True])
@@ -99,7 +99,7 @@ def test_a_rank_becomes_what_its_donor_is(on_card: bool) -> None:
     serve = tasks(own, donor, rank=1)
     for memory in donor.flat.memories:
         card.watch("the donor", memory)
-    assert serve.name(CopyReplica(0)) == "copies the replica of rank 0"
+    assert described(CopyReplica(0))[0] == "copies the replica of rank 0"
     assert serve.serve(CopyReplica(0), never, lambda: None) == TaskDone(1)
     assert own.module.weight.item() == 5.0
     with donor.lane.on(donor.lane.compute), torch.no_grad():

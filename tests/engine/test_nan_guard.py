@@ -106,7 +106,7 @@ def test_a_loss_that_is_seen_late_is_told_of_its_own_step(on_nan: Any) -> None:
     meter.end(torch.tensor(math.nan), 4, early)
     place.step, machine.steps = late, 2
     with pytest.raises(FloatingPointError) if on_nan == "raise" else nullcontext():
-        numbers.judge()
+        numbers.check_losses()
     assert machine.is_bad == (on_nan == "quarantine")
     assert numbers.bad == ((2, 7) if machine.is_bad else None)
     assert place.step is (early if on_nan == "raise" else late)

@@ -76,7 +76,7 @@ def losses(device: torch.device, dataset: Any) -> tuple[Tensor, list[Any]]:
         devices=[device],
         progress=False,
     ).start()
-    feeds = run._engine._parts.feeds
+    feeds = [rank.feed for rank in run._engine._parts.ranks]
     run.join()
     return torch.stack(seen).cpu(), feeds
 
@@ -130,7 +130,8 @@ def train_wide(device: torch.device, dataset: Any, **options: Any) -> tuple[list
         progress=False,
         **options,
     ).start()
-    [feed] = run._engine._parts.feeds
+    [rank] = run._engine._parts.ranks
+    feed = rank.feed
     run.join()
     return sorted(int(i) for rows in seen for i in rows.tolist()), feed
 
@@ -243,7 +244,7 @@ def test_batches_ahead_make_room_for_another_program_and_come_back():
         devices=["cuda:0"],
         progress=False,
     ).start()
-    feeds += run._engine._parts.feeds
+    feeds += [rank.feed for rank in run._engine._parts.ranks]
     try:
         assert await_("ahead")
         with subprocess.Popen(
@@ -298,7 +299,7 @@ def test_a_step_without_room_gets_that_of_the_batches_ahead(device, has_streams,
         runtime=flowdp.RuntimeOptions(prefetch_depth=12),
         progress=False,
     ).start()
-    feeds += run._engine._parts.feeds
+    feeds += [rank.feed for rank in run._engine._parts.ranks]
     try:
         run.join(60)
     finally:
