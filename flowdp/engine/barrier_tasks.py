@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flowdp.checkpoint.host_copies import PinnedBlocks
+from flowdp.collective.host import HostMean
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.errors import ProtocolError
 from flowdp.policy.efficiency import Activity
@@ -64,7 +65,7 @@ class BarrierTasks:
         self._rank, self._index = rank, index
         self._replica, self._replicas = replicas[index], replicas
         self._saver, self._evaluator, self._team = services.saver, services.evaluator, services.team
-        self._settle = meeting.settle
+        self._collective = meeting.collective
         self._blocks = PinnedBlocks(self._replica.lane)
 
     def serve(
@@ -103,8 +104,8 @@ class BarrierTasks:
             case CopyReplica(donor, int(receiver)):
                 self._copy_between(donor, receiver)
                 return TaskDone(self._rank)
-            case Settle() if self._settle is not None:
-                self._settle(self._index)
+            case Settle() if isinstance(self._collective, HostMean):
+                self._collective.settle(self._index)
                 return TaskDone(self._rank)
         raise ProtocolError(f"rank {self._rank} cannot do {task}")
 

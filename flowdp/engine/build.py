@@ -9,7 +9,6 @@ from contextvars import copy_context
 from functools import partial
 
 from flowdp.collective.async_mean import SnapshotMean
-from flowdp.collective.host import HostMean
 from flowdp.collective.on_streams import StreamedMean
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
@@ -193,7 +192,6 @@ def _open_meeting(
         gate=gate,
         collective=collective,
         snapshots=SnapshotMean(averaged, lanes, collective.outer) if is_async else None,
-        settle=collective.settle if config.overlaps and isinstance(collective, HostMean) else None,
         joint=joint,
     )
 

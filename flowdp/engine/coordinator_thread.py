@@ -174,10 +174,14 @@ class CoordinatorShell:
             return
         error = self._parts.diagnostics.stall_error(self._parts.watch.still_ms / 1e3)
         if verdict == "warn":
-            log.warning("%s", error)
-            self._records.complain(str(error).partition("\n\n")[0].replace("\n ", ";"), "stalled")
+            self._warn(str(error), "stalled", str(error).partition("\n\n")[0].replace("\n ", ";"))
         else:
             self.inbox.post(Failed(self._failures.add(error)))
+
+    def _warn(self, text: str, about: object, short: str = "") -> None:
+        """Tell of something that does not end the run, and keep it, or a `short` text, with the records."""
+        log.warning("%s", text)
+        self._records.complain(short or text, about)
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -192,12 +196,9 @@ class CoordinatorShell:
             case Save():
                 self._saver.save(command, self._records.epochs)
             case SavesPutOff():
-                log.warning("%s", command)
-                self._records.complain(str(command), "saves put off")
+                self._warn(str(command), "saves put off")
             case Quarantined():
-                text = self._parts.diagnostics.quarantined(command)
-                log.warning("%s", text)
-                self._records.complain(text, ("quarantined", command.rank))
+                self._warn(self._parts.diagnostics.quarantined(command), ("quarantined", command.rank))
             case RoundEnded():
                 self._records.add(command)
                 if command.share:

@@ -15,7 +15,7 @@ from typing import Any
 from flowdp.checkpoint.following_saver import FollowingSaver
 from flowdp.checkpoint.machine_states import DroppedStates, WantedStates
 from flowdp.engine.metrics import RankMetrics
-from flowdp.engine.remote_error import RemoteError, sent_error
+from flowdp.engine.remote_error import RemoteError, origin_of, sent_error
 from flowdp.engine.services import Services
 from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError, MachineLostError
 from flowdp.machine.config import CoordinatorConfig
@@ -93,7 +93,6 @@ class _Link(ABC):
         self._failures = services.failures
         self._gate, self._sign = gate, sign
         self._is_over = False  # the machines know of the run's end, and may leave
-        self._theirs: list[tuple[BaseException, int]] = []  # errors of others, noted before they count
         # The last of each other machine. All are there from the start: the threads of several links read it
         # at any moment, and one that grows cannot be read.
         self._signs = dict.fromkeys(channel.others, Sign())
@@ -119,16 +118,6 @@ class _Link(ABC):
     def _sign_for(self, machine: int) -> Sign:
         """Sign of life for a machine: of this one, and of all that it has no link to."""
         return sum((sign for other, sign in self._signs.items() if other != machine), self._sign())
-
-    def _take_error(self, message: RemoteError, machine: int) -> None:
-        """Add an error of another machine to the failures."""
-        error = message.error()
-        self._theirs.append((error, machine))
-        self._failures.add(error)
-
-    def _origin_of(self, error: BaseException) -> int | None:
-        """The machine from which an error came; None: this one."""
-        return next((machine for theirs, machine in self._theirs if theirs is error), None)
 
     def _early_end(self, machine: int) -> MachineLostError | None:
         """The error that a machine has closed its link; None: the run is over."""
@@ -204,10 +193,9 @@ class LeaderLink(_Link):
         first = self._failures.first
         if first is None:
             return
-        origin = self._origin_of(first)
         for machine in range(1, self._machines.count):
-            if machine != origin:
-                self._channel.send(machine, sent_error(first, self._machines.names[0], origin is None))
+            if machine != origin_of(first):
+                self._channel.send(machine, sent_error(first, self._machines.names[0]))
 
     def _received(self, machine: int, message: Any) -> None:
         """Take a message of a follower; on the thread of its link."""
@@ -225,7 +213,7 @@ class LeaderLink(_Link):
                 except FlowdpError as error:
                     self._post(Failed(self._failures.add(error)))
             case RemoteError():
-                self._take_error(message, machine)
+                self._failures.add(message.error(machine))
             case _:
                 self._post(message)
 
@@ -266,8 +254,8 @@ class FollowerLink(_Link):
         """Send a fact to the coordinator, with the error itself where it tells of one."""
         first = self._failures.first
         is_failure = isinstance(fact, Exiting | Failed) and fact.error is not None
-        if is_failure and first is not None and self._origin_of(first) is None:
-            self._channel.send(0, sent_error(first, self._machines.names[self._machines.index], True))
+        if is_failure and first is not None and origin_of(first) is None:
+            self._channel.send(0, sent_error(first, self._machines.names[self._machines.index]))
         self._channel.send(0, fact)
 
     def _received(self, machine: int, message: Any) -> None:
@@ -279,7 +267,7 @@ class FollowerLink(_Link):
             case Send():
                 self._posts[message.rank](message.order)
             case RemoteError():
-                self._take_error(message, machine)
+                self._failures.add(message.error(machine))
             case WantedStates() | DroppedStates():
                 assert isinstance(self._saver, FollowingSaver)
                 self._saver.take(message)

@@ -11,14 +11,25 @@ from typing import Any
 from flowdp.errors import FlowdpError
 from flowdp.policy.formats import format_error
 
-__all__ = ["RemoteError", "sent_error"]
+__all__ = ["RemoteError", "origin_of", "sent_error"]
 
 
 class _RemoteTracebackError(Exception):
-    """Traceback of another machine, as the cause of the error that is raised here."""
+    """Traceback of another machine, as the cause of the error that is raised here.
 
-    def __str__(self) -> str:
-        return f"\n\n{self.args[0]}"
+    Attributes:
+        machine: The machine that has sent it.
+    """
+
+    def __init__(self, trace: str, machine: int) -> None:
+        super().__init__(f"\n\n{trace}")
+        self.machine = machine
+
+
+def origin_of(error: BaseException) -> int | None:
+    """The machine from which an error came; None: this one."""
+    cause = error.__cause__
+    return cause.machine if isinstance(cause, _RemoteTracebackError) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +46,12 @@ class RemoteError:
     text: str
     trace: str
 
-    def error(self) -> BaseException:
-        """An error of the same class and attributes; a `FlowdpError` where these are not known here."""
+    def error(self, machine: int) -> BaseException:
+        """An error of the same class and attributes; a `FlowdpError` where these are not known here.
+
+        Args:
+            machine: The machine that has sent it.
+        """
         made: BaseException = FlowdpError(self.text)
         if self.content is not None:
             with suppress(
@@ -46,18 +61,18 @@ class RemoteError:
                 known = kind.__new__(kind, self.text)
                 known.__dict__.update(attributes)
                 made = known
-        made.__cause__ = _RemoteTracebackError(self.trace)
+        made.__cause__ = _RemoteTracebackError(self.trace, machine)
         return made
 
 
-def sent_error(error: BaseException, machine: str, is_own: bool) -> RemoteError:
+def sent_error(error: BaseException, machine: str) -> RemoteError:
     """Describe an error for another machine.
 
     Args:
-        error: The error.
+        error: The error; the text of one that comes from another machine names that one.
         machine: Name of this machine.
-        is_own: Whether it comes from this machine; else its text names another one.
     """
+    is_own = origin_of(error) is None
     text = f"{machine}: {error}" if is_own else str(error)
     trace = "".join(traceback.format_exception(error))
     content: bytes | None = None

@@ -72,13 +72,10 @@ class MeetingPoint:
         gate: Gate at which all ranks meet.
         collective: Averages at the gate.
         snapshots: Averages while the ranks train on; None where the policy has no such rounds.
-        settle: Brings the mean of all machines that is on its way into a replica of this machine, by its
-            place here; None where none ever is.
         joint: The step that all ranks take together; None where each takes its own.
     """
 
     gate: Gate
     collective: Collective
     snapshots: SnapshotMean | None = None
-    settle: Callable[[int], None] | None = None
     joint: JointStep | SpanStep | None = None

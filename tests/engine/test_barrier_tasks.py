@@ -64,7 +64,11 @@ def served(
 ) -> BarrierTasks:
     parts = {"saver": Taker(), "evaluator": None, "team": team or Team((len(replicas),))} | given
     return BarrierTasks(
-        rank, index, replicas, cast(Any, SimpleNamespace(**parts)), cast(Any, SimpleNamespace(settle=None))
+        rank,
+        index,
+        replicas,
+        cast(Any, SimpleNamespace(**parts)),
+        cast(Any, SimpleNamespace(collective=None)),
     )
 
 

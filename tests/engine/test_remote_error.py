@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from flowdp.engine.remote_error import RemoteError, sent_error
+from flowdp.engine.remote_error import RemoteError, origin_of, sent_error
 from flowdp.errors import (
     CheckpointError,
     CollectiveAborted,
@@ -57,10 +57,10 @@ def raised(error: BaseException) -> BaseException:
     raise AssertionError
 
 
-def arrived(error: BaseException, *, is_own: bool = True) -> BaseException:
+def arrived(error: BaseException) -> BaseException:
     """The error as another machine has it."""
-    sent: RemoteError = pickle.loads(pickle.dumps(sent_error(raised(error), HERE, is_own)))
-    return sent.error()
+    sent: RemoteError = pickle.loads(pickle.dumps(sent_error(raised(error), HERE)))
+    return sent.error(2)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -79,6 +79,13 @@ def test_the_traceback_of_its_machine_is_the_cause() -> None:
     assert "in loss_of_the_user\n    raise error" in text
     assert "ZeroDivisionError: division by zero" in text
     assert "Then rank 4: the same" in text
+
+
+def test_what_is_sent_on_names_the_machine_that_it_came_from() -> None:
+    assert origin_of(ValueError()) is None
+    there = arrived(MachineLostError("it failed"))
+    assert origin_of(there) == 2
+    assert sent_error(there, "machine 0").text == f"{HERE}: it failed"
 
 
 def test_an_error_of_the_users_is_one_of_flowdp_with_its_text() -> None:
