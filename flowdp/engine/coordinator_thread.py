@@ -192,7 +192,7 @@ class CoordinatorShell:
                 self._meeting.gate.leave(command.rank)
             case CutEvaluation():
                 if self._services.evaluator is not None:
-                    self._services.evaluator.cut()
+                    self._services.evaluator.batches.cut()
             case Save():
                 self._saver.save(command, self._records.epochs)
             case SavesPutOff():

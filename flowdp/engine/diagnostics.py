@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flowdp.data.source import Source
@@ -91,7 +91,8 @@ class Diagnostics:
             # Ended its first step, or is in none and waits for no batch.
             all(
                 worker.activity.has_left
-                or self._has_stepped(worker)
+                # At the gate, the rank's own part of the step has been counted before.
+                or (worker.activity.moves if self._steps_at_gate else worker.current.local_step) > 0
                 or worker.rank in waiting
                 or (worker.step is None and worker.activity.awaited is None)
                 for worker in self._workers
@@ -102,10 +103,6 @@ class Diagnostics:
         """Sign of life of the ranks of all machines together."""
         return sum(self._signs(), self.sign())
 
-    def _has_stepped(self, worker: Worker) -> bool:
-        # At the gate, the rank's own part of the step has been counted before.
-        return (worker.activity.moves if self._steps_at_gate else worker.current.local_step) > 0
-
     def ranks(self) -> list[str]:
         """Descriptions of each rank's activity. Shape (world_size,)."""
         waiting = self._gate.waiting()
@@ -113,22 +110,23 @@ class Diagnostics:
 
     def report(self, headline: str, events: int = EVENTS) -> str:
         """All that is known at this moment: ranks, stacks, the last events."""
-        return self._report(headline, self.ranks(), stacks(self._threads()), events)
-
-    def _report(self, headline: str, ranks: list[str], stacks: Mapping[str, str], events: int) -> str:
-        parts = [headline, *(f"  rank {rank}: {doing}" for rank, doing in enumerate(ranks))]
-        parts += [f"  reader: {doing}" for source in self._sources if (doing := source.waits_for())]
-        parts += [f"\n{name} is here:\n{stack.rstrip()}" for name, stack in stacks.items()]
-        return "\n".join([*parts, "\nThe last events:", *(f"  {event}" for event in self._tail(events))])
+        return str(self._report(headline, events))
 
     def stall_error(self, seconds: float) -> StallError:
         """Error of a run in which nothing has moved for so long."""
-        headline = (
+        return self._report(
             f"nothing has moved for {seconds:.1f} s; where a step or a read of the dataset may take that "
-            "long, give a larger stall_timeout, or None"
+            "long, give a larger stall_timeout, or None",
+            EVENTS,
         )
+
+    def _report(self, headline: str, events: int) -> StallError:
         ranks, found = self.ranks(), stacks(self._threads())
-        return StallError(self._report(headline, ranks, found, EVENTS), ranks=ranks, stacks=found)
+        parts = [headline, *(f"  rank {rank}: {doing}" for rank, doing in enumerate(ranks))]
+        parts += [f"  reader: {doing}" for source in self._sources if (doing := source.waits_for())]
+        parts += [f"\n{name} is here:\n{stack.rstrip()}" for name, stack in found.items()]
+        parts += ["\nThe last events:", *(f"  {event}" for event in self._tail(events))]
+        return StallError("\n".join(parts), ranks=ranks, stacks=found)
 
     def quarantined(self, command: Quarantined) -> str:
         """Text about a replica that had NaN or infinite numbers: which, and since which batch."""

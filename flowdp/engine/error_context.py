@@ -37,7 +37,12 @@ class ErrorContext:
     @property
     def indices(self) -> tuple[int, ...]:
         """The dataset indices of the step's first batch."""
-        return () if self.step is None else self._source.indices(self.step.epoch, self.step.batches[0])
+        if self.step is None:
+            return ()
+        try:
+            return self._source.indices(self.step.epoch, self.step.batches[0])
+        except Exception:  # of the sampler, which is asked for them
+            return ()
 
     def __str__(self) -> str:
         """Text of the context."""
@@ -53,17 +58,6 @@ class ErrorContext:
             cause: The exception.
             task: Description of the barrier task; empty within a step.
         """
-        try:
-            return self._explained(cause, task)
-        except Exception:  # of the sampler, say, that is asked for the indices
-            rank = self._current.rank
-            error = StepError(
-                f"rank {rank} failed: {format_error(cause)}", rank=rank, device=str(self._lane.device)
-            )
-            error.__cause__ = cause
-            return error
-
-    def _explained(self, cause: BaseException, task: str) -> BaseException:
         if isinstance(cause, OutOfDeviceMemory):
             return cause.with_traceback(None)  # of ours; its frames hold the replica
         if isinstance(cause, DataError | ProtocolError | MachineLostError):

@@ -238,14 +238,6 @@ class Evaluator:
             numbers, arrays = metric_values(self.pool.merged(number))
         return Evaluated(rank, ((-1, 1.0, numbers),) if numbers else (), arrays)
 
-    def cut(self) -> None:
-        """Let no rank take another batch, of this evaluation or a later one.
-
-        Threads:
-            Any. Does not block.
-        """
-        self.batches.cut()
-
 
 class _Reading:
     """One rank's part of an evaluation.

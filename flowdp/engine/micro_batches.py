@@ -58,11 +58,6 @@ class MicroBatcher:
         ] = []  # batches that no mean holds yet, where the source keeps them
 
     @property
-    def is_inside(self) -> bool:
-        """Whether a step is under way."""
-        return self.taken > 0
-
-    @property
     def factor(self) -> float:
         """Factor that makes the step's shares sum to 1."""
         return self._planned / self.samples

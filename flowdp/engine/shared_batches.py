@@ -142,7 +142,7 @@ class SharedBatches:
         with self._lock:
             batch = first + step * self._dealt[number]
             self._dealt[number] += 1
-        while not self._is_cut and not self._is_beyond(number, batch):
+        while not self._is_cut and ((end := self.end(number)) is None or batch < end):
             payload = self.source.take(rank, number, batch)
             if payload is not None:
                 return batch, payload
@@ -169,10 +169,6 @@ class SharedBatches:
         """A batch with the indices of its samples."""
         indices = self.source.indices(number, batch)
         return f"batch {batch}" + (f" (samples {format_indices(indices)})" if indices else "")
-
-    def _is_beyond(self, number: int, batch: int) -> bool:
-        end = self.end(number)
-        return end is not None and batch >= end
 
     def _ended(self, number: int, batches: int) -> None:
         """Note the end, on the reader thread, and wake the ranks that have claimed a batch beyond it."""

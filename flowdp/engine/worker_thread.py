@@ -313,7 +313,7 @@ class Worker:
     def _await_batch(self, start_s: float) -> None:
         """Wait for a batch that was not read yet, or for an order; then the loop asks the machine anew."""
         # Inside a step the device's time is the step's; what is due can wait for its end.
-        if self.inbox.is_empty() and not self._batcher.is_inside:
+        if self.inbox.is_empty() and not self._batcher.taken:
             self._meter.settle()
         if (step := self._place.step) is not None:
             self.activity.awaited = step.epoch, step.batches[self._batcher.taken]

@@ -215,7 +215,7 @@ def test_a_cut_ends_the_waiting_and_every_later_evaluation(ranks: Any) -> None:
         result = pool.submit(one.rank, 0, models)
         while one.waits.get(timeout=60) < 1:
             pass
-        one.evaluator.cut()
+        one.evaluator.batches.cut()
         assert [row[0] for row in result.result(10)] == [0]
         assert pool.submit(one.rank, 0, models).result(10) == ()
     assert one.inboxes[0].empty()

@@ -66,10 +66,10 @@ def test_micro_batches_of_several() -> None:
         ([8, 9, 10], 3, 3 / 12),
     ]
     assert (batcher.samples, batcher.factor) == (11, 12 / 11)
-    assert batcher.is_inside
+    assert batcher.taken
     assert [(kept.batch.tolist(), kept.samples, kept.share) for kept in batcher.micros] == micros
     batcher.end(step)
-    assert not batcher.is_inside
+    assert not batcher.taken
     assert not batcher.micros
     assert not batcher.is_last(step)
 
@@ -79,7 +79,7 @@ def test_it_goes_on_where_it_was() -> None:
     step = Step(0, (0, 1, 2), 0)
     feed.there = {0}
     assert batcher.next(step) is None
-    assert (batcher.taken, batcher.samples, batcher.is_inside) == (1, 0, True)
+    assert (batcher.taken, batcher.samples) == (1, 0)
     assert batcher.next(step) is None
     feed.there = {1, 2}
     first, second = batcher.next(step), batcher.next(step)
