@@ -2,20 +2,39 @@
 
 A batch that is not there yet does not hold the thread: the worker reads its inbox and asks again, and the
 step goes on where it was.
+
+A step that runs out of device memory begins again with its own samples. First the batches ahead on the
+device give their memory. Where they had none, each micro-batch comes in twice as many pieces; batch norm sees
+a piece then, as under gradient accumulation, and later steps are made of as many pieces from the start.
+Nothing of the first attempt is left: gradients, buffers, the loss, recorded numbers and the generator of a
+CUDA device are as they were when the step began. Not restored is anything outside the replica: a batch that
+the loss has written to, counters of the user's own, and the CPU's generator, which belongs to the process.
+Ranks that share a card share its generator, so that another one may draw some numbers twice.
 """
 
 from __future__ import annotations
 
+import logging
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+
+import torch
 
 from flowdp.data.batches import joined
 from flowdp.data.feed import Feed
 from flowdp.data.source import Batch, Source
+from flowdp.device.compiled import FirstCalls
 from flowdp.device.gathered import made
+from flowdp.device.worker_context import CurrentWorker
+from flowdp.engine.error_context import ErrorContext
+from flowdp.engine.meter import Meter
 from flowdp.machine.worker import Step
+from flowdp.replica.replica import Replica
 
-__all__ = ["MicroBatch", "MicroBatcher", "joined"]
+__all__ = ["MicroBatch", "MicroBatcher", "without_frames"]
+
+log = logging.getLogger("flowdp")
 
 
 @dataclass(slots=True)
@@ -34,22 +53,42 @@ class MicroBatch:
 
 
 class MicroBatcher:
-    """Groups the batches of a step into micro-batches of `width` batches, one step after another.
+    """Groups the batches of a step into micro-batches of `replica.width` batches, and trains these.
+
+    Args:
+        feed: Brings the batches; may hold some ahead, and so memory.
+        source: Source of the batches.
+        replica: Replica of the rank.
+        current: The rank's record for the user's loss.
+        meter: Holds the values that the loss recorded.
+        place: The step under way.
 
     Attributes:
         taken: Batches of the step under way so far.
         samples: Samples in the micro-batches handed on.
         micros: Micro-batches handed on, kept while the step may have to begin again.
+
+    Threads:
+        The rank's worker.
     """
 
-    def __init__(self, feed: Feed, source: Source, width: int = 1) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        source: Source,
+        replica: Replica,
+        current: CurrentWorker,
+        meter: Meter,
+        place: ErrorContext,
+    ) -> None:
         self.taken = 0
         self.samples = 0
         self.micros: list[MicroBatch] = []
-        self._feed = feed
+        self._feed, self._source, self._replica = feed, source, replica
+        self._current, self._meter, self._place = current, meter, place
         self._samples_in = source.samples_in
-        self._source = source
-        self._width = width
+        self._width = replica.width
+        self._calls = FirstCalls(replica.module, replica.function)
         self._open: list[Batch] = []  # of them, those of the next micro-batch
         self._sizes: list[int] = []  # samples of each
         self._planned = 0  # samples of the step, if all micro-batches were as large as the first
@@ -103,6 +142,66 @@ class MicroBatcher:
             self.taken += 1
         return True
 
+    def add(self, micro: MicroBatch) -> None:
+        """Forward and backward of the micro-batch that was handed on last, in pieces that have room.
+
+        Raises:
+            OutOfDeviceMemory: A sample alone has no room, or the batch cannot be cut.
+            torch.OutOfMemoryError: The step is the user's own, and may have stepped an optimizer already.
+        """
+        failed = self._attempt(micro)
+        while failed is not None:
+            if not self._replica.can_repeat:
+                raise failed
+            if self._feed.shrink():
+                log.warning(
+                    "rank %d on %s ran out of memory %s: batches ahead on the device give theirs up, and the "
+                    "step is tried again; fewer are held ahead from now on",
+                    self._current.rank,
+                    self._replica.device,
+                    str(self._place),
+                )
+            else:
+                self._halve(micro, failed)
+            self._replica.undo()
+            self._meter.discard()
+            for micro in self.micros:
+                failed = self._attempt(micro)
+                if failed is not None:
+                    break
+
+    def _attempt(self, micro: MicroBatch) -> torch.OutOfMemoryError | None:
+        """Forward and backward of a micro-batch; returns the error where there is no room for it."""
+        replica, current, calls = self._replica, self._current, self._calls
+        current.samples = micro.samples
+        try:
+            if calls.are_compiled and not replica.meets:  # other ranks reuse its compilations
+                with calls.turn(micro.samples):
+                    replica.add(micro.batch, current, micro.share)
+            else:
+                replica.add(micro.batch, current, micro.share)
+        except torch.OutOfMemoryError as error:
+            return without_frames(error)
+        return None
+
+    def _halve(self, full: MicroBatch, error: torch.OutOfMemoryError) -> None:
+        replica, samples = self._replica, full.samples
+        before = replica.forwards(full.batch, samples)
+        replica.pieces *= 2
+        after = replica.forwards(full.batch, samples)
+        if before == after:
+            why = f"its {samples} samples cannot be cut into more parts than {before}"
+            raise self._place.out_of_memory(error, why)
+        log.warning(
+            "rank %d on %s ran out of memory %s: forward and backward take %d samples at a time instead of "
+            "%d from now on",
+            self._current.rank,
+            replica.device,
+            str(self._place),
+            -(-samples // after),
+            -(-samples // before),
+        )
+
     def is_last(self, step: Step) -> bool:
         """Whether the last micro-batch ended the step."""
         return self.taken >= len(step.batches) and not self._open
@@ -125,3 +224,18 @@ class MicroBatcher:
         with suppress(Exception):  # of a device that is dead; its feed asks for nothing more all the same
             self._feed.follow(())
         self._source.reclaim(rank)
+
+
+def without_frames(error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+    """Drop an error's frames and the tensors of the forward that they hold.
+
+    Where it came from stands in a note on it. One frame that is kept keeps its callers, ours among them.
+    """
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.add_note("".join(traceback.format_tb(link.__traceback__)))
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

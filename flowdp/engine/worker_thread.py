@@ -8,7 +8,7 @@ it goes up when the device is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor
 from flowdp.collective.base import NOTHING
 from flowdp.data.feed import Feed
 from flowdp.device import worker_context
-from flowdp.device.compiled import FirstCalls
 from flowdp.device.failed_device import keep_memory
 from flowdp.engine.activity import RankActivity
 from flowdp.engine.barrier_tasks import BarrierTasks, described
@@ -27,7 +26,6 @@ from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter, OrderSums
 from flowdp.engine.micro_batches import MicroBatcher
 from flowdp.engine.nan_guard import NanGuard
-from flowdp.engine.oom_retry import OomRetry, without_frames
 from flowdp.engine.rank_pool import RankPool
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.errors import CollectiveAborted, DeviceError, StepError
@@ -143,11 +141,8 @@ class Worker:
             sink=self._meter.scalar,
             steps=replica.steps,
         )
-        self._calls = FirstCalls(replica.module, replica.function)
-        self._add = self._add_compiled if self._calls.are_compiled else replica.add
-        self._batcher = MicroBatcher(parts.feed, source, replica.width)
         self._place = ErrorContext(self.current, lane, source)
-        self._retry = OomRetry(replica, self.current, self._meter, parts.feed, self._place)
+        self._batcher = MicroBatcher(parts.feed, source, replica, self.current, self._meter, self._place)
         self._numbers = NanGuard(
             replica, self.machine, self._meter, self._place, failures.on_nan, is_late=is_late
         )
@@ -263,19 +258,14 @@ class Worker:
                 current.epoch, current.global_step = step.epoch, step.position
                 current.lr = replica.learning_rate.value
                 replica.mark(is_late=True)
-            current.samples = micro.samples
             is_over = batcher.is_last(step)
             try:
-                self._add(micro.batch, current, micro.share)
-                continue
-            except torch.OutOfMemoryError as error:
-                full = without_frames(error)
+                batcher.add(micro)
             except CollectiveAborted:
                 if self._services.failures.first is None:
                     raise
                 self._await_leave()  # another rank has failed before it came to a SyncBatchNorm
                 return
-            self._retry.run(batcher.micros, full)
         self._parts.feed.release()
         loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
         current.local_step += 1
@@ -304,11 +294,6 @@ class Worker:
                 current.local_step -= 1  # the error names the step, which is counted already
                 error.add_note(f"in {getattr(call, '__qualname__', call)}")
                 raise
-
-    def _add_compiled(self, batch: Any, current: worker_context.CurrentWorker, share: float) -> None:
-        """Train a micro-batch; other ranks reuse its compilations."""
-        with nullcontext() if self.replica.meets else self._calls.turn(current.samples):
-            self.replica.add(batch, current, share)
 
     def _await_batch(self, start_s: float) -> None:
         """Wait for a batch that was not read yet, or for an order; then the loop asks the machine anew."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
@@ -44,11 +46,17 @@ class Slow(Feed):
         return True
 
 
+def batcher_of(feed: Any, source: Any, width: int) -> MicroBatcher:
+    replica: Any = SimpleNamespace(width=width, module=nn.Linear(1, 1), function=None)
+    unused: Any = None
+    return MicroBatcher(feed, source, replica, unused, unused, unused)
+
+
 def open_intake(width: int, samples: int = 11) -> tuple[MicroBatcher, Slow]:
     order = EpochOrder(samples, 2, 0, shuffle=False, drop_last=False)
     source = TensorSource([torch.arange(samples)], lambda parts: parts[0], order)
     feed = Slow(source)
-    return MicroBatcher(feed, source, width), feed
+    return batcher_of(feed, source, width), feed
 
 
 def test_micro_batches_of_several() -> None:
@@ -141,7 +149,7 @@ def test_what_is_in_a_mean_is_settled(keeps: bool) -> None:
     source = Keeping([torch.arange(11)], lambda parts: parts[0], order, keeps=keeps)
     feed = source.feed = Slow(source)
     feed.there = set(range(6))
-    batcher = MicroBatcher(feed, source, width=2)
+    batcher = batcher_of(feed, source, 2)
 
     def train(*steps: Step) -> None:
         for step in steps:

@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Set
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,7 @@ from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter
-from flowdp.engine.micro_batches import MicroBatch
-from flowdp.engine.oom_retry import OomRetry, without_frames
+from flowdp.engine.micro_batches import MicroBatch, MicroBatcher
 from flowdp.errors import OutOfDeviceMemory
 from flowdp.replica.replica import Replica
 from tests.data.cards import Card, put_on_streams
@@ -248,24 +248,19 @@ class Alone:
         self.replica = Replica(parts_of(module, optimizer), loss)
         self.meter, self.feed = Meter(HostLane(torch.device("cpu"))), Shrinking()
         self.current = CurrentWorker(0, CPU, module, sink=self.meter.scalar)
-        source: Any = None
-        place, feed = ErrorContext(self.current, self.replica.lane, source), self.feed
-        self.retry = OomRetry(self.replica, self.current, self.meter, feed, place)  # type: ignore[arg-type]
+        source: Any = SimpleNamespace(samples_in=None)
+        feed: Any = self.feed
+        place = ErrorContext(self.current, self.replica.lane, source)
+        self.batcher = MicroBatcher(feed, source, self.replica, self.current, self.meter, place)
 
     def step(self, *batches: Any) -> None:
         """A step as a worker does it."""
-        micros: list[MicroBatch] = []
         self.replica.mark()
         for batch in batches:
-            micros.append(MicroBatch(batch, len(batch[0]), 1 / len(batches)))
-            self.current.samples = len(batch[0])
-            try:
-                self.replica.add(batch, self.current, 1 / len(batches))
-                continue
-            except torch.OutOfMemoryError as error:
-                failed = without_frames(error)
-            self.retry.run(micros, failed)
+            self.batcher.micros.append(MicroBatch(batch, len(batch[0]), 1 / len(batches)))
+            self.batcher.add(self.batcher.micros[-1])
         self.replica.step()
+        self.batcher.micros.clear()
 
 
 class Counting(nn.Module):

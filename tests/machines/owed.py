@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import flowdp
-from flowdp.engine.evaluation import Evaluator
+from flowdp.engine.shared_batches import SharedBatches
 from tests.machines.launch import report
 from tests.machines.rounds import digest
 
@@ -36,9 +36,9 @@ def train(name: str, *, acts: bool = False, **options: Any) -> None:
         options: Of the Trainer.
     """
     handle: Future[flowdp.Run] = Future()
-    is_cut, cut = threading.Event(), Evaluator.cut
+    is_cut, cut = threading.Event(), SharedBatches.cut
 
-    def noted(self: Evaluator) -> None:
+    def noted(self: SharedBatches) -> None:
         cut(self)
         is_cut.set()
 
@@ -48,7 +48,7 @@ def train(name: str, *, acts: bool = False, **options: Any) -> None:
             assert is_cut.wait(WAIT_S)  # this batch is not done before all machines know
         return {"loss": nn.functional.mse_loss(model(batch[0]), batch[1])}
 
-    Evaluator.cut = noted  # type: ignore[method-assign]
+    SharedBatches.cut = noted  # type: ignore[method-assign]
     torch.manual_seed(3)
     x = torch.randn(64, 5, generator=torch.Generator().manual_seed(4))
     run = flowdp.Trainer(
@@ -70,7 +70,7 @@ def train(name: str, *, acts: bool = False, **options: Any) -> None:
     ).start()
     handle.set_result(run)
     state = run.join()
-    Evaluator.cut = cut  # type: ignore[method-assign]
+    SharedBatches.cut = cut  # type: ignore[method-assign]
     report(
         "trained",
         name=name,
