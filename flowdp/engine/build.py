@@ -39,10 +39,6 @@ from flowdp.threads.inbox import Inbox
 
 __all__ = ["build_engine"]
 
-WORKER_INBOX = 64
-"""Orders, notes and requests that may wait for a worker: two orders, one request for a
-snapshot, one note per batch waited for, one word per round that is late."""
-
 
 def build_engine(
     config: CoordinatorConfig,
@@ -68,7 +64,7 @@ def build_engine(
     """
     team = services.team
     make_room(len(replicas))
-    inboxes = [Inbox[Mail](WORKER_INBOX, f"rank {rank}") for rank in team.ranks]
+    inboxes = [Inbox[Mail]() for _ in team.ranks]
     posts = {rank: inbox.post for rank, inbox in zip(team.ranks, inboxes, strict=True)}
     link: LeaderLink | FollowerLink | None = None
     machine: Coordinator | Follower = Coordinator(config)

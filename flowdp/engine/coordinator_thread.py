@@ -10,7 +10,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -100,7 +99,7 @@ class CoordinatorShell:
         self._parts, self._services, self._meeting = parts, services, meeting
         self._records, self._failures, self._saver = services.records, services.failures, services.saver
         self._closing = closing
-        self._jobs: Inbox[Average | None] = Inbox(limit=4, name="the averaging thread")
+        self._jobs: Inbox[Average | None] = Inbox()
         self._helper: threading.Thread | None = None
         self._start_s = perf_counter()
         self._failing_ms: float | None = None
@@ -265,8 +264,7 @@ class CoordinatorShell:
         if self._link is not None:
             self._link.give_up(reason)
         for post in self._parts.posts.values():
-            with suppress(ProtocolError):  # one that is gone reads nothing
-                post(Abort(reason))
+            post(Abort(reason))
 
     def _end(self) -> None:
         """Join every thread, then say that the run is over."""

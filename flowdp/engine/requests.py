@@ -12,9 +12,6 @@ from flowdp.threads.inbox import Inbox
 
 __all__ = ["Requests"]
 
-COORDINATOR_INBOX = 4096
-"""Facts that may wait for the coordinator; a worker has at most a handful out."""
-
 
 class Requests:
     """The coordinator's inbox, and the requests in it.
@@ -31,7 +28,7 @@ class Requests:
     """
 
     def __init__(self, records: Records, failures: Failures) -> None:
-        self.inbox: Inbox[Fact] = Inbox(COORDINATOR_INBOX, "the coordinator")
+        self.inbox: Inbox[Fact] = Inbox()
         self._records = records
         self._failures = failures
         self._count = self._snapshots = 0

@@ -53,7 +53,7 @@ class Machine:
         self.team = Team((2, 1, 1)[: machines.count], machines)
         self.failures = Failures()
         self.requests = Requests(Records(()), self.failures)
-        self.inboxes = {rank: Inbox[Any](64, f"rank {rank}") for rank in self.team.ranks}
+        self.inboxes = {rank: Inbox[Any]() for rank in self.team.ranks}
         self.link: LeaderLink | FollowerLink
         self.gate = Gate(
             self.team.world_size, None, lambda arrivals: self.link.ask(arrivals), self.team.ranks

@@ -1,4 +1,4 @@
-"""Tests of the inbox: order, waits, limit."""
+"""Tests of the inbox: order, waits."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import time
 
 import pytest
 
-from flowdp.errors import ProtocolError
 from flowdp.threads.inbox import Inbox
 
 
 def test_messages_come_in_their_order() -> None:
-    inbox: Inbox[int] = Inbox(10, "rank 0")
+    inbox: Inbox[int] = Inbox()
     for number in range(10):
         inbox.post(number)
     assert [inbox.get() for _ in range(10)] == list(range(10))
 
 
 def test_nothing_comes_in_no_time() -> None:
-    inbox: Inbox[int] = Inbox(1, "rank 0")
+    inbox: Inbox[int] = Inbox()
     assert inbox.get(0) is None
     # A deadline in the past means no wait.
     assert inbox.get(-5.0) is None
@@ -28,7 +27,7 @@ def test_nothing_comes_in_no_time() -> None:
 
 
 def test_it_waits_as_long_as_it_was_told() -> None:
-    inbox: Inbox[int] = Inbox(1, "rank 0")
+    inbox: Inbox[int] = Inbox()
     started = time.perf_counter()
     assert inbox.get(30.0) is None
     assert time.perf_counter() - started >= 0.029
@@ -36,7 +35,7 @@ def test_it_waits_as_long_as_it_was_told() -> None:
 
 @pytest.mark.parametrize("timeout_ms", [None, 60_000.0])
 def test_a_message_wakes_the_reader(timeout_ms: float | None) -> None:
-    inbox: Inbox[str] = Inbox(1, "rank 0")
+    inbox: Inbox[str] = Inbox()
     heard: list[str | None] = []
     reader = threading.Thread(target=lambda: heard.append(inbox.get(timeout_ms)))
     reader.start()
@@ -46,7 +45,7 @@ def test_a_message_wakes_the_reader(timeout_ms: float | None) -> None:
 
 
 def test_is_empty_is_whether_nothing_waits() -> None:
-    inbox: Inbox[int] = Inbox(2, "rank 0")
+    inbox: Inbox[int] = Inbox()
     assert inbox.is_empty()
     inbox.post(1)
     assert not inbox.is_empty()
@@ -54,20 +53,8 @@ def test_is_empty_is_whether_nothing_waits() -> None:
     assert inbox.is_empty()
 
 
-def test_one_message_too_many_is_a_bug_and_blocks_nobody() -> None:
-    inbox: Inbox[int] = Inbox(2, "rank 1")
-    inbox.post(1)
-    inbox.post(2)
-    with pytest.raises(ProtocolError, match="the inbox of rank 1 holds 2 messages; one more: 3"):
-        inbox.post(3)
-    # The two messages within the limit are still there.
-    assert [inbox.get(0), inbox.get(0), inbox.get(0)] == [1, 2, None]
-    inbox.post(4)
-    assert inbox.get(0) == 4
-
-
 def test_many_writers_lose_nothing_and_keep_their_own_order() -> None:
-    inbox: Inbox[tuple[int, int]] = Inbox(4000, "the coordinator")
+    inbox: Inbox[tuple[int, int]] = Inbox()
     start = threading.Barrier(4)
 
     def write(writer: int) -> None:

@@ -225,7 +225,7 @@ class Rank:
         replica = Replica(parts_of(module, optimizer, lane), mse)
         self.flat = replica.flat
         source = opened(torch.ones(samples, 1), batch_size)
-        self.inbox: Inbox[Mail] = Inbox(64, "rank 0")
+        self.inbox: Inbox[Mail] = Inbox()
         gate = Gate(1)
         self.mean = Watched([self.flat], open_lanes([torch.device("cpu")]), gate.finish)
         self.snapshots = SnapshotMean([self.flat], [lane])
