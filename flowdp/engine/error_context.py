@@ -66,7 +66,7 @@ class ErrorContext:
         if isinstance(cause, CollectiveError) and isinstance(cause.__cause__, RuntimeError):
             return cause
         if isinstance(cause, torch.OutOfMemoryError):
-            return self.out_of_memory(cause, "what had no room cannot be done in pieces")
+            return self.out_of_memory(cause, "what had no room cannot be done in pieces", task)
         who = f"rank {self._current.rank} on {self._lane.device}"
         notes = "".join(f"; {note}" for note in getattr(cause, "__notes__", ()))
         where = f"while it {task}" if task else str(self)
@@ -81,16 +81,19 @@ class ErrorContext:
         error.__cause__ = cause
         return error
 
-    def out_of_memory(self, cause: torch.OutOfMemoryError, why: str) -> OutOfDeviceMemory:
+    def out_of_memory(self, cause: torch.OutOfMemoryError, why: str, task: str = "") -> OutOfDeviceMemory:
         """Build the error of a rank that cannot continue.
 
         Args:
             cause: Torch's exception.
             why: Nothing smaller can be tried.
+            task: See `explain`.
         """
+        where = f"while it {task}" if task else str(self)
+        sizes = "per_device_batch_size" + (", or batch_size= of predict(), limits" if task else " limits")
         error = OutOfDeviceMemory(
-            f"rank {self._current.rank} on {self._lane.device} ran out of memory {self}: {why}. "
-            "per_device_batch_size limits the samples of one forward, per_device_batch_size=[...] those of "
+            f"rank {self._current.rank} on {self._lane.device} ran out of memory {where}: {why}. "
+            f"{sizes} the samples of one forward, per_device_batch_size=[...] those of "
             "each device; gradient_accumulation_steps makes large steps of small batches. torch says: "
             f"{format_text(cause)}",
             rank=self._current.rank,

@@ -8,8 +8,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-import torch
-
 from flowdp.device import worker_context
 from flowdp.device.compiled import make_room
 from flowdp.device.cores import pool_sizes
@@ -19,10 +17,10 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker
+from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
-from flowdp.errors import FlowdpError, OutOfDeviceMemory, StepError
+from flowdp.errors import FlowdpError
 from flowdp.options import ProcessTuning
-from flowdp.policy.formats import format_error
 from flowdp.threads.crew import Crew
 
 __all__ = ["on_all_ranks"]
@@ -75,7 +73,7 @@ def on_all_ranks(
         except BaseException as error:
             keep_memory([replica.lane])
             batches.cut()
-            raise _explained(error, rank, replica.device, doing) from error
+            raise ErrorContext(worker, replica.lane, batches.source).explain(error, doing) from error
 
     make_room(len(replicas))
     lanes = [replica.lane for replica in replicas]
@@ -110,11 +108,3 @@ def _around(lane: Lane, threads: int) -> Iterator[None]:
     set_own_threads(threads)
     with lane.on(lane.compute):
         yield
-
-
-def _explained(error: BaseException, rank: int, device: torch.device, doing: str) -> FlowdpError:
-    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    what = f"rank {rank} on {device} failed while it {doing}: {format_error(error)}{notes}"
-    if isinstance(error, torch.OutOfMemoryError):
-        return OutOfDeviceMemory(f"{what}; give a smaller batch_size", rank=rank)
-    return StepError(what, rank=rank, device=str(device))
