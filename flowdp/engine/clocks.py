@@ -100,28 +100,36 @@ class HostClock:
         """Start of the next span in the order of the work, of so many ms, by `perf_counter`."""
         return float(end) - ms / 1e3
 
-    def read(self, use: Callable[..., None], *numbers: Tensor) -> Sequence[Tensor]:
-        """Call `use` with the values of tensors, shape [] each, when they are there.
+    def read(self, use: Callable[..., None], given: tuple[Any, ...], *numbers: Tensor) -> Sequence[Tensor]:
+        """Call `use(*given, *values)` with the values of tensors, shape [] each, when they are there.
 
         Returns:
             Copies of them on a device that runs behind its host. Float64.
         """
-        use(*(number.item() for number in numbers))
+        use(*given, *[number.item() for number in numbers])
         return ()
 
     def send(self) -> None:
         """Let all numbers so far come to the host behind the work."""
 
-    def then(self, land: Callable[[], None], _kind: Kind, _mark: Mark, _spent: Sequence[Mark] = ()) -> None:
-        """Call `land` once the mark was passed, and what came before has landed.
+    def then(
+        self,
+        land: Callable[..., None],
+        given: tuple[Any, ...],
+        _kind: Kind,
+        _mark: Mark,
+        _spent: Sequence[Mark],
+    ) -> None:
+        """Call `land(*given)` once the mark was passed, and what came before has landed.
 
         Args:
             land: Called at once, or in a later call of this clock.
+            given: Its arguments.
             _kind: Kind of the work that the mark ends.
             _mark: The mark.
             _spent: Marks that are not needed behind that.
         """
-        land()
+        land(*given)
 
     def limit(self, kind: Kind, most: int) -> None:
         """Wait until at most so many pieces of this kind have not landed."""
@@ -143,7 +151,8 @@ class _Flight:
         mark: Of numbers none: they are there when a later mark is passed.
     """
 
-    land: Callable[[], None]
+    land: Callable[..., None]
+    given: tuple[Any, ...]
     kind: Kind
     mark: Event | None
     spent: Sequence[Event]
@@ -165,7 +174,8 @@ class DeviceClock(HostClock):
         self._counts: Counter[Kind] = Counter()  # of them
         self._events: list[Event] = []  # to be recorded again: to destroy one may block
         self._kept: list[Tensor] = []
-        self._uses: list[tuple[Callable[..., None], int]] = []  # of the numbers kept, and how many each takes
+        # Of the numbers kept: each use, what is given to it, and how many it takes.
+        self._uses: list[tuple[Callable[..., None], tuple[Any, ...], int]] = []
         self._pages = [self._new_page(), self._new_page()]
         # When the device passed the last mark that has landed, by the host's clock: set where the host has
         # waited for it, and carried on by the times between two marks.
@@ -201,11 +211,11 @@ class DeviceClock(HostClock):
         start_s, self._landed_s = self._landed_s, self._landed_s + ms / 1e3
         return start_s
 
-    def read(self, use: Callable[..., None], *numbers: Tensor) -> Sequence[Tensor]:
+    def read(self, use: Callable[..., None], given: tuple[Any, ...], *numbers: Tensor) -> Sequence[Tensor]:
         """See `HostClock.read`."""
         copies = [number.to(self._lane.device, torch.float64, copy=True) for number in numbers]
         self._kept += copies
-        self._uses.append((use, len(copies)))
+        self._uses.append((use, given, len(copies)))
         if len(self._kept) >= PAGE:
             self.send()
         return copies
@@ -224,15 +234,22 @@ class DeviceClock(HostClock):
         def land() -> None:
             numbers = iter([number for page in pages for number in page.tolist()])
             self._pages += pages
-            for use, count in uses:
-                use(*islice(numbers, count))
+            for use, given, count in uses:
+                use(*given, *islice(numbers, count))
 
-        self._flights.append(_Flight(land, Kind.OTHER, None, ()))
+        self._flights.append(_Flight(land, (), Kind.OTHER, None, ()))
 
-    def then(self, land: Callable[[], None], kind: Kind, mark: Mark, spent: Sequence[Mark] = ()) -> None:
+    def then(
+        self,
+        land: Callable[..., None],
+        given: tuple[Any, ...],
+        kind: Kind,
+        mark: Mark,
+        spent: Sequence[Mark],
+    ) -> None:
         """See `HostClock.then`."""
         self._counts[kind] += 1
-        self._flights.append(_Flight(land, kind, mark, spent))
+        self._flights.append(_Flight(land, given, kind, mark, spent))
 
     def limit(self, kind: Kind, most: int) -> None:
         """See `HostClock.limit`."""
@@ -259,7 +276,7 @@ class DeviceClock(HostClock):
         flight = self._flights.popleft()
         if flight.mark is not None:
             self._counts[flight.kind] -= 1
-        flight.land()
+        flight.land(*flight.given)
         self._events += flight.spent
         return flight.mark
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import isfinite
 from time import perf_counter
 
@@ -104,7 +103,7 @@ class Meter:
         self._clock = open_clock(lane)
         self._sums = OrderSums()
         self._scalars: dict[str, tuple[float | Tensor, float]] = {}  # weighted sums of the order, and weights
-        self._saved = self._scalars  # when the step under way began
+        self._saved: dict[str, tuple[float | Tensor, float]] = {}  # when the step under way began
         self._unseen: list[Tensor] = []  # losses on a device, since the last call of `losses`
         self._begin = self._last = self._clock.mark()  # of the step under way; where the last work ended
         self._launch_s = 0.0  # when the step under way began, by the host's clock
@@ -118,11 +117,13 @@ class Meter:
         Args:
             start_s: When the host began to get the batch, by `perf_counter`.
         """
-        self._clock.limit(Kind.STEP, STEPS_AHEAD - 1)
-        if self._watch is not None:
+        clock = self._clock
+        if clock.is_behind:
+            clock.limit(Kind.STEP, STEPS_AHEAD - 1)
             self._launch_s = perf_counter()
-        self._begin = self._clock.begin(start_s)
-        self._saved = self._scalars.copy()
+        self._begin = clock.begin(start_s)
+        if self._scalars or self._saved:
+            self._saved = self._scalars.copy()
 
     def end(
         self,
@@ -141,33 +142,40 @@ class Meter:
             norms: 2-norms of its gradients, where they were clipped. Shape [] each.
             weight: Weight of the loss, the mean over its samples; None where it counts by samples. Shape [].
         """
-        sums, clock, watch = self._sums, self._clock, self._watch
+        sums, clock = self._sums, self._clock
         if loss is not None:
-            note = partial(self._note_loss, sums, samples, step, self.round)
-            self._unseen += clock.read(note, loss, *([] if weight is None else [weight]))[:1]
-            if len(self._unseen) > PAGE:
-                self._unseen = [torch.stack(self._unseen).sum()]
+            given = sums, samples, step, self.round
+            if weight is None:
+                copies = clock.read(self._note_loss, given, loss)
+            else:
+                copies = clock.read(self._note_loss, given, loss, weight)
+            if clock.is_behind:
+                self._unseen.append(copies[0])
+                if len(self._unseen) > PAGE:
+                    self._unseen = [torch.stack(self._unseen).sum()]
         for norm in norms:
-            clock.read(sums.norm, norm)
+            clock.read(sums.norm, (), norm)
         sums.samples += samples
         sums.steps += 1
         last, begin, end = self._last, self._begin, clock.mark()
         self._last = end
-        launch_ms = 0.0 if watch is None else (perf_counter() - self._launch_s) * 1e3
+        launch_ms = 0.0 if self._watch is None else (perf_counter() - self._launch_s) * 1e3
+        clock.then(self._land_step, (sums, last, begin, end, launch_ms), Kind.STEP, end, (last, begin))
 
-        def land() -> None:
-            busy_ms, data_ms = clock.step_ms(last, begin, end)
-            self.step_ms = busy_ms
-            sums.busy_ms += busy_ms
-            sums.data_ms += data_ms
-            sums.longest_ms = max(sums.longest_ms, busy_ms + data_ms)
+    def _land_step(self, sums: OrderSums, last: Mark, begin: Mark, end: Mark, launch_ms: float) -> None:
+        clock = self._clock
+        busy_ms, data_ms = clock.step_ms(last, begin, end)
+        self.step_ms = busy_ms
+        sums.busy_ms += busy_ms
+        sums.data_ms += data_ms
+        if busy_ms + data_ms > sums.longest_ms:
+            sums.longest_ms = busy_ms + data_ms
+        if self._spans is not None:
             if clock.is_behind:
                 self._record(begin, (Activity.DATA, data_ms, 1))
             self._record(end, (Activity.STEP, busy_ms, 1))
-            if watch is not None:
-                watch.take(launch_ms, busy_ms)
-
-        clock.then(land, Kind.STEP, end, (last, begin))
+        if self._watch is not None:
+            self._watch.take(launch_ms, busy_ms)
 
     def discard(self) -> None:
         """Drop all values recorded since `begin`: the step begins again."""
@@ -242,7 +250,7 @@ class Meter:
             sums.sync_ms += averaging.sync_ms
             self._record(resumed, (Activity.GATE, wait_ms, 1), (Activity.AVERAGE, averaging.sync_ms, 1))
 
-        clock.then(land, Kind.ROUND, resumed, (last,))
+        clock.then(land, (), Kind.ROUND, resumed, (last,))
 
     def stepped(self, norms: Sequence[Tensor] = ()) -> None:
         """Count the step behind the mean, which is on the device, as work (exact).
@@ -252,7 +260,7 @@ class Meter:
         """
         sums, clock, last = self._sums, self._clock, self._last
         for norm in norms:
-            clock.read(sums.norm, norm)
+            clock.read(sums.norm, (), norm)
         end = self._last = clock.mark()
 
         def land() -> None:
@@ -260,7 +268,7 @@ class Meter:
             sums.busy_ms += busy_ms
             self._record(end, (Activity.STEP, busy_ms, 0))
 
-        clock.then(land, Kind.OTHER, end, (last,))
+        clock.then(land, (), Kind.OTHER, end, (last,))
 
     def averaged(self, start_s: float) -> None:
         """Count the time since the last step as averaging: a snapshot was taken, or a mean applied (async).
@@ -277,7 +285,7 @@ class Meter:
             sums.sync_ms += sync_ms
             self._record(end, (Activity.AVERAGE, sync_ms, 1))
 
-        clock.then(land, Kind.OTHER, end, (last,))
+        clock.then(land, (), Kind.OTHER, end, (last,))
 
     def close(self, post: Callable[[OrderSums], None]) -> None:
         """Close an order; the next step belongs to another.
@@ -290,7 +298,7 @@ class Meter:
         scalars, self._scalars = self._scalars, {}
         for name, (total, weight) in scalars.items():
             if isinstance(total, Tensor):
-                self._clock.read(partial(sums.scalar, name, weight), total)
+                self._clock.read(sums.scalar, (name, weight), total)
             else:
                 sums.scalar(name, weight, total)
         self._clock.send()
@@ -299,7 +307,7 @@ class Meter:
     def then(self, post: Callable[[], None]) -> None:
         """Call `post` once all earlier events were reported: events are posted in the order of occurrence."""
         here = self._clock.mark()
-        self._clock.then(post, Kind.FACT, here, (here,))
+        self._clock.then(post, (), Kind.FACT, here, (here,))
 
     def settle(self) -> None:
         """Wait for the device and report what is due, before the thread waits for a message.
@@ -308,13 +316,19 @@ class Meter:
         """
         self._last = self._clock.settle(self._last)
 
-    def _note_loss(self, sums: OrderSums, samples: int, step: Step, round: int, *values: float) -> None:
-        """Count a loss, and its weight per sample if it names one."""
-        loss, *weights = values
+    def _note_loss(
+        self,
+        sums: OrderSums,
+        samples: int,
+        step: Step,
+        round: int,
+        loss: float,
+        weight: float = 1,
+    ) -> None:
+        """Count a loss; `weight`: per sample, if it names one."""
         if isfinite(loss):
-            weight = weights[0] * samples if weights else samples
-            sums.loss += loss * weight
-            sums.losses += weight
+            sums.loss += loss * weight * samples
+            sums.losses += weight * samples
         else:
             self.bad.setdefault(round, step)
 
