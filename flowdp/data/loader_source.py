@@ -516,22 +516,9 @@ class Reader(MapSource):
     """
 
     def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
-        self._order_error: DataError | None = None
-        super().__init__(dataset, order, self._lists(plan, order), plan, plan.stride, **options)
-
-    def _lists(self, plan: ReadPlan, order: BatchOrder) -> Iterator[list[int]]:
-        """Lists of indices, as torch asks for them.
-
-        It does so long before it hands their batch over, and for the first ones from the thread that starts
-        it. So a sampler that fails ends the lists, and its error waits until the batches before it have come.
-        """
-        for epoch, batch in plan.walk(order.batches):
-            try:
-                indices = order.indices(epoch, batch)
-            except DataError as error:
-                self._order_error = error
-                return
-            yield indices.tolist()
+        self._order_errors: list[DataError] = []
+        lists = _lists(plan, order, self._order_errors)
+        super().__init__(dataset, order, lists, plan, plan.stride, **options)
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
         assert iterator is not None
@@ -542,5 +529,26 @@ class Reader(MapSource):
             try:
                 payload = self._in_turn(partial(next, iterator))
             except StopIteration as stop:  # behind a sampler that failed, or the dataset's own
-                raise self._order_error or self._describe(key, stop)  # noqa: B904 - both have their cause
+                errors = [*self._order_errors, self._describe(key, stop)]
+                raise errors[0]  # noqa: B904 - both have their cause
             yield key, payload
+
+
+def _lists(plan: ReadPlan, order: BatchOrder, errors: list[DataError]) -> Iterator[list[int]]:
+    """Lists of indices, as torch asks for them.
+
+    It does so long before it hands their batch over, and for the first ones from the thread that starts it.
+    So a sampler that fails ends the lists, and its error waits until the batches before it have come.
+
+    Args:
+        plan: Epochs to read.
+        order: Which samples each batch holds.
+        errors: Is given the error of a sampler.
+    """
+    for epoch, batch in plan.walk(order.batches):
+        try:
+            indices = order.indices(epoch, batch)
+        except DataError as error:
+            errors.append(error)
+            return
+        yield indices.tolist()

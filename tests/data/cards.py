@@ -153,7 +153,8 @@ class Card(FakeCuda):
         """Give memory back to the stream that has allocated it, for what it allocates next."""
         with self.lock:
             self.allocated -= watched.stop - watched.start
-            self._freed.setdefault(stream, []).append(watched)
+            if stream.name == "copy":  # scratch elsewhere goes behind a wait of the host's
+                self._freed.setdefault(stream, []).append(watched)
             self.watched.remove(watched)
 
 
@@ -188,7 +189,12 @@ def put_on_streams(card: Card, replace: Callable[[Any, str, Any], object] = seta
             card.watch(f"rank {replica.rank}", *replica.memories)
         return replicas
 
-    replace(build, "open_lanes", lambda devices: [StreamLane(device, card) for device in devices])
+    def lane_of(device: torch.device) -> StreamLane:
+        lane = StreamLane(device, card)
+        lane.copy.name = "copy"  # type: ignore[attr-defined]
+        return lane
+
+    replace(build, "open_lanes", lambda devices: [lane_of(device) for device in devices])
     # Times of fake streams are those of the host, so whether steps are captured would be a matter of chance.
     replace(LaunchWatch, "take", lambda watch, launch_ms, device_ms: None)
     replace(build, "flatten", flatten)
