@@ -82,6 +82,18 @@ def _check_own(optimizer: Optimizer) -> None:
             f"optimizer: the {kind} has hooks (register_step_pre_hook and its like), which those of the "
             "replicas would not have: register them in a factory, optimizer=lambda params: ..."
         )
+    for name, value in vars(optimizer).items():
+        method = getattr(type(optimizer), name, None)
+        if callable(method) and not _is_counted(value, method):
+            raise OptionError(
+                f"optimizer: the {kind} has a {name}() of its own, which those of the replicas would not "
+                f"have: write it in a subclass of {kind}, or give a factory, optimizer=lambda params: ..."
+            )
+
+
+def _is_counted(value: object, method: object) -> bool:
+    """Whether a scheduler of torch has put it there, to count the calls of the method."""
+    return hasattr(value, "_wrapped_by_lr_sched") and getattr(value, "__wrapped__", None) is method
 
 
 def _own_hooks(optimizer: Optimizer) -> list[Any]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
+from flowdp.errors import OptionError
 from flowdp.replica.optimizer_rebuild import rebuild
 
 
@@ -62,11 +63,15 @@ def test_attributes_of_the_model_become_those_of_the_replica() -> None:
     assert made.again.__self__ is made
 
 
-def test_the_count_of_a_scheduler_stays_with_the_users() -> None:
+def test_methods_of_its_own_are_refused_and_a_schedulers_are_not() -> None:
     model, twin = pair()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert "step" not in vars(rebuild(optimizer, twin, model))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.step = lambda closure=None: None
+    with pytest.raises(OptionError, match=r"SGD has a step\(\) of its own.* subclass of SGD, or .*factory"):
+        rebuild(optimizer, twin, model)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
