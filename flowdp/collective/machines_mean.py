@@ -70,15 +70,15 @@ class MachinesMean:
 
     All machines get the same bits. Float buffers travel as float64, so that a constant table comes out as it
     went in. Memory: one replica more, in the dtype that `arithmetic` says; with overlap two, and one where
-    parameters travel in bfloat16.
+    parameters travel packed.
 
     Args:
         flats: The layout that all memories have.
         memories: One list for each rank of this machine. It may be filled later, before the first round.
         outer: Outer step of the parameters, after the mean of all machines.
         team: The ranks of all machines. Their order is that of the outcomes.
-        is_difference: What is averaged are parameters, so that in bfloat16 the differences from the last mean
-            travel; else gradients, which travel as they are.
+        is_difference: What is averaged are parameters: packed, their differences from the last mean travel;
+            else gradients.
         overlaps: Means of parameters travel while the machines train on.
 
     Attributes:

@@ -43,7 +43,12 @@ def accelerator_type() -> str | None:
 def accelerator_devices() -> list[torch.device]:
     """All devices of the machine's accelerator, the unusable ones too."""
     kind = accelerator_type()
-    return [] if kind is None else [torch.device(kind, at) for at in range(torch.accelerator.device_count())]
+    if kind is None:
+        return []
+    # A backend may not even count its devices; `obstacle` says so where one is wanted.
+    can_count = hasattr(getattr(torch, kind, None), "device_count")
+    count = torch.accelerator.device_count() if can_count else 1
+    return [torch.device(kind, index) for index in range(count)]
 
 
 def started_devices() -> list[torch.device]:
@@ -96,7 +101,8 @@ def obstacle(kind: str) -> str | None:
             "flowdp computes means in float64 and works on several streams, and on Metal there is no float64 "
             "and one stream; pass devices=['cpu']"
         )
-    missing = [name for name in INTERFACE if not hasattr(torch.get_device_module(kind), name)]
+    module = getattr(torch, kind, None)
+    missing = [name for name in INTERFACE if not hasattr(module, name)]
     if missing:
         return f"flowdp needs {', '.join(missing)}, which torch.{kind} does not have; pass devices=['cpu']"
     return None

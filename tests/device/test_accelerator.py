@@ -33,6 +33,15 @@ def test_the_machines_accelerator(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert accelerator_devices() == [torch.device(kind, 0), torch.device(kind, 1)]
 
 
+def test_a_backend_that_counts_no_devices_is_there_and_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = pretend(monkeypatch, "xpu")
+    monkeypatch.delattr(module, "device_count")
+    assert accelerator_devices() == [torch.device("xpu", 0)]
+    assert "needs device_count" in str(obstacle("xpu"))
+
+
 def test_each_device_has_the_module_of_its_type() -> None:
     assert device_module(XPU) is torch.xpu
     assert device_module(torch.device("cuda")) is torch.cuda
