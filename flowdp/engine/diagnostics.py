@@ -130,7 +130,7 @@ class Diagnostics:
 
     def quarantined(self, command: Quarantined) -> str:
         """Text about a replica that had NaN or infinite numbers: which, and since which batch."""
-        named = [f" on {one.current.device}" for one in self._workers if one.rank == command.rank]
+        named = [f" on {worker.current.device}" for worker in self._workers if worker.rank == command.rank]
         text = (
             f"rank {command.rank}{''.join(named)} had NaN or infinite numbers: it was left out of the mean, "
             "and goes on from the other replicas"

@@ -107,7 +107,7 @@ class Resumed:
         """
         is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
         # One that `max_steps` cut short has a record, too.
-        done = sum(one.is_complete for one in history) if stopped_at is None else stopped_at.position.done
+        done = sum(epoch.is_complete for epoch in history) if stopped_at is None else stopped_at.position.done
         own = {"scaler": None, "generator": None, "learning_rate": None}
         return cls(
             position=Position(world_size=1, done=done, global_step=global_step, planned=global_step),

@@ -126,9 +126,9 @@ class EfficiencyReport:
     @property
     def table(self) -> Table:
         """Parts of all devices together and of each."""
-        columns = (self.parts, *(one.parts for one in self.devices))
+        columns = (self.parts, *(device.parts for device in self.devices))
         return Table(
-            ("", "all", *(one.device for one in self.devices)),
+            ("", "all", *(device.device for device in self.devices)),
             [(part, *(f"{100 * parts[part]:.1f} %" for parts in columns)) for part in PARTS],
         )
 
@@ -151,9 +151,10 @@ def efficiency_of(ranks: Sequence[RankTimes], names: Sequence[str]) -> Efficienc
     """
     wall_ms = max((times.wall_ms for times in ranks), default=0.0)
     devices = tuple(_device(times, name, wall_ms) for times, name in zip(ranks, names, strict=True))
-    ideal, reached = sum(one.ideal for one in devices), sum(one.reached for one in devices)
+    ideal, reached = sum(device.ideal for device in devices), sum(device.reached for device in devices)
     parts = {
-        part: sum(one.ideal * one.parts[part] for one in devices) / ideal if ideal else 0.0 for part in PARTS
+        part: sum(device.ideal * device.parts[part] for device in devices) / ideal if ideal else 0.0
+        for part in PARTS
     }
     return EfficiencyReport(wall_ms, ideal, reached, parts, devices)
 
