@@ -39,6 +39,9 @@ from flowdp.threads.inbox import Inbox
 
 __all__ = ["build_engine"]
 
+Link = LeaderLink | FollowerLink | None
+"""Link to the other machines; None: there are none."""
+
 
 def build_engine(
     config: CoordinatorConfig,
@@ -65,9 +68,10 @@ def build_engine(
     team = services.team
     make_room(len(replicas))
     inboxes = [Inbox[Mail]() for _ in team.ranks]
-    posts = {rank: inbox.post for rank, inbox in zip(team.ranks, inboxes, strict=True)}
-    link: LeaderLink | FollowerLink | None = None
-    machine: Coordinator | Follower = Coordinator(config)
+    posts: dict[int, Callable[[Mail], None]] = {
+        rank: inbox.post for rank, inbox in zip(team.ranks, inboxes, strict=True)
+    }
+    link: Link = None
 
     def ask(arrivals: tuple[Arrival, ...]) -> None:
         assert link is not None
@@ -80,15 +84,7 @@ def build_engine(
         meeting = _open_meeting(config, replicas, services, (runtime.backend, outer), ask, settings)
         ranks = _open_ranks(config, replicas, services, runtime, inboxes, settings)
         workers = [Worker(rank, replicas, services, meeting, failures, config.start) for rank in ranks]
-        threads = [
-            threading.Thread(  # in the settings of this one: torch.compile's belong to a thread
-                target=copy_context().run,
-                args=(worker.run,),
-                name=f"flowdp-worker-{worker.rank}",
-                daemon=True,
-            )
-            for worker in workers
-        ]
+        threads = [_thread_of(worker) for worker in workers]
         event_log = EventLog()
         diagnostics = Diagnostics(
             workers,
@@ -99,13 +95,7 @@ def build_engine(
             lambda: () if link is None else link.signs,
             steps_at_gate=replicas[0].steps_at_gate,
         )
-        if team.is_spread and team.leads:
-            link = LeaderLink(services, meeting.gate, diagnostics.sign)
-            others = (rank for rank in range(config.world_size) if rank not in team.ranks)
-            posts |= {rank: partial(link.order, rank) for rank in others}
-        elif team.is_spread:
-            link = FollowerLink(services, meeting.gate, diagnostics.sign, posts)
-            machine = Follower(config, team.ranks, link.send)
+        link, machine = _open_link(config, services, meeting.gate, diagnostics, posts)
         timeout_s = failures.stall_timeout
         shell = CoordinatorShell(
             CoordinatorParts(
@@ -138,6 +128,41 @@ def build_engine(
         )
         undo.pop_all()
     return engine
+
+
+def _thread_of(worker: Worker) -> threading.Thread:
+    """The thread of a worker, in the settings of the calling one: torch.compile's belong to a thread."""
+    return threading.Thread(
+        target=copy_context().run, args=(worker.run,), name=f"flowdp-worker-{worker.rank}", daemon=True
+    )
+
+
+def _open_link(
+    config: CoordinatorConfig,
+    services: Services,
+    gate: Gate,
+    diagnostics: Diagnostics,
+    posts: dict[int, Callable[[Mail], None]],
+) -> tuple[Link, Coordinator | Follower]:
+    """Open the link to the other machines, and what coordinates the ranks of this one.
+
+    Args:
+        config: The run.
+        services: Its services.
+        gate: Its gate.
+        diagnostics: Observer of the threads.
+        posts: Inbox of each rank of this machine; where it leads, it is given those of the other ranks.
+    """
+    team = services.team
+    if not team.is_spread:
+        return None, Coordinator(config)
+    if not team.leads:
+        follower = FollowerLink(services, gate, diagnostics.sign, posts)
+        return follower, Follower(config, team.ranks, follower.send)
+    link = LeaderLink(services, gate, diagnostics.sign)
+    others = (rank for rank in range(config.world_size) if rank not in team.ranks)
+    posts |= {rank: partial(link.order, rank) for rank in others}
+    return link, Coordinator(config)
 
 
 def _close_at_end(services: Services, settings: ExitStack) -> None:
