@@ -240,7 +240,7 @@ def _open_ranks(
         settings.callback(feed.close)
     settings.callback(keep_memory, lanes)
     tuning = as_tuning(runtime.tune_process)
-    # Where the bits do not depend on measured speed, they shall not depend on the size of a pool either.
+    # A run whose results do not depend on measured speed must not depend on the size of a pool.
     sizes = pool_sizes(
         [lane.device for lane in lanes], tuning, adapts=ROUNDS[config.policy].shares == "steps"
     )
