@@ -536,7 +536,7 @@ class PrefetchFeed(Feed):
                 fetched.slot = slot
                 is_wanted = self._wanted == fetched.key
                 if is_wanted:
-                    self._wanted = None  # one note for each wait: the worker's inbox is bounded
+                    self._wanted = None  # one note for each wait: nothing else bounds the worker's inbox
             if is_wanted:
                 self._notify(*fetched.key[:2])
             return

@@ -147,7 +147,7 @@ class Status:
         capture: How each rank's steps run: "captured", or "eager: ..." with the reason; None: on this device,
             or by the user's wish, they never are. Shape (world_size,).
         problems: Problems that did not end the run: replicas that had NaN or infinite numbers, ranks
-            that left or ran out of memory, callbacks that raised or do not return, a checkpoint or event log
+            that left or ran out of memory, callbacks that raised or do not return, a checkpoint
             that could not be written, a standstill at the start or while paused.
     """
 

@@ -346,8 +346,8 @@ class Trainer:
         end, and continues a paused run for that. In `with trainer.start() as run:` an exception stops it.
 
         Raises:
-            OptionError: A dataset or a factory's result cannot be used, the event log cannot be opened,
-                or another run holds one of the devices.
+            OptionError: A dataset or a factory's result cannot be used, or another run holds one of the
+                devices.
             CheckpointError: There is no checkpoint to resume from, or this run does not fit it.
             CollectiveError: backend="nccl" was asked for and does not work here; the message says why.
             DataError: The dataset's worker processes could not be started.

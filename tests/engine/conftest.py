@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from flowdp.device.streams import StreamLane
 from tests.data.cards import Card, put_on_streams
+from tests.fakes import FakeCuda
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda()
+
+
+@pytest.fixture
+def lane(cuda: FakeCuda) -> StreamLane:
+    return StreamLane(torch.device("cpu"), cuda)
 
 
 @pytest.fixture(params=["cpu", "streams"])

@@ -17,16 +17,6 @@ CPU = torch.device("cpu")
 STEP = Step(0, (0,), 0)
 
 
-@pytest.fixture
-def cuda() -> FakeCuda:
-    return FakeCuda()
-
-
-@pytest.fixture
-def lane(cuda: FakeCuda) -> StreamLane:
-    return StreamLane(CPU, cuda)
-
-
 class Clock:
     """Sets the times of events: the device takes as long as the test says."""
 

@@ -20,20 +20,9 @@ from flowdp.engine.meter import Meter, OrderSums
 from flowdp.machine.worker import Done, Step
 from flowdp.policy.efficiency import Activity
 from flowdp.timeline.spans import RankSpans
-from tests.fakes import FakeCuda
 
 CPU = torch.device("cpu")
 STEP = Step(3, (5,), 0)
-
-
-@pytest.fixture
-def cuda() -> FakeCuda:
-    return FakeCuda()
-
-
-@pytest.fixture
-def lane(cuda: FakeCuda) -> StreamLane:
-    return StreamLane(CPU, cuda)
 
 
 @pytest.fixture(params=["host", "device"])
