@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from flowdp.checkpoint.host_copies import PinnedBlocks
 from flowdp.collective.host import HostMean
+from flowdp.collective.outer import OuterMomentum
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.errors import ProtocolError
 from flowdp.policy.efficiency import Activity
@@ -49,6 +50,7 @@ class BarrierTasks:
         replicas: Replicas of all ranks of its machine.
         services: The saver, which takes its saved states, and the evaluator.
         meeting: Where the ranks, and the machines, meet.
+        outer: Momentum of the means' outer step, which is saved; None: they are plain means.
 
     Threads:
         The worker of the rank.
@@ -61,11 +63,12 @@ class BarrierTasks:
         replicas: Sequence[Replica],
         services: Services,
         meeting: MeetingPoint,
+        outer: OuterMomentum | None = None,
     ) -> None:
         self._rank, self._index = rank, index
         self._replica, self._replicas = replicas[index], replicas
         self._saver, self._evaluator, self._team = services.saver, services.evaluator, services.team
-        self._collective = meeting.collective
+        self._collective, self._outer = meeting.collective, outer
         self._blocks = PinnedBlocks(self._replica.lane)
 
     def serve(
@@ -90,9 +93,8 @@ class BarrierTasks:
             case SaveState():
                 holds_model = task.model == self._rank or (task.is_best and self._is_follower_first())
                 if holds_model or self._saver.keeps_ranks:
-                    self._saver.put(
-                        self._rank, capture(self._replica, shared=holds_model, blocks=self._blocks)
-                    )
+                    part = capture(self._replica, shared=holds_model, outer=self._outer, blocks=self._blocks)
+                    self._saver.put(self._rank, part)
                 elif self._saver.keeps_generators:
                     self._saver.put(self._rank, capture_generator(self._replica))
                 return TaskDone(self._rank)

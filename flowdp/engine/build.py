@@ -10,6 +10,7 @@ from functools import partial
 
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.on_streams import StreamedMean
+from flowdp.collective.outer import OuterMomentum
 from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
 from flowdp.device.compiled import make_room
@@ -59,7 +60,7 @@ def build_engine(
         services: What the threads share; closed at the end of the run.
         failures: Errors, stalls and NaNs: which of them end the run.
         runtime: Use of devices and process.
-        outer: The outer step of the means, of which each replica has the momentum then; None: there is none.
+        outer: The outer step of the means; None: there is none.
 
     Raises:
         CollectiveError: NCCL was asked for and does not work here.
@@ -82,7 +83,8 @@ def build_engine(
         undo.callback(settings.close)
         _close_at_end(services, settings)
         meeting = _open_meeting(config, replicas, services, (runtime.backend, outer), ask, settings)
-        ranks = _open_ranks(config, replicas, services, runtime, inboxes, settings)
+        momenta: Sequence[OuterMomentum | None] = meeting.collective.outer or [None] * len(replicas)
+        ranks = _open_ranks(config, replicas, services, runtime, inboxes, momenta, settings)
         workers = [Worker(rank, replicas, services, meeting, failures, config.start) for rank in ranks]
         threads = [_thread_of(worker) for worker in workers]
         event_log = EventLog()
@@ -207,8 +209,6 @@ def _open_meeting(
     launch = collective.launch if joint is None else joint.launch
     gate = Gate(config.world_size, launch, ask if team.is_spread else None, team.ranks)
     is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
-    for replica, momentum in zip(replicas, collective.outer, strict=False):  # empty without outer
-        replica.outer = momentum
     return MeetingPoint(
         gate=gate,
         collective=collective,
@@ -223,6 +223,7 @@ def _open_ranks(
     services: Services,
     runtime: RuntimeOptions,
     inboxes: Sequence[Inbox[Mail]],
+    momenta: Sequence[OuterMomentum | None],
     settings: ExitStack,
 ) -> list[RankParts]:
     """Open what each rank has for itself: its feed, and the threads that it computes with."""
@@ -252,6 +253,7 @@ def _open_ranks(
             feed=feeds[index],
             inbox=inboxes[index],
             pool=RankPool(sizes[index], thread_budget() if tuning.openmp else sizes[index]),
+            outer=momenta[index],
         )
         for index, rank in enumerate(ranks)
     ]

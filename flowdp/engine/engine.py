@@ -116,8 +116,13 @@ class Engine:
     @property
     def replicas(self) -> Sequence[Replica]:
         """One per rank, equal; none once the run has let go of them."""
+        return [rank.replica for rank in self.ranks]
+
+    @property
+    def ranks(self) -> Sequence[RankParts]:
+        """Parts of each rank; none once the run has let go of them."""
         parts = self._parts
-        return () if parts is None else [rank.replica for rank in parts.ranks]
+        return () if parts is None else parts.ranks
 
     def start(self) -> None:
         """Start all threads; they wait for `begin`. After an error, or without that, `take_back` ends them.

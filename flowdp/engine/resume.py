@@ -16,6 +16,7 @@ from flowdp.checkpoint.fingerprint import differences, orders
 from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.weights import Weights
 from flowdp.data.source import Source
+from flowdp.engine.worker_thread import RankParts
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.network.machines import Machines
 from flowdp.options import CheckpointOptions
@@ -273,23 +274,23 @@ class Resumed:
                 kept |= {name: self.ranks[0][name] for name in ("optimizers", "scaler", "learning_rate")}
             restore(replica, kept, self.model, self.buffers, self.ema)
 
-    def put_back_momentum(self, replicas: Sequence[Replica]) -> None:
+    def put_back_momentum(self, ranks: Sequence[RankParts]) -> None:
         """Restore the momentum of the means' outer step; where only one run has any, the log says so.
 
         Args:
-            replicas: With their models restored, and the momentum that their collective has made.
+            ranks: Those of this machine, with the models of their replicas restored.
 
         Raises:
             CheckpointError: It is of other parameters.
         """
-        has_outer = any(replica.outer is not None for replica in replicas)
+        has_outer = any(parts.outer is not None for parts in ranks)
         if self.outer and not has_outer:
             log.warning("the outer momentum of %s is dropped: this run takes no outer step", self)
         elif has_outer and not self.outer:
             log.warning("%s has no outer momentum: it begins at zero", self)
-        elif has_outer:
-            for replica in replicas:  # CPU ranks share one, and give it the same values
-                restore_momentum(replica, self.outer)
+        for parts in ranks if self.outer else ():  # CPU ranks share one, and give it the same values
+            if parts.outer is not None:
+                restore_momentum(parts.replica, parts.outer, self.outer)
 
     def __str__(self) -> str:
         return "the given state" if self.path is None else f"checkpoint {str(self.path)!r}"

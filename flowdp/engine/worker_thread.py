@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import NOTHING
+from flowdp.collective.outer import OuterMomentum
 from flowdp.data.feed import Feed
 from flowdp.device import worker_context
 from flowdp.device.failed_device import keep_memory
@@ -76,6 +77,7 @@ class RankParts:
         feed: Brings its batches to its device.
         inbox: Inbox of its thread.
         pool: Threads that it computes with.
+        outer: Momentum of the means' outer step; CPU ranks share one. None: they are plain means.
     """
 
     rank: int
@@ -84,6 +86,7 @@ class RankParts:
     feed: Feed
     inbox: Inbox[Mail]
     pool: RankPool
+    outer: OuterMomentum | None = None
 
 
 class Worker:
@@ -146,7 +149,7 @@ class Worker:
         self._numbers = NanGuard(
             replica, self.machine, self._meter, self._place, failures.on_nan, is_late=is_late
         )
-        self._tasks = BarrierTasks(parts.rank, parts.index, replicas, services, meeting)
+        self._tasks = BarrierTasks(parts.rank, parts.index, replicas, services, meeting, parts.outer)
         self._is_bound = False  # the other ranks wait for this one
         self._part_loss: Tensor | None = None  # of the step that comes behind the gate (exact)
         self._fed = 0  # the machine's plans that the feed knows

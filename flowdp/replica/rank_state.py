@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flowdp.checkpoint.fingerprint import SHOWN
 from flowdp.checkpoint.host_copies import HostCopies, PinnedBlocks
+from flowdp.collective.outer import OuterMomentum
 from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.flat_parameters import memory_key
 from flowdp.device.streams import Lane
@@ -30,6 +31,7 @@ __all__ = [
     "capture",
     "capture_generator",
     "has_generator",
+    "named_momentum",
     "of_rank",
     "restore",
     "restore_model",
@@ -38,7 +40,11 @@ __all__ = [
 
 
 def capture(
-    replica: Replica, *, shared: bool, blocks: PinnedBlocks | None = None
+    replica: Replica,
+    *,
+    shared: bool,
+    outer: OuterMomentum | None = None,
+    blocks: PinnedBlocks | None = None,
 ) -> Callable[[], dict[str, Any]]:
     """Copy a rank's state to the host for a checkpoint.
 
@@ -47,6 +53,7 @@ def capture(
         shared: Also "model", the module's state_dict by its own names, "buffers", those that are not in it,
             "ema", the moving average of its parameters, and "outer", the momentum of the means' outer step.
             One rank does so for all.
+        outer: That momentum; None: there is none.
         blocks: Pinned memory of the rank's captures; None: of this one alone.
 
     Returns:
@@ -73,7 +80,7 @@ def capture(
         state["model"] = dict(module.state_dict())
         state["buffers"] = _hidden_buffers(module)
         state["ema"] = {} if replica.average is None else replica.average.named()
-        state["outer"] = replica.named_momentum()
+        state["outer"] = named_momentum(replica, outer)
     leaves, form = tree_flatten(state)
     copies, arrived = _to_host(leaves, replica.lane, blocks)
 
@@ -99,6 +106,11 @@ def capture_generator(replica: Replica) -> Callable[[], dict[str, Any]]:
     """
     state = {"generator": _generator_state(replica.device)}
     return lambda: state
+
+
+def named_momentum(replica: Replica, outer: OuterMomentum | None) -> dict[str, Tensor]:
+    """Momentum of the means' outer step by the names of a replica's module; empty where there is none."""
+    return {} if outer is None else replica.flat.named(outer.momentum)
 
 
 def has_generator(device: torch.device) -> bool:
@@ -237,14 +249,15 @@ def restore_model(module: nn.Module, model: Mapping[str, Any], buffers: Mapping[
 
 
 @torch.no_grad()
-def restore_momentum(replica: Replica, momentum: Mapping[str, Tensor]) -> None:
+def restore_momentum(replica: Replica, outer: OuterMomentum, saved: Mapping[str, Tensor]) -> None:
     """Restore the momentum of the means' outer step, in the memory it has.
 
     The parameters after the last mean need no state of their own: those of the model are.
 
     Args:
         replica: Newly built; its model is restored.
-        momentum: The saved one, by the module's names.
+        outer: The momentum that its means have.
+        saved: The saved one, by the module's names.
 
     Raises:
         CheckpointError: It is of other parameters.
@@ -255,16 +268,16 @@ def restore_momentum(replica: Replica, momentum: Mapping[str, Tensor]) -> None:
     Streams:
         On `compute`; all of it is done on return.
     """
-    own, lane = replica.named_momentum(), replica.lane
-    saved, mine = ({name: _form(value) for name, value in table.items()} for table in (momentum, own))
-    if found := difference(saved, mine, "in the checkpoint", "here", SHOWN):
+    own, lane = named_momentum(replica, outer), replica.lane
+    then, now = ({name: _form(value) for name, value in table.items()} for table in (saved, own))
+    if unlike := difference(then, now, "in the checkpoint", "here", SHOWN):
         raise CheckpointError(
-            f"the outer momentum in the checkpoint is of other parameters: {found}; train those that were "
+            f"the outer momentum in the checkpoint is of other parameters: {unlike}; train those that were "
             "trained then, or leave outer out"
         )
     with lane.on(lane.compute):
         for name, tensor in own.items():
-            tensor.copy_(momentum[name])
+            tensor.copy_(saved[name])
     lane.drain()
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import min_part_size, plain_layers
-from flowdp.collective.outer import OuterMomentum
 from flowdp.data.batches import Portion, cuts
 from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.compiled import frees_at_once, uses_compile
@@ -135,7 +134,6 @@ class Replica(Capturable):
     Attributes:
         averaged: Flat memory that the ranks average.
         average: Moving average of the parameters; None: there is none.
-        outer: Momentum of the means' outer step, set by the engine; None: they are plain means.
         watched: Memory that must stay finite; None: none.
         frozen: Check of the frozen parameters; None: they may be written to, or there are none.
         pieces: Least number of pieces of a micro-batch, since the device has run out of memory.
@@ -163,7 +161,6 @@ class Replica(Capturable):
 
     averaged: FlatTensors
     average: WeightAverage | None = None
-    outer: OuterMomentum | None = None
     watched: FlatTensors | None
     frozen: FrozenCheck | None
     can_repeat = True
@@ -450,10 +447,6 @@ class Replica(Capturable):
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Have the parameters in the module with which it is evaluated: their moving average, if any."""
         return nullcontext() if self.average is None else self.average.applied()
-
-    def named_momentum(self) -> dict[str, Tensor]:
-        """Momentum of the means' outer step by the module's names; empty where there is none."""
-        return {} if self.outer is None else self.flat.named(self.outer.momentum)
 
     def _open_gradients(self) -> FlatGradients | None:
         return FlatGradients(self.flat) if self.steps_flat else None

@@ -28,6 +28,7 @@ from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.protocol.messages import Requested
 from flowdp.replica.factories import ModelOption
+from flowdp.replica.rank_state import named_momentum
 from flowdp.timeline.timeline import Timeline
 from flowdp.trainer.result import Status, TrainedState, alone, ema_on_cpu, on_cpu, weights_on_cpu
 from flowdp.validators import check_number, is_int
@@ -549,12 +550,13 @@ class Run:
         if finish is None:
             raise FlowdpError("the run has no result yet")
         left = self._engine.failures.forgiven
-        replica = next(replica for rank, replica in enumerate(self._engine.replicas) if rank not in left)
+        parts = next(parts for rank, parts in enumerate(self._engine.ranks) if rank not in left)
+        replica = parts.replica
         best = self._engine.saver.best if self._restores_best else None
         average = {} if replica.average is None else replica.average.named()
         weights = best or Weights(replica.module.state_dict(), average)
         position, stopped_at = finish.position, None
-        momentum = replica.named_momentum() if best is None else {}  # the best one stood elsewhere
+        outer = parts.outer if best is None else None  # the best one stood elsewhere
         if position is not None and best is None:
             rates, orders = replica.learning_rate.state_dict(), self._engine.saver.orders(position)
             stopped_at = self._engine.stopped_at(position, learning_rate=rates, orders=orders)
@@ -567,7 +569,7 @@ class Run:
             interrupted=finish.stopped,
             stopped_at=stopped_at,
             ema=ema_on_cpu(weights),
-            outer_momentum=weights_on_cpu(momentum) or None,
+            outer_momentum=weights_on_cpu(named_momentum(replica, outer)) or None,
             _model=self._model,
         )
 

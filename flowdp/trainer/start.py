@@ -156,7 +156,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         engine = build_engine(plan, replicas, services, config.failures, config.runtime, config.outer_step)
         undo.callback(engine.take_back)
         if resumed is not None:
-            resumed.put_back_momentum(replicas)
+            resumed.put_back_momentum(engine.ranks)
         run = Run(
             engine,
             config.replica.model,

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.checkpoint.host_copies import PinnedBlocks
 from flowdp.engine import barrier_tasks
 from flowdp.engine.resume import Resumed
 from flowdp.replica import rank_state
@@ -56,14 +55,12 @@ def moments(optimizers: Sequence[Mapping[str, Any]]) -> str:
 def watch(case: str) -> None:
     """Report the optimizer states of each rank as they are saved, and as they are restored."""
 
-    def noted(
-        replica: Replica, *, shared: bool, blocks: PinnedBlocks | None = None
-    ) -> Callable[[], dict[str, Any]]:
+    def noted(replica: Replica, *, shared: bool, **given: Any) -> Callable[[], dict[str, Any]]:
         worker = flowdp.current_worker()
         assert worker is not None
         found = moments([one.state_dict() for one in all_of(replica.optimizers)])
         report("saved", case=case, rank=worker.rank, digest=found, shared=shared)
-        return capture(replica, shared=shared, blocks=blocks)
+        return capture(replica, shared=shared, **given)
 
     def put_back(self: Resumed, replicas: Sequence[Replica], ranks: Sequence[int] | None = None) -> None:
         restore(self, replicas, ranks)

@@ -16,6 +16,7 @@ import flowdp
 from flowdp import OuterOptions
 from flowdp.collective import host
 from flowdp.machine import planned_rounds
+from flowdp.replica.rank_state import named_momentum
 from tests.numerics.conftest import WAIT_S, StepRecorder
 from tests.numerics.test_mean_of_steps import ByHand, check_equal, network, rounds_of, train
 
@@ -180,11 +181,12 @@ def expected(
 def check(run: flowdp.Run, wanted: Outer) -> None:
     state = run.join(WAIT_S)
     left = run._engine.failures.forgiven
-    for rank, replica in enumerate(run._engine.replicas):
+    for rank, parts in enumerate(run._engine.ranks):
         if rank not in left:
-            own = replica.module.state_dict()["weight"]
+            own = parts.replica.module.state_dict()["weight"]
             assert torch.equal(own, state.state_dict["weight"])
-            assert replica.outer is None or same(replica.named_momentum(), named(state)) is None
+            if parts.outer is not None:
+                same(named_momentum(parts.replica, parts.outer), named(state))
     torch.testing.assert_close(state.state_dict["weight"], wanted.last["weight"], rtol=0, atol=1e-11)
     if not wanted.options.is_plain:
         torch.testing.assert_close(named(state)["weight"], wanted.momentum["weight"], rtol=0, atol=1e-11)
@@ -371,8 +373,8 @@ def test_other_devices_and_a_given_state_go_on_with_it(tmp_path: Path, policy: s
         folder = tmp_path if resume is True else None
         run = repeated(network(), checkpoint=folder, resume=resume, **options).start()  # no step is left
         same(named(run.join()), named(before))
-        for replica in run._engine.replicas:
-            same(replica.named_momentum(), named(before))
-            assert replica.outer is not None
-            for last, part in zip(replica.outer._last.values(), replica.flat.trained(), strict=True):
+        for parts in run._engine.ranks:
+            same(named_momentum(parts.replica, parts.outer), named(before))
+            assert parts.outer is not None
+            for last, part in zip(parts.outer._last.values(), parts.replica.flat.trained(), strict=True):
                 assert torch.equal(last, part)
