@@ -176,6 +176,7 @@ class FlatReplica(FlatTensors):
     Attributes:
         rank: As given.
         flats: One per dtype, in the order in which the module shows the dtypes.
+        has_buffers: Whether the module has buffers.
         thawable: Frozen parameters that may be trained later. They are in no flat.
 
     Raises:
@@ -228,6 +229,7 @@ class FlatReplica(FlatTensors):
         self.flats = tuple(self._flatten(dtype, locations) for dtype, locations in by_dtype.items())
         for tensor, owner in aliases.items():
             tensor.data = owner.data
+        self.has_buffers = any(flat.split < len(flat.memory) for flat in self.flats)
         self._pointers = [view.data_ptr() for view in self._views]
         self._specs = tuple(location.spec for location in self._locations)
 
@@ -321,11 +323,6 @@ class FlatReplica(FlatTensors):
         for index in self._moved:
             if self._specs[index].kind == "parameter":
                 self._locations[index].tensor.data.copy_(self._views[index])
-
-    @property
-    def has_buffers(self) -> bool:
-        """Whether the module has buffers."""
-        return any(flat.split < len(flat.memory) for flat in self.flats)
 
     def keep_buffers(self) -> None:
         """Note the buffers as they are now: one copy for each dtype."""

@@ -88,7 +88,7 @@ def obstacle(optimizer: Optimizer, module: nn.Module, replica: FlatReplica) -> s
     """Why an optimizer has to step its parameters one by one; None: it can step flat memory."""
     if type(optimizer) not in ELEMENTWISE:
         return f"{type(optimizer).__name__} is none of SGD, Adam and AdamW"
-    if _has_hooks(optimizer) or _has_own_step(optimizer):
+    if any(_step_hooks(optimizer)) or _has_own_step(optimizer):
         return "it has hooks, or a step of its own"
     if any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse for part in module.modules()):
         return "an embedding has sparse gradients"
@@ -125,6 +125,7 @@ class FlatOptimizer:
 
     def __init__(self, own: Optimizer, replica: FlatReplica, gradients: FlatGradients) -> None:
         self._own = own
+        self._hooks = _step_hooks(own)
         self._gradients = gradients
         self._parameters = gradients.parameters
         self._views = [view for _, view in replica.parameters()]
@@ -164,9 +165,9 @@ class FlatOptimizer:
             The optimizer to step.
         """
         own = self._own
-        if not self._is_apart and (self._twin is None or self._look() != self._seen or _has_hooks(own)):
+        if not self._is_apart and (self._twin is None or self._look() != self._seen or any(self._hooks)):
             self._rebuild()
-        if self._twin is not None and any(stray.grad is not None for stray in self._strays):
+        if self._strays and self._twin is not None and any(stray.grad is not None for stray in self._strays):
             self._step_apart("a parameter that was frozen at first is trained")
         twin = self._twin
         if twin is None:
@@ -243,7 +244,7 @@ class FlatOptimizer:
     def can_be_recorded(self) -> bool:
         """Whether a step can be recorded as a graph, its rates aside."""
         own, twin = self._own, self._twin
-        if twin is None or _has_hooks(own):
+        if twin is None or any(self._hooks):
             return False
         if self._spans or self._strays or self._moved:
             return False
@@ -280,7 +281,7 @@ class FlatOptimizer:
             [len(value) if name == "params" else value for name, value in group.items() if name != "lr"]
             for group in self._own.param_groups
         ]
-        return self._revision, self._twin is None or _has_hooks(self._own), options, touched
+        return self._revision, self._twin is None or any(self._hooks), options, touched
 
     @contextmanager
     def recording(self, rates: Sequence[Tensor]) -> Iterator[None]:
@@ -316,9 +317,9 @@ class FlatOptimizer:
     def unfit(self) -> str | None:
         """Why it has to step its parameters one by one by now; None: it has not."""
         own = self._own
-        return (
-            "hooks were registered on it" if _has_hooks(own) else _unfit_options(own) or self._unfit_state()
-        )
+        if any(self._hooks):
+            return "hooks were registered on it"
+        return _unfit_options(own) or self._unfit_state()
 
     def pieces(self) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
         """State of the span: a parameter, where a part of it begins, and the state of that part."""
@@ -611,8 +612,9 @@ def _reload(flat: FlatOptimizer | None) -> None:
         flat.reload()
 
 
-def _has_hooks(optimizer: Optimizer) -> bool:
-    return any(hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks") and "step" in name)
+def _step_hooks(optimizer: Optimizer) -> list[dict[int, Any]]:
+    """The tables in which an optimizer keeps the hooks of its steps, for its life."""
+    return [hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks") and "step" in name]
 
 
 def _has_own_step(optimizer: Optimizer) -> bool:
