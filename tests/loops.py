@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from flowdp.data_parallel.call import call_parts
 from flowdp.data_parallel.cut import Arguments
-from flowdp.data_parallel.device_copies import Link
 from flowdp.data_parallel.join import join
 from flowdp.data_parallel.layout import PLAIN, Callee
-from flowdp.data_parallel.replicas import Replicas
+from flowdp.data_parallel.replicas import Link, Replicas
 from flowdp.device.streams import HostLane, Lane
 
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from flowdp.collective.nccl_loop import NcclLoop
-from flowdp.data_parallel.device_copies import Link
-from flowdp.data_parallel.replicas import Replicas
+from flowdp.data_parallel.replicas import Link, Replicas
 from flowdp.device.streams import Lane, StreamLane
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda

@@ -15,8 +15,9 @@ from bench.gpu.averaging import against_copies, open_replicas
 from bench.gpu.checks import deviation, faults_of
 from bench.gpu.part import Figure, Finding, Note, Place, Skipped, timed_ms
 from bench.harness import step_ms
+from flowdp.collective.communicators import CommunicatorSetup, abort_all
 from flowdp.collective.nccl import NcclMean, load
-from flowdp.collective.nccl_setup import CommunicatorSetup, Side, abort_all, launch_group, sum_replicas
+from flowdp.collective.nccl_sums import Side, launch_group, sum_replicas
 from flowdp.device.streams import QUIET
 from flowdp.options import RuntimeOptions
 

@@ -27,16 +27,35 @@ from torch import Tensor
 
 from flowdp.collective.mean import BlockMean, arithmetic, relative_drift, shift
 from flowdp.collective.outer import OuterMomentum
-from flowdp.collective.payload import PACKS
 from flowdp.device.flat_parameters import Flat
 from flowdp.network.machines import Reduction
 from flowdp.network.team import Team
+from flowdp.options import Payload
 from flowdp.protocol.messages import Outcome
 
-__all__ = ["MachinesMean"]
+__all__ = ["PACKS", "MachinesMean", "Pack"]
 
 SUMMED = {torch.uint8, torch.int8, torch.int32, torch.int64}
 """Integer dtypes that gloo reduces; others travel as int64."""
+
+Pack = Callable[[Tensor], Tensor]
+"""The seam for a compression: makes of memory what travels; the memory itself where nothing is to be done.
+
+What travels has as many elements, in any dtype. `torch.distributed` sums it over the machines, and the sum is
+copied back into the memory: it stands for that of the memories."""
+
+
+def _full(memory: Tensor) -> Tensor:
+    return memory
+
+
+def _half(memory: Tensor) -> Tensor:
+    """Half the bytes of float32; float64 was asked for by the user, and stays."""
+    return memory.bfloat16() if memory.dtype == torch.float32 else memory
+
+
+PACKS: dict[Payload, Pack] = {"full": _full, "bf16": _half}
+"""The pack of each `MachineOptions.payload`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

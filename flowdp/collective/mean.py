@@ -6,7 +6,7 @@ Integers and flags: the maximum. A rank with weight 0 takes the result and gives
 multiplied by 0, for 0 times NaN is NaN.
 
 Others carry the memory: `host.py` through the host's, `local.py` between devices, `nccl.py` by NCCL,
-`machines_mean.py` between machines. What an all-reduce needs is in `nccl_setup.py`: scale, sum, divide.
+`machines_mean.py` between machines. What an all-reduce needs is in `nccl_sums.py`: scale, sum, divide.
 """
 
 from __future__ import annotations

@@ -21,38 +21,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
 from math import nan, sqrt
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from flowdp.collective.communicators import Communicators, Members, room_errors
 from flowdp.collective.fused import import_cupy
 from flowdp.collective.mean import relative_drift
-from flowdp.collective.nccl_setup import (
-    MAKING_S,
-    REMAKING_S,
-    Communicators,
-    CommunicatorSetup,
-    Members,
-    Side,
-    gather_calls,
-    nccl_errors,
-    room_errors,
-    sum_call,
-    sum_replicas,
-)
+from flowdp.collective.nccl_sums import Side, gather_calls, nccl_errors, sum_call, sum_replicas
 from flowdp.collective.on_streams import StreamedMean
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
+from flowdp.network.machines import Machines
 from flowdp.network.team import Team
 from flowdp.options import OuterOptions
 from flowdp.protocol.messages import Outcome
 
-__all__ = ["NcclMean", "load"]
+__all__ = ["NcclMean", "load", "open_nccl_machines"]
+
+Result = TypeVar("Result")
 
 
 def load() -> Any:
@@ -107,7 +97,7 @@ class NcclMean(StreamedMean):
             were.
 
     Threads:
-        Made by one thread, before the workers run; `CommunicatorSetup.wait` bounds its wait.
+        Made by one thread, before the workers run; `Communicators` bounds its wait.
     """
 
     def __init__(
@@ -137,11 +127,12 @@ class NcclMean(StreamedMean):
                     Side(self._nccl, lane, replica.flats, rank)
                     for rank, (lane, replica) in enumerate(zip(lanes, replicas, strict=True))
                 ]
-            self._comms = self._open(members)
+            flats = [replica.flats for replica in replicas]
+            self._comms = Communicators(self._nccl, lanes, flats, members)
             self._inner: Communicators | None = None  # of this machine alone
             if team is not None and team.options.rounds > 1 and len(lanes) > 1:
                 try:
-                    self._inner = self._open(None)
+                    self._inner = Communicators(self._nccl, lanes, flats)
                 except BaseException:
                     self._comms.abort()
                     raise
@@ -159,7 +150,7 @@ class NcclMean(StreamedMean):
         super().launch(outcome, behind)
 
     def _fit(self, outcome: Outcome) -> None:
-        """Make communicators for the members of a round, where ranks have left; a single one needs none.
+        """Make communicators for the members of a round, where ranks have left.
 
         `QUIET` is held to the end, because other threads of the run prefetch meanwhile. Ranks of several
         machines end together.
@@ -173,25 +164,13 @@ class NcclMean(StreamedMean):
         for lane in lanes:
             lane.drain()  # else an abort would cut the last mean off
 
-        def make() -> list[Any]:
-            if len(lanes) == 1:
-                return []
-            return CommunicatorSetup(self._nccl, lanes, flats, quiet=nullcontext()).wait(REMAKING_S)
-
         try:
             with QUIET, room_errors():
-                self._comms.renew(make)
+                self._comms.renew(lanes, flats)
         except CollectiveError as error:
             raise CollectiveError(
                 f"rank {left} left, and NCCL does not work for the others alone: {error}"
             ) from error
-
-    def _open(self, members: Members | None) -> Communicators:
-        """Make the communicators of the ranks here, among others or for these alone."""
-        wait_s = {} if members is None else {"sums_s": MAKING_S}  # those of other machines load kernels
-        flats = [replica.flats for replica in self._replicas]
-        setup = CommunicatorSetup(self._nccl, self._lanes, flats, members=members)
-        return Communicators(self._nccl, self._lanes, partial(setup.wait, **wait_s))
 
     def abort(self) -> None:
         """See `Collective.abort`. It returns after a few seconds at most."""
@@ -281,3 +260,64 @@ def _weights(outcome: Outcome, team: Team) -> Sequence[float]:
         local, samples = outcome.local_weights(ranks), sum(outcome.weights[rank] for rank in ranks)
         weights += [samples * weight / max(1, sum(local)) for weight in local]
     return weights
+
+
+def open_nccl_machines(
+    replicas: Sequence[FlatTensors],
+    lanes: Sequence[Lane],
+    team: Team,
+    outer: OuterOptions | None = None,
+) -> NcclMean:
+    """Open NCCL on all machines, or on none.
+
+    The name of their group, which machine 0 makes, travels by `torch.distributed`.
+
+    Raises:
+        CollectiveError: It does not work on one of them; every machine raises it.
+
+    Threads:
+        The one that starts the run; all machines make this call.
+    """
+    machines = team.machines
+    assert machines is not None
+    nccl = _on_all(machines, load)
+    name = machines.share(_on_all(machines, lambda: _named(nccl) if machines.leads else None))
+    return _on_all(
+        machines,
+        lambda: NcclMean(replicas, lanes, nccl, outer, team, name),
+        lambda mean: mean.abort(),
+    )
+
+
+def _named(nccl: Any) -> Any:
+    with nccl_errors(nccl, "name a group of machines"):
+        return nccl.get_unique_id()
+
+
+def _on_all(
+    machines: Machines, work: Callable[[], Result], undo: Callable[[Result], object] = lambda _: None
+) -> Result:
+    """Do a part of the start on all machines.
+
+    Args:
+        machines: All of them; each makes this call.
+        work: The part.
+        undo: Takes the result back, where another machine has failed.
+
+    Raises:
+        CollectiveError: It has failed on one of them; every machine raises it.
+    """
+    result: list[Result] = []
+    problem: CollectiveError | None = None
+    try:
+        result.append(work())
+    except CollectiveError as error:
+        problem = error
+    told = machines.gather("" if problem is None else str(problem))
+    failed = [f"{name}: {text}" for name, text in zip(machines.names, told, strict=True) if text]
+    if failed:
+        for opened in result:
+            undo(opened)
+        text = "; ".join(failed)
+        raise CollectiveError(f"{text}; between machines, backend='cpu' does without NCCL") from problem
+    return result[0]

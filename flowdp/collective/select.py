@@ -12,9 +12,8 @@ import torch
 from flowdp.collective.base import Collective
 from flowdp.collective.host import HostMean
 from flowdp.collective.local import DeviceMean
-from flowdp.collective.nccl import NcclMean
+from flowdp.collective.nccl import NcclMean, open_nccl_machines
 from flowdp.collective.nccl_loop import NcclLoop
-from flowdp.collective.nccl_machines import open_nccl_machines
 from flowdp.device.discovery import reach_each_other
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import Lane

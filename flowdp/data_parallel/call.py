@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.gradient_sum import Gradients, has_hooks
 from flowdp.data_parallel.cut import Part
-from flowdp.data_parallel.device_copies import Copying, Packed
+from flowdp.data_parallel.gradient_sum import Gradients, GradientSum, Packed, has_hooks
 from flowdp.data_parallel.replicas import Modes, Replicas
 from flowdp.device.copies import move
 from flowdp.device.trees import flatten, unflatten
@@ -209,13 +208,13 @@ class Graphs:
             seeds = self._seeds(gradients)
             is_whole = all(self._busy) and any(asked[: self._shared])
             shared = [leaf for _, leaf in self._ends[0][: self._shared]]
-            carrier = replicas.carrier(shared, is_whole=is_whole)
-            walk = partial(self._walked, seeds, asked, keep or self._is_kept, carrier)
+            sums = replicas.gradient_sum(shared, is_whole=is_whole)
+            walk = partial(self._walked, seeds, asked, keep or self._is_kept, sums)
             found = [answer for answer in self._each(walk, None, walks=True) if answer is not None]
             if not keep:  # the copies of parameters go, too
                 self._outputs, self._ends = None, []
             with replicas.summing.running():
-                summed = carrier.sum([packed for packed, _ in found])
+                summed = sums.sum([packed for packed, _ in found])
         total = [*summed, *[None] * (len(asked) - len(summed))]
         return self._added(total, [pair for _, own in found for pair in own.items()])
 
@@ -293,13 +292,13 @@ class Graphs:
         seeds: Sequence[Sequence[Tensor | None]],
         asked: Sequence[bool],
         keep: bool,
-        carrier: Copying,
+        sums: GradientSum,
         rank: int,
     ) -> tuple[Packed, dict[int, Tensor | None]]:
         """A rank's walk: the gradients of shared inputs on their way to the first device, and the others."""
         found = self._walk(rank, seeds, asked, keep=keep)
         shared = [found.pop(place, None) for place in range(self._shared)]
-        return carrier.pack(shared, self._replicas.devices[rank]), found
+        return sums.pack(shared, self._replicas.devices[rank]), found
 
     def _each(self, do: Callable[[int], Any], modes: Modes | None, *, walks: bool) -> list[Any]:
         """The results of the ranks that have work."""

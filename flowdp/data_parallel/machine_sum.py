@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import SharedStatistics
-from flowdp.collective.payload import PACKS
+from flowdp.collective.machines_mean import PACKS
 from flowdp.device.streams import HostLane
 from flowdp.errors import CollectiveError, FlowdpError, OptionError
 from flowdp.network.machines import Machines, Reduction

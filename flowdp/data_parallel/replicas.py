@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from flowdp.collective.batch_norm import SharedStatistics, call_groups, taking_part
 from flowdp.collective.mean import add_weighted
+from flowdp.collective.nccl_loop import NcclLoop, row_sizes
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.moving import keep_for
-from flowdp.data_parallel.device_copies import Copying, DeviceCopies, Link
+from flowdp.data_parallel.gradient_sum import GradientSum
 from flowdp.device.compiled import FirstCalls, warn_of_draws
 from flowdp.device.copies import carry, copied
 from flowdp.device.draws import OwnDraws, SeededCalls, draw_seed, share_generator
@@ -37,10 +38,13 @@ from flowdp.modules.shallow import ShallowReplicas
 from flowdp.policy.recheck import Recheck
 from flowdp.threads.crew import Crew
 
-__all__ = ["Modes", "Replicas", "StandIns"]
+__all__ = ["Link", "Modes", "Replicas", "StandIns", "device_copies"]
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+Link = Callable[[Sequence[Lane], Mapping[torch.dtype, int]], NcclLoop | None]
+"""Opens NCCL for rows of these sizes; None: it is not used."""
 
 Modes = Callable[[], AbstractContextManager[None]]
 
@@ -92,9 +96,11 @@ class Replicas:
         self._shallow = ShallowReplicas(module, len(lanes))
         self._shallow.look()
         self._tensors: list[list[Tensor]] = []
-        self._copies: DeviceCopies | None = None
-        if any(lane.is_async for lane in lanes):
-            self._copies = DeviceCopies(self.parameters(), lanes, link)
+        self._sends = any(lane.is_async for lane in lanes)
+        self._nccl: NcclLoop | None = None
+        if self._sends and link is not None:
+            sizes = row_sizes([tensor for tensor in self.parameters() if tensor.requires_grad])
+            self._nccl = link(lanes, sizes) if sizes else None
         self.modules: tuple[nn.Module, ...] = (module,)
         self.follow()
         self._norms = [SharedStatistics(replica) for replica in self.modules]
@@ -138,11 +144,13 @@ class Replicas:
         now += self.buffers()
         kept = [number for number, tensor in enumerate(now) if number < count or tensor.requires_grad]
         written = [number for number in range(count, len(now)) if not now[number].requires_grad]
-        columns = None if self._copies is None else self._copies.send([now[number] for number in kept])
+        columns: Sequence[Sequence[Tensor]] = ()
+        if self._sends:
+            columns = device_copies([now[number] for number in kept], self._lanes, self._nccl)
         modules, self._tensors = [self.module], []
         for rank in range(len(self._lanes)):
             column = list(now)
-            if rank and columns is not None:
+            if rank and self._sends:
                 for number, tensor in zip(kept, columns[rank - 1], strict=True):
                     column[number] = tensor
             self._tensors.append([column[k] for k, tensor in enumerate(now) if tensor.requires_grad])
@@ -239,16 +247,14 @@ class Replicas:
                 return f"{getattr(owner, '__qualname__', owner)} of {type(part).__name__}"
         return None
 
-    def carrier(self, tensors: Sequence[Tensor], *, is_whole: bool) -> Copying:
-        """The transfer of gradients of the first rank's tensors to the first device, where they are summed.
+    def gradient_sum(self, tensors: Sequence[Tensor], *, is_whole: bool) -> GradientSum:
+        """The sum of the gradients of the first rank's tensors, on the first device.
 
         Args:
             tensors: As `trained` has given them.
             is_whole: Whether all ranks give gradients, which NCCL needs.
         """
-        if self._copies is None:
-            return Copying(self.devices[0])
-        return self._copies.carrier(tensors, is_whole=is_whole)
+        return GradientSum(tensors, self.devices[0], self._nccl if is_whole else None)
 
     # ------------------------------------------------------------------ work
     def modes(self) -> Modes:
@@ -338,8 +344,8 @@ class Replicas:
     def close(self) -> None:
         """End the threads, and give NCCL back."""
         self._crew.close()
-        if self._copies is not None:
-            self._copies.close()
+        if self._nccl is not None:
+            self._nccl.close()
 
     def walking(self, rank: int) -> AbstractContextManager[object]:
         """Context of a walk of graphs inside a job that does other things, too."""
@@ -398,6 +404,44 @@ def _around(lanes: Sequence[Lane], threads: Sequence[int], rank: int) -> Iterato
         # Backward runs in this thread, not in autograd's one per device.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield
+
+
+def device_copies(
+    parameters: Sequence[Tensor], lanes: Sequence[Lane], nccl: NcclLoop | None
+) -> list[list[Tensor]]:
+    """Copies of a module's parameters for a call, leaves that require grad where those do.
+
+    They are new for each call, so no later call writes to what a graph may have saved.
+
+    Args:
+        parameters: On the first rank's device.
+        lanes: One per rank.
+        nccl: Sends them in rows, by one broadcast; None: they are copied.
+
+    Returns:
+        For each other rank, like `parameters`.
+
+    Raises:
+        CollectiveError: NCCL fails.
+
+    Streams:
+        The caller's current ones of all devices.
+    """
+    sent: Sequence[Sequence[Tensor | None]] = [[None] * len(parameters) for _ in lanes]
+    if nccl is not None:
+        sent = nccl.copies(parameters)
+    return [
+        [
+            (_copy(tensor, lane) if there is None else there).requires_grad_(tensor.requires_grad)
+            for tensor, there in zip(parameters, column, strict=True)
+        ]
+        for lane, column in zip(lanes[1:], sent[1:], strict=True)
+    ]
+
+
+def _copy(tensor: Tensor, lane: Lane) -> Tensor:
+    # The host waits for copies to its own memory alone.
+    return tensor.detach().to(lane.device, non_blocking=lane.device.type != "cpu", copy=True)
 
 
 def _fresh(buffers: Sequence[Tensor], device: torch.device) -> list[Tensor]:

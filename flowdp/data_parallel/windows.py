@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.gradient_sum import Gradients, accumulate, add_up, without_hooks
 from flowdp.data_parallel.call import call_parts
 from flowdp.data_parallel.comparison import lost_gradient, outside
 from flowdp.data_parallel.cut import Part
-from flowdp.data_parallel.device_copies import Packed
+from flowdp.data_parallel.gradient_sum import Gradients, Packed, accumulate, add_up, without_hooks
 from flowdp.data_parallel.join import join
 from flowdp.data_parallel.layout import PLAIN
 from flowdp.data_parallel.loss_context import BatchPlan, Results, Traces, last_outputs
@@ -165,7 +164,7 @@ def run_window(
         [piece for piece in window.pieces if piece.rank == rank] for rank in range(len(replicas.modules))
     ]
     is_trained = torch.is_grad_enabled()
-    carrier = replicas.carrier(replicas.trained(), is_whole=is_trained and all(of_rank))
+    sums = replicas.gradient_sum(replicas.trained(), is_whole=is_trained and all(of_rank))
     results: list[Any] = [None] * len(window.pieces)
     leaves: list[dict[int, Tensor]] = []  # that are no parameters, of each loss
 
@@ -192,7 +191,7 @@ def run_window(
         for place, piece in enumerate(window.pieces):
             if piece.rank == rank:
                 results[place] = replicas.call(rank, piece.samples, step, piece)
-        return carrier.pack(total, replicas.devices[rank])
+        return sums.pack(total, replicas.devices[rank])
 
     jobs = [partial(work, rank) if own else None for rank, own in enumerate(of_rank)]
     with without_hooks(replicas.trained()):  # they shall run on the sum
@@ -202,7 +201,7 @@ def run_window(
             raise lost_gradient("the loss of a window", own[key])
     if is_trained:
         with replicas.summing.running():
-            accumulate(replicas.trained(), carrier.sum([packed for packed in done if packed is not None]))
+            accumulate(replicas.trained(), sums.sum([packed for packed in done if packed is not None]))
     # The caller's streams on all devices come after the creation of the losses.
     loss = window.join([own.loss for own in results])
     return WindowResult(window.samples, loss, partial(window.join, [own[1:] for own in results]))

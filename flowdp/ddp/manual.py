@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from flowdp.checks import check_loop_backend
 from flowdp.collective.batch_norm import SharedStatistics, call_groups, check_sync_batch_norm, taking_part
 from flowdp.collective.mean import Op, flat_view, reduce_all, split_equally, write_back
-from flowdp.collective.nccl_loop import SUMMED, NcclLoop
+from flowdp.collective.nccl_loop import NcclLoop, row_sizes, rows_like
 from flowdp.collective.process_group import ProcessGroup
-from flowdp.collective.rows import rows_like
 from flowdp.collective.select import open_loop
 from flowdp.ddp.structure import check_same_structure, check_separate_memory
 from flowdp.device.compiled import FirstCalls, make_room
@@ -34,17 +33,6 @@ from flowdp.options import LoopBackend, ProcessTuning
 from flowdp.threads.crew import Crew
 
 __all__ = ["Ddp"]
-
-_SENT = {
-    *SUMMED,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-}
-"""Dtypes that NCCL sends packed in rows, as bytes."""
 
 
 class Ddp:
@@ -95,7 +83,8 @@ class Ddp:
         self._nccl: NcclLoop | None = None
         with ExitStack() as stack:
             if len(models) > 1:
-                self._nccl = self._open_nccl(backend)
+                trained = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
+                self._nccl = open_loop(backend, self._lanes, row_sizes(trained, is_wide=True))
                 if self._nccl is not None:
                     stack.callback(self._nccl.close)
                 prepare_torch()
@@ -266,19 +255,13 @@ class Ddp:
             error.add_note(f"flowdp: on rank {rank}, {self.devices[rank]}")
             raise
 
-    def _open_nccl(self, backend: LoopBackend) -> NcclLoop | None:
-        trained = [parameter for parameter in self.models[0].parameters() if parameter.requires_grad]
-        (rows,) = rows_like(trained, SUMMED, [torch.device("meta")], is_wide=True)
-        sizes = {memory.dtype: memory.numel() for memory in rows.memories}
-        return open_loop(backend, self._lanes, sizes)
-
     @torch.no_grad()
     def _send(self, tensors: Sequence[Sequence[Tensor]]) -> None:
         first = [tensor.detach() for tensor in tensors[0]]
         sent: list[list[Tensor | None]] = [[None] * len(first) for _ in self.devices]
         if self._nccl is not None:
             self._settle()
-            sent = self._nccl.copies(first, _SENT)
+            sent = self._nccl.copies(first)
         for theirs, there, device in zip(tensors[1:], sent[1:], self.devices[1:], strict=True):
             _fill(theirs, there)
             rest = [tensor if view is None else None for tensor, view in zip(first, there, strict=True)]
@@ -308,7 +291,7 @@ class Ddp:
     ) -> list[list[Tensor]]:
         """Reduce the gradients that have a place in rows; return the others, by rank."""
         self._settle()
-        rows = rows_like(gradients[0], SUMMED, self.devices, is_wide=True)
+        rows = rows_like(gradients[0], self.devices, is_wide=True)
         for rank, (grads, there) in enumerate(zip(gradients, rows, strict=True)):
             there.fill(grads)
             if shares is not None:

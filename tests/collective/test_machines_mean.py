@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from flowdp.collective import host
 from flowdp.collective.base import Averaging
 from flowdp.collective.host import HostMean
+from flowdp.collective.machines_mean import PACKS
 from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import open_lanes
 from flowdp.network.machines import find_machines
 from flowdp.network.team import Team
-from flowdp.options import MachineOptions, OuterOptions
+from flowdp.options import MachineOptions, OuterOptions, Payload
 from flowdp.protocol.messages import Outcome
 from tests.collective.fake_world import in_threads, model
 from tests.torch_world import in_processes
@@ -480,3 +481,14 @@ def test_three_machines(tmp_path: Path) -> None:
     check_close(after[0], weighted(every(results, "before"), (8, 24, 0, 16)))
     check_equal(after)
     check_overlap([one["overlap"] for one in found], THREE, (1, 2, 1))
+
+
+def test_each_payload_has_a_pack() -> None:
+    assert set(PACKS) == set(get_args(Payload))
+
+
+def test_bf16_halves_float32_alone() -> None:
+    single, double = torch.randn(5), torch.randn(5, dtype=torch.float64)
+    assert torch.equal(PACKS["bf16"](single), single.bfloat16())
+    assert PACKS["bf16"](double) is double
+    assert PACKS["full"](single) is single

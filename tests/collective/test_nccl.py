@@ -11,13 +11,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from flowdp.collective import nccl, nccl_setup
+from flowdp.collective import communicators, nccl
 from flowdp.collective.nccl import load
 from flowdp.device.streams import QUIET
 from flowdp.errors import CollectiveError
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.collective.fake_world import FakeWorld, nccl_mean
-from tests.collective.test_nccl_setup import wait_for_the_helper
+from tests.collective.test_communicators import wait_for_the_helper
 
 
 @pytest.fixture
@@ -108,13 +108,13 @@ def test_one_that_is_left_alone_has_no_communicator(world):
 
 def remade(world: FakeWorld, monkeypatch: pytest.MonkeyPatch, doing: Callable[[], object]) -> list[object]:
     """A round of ranks 0 and 2, with an action while NCCL makes communicators for them."""
-    real = nccl.CommunicatorSetup.wait
+    real = communicators.CommunicatorSetup.wait
 
     def wait(opening, *limits):
         doing()
         return real(opening, *limits)
 
-    monkeypatch.setattr(nccl.CommunicatorSetup, "wait", wait)
+    monkeypatch.setattr(communicators.CommunicatorSetup, "wait", wait)
     world.gate.leave(1)
     return world.hold([1, 0, 2], ranks=[0, 2])
 
@@ -149,12 +149,12 @@ def test_where_that_fails_the_round_does(world, monkeypatch, what):
 
     def now():
         if what == "full":
-            monkeypatch.setattr(nccl_setup, "_stand_in", full)
+            monkeypatch.setattr(communicators, "_stand_in", full)
         fake(world).broken = what == "wrong"
         fake(world).hangs = "make" if what == "hangs" else None
         fake(world).wake.clear()
 
-    monkeypatch.setattr(nccl, "REMAKING_S", 0.01 if what == "hangs" else 30.0)
+    monkeypatch.setattr(communicators, "REMAKING_S", 0.01 if what == "hangs" else 30.0)
     errors = remade(world, monkeypatch, now)
     fake(world).wake.set()
     wait_for_the_helper()
@@ -221,14 +221,14 @@ def test_an_abort_waits_for_a_launch_but_not_for_ever(world, monkeypatch, is_qui
         def release(self):
             order.append(sorted(fake(world).aborted))
 
-    monkeypatch.setattr(nccl_setup, "QUIET", Quiet())
+    monkeypatch.setattr(communicators, "QUIET", Quiet())
     world.mean.abort()
     assert order == [(True, []), [0, 1, 2]][: 1 + is_quiet]
     assert sorted(fake(world).aborted) == [0, 1, 2]
 
 
 def test_an_abort_releases_a_launch_that_hangs(world, monkeypatch):
-    monkeypatch.setattr(nccl_setup, "ABORT_S", 0.05)
+    monkeypatch.setattr(communicators, "ABORT_S", 0.05)
     fake(world).hangs = "sum"
     hung = threading.Thread(target=world.hold, args=([1, 2, 3],))
     hung.start()
@@ -287,7 +287,7 @@ def test_what_a_sum_needs_is_allocated_while_nobody_launches(monkeypatch):
     assert seen == [True] * 2
 
 
-@pytest.mark.parametrize("where", [nccl, nccl_setup])
+@pytest.mark.parametrize("where", [nccl, communicators])
 def test_a_full_device_is_an_error_of_the_collective(monkeypatch, where):
     """On this error backend="auto" falls back to another one."""
 
@@ -310,17 +310,17 @@ def test_what_fails_keeps_no_memory(monkeypatch, what):
     def refuse(*_, **__):
         raise torch.OutOfMemoryError if what == "allocate" else NcclError("unhandled cuda error")
 
-    def side(*given, real=nccl_setup.Side):
+    def side(*given, real=communicators.Side):
         own = real(*given)
         made.append(weakref.ref(own))
         return own
 
     monkeypatch.setattr(nccl, "Side", side)
-    monkeypatch.setattr(nccl_setup, "Side", side)
+    monkeypatch.setattr(communicators, "Side", side)
     at = {
         "make": (FakeNccl, "get_unique_id"),
-        "allocate": (nccl_setup, "_stand_in"),
-        "sum": (nccl_setup, "sum_replicas"),
+        "allocate": (communicators, "_stand_in"),
+        "sum": (communicators, "sum_replicas"),
     }
     monkeypatch.setattr(*at[what], refuse)
     with no_collection():

@@ -1,4 +1,4 @@
-"""Tests of the NCCL loop: one thread sends and sums for all ranks, on a fake NCCL that really sums."""
+"""Tests of the NCCL loop: one thread sends and sums rows for all ranks, on a fake NCCL that really sums."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowdp.collective import nccl_loop, nccl_setup
-from flowdp.collective.nccl_loop import NcclLoop
+from flowdp.collective import communicators, nccl_loop
+from flowdp.collective.nccl_loop import NcclLoop, rows_like
+from flowdp.device.copies import ALIGNMENT
 from flowdp.device.streams import QUIET, StreamLane
 from flowdp.errors import CollectiveError
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.fakes import FakeCuda
+from tests.loops import CPU
 
-CPU = torch.device("cpu")
 SIZES = {torch.float32: 100, torch.bfloat16: 30}
 WAIT_S = 60.0
 
@@ -107,7 +108,7 @@ def test_closing_gives_the_communicators_back_once(world: World) -> None:
 
 def test_closing_under_a_launch_waits_for_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the garbage collector closes a loop in the middle of another one's launch."""
-    monkeypatch.setattr(nccl_setup, "ABORT_S", 0.01)
+    monkeypatch.setattr(communicators, "ABORT_S", 0.01)
     loop = world.open()
     with QUIET:
         loop.close()
@@ -134,3 +135,68 @@ def test_an_interrupt_waits_for_the_group(world: World, monkeypatch: pytest.Monk
     world.loop.reduce(world.rows())
     after = len(world.nccl.kinds), len(world.cuda.log)
     assert told == [before, after]
+
+
+# ---------------------------------------------------------------- rows
+KINDS: list[Tensor] = [
+    torch.arange(6.0).reshape(2, 3),
+    torch.arange(5.0).double(),
+    torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    torch.complex(torch.arange(3.0), -torch.arange(3.0)),
+    torch.tensor(7.0),
+    torch.arange(4.0).bfloat16(),
+    torch.arange(4.0).half(),
+]
+
+
+def test_what_is_packed_comes_back_with_its_strides() -> None:
+    first, second = rows_like(KINDS, [CPU, CPU])
+    assert first.fill(KINDS) == [True] * len(KINDS)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    assert [row.dtype for row in first.memories] == [row.dtype for row in second.memories] == dtypes
+    for view, tensor in zip(first.views, KINDS, strict=True):
+        assert view is not None
+        assert torch.equal(view, tensor)
+        assert view.stride() == tensor.stride()
+        assert (
+            view.data_ptr() - first.memories[0].data_ptr()
+        ) % ALIGNMENT == 0 or view.dtype != torch.float32
+
+
+def test_missing_tensors_are_zero() -> None:
+    (rows,) = rows_like(KINDS, [CPU])
+    rows.fill(KINDS)
+    assert rows.fill([None, *KINDS[1:]]) == [False] + [True] * (len(KINDS) - 1)
+    first, second, *_ = rows.views
+    assert first is not None
+    assert second is not None
+    assert not first.any()
+    assert torch.equal(second, KINDS[1])
+
+
+def test_other_strides_and_conjugates_are_copied_into_form() -> None:
+    (rows,) = rows_like(KINDS, [CPU])
+    given = list(KINDS)
+    given[0] = torch.ones(1, 1).expand(2, 3)
+    given[2] = KINDS[2].contiguous()
+    given[3] = KINDS[3].conj()
+    rows.fill(given)
+    for view, tensor in zip(rows.views, given, strict=True):
+        assert view is not None
+        assert torch.equal(view, tensor)
+
+
+def test_what_has_no_place() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    odd = [torch.eye(2).to_sparse(), torch.arange(3), torch.empty(0), Special(torch.ones(2))]
+    with torch.inference_mode():
+        odd.append(torch.ones(2))
+    (rows,) = rows_like(odd, [CPU])
+    assert rows.views == [None] * 5
+    assert rows.memories == []
+    assert rows.fill(odd) == [False] * 5
+    (rows,) = rows_like([torch.ones(2, 2)], [CPU])
+    for other in (odd[0], torch.ones(4), Special(torch.ones(2, 2))):
+        assert rows.fill([other]) == [False]

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 import flowdp
-from flowdp.collective import nccl_machines, select
-from flowdp.collective.nccl import NcclMean
-from flowdp.collective.nccl_machines import open_nccl_machines
+from flowdp.collective import nccl, select
+from flowdp.collective.nccl import NcclMean, open_nccl_machines
 from flowdp.collective.select import open_collective
 from flowdp.device.streams import Lane
 from flowdp.engine import build
@@ -47,7 +46,7 @@ def main(backend: Any) -> None:
 
     def fake_nccl(replicas: Any, lanes: Sequence[Lane], team: Any, *more: Any) -> NcclMean:
         fake = FakeNcclOfMachines(card, lanes, team.ranks, team.world_size)
-        put(nccl_machines, "load", lambda: fake)
+        put(nccl, "load", lambda: fake)
         return open_nccl_machines(replicas, lanes, team, *more)
 
     def noted(*given: Any, **options: Any) -> Any:

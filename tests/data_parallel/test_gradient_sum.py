@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.data_parallel.device_copies import DeviceCopies
-from flowdp.data_parallel.replicas import Replicas
+from flowdp.collective.nccl_loop import row_sizes
+from flowdp.data_parallel.gradient_sum import accumulate, add_up, has_hooks, without_hooks
+from flowdp.data_parallel.replicas import Replicas, device_copies
 from flowdp.device.streams import HostLane, Lane, StreamLane
 from tests.fakes import FakeCuda
 from tests.loops import CPU, assert_equal, called, gradients, mlp, numbers, replicas_of
@@ -209,12 +210,13 @@ def test_the_memory_of_copies_is_there_before_anything_is_sent_to_it() -> None:
     cuda = FakeCuda()
     lanes = [StreamLane(CPU, cuda) for _ in range(2)]
     with cuda.stream(cuda.Stream()):
-        copies = DeviceCopies(list(mlp().parameters()), lanes, fake_link())
-        (own,) = copies.send(list(mlp().parameters()))
+        nccl = fake_link()(lanes, row_sizes(list(mlp().parameters())))
+        (own,) = device_copies(list(mlp().parameters()), lanes, nccl)
         cuda.watch("copies", *own)
         for one in own:
             one.detach().add_(1)
-        copies.close()
+        assert nccl is not None
+        nccl.close()
     assert not cuda.races
 
 
@@ -355,3 +357,36 @@ def test_the_rest_goes_by_copies(why: str) -> None:
         assert_equal(gradients(module), gradients(twin))
         assert [kind for kind, _ in taken(replicas)] == ["broadcast"]
         module.zero_grad()  # a graph of gradients is a cycle, through them
+
+
+# ---------------------------------------------------------------- sums
+def test_sums_leave_what_they_sum_alone() -> None:
+    one, other, third = torch.ones(2), torch.full((2,), 2.0), torch.full((2,), 3.0)
+    ranks = [[one, None, None], [other, other, None], [None, third, None]]
+    assert_equal(add_up(ranks), [third, 5 * one, None])
+    assert (one[0], other[0], third[0]) == (1, 2, 3)
+    (shared,) = add_up([[one.expand(2)], [one.expand(2)]])
+    assert shared is not None
+    assert shared.tolist() == [2.0, 2.0]
+
+
+def test_accumulating_is_what_a_backward_does() -> None:
+    weight, other, idle = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    weight.grad = torch.ones(2)
+    accumulate([weight, other, idle], [torch.full((2,), 2.0), torch.ones(2), None])
+    assert_equal([weight.grad, other.grad, idle.grad], [torch.full((2,), 3.0), torch.ones(2), None])
+    accumulate([idle], [None])
+    accumulate([], [])
+    assert idle.grad is None
+
+
+def test_hooks_are_held_back_for_a_while() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    seen: list[float] = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+    assert has_hooks([weight])
+    with without_hooks([weight]):
+        assert not has_hooks([weight])
+        weight.sum().backward()
+    weight.sum().backward()
+    assert seen == [4.0]

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowdp.collective import nccl_machines
+from flowdp.collective import nccl
 from flowdp.collective.base import Averaging
 from flowdp.collective.host import HostMean
-from flowdp.collective.nccl import NcclMean
-from flowdp.collective.nccl_machines import open_nccl_machines
+from flowdp.collective.nccl import NcclMean, open_nccl_machines
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import QUIET
 from flowdp.errors import CollectiveError
@@ -83,7 +82,7 @@ class World:
             barrier = threading.Barrier(len(ranks), timeout=60.0)
             self.mean = HostMean(self.replicas, self.lanes, lambda _: barrier.wait(), outer, self.team)
         else:
-            nccl_machines.load = lambda: self.nccl
+            nccl.load = lambda: self.nccl
             if loads is not None:
                 self.nccl = loads(self)
             self.mean = open_nccl_machines(self.replicas, self.lanes, self.team, outer)
@@ -184,7 +183,7 @@ def refusals(index: int) -> dict[str, Any]:
     made: list[Broken] = []
 
     def absent(world: World) -> Any:
-        nccl_machines.load = refuse
+        nccl.load = refuse
         return world.nccl
 
     def refuse() -> Any:

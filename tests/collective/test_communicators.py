@@ -1,22 +1,14 @@
-"""Tests of making communicators, and of one sum; on a fake NCCL that really sums."""
+"""Tests of making communicators, and of their end; on a fake NCCL that really sums."""
 
-import random
 import threading
-from functools import partial
-from itertools import chain
 from time import monotonic
 
 import pytest
 import torch
 
-from flowdp.collective import nccl_setup
-from flowdp.collective.nccl_setup import (
-    CommunicatorSetup,
-    Side,
-    gather_calls,
-    launch_group,
-    sum_replicas,
-)
+from flowdp.collective import communicators
+from flowdp.collective.communicators import CommunicatorSetup
+from flowdp.collective.nccl_sums import Side
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, StreamLane
 from flowdp.errors import CollectiveError
@@ -63,9 +55,20 @@ class Group:
         self.late_when_it_hangs(monkeypatch)
 
 
+SPANS = 12 * 16
+
+
+def cut_flats(rank: int) -> list[Flat]:
+    return [
+        Flat(torch.cat([torch.full((SPANS,), rank + 1.0), torch.ones(5)]), SPANS, spans=3),
+        Flat(torch.full((2 * SPANS,), rank + 1.0).bfloat16(), 2 * SPANS, spans=3),
+        Flat(torch.ones(8), 8),
+    ]
+
+
 def wait_for_the_helper():
-    assert nccl_setup._MAKING.acquire(timeout=60)
-    nccl_setup._MAKING.release()
+    assert communicators._MAKING.acquire(timeout=60)
+    communicators._MAKING.release()
 
 
 @pytest.mark.parametrize("cards", [(0,), (0, 1), (0, 1, 2, 3)])
@@ -80,7 +83,7 @@ def test_communicators_are_made_and_checked_and_nothing_is_changed(cards):
     )
     for rank, olds in zip(world.flats, before, strict=True):
         assert all(torch.equal(flat.memory, old) for flat, old in zip(rank, olds, strict=True))
-    assert not nccl_setup._MAKING.locked()
+    assert not communicators._MAKING.locked()
 
 
 def test_each_communicator_is_made_with_its_device_current(monkeypatch):
@@ -143,7 +146,7 @@ def test_what_hangs_on_the_device_is_aborted_at_once_and_sums_no_more(monkeypatc
 
 
 def test_what_hangs_even_when_aborted_is_left_alone(monkeypatch):
-    monkeypatch.setattr(nccl_setup, "ABORT_S", 0.05)
+    monkeypatch.setattr(communicators, "ABORT_S", 0.05)
     world, later = Group(), Group()
     world.hang_on_the_device(monkeypatch)
     world.nccl.deaf = True
@@ -177,8 +180,8 @@ def test_ctrl_c_leaves_no_communicator(monkeypatch):
 
 def test_what_is_checked_is_allocated_while_nobody_launches(monkeypatch):
     seen = []
-    real = nccl_setup.Side
-    monkeypatch.setattr(nccl_setup, "Side", lambda *given: seen.append(QUIET.locked()) or real(*given))
+    real = communicators.Side
+    monkeypatch.setattr(communicators, "Side", lambda *given: seen.append(QUIET.locked()) or real(*given))
     world = Group()
     world.opening.wait()
     assert seen == [True] * 3
@@ -198,42 +201,6 @@ def test_what_cupy_raises_is_explained(monkeypatch, error):
         world.opening.wait()
 
 
-def test_weights_are_exact_and_their_sum_is():
-    world = Group()
-    comms = world.opening.wait()
-    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
-    sum_replicas(partial(launch_group, world.nccl, comms), sides, [3, 0, 7], drift=True)
-    weight, square, mean_square = sides[1].tail.tolist()
-    assert weight == 10 / 16
-    parameters = [[rank[0].memory[:200].double(), rank[1].memory.double()] for rank in [flats(0), flats(2)]]
-    norms = [sum(float(p.square().sum()) for p in given) for given in parameters]
-    assert square == pytest.approx((3 * norms[0] + 7 * norms[1]) / 16, rel=1e-5)
-    mean = [(3 * a + 7 * b) / 10 for a, b in zip(*parameters, strict=True)]
-    assert mean_square == pytest.approx(sum(float(m.square().sum()) for m in mean), rel=1e-5)
-
-
-def test_a_launch_makes_no_memory(monkeypatch):
-    """Within a group, an allocation may wait for a kernel that waits for a later launch."""
-    world = Group()
-    comms = world.opening.wait()
-    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
-    made = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            given = {id(t) for t in torch.utils._pytree.tree_leaves((args, kwargs))}
-            result = func(*args, **(kwargs or {}))
-            made.extend(func for t in torch.utils._pytree.tree_leaves(result) if id(t) not in given)
-            return result
-
-    bad = [torch.tensor(False), None, torch.tensor(True)]
-    for samples in ([3, 0, 7], [4, 4, 4]):
-        for drift in (True, False):
-            with Watch():
-                sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=drift, bad=bad)
-    assert made == []
-
-
 def test_aborts_run_side_by_side(monkeypatch):
     both = threading.Barrier(2)
 
@@ -241,41 +208,8 @@ def test_aborts_run_side_by_side(monkeypatch):
         def abort(self):
             both.wait(60)
 
-    nccl_setup.abort_all([Comm(), Comm()])
+    communicators.abort_all([Comm(), Comm()])
     assert not both.broken
-
-
-SPANS = 12 * 16
-
-
-def cut_flats(rank: int) -> list[Flat]:
-    return [
-        Flat(torch.cat([torch.full((SPANS,), rank + 1.0), torch.ones(5)]), SPANS, spans=3),
-        Flat(torch.full((2 * SPANS,), rank + 1.0).bfloat16(), 2 * SPANS, spans=3),
-        Flat(torch.ones(8), 8),
-    ]
-
-
-def test_each_rank_gets_the_mean_of_its_span_and_the_spans_of_all():
-    world = Group()
-    world.flats = [cut_flats(rank) for rank in range(3)]
-    places = list(zip(world.lanes, world.flats, range(3), strict=True))
-    world.opening = CommunicatorSetup(world.nccl, world.lanes, world.flats)
-    comms = world.opening.wait()
-    sides = [Side(world.nccl, *place) for place in places]
-    for samples in ([1, 1, 1], [3, 0, 7]):
-        for flats, fresh in zip(world.flats, map(cut_flats, range(3)), strict=True):
-            for mine, new in zip(flats, fresh, strict=True):
-                mine.memory.copy_(new.memory)
-        mean = sum(count * (rank + 1) for rank, count in enumerate(samples)) / sum(samples)
-        sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=False)
-        for rank, flats in enumerate(world.flats):
-            for flat in flats[:2]:
-                assert flat.memory[flat.span(rank)].float().sub(mean).abs().max() < 0.01
-        launch_group(world.nccl, comms, [gather_calls(world.nccl, *place) for place in places])
-        for flat in chain.from_iterable(flats[:2] for flats in world.flats):
-            assert flat.memory[: flat.split].float().sub(mean).abs().max() < 0.01
-    assert all(torch.equal(flats[0].memory[SPANS:], torch.ones(5)) for flats in world.flats)
 
 
 @pytest.mark.parametrize("kind", ["reduceScatter", "allGather"])
@@ -284,17 +218,3 @@ def test_spans_that_do_not_arrive_are_found_by_value(kind):
     world.nccl.lost = {kind}
     with pytest.raises(CollectiveError, match=r"gives rank \d wrong sums"):
         CommunicatorSetup(world.nccl, world.lanes, [cut_flats(rank) for rank in range(3)]).wait()
-
-
-def test_a_constant_buffer_keeps_its_bits_over_many_rounds():
-    """Such as tables of positions or normalisation constants: their bits never change."""
-    draw = random.Random(3)
-    constant = torch.rand(96, generator=torch.Generator().manual_seed(3))
-    world = Group()
-    world.flats = [[Flat(torch.cat([torch.randn(64), constant]), 64)] for _ in world.lanes]
-    sides = [Side(world.nccl, lane, rank) for lane, rank in zip(world.lanes, world.flats, strict=True)]
-    comms = world.opening.wait()
-    for _ in range(300):
-        samples = [draw.randint(0, 4096), draw.randint(1, 4096), draw.randint(1, 77)]
-        sum_replicas(partial(launch_group, world.nccl, comms), sides, samples, drift=False)
-    assert all(torch.equal(rank[0].memory[64:], constant) for rank in world.flats)
