@@ -23,6 +23,7 @@ FREE_FOLDERS = {
 FREE_FILES = {
     "test_doors.py": "one run through each door",
     "test_exit.py": "how processes end that have a run",
+    "test_step_path.py": "calls of a step, over all modules",
     "data_parallel/test_patterns.py": "loops as people write them, against plain PyTorch",
     "data_parallel/test_pattern_state.py": "the same: what a model keeps",
     "data_parallel/test_pattern_graphs.py": "the same: what loops do with graphs",
