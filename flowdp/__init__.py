@@ -63,8 +63,7 @@ from flowdp.options import (
 )
 from flowdp.policy.efficiency import EfficiencyReport
 from flowdp.policy.el_che import ElChe
-from flowdp.policy.metric_array import MetricArray
-from flowdp.policy.tally import EpochMetrics, RankMetrics
+from flowdp.policy.tally import EpochMetrics, MetricArray, RankMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.replica.learning_rate import SchedulerOptions
 from flowdp.sim.plan import Prediction, simulate

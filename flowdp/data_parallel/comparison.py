@@ -34,7 +34,7 @@ from flowdp.errors import FlowdpError
 from flowdp.modules.comparison import compare
 from flowdp.modules.constant_draws import TF32, ConstantDraws
 from flowdp.modules.shallow import SHARED
-from flowdp.policy.recheck import is_due_at
+from flowdp.policy.schedule import is_due_at
 
 __all__ = ["Call", "Result", "Schedule", "Trial", "check_call", "lost_gradient", "outside"]
 

@@ -35,7 +35,7 @@ from flowdp.device.torch_modes import caller_modes, unhooked
 from flowdp.device.trees import tensors_of
 from flowdp.modules.constant_draws import still
 from flowdp.modules.shallow import ShallowReplicas
-from flowdp.policy.recheck import Recheck
+from flowdp.policy.schedule import Recheck
 from flowdp.threads.crew import Crew
 
 __all__ = ["Link", "Modes", "Replicas", "StandIns", "device_copies"]

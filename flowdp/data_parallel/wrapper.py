@@ -71,7 +71,7 @@ from flowdp.options import (
     ProcessTuning,
 )
 from flowdp.policy.el_che import ElChe
-from flowdp.policy.recheck import Recheck
+from flowdp.policy.schedule import Recheck
 from flowdp.validators import check_flag, check_number, one_of
 
 __all__ = ["DataParallel", "setup"]

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flowdp.errors import CollectiveError
-from flowdp.policy.recheck import Recheck
+from flowdp.policy.schedule import Recheck
 
 __all__ = ["FrozenCheck", "frozen_sums"]
 

@@ -14,9 +14,9 @@ from flowdp.collective.base import Averaging, Reading
 from flowdp.device.streams import Lane
 from flowdp.engine.clocks import PAGE, STEPS_AHEAD, Kind, Mark, open_clock
 from flowdp.machine.worker import Done, Step
-from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.policy.efficiency import Activity
 from flowdp.policy.tally import NO_NORMS, pace_ms
+from flowdp.policy.worth import LaunchWatch
 from flowdp.protocol.messages import Work
 from flowdp.timeline.spans import RankSpans
 

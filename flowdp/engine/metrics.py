@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flowdp.errors import OptionError
-from flowdp.policy.metric_array import MetricArray
+from flowdp.policy.tally import MetricArray
 
 __all__ = [
     "MetricPool",

@@ -27,8 +27,8 @@ from flowdp.graphs.decisions import Decisions, Form, LogOnce
 from flowdp.graphs.guards import Guards, hook_tables
 from flowdp.graphs.trials import Pair, bound_of, first_difference, spec_of, without_trace
 from flowdp.options import CaptureOptions
-from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.policy.formats import format_error
+from flowdp.policy.worth import LaunchWatch
 
 __all__ = ["CapturedCall", "captured_call"]
 

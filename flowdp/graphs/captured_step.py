@@ -22,8 +22,8 @@ from flowdp.graphs.decisions import Decisions, Form
 from flowdp.graphs.guards import Guards
 from flowdp.graphs.trials import Pair, first_difference, spec_of
 from flowdp.options import CaptureOptions
-from flowdp.policy.capture_plan import LaunchWatch
 from flowdp.policy.formats import format_error
+from flowdp.policy.worth import LaunchWatch
 
 __all__ = ["CAPTURED", "Captured"]
 

@@ -15,8 +15,8 @@ from typing import Any, Generic, Literal, TypeVar
 from flowdp.graphs.base import NotCaptured
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
-from flowdp.policy.capture_plan import FUTILE, PAYS, WARM_UP, LaunchWatch
-from flowdp.policy.recheck import is_due_at
+from flowdp.policy.schedule import is_due_at
+from flowdp.policy.worth import FUTILE, PAYS, WARM_UP, LaunchWatch
 
 __all__ = ["Decisions", "Form", "LogOnce"]
 

@@ -22,8 +22,7 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares, outcome_of, reason_of, summary
 from flowdp.policy.cadence import Cadence
-from flowdp.policy.drift import largest_drift
-from flowdp.policy.lead import Overshoot, lead_limits
+from flowdp.policy.drift import Overshoot, largest_drift, lead_limits
 from flowdp.policy.ledger import ENDLESS
 from flowdp.protocol.commands import Average, Command, RoundEnded, Send
 from flowdp.protocol.messages import (

@@ -14,9 +14,8 @@ from typing import Literal
 from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.policy.interval import Schedule
-from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.monitor import Best, judge
-from flowdp.policy.tally import EpochMetrics, evaluation_means
+from flowdp.policy.tally import EpochMetrics, MetricArray, evaluation_means
 from flowdp.protocol.commands import (
     Command,
     CutEvaluation,

@@ -14,7 +14,6 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from flowdp.policy import tally
-from flowdp.policy.metric_array import MetricArray
 from flowdp.protocol import position
 from flowdp.protocol.commands import Command
 from flowdp.protocol.messages import Fact
@@ -26,7 +25,7 @@ KEPT = 2048
 
 RECORDS: dict[str, type] = {
     record.__name__: record
-    for record in (*vars(position).values(), *vars(tally).values(), MetricArray)
+    for record in (*vars(position).values(), *vars(tally).values())
     if isinstance(record, type) and is_dataclass(record)
 }
 """Everything that may be a part of a position or a history, by its name."""

@@ -19,11 +19,10 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Averages, Shares
-from flowdp.policy.exclusion import Exclusion
 from flowdp.policy.ledger import Deal
-from flowdp.policy.recheck import is_due_at
+from flowdp.policy.schedule import is_due_at
 from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
-from flowdp.policy.sharing import Sharing
+from flowdp.policy.sharing import Exclusion, Sharing
 from flowdp.protocol.commands import Command, Fail
 from flowdp.protocol.messages import Checksum, SampleRange, StartEpoch, SyncAck
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowdp.policy.efficiency import DeviceEfficiency, EfficiencyReport
-from flowdp.policy.formats import format_duration, format_metric
-from flowdp.policy.table import Table
+from flowdp.policy.formats import Table, format_duration, format_metric
 from flowdp.policy.tally import EpochMetrics
 
 __all__ = ["device_table", "epoch_table"]

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from html import escape
 
-from flowdp.policy.formats import format_duration
-from flowdp.policy.table import Table
+from flowdp.policy.formats import Table, format_duration
 
 __all__ = ["PARTS", "Activity", "DeviceEfficiency", "EfficiencyReport", "RankTimes", "efficiency_of"]
 

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flowdp.policy.formats import format_duration, format_metric
-from flowdp.policy.interval import Interval
-from flowdp.policy.metric_array import MetricArray
-from flowdp.policy.save_budget import SHARE, SaveCost
-from flowdp.policy.tally import EpochMetrics
+from flowdp.policy.interval import SHARE, Interval, SaveCost
+from flowdp.policy.tally import EpochMetrics, MetricArray
 from flowdp.protocol.messages import Directives, Order
 from flowdp.protocol.position import Position
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flowdp.policy.metric_array import MetricArray
-from flowdp.policy.tally import Work
+from flowdp.policy.tally import MetricArray, Work
 from flowdp.protocol.gate import Arrival, Directives, Outcome, Window
 
 __all__ = [

@@ -16,7 +16,7 @@ from flowdp.graphs.captured_step import Captured
 from flowdp.graphs.decisions import LogOnce
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
-from flowdp.policy.capture_plan import LaunchWatch
+from flowdp.policy.worth import LaunchWatch
 from flowdp.replica.replica import Capture
 
 __all__ = ["capture_steps"]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from flowdp.device.cuda_graphs import Graph, GraphPool
 from flowdp.device.streams import StreamLane
-from flowdp.policy.capture_plan import FUTILE, PAYS
+from flowdp.policy.worth import FUTILE, PAYS
 from flowdp.replica.flat_optimizer import FlatOptimizer
 
 __all__ = ["CapturedUpdate"]

@@ -30,7 +30,7 @@ from flowdp.errors import DataError
 from flowdp.graphs.base import Capturable, Computed, Factors, shared
 from flowdp.graphs.captured_step import Captured
 from flowdp.options import Precision
-from flowdp.policy.recheck import Recheck
+from flowdp.policy.schedule import Recheck
 from flowdp.protocol.messages import Checksum, Outcome, SampleRange
 from flowdp.replica.captured_update import CapturedUpdate
 from flowdp.replica.factories import Optimizers, all_of, each_of

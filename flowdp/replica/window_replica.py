@@ -20,7 +20,7 @@ from flowdp.device.gathered import Gathered, made
 from flowdp.device.trees import tensors_of
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
-from flowdp.policy.recheck import Recheck, is_due_at
+from flowdp.policy.schedule import Recheck, is_due_at
 from flowdp.protocol.messages import SampleRange
 from flowdp.replica.loss_check import check_mean
 from flowdp.replica.replica import Loss, Replica, ReplicaParts, whole_batch

@@ -25,8 +25,7 @@ from flowdp.engine.resume import find
 from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
 from flowdp.errors import OptionError
 from flowdp.options import ProcessTuning
-from flowdp.policy.metric_array import MetricArray
-from flowdp.policy.tally import evaluation_means
+from flowdp.policy.tally import MetricArray, evaluation_means
 from flowdp.protocol.messages import Evaluated
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.inference import build_inference

@@ -46,7 +46,7 @@ from flowdp.options import (
     ReadingOptions,
     RuntimeOptions,
 )
-from flowdp.policy.metric_array import MetricArray
+from flowdp.policy.tally import MetricArray
 from flowdp.replica.batch_sizes import grows, plan_sizes, policy_of
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.custom_step import TrainStep

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowdp.device.streams import QUIET, Event, StreamLane
-from flowdp.policy.capture_plan import LaunchWatch
+from flowdp.policy.worth import LaunchWatch
 from flowdp.replica import build, factories
 from tests.fakes import Access, FakeCuda, FakeEvent, FakeStream, Watched, merge
 

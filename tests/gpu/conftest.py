@@ -10,7 +10,7 @@ import torch
 
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
-from flowdp.policy.capture_plan import LaunchWatch
+from flowdp.policy.worth import LaunchWatch
 from flowdp.replica import build
 
 Ranks = Callable[[int], Sequence[torch.device]]

@@ -23,7 +23,7 @@ from flowdp.graphs import call_graphs
 from flowdp.graphs.call_graphs import CallGraphs
 from flowdp.graphs.captured_call import MOST_AHEAD, CapturedCall, captured_call
 from flowdp.options import CaptureOptions
-from flowdp.policy.capture_plan import LaunchWatch
+from flowdp.policy.worth import LaunchWatch
 from tests.fakes import FakeCuda, FakeEvent, hide_modes
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from flowdp.graphs.captured_step import CAPTURED, Captured
 from flowdp.graphs.cuda_graph import CudaStepGraph
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
-from flowdp.policy.capture_plan import WATCHED, LaunchWatch
+from flowdp.policy.worth import WATCHED, LaunchWatch
 from flowdp.replica.captured_update import CapturedUpdate
 from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda

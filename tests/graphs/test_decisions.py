@@ -9,7 +9,7 @@ import pytest
 from flowdp.graphs.base import NotCaptured
 from flowdp.graphs.decisions import Decisions, Form
 from flowdp.options import CaptureOptions
-from flowdp.policy.capture_plan import FUTILE, PAYS, WATCHED, LaunchWatch
+from flowdp.policy.worth import FUTILE, PAYS, WATCHED, LaunchWatch
 
 
 class Guards:

@@ -14,7 +14,7 @@ import torch
 from flowdp.collective import nccl, nccl_loop
 from flowdp.device import discovery, peer_copies, streams
 from flowdp.device.streams import StreamLane
-from flowdp.policy.capture_plan import LaunchWatch
+from flowdp.policy.worth import LaunchWatch
 from tests.fakes import hide_modes
 from tests.late.device import LateCuda
 from tests.late.dispatch import LateMode

@@ -11,9 +11,8 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.barrier import Barrier
 from flowdp.machine.config import BarrierPlan, CoordinatorConfig
 from flowdp.policy.interval import MINUTE_MS, Interval
-from flowdp.policy.metric_array import MetricArray
 from flowdp.policy.monitor import Best, Monitor
-from flowdp.policy.tally import EpochMetrics, Tally, Work
+from flowdp.policy.tally import EpochMetrics, MetricArray, Tally, Work
 from flowdp.protocol.commands import (
     Command,
     CutEvaluation,

@@ -23,8 +23,7 @@ import flowdp
 from flowdp import CollectiveError, current_worker
 from flowdp.data.epoch_order import epoch_order
 from flowdp.device.streams import StreamLane
-from flowdp.policy.exclusion import Exclusion
-from flowdp.policy.sharing import Sharing
+from flowdp.policy.sharing import Exclusion, Sharing
 from flowdp.replica.exact_replica import ExactReplica
 
 SAMPLES, WINDOW, EPOCHS = 203, 20, 3  # 11 windows per epoch, the last of 3 samples
@@ -212,7 +211,7 @@ def test_windows_of_one_rank_alone(
     for name, value in (("GAIN", math.inf), ("FIRST_TRIAL", 1)):
         monkeypatch.setattr(f"flowdp.policy.sharing.{name}", value)
     # On a busy machine a rank may be slow, or now slow and now fast: it is shared with all the same.
-    for name in ("policy.exclusion.LONGER", "machine.exact_rounds.MOVING"):
+    for name in ("policy.sharing.LONGER", "machine.exact_rounds.MOVING"):
         monkeypatch.setattr(f"flowdp.{name}", math.inf)
     model = net()
     expected = plain(model, make, clip=clip, schedule=schedule)

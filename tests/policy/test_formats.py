@@ -1,8 +1,12 @@
+"""Tests of numbers, errors and tables as text; in HTML hostile text is text."""
+
+from __future__ import annotations
+
 import math
 
 import pytest
 
-from flowdp.policy.formats import format_duration, format_error, format_indices, format_metric
+from flowdp.policy.formats import Table, format_duration, format_error, format_indices, format_metric
 
 
 @pytest.mark.parametrize(
@@ -63,3 +67,18 @@ def test_an_error_without_a_text(raised):
 def test_ctrl_c_while_an_error_is_told():
     with pytest.raises(KeyboardInterrupt):
         format_error(Mute(KeyboardInterrupt()))
+
+
+def test_columns_are_aligned() -> None:
+    table = Table(("run", "loss"), [("sync", "0.5"), ("a\nlonger", "12.25")])
+    assert str(table).splitlines() == [
+        "run        loss",
+        "sync        0.5",
+        "a longer  12.25",
+    ]
+
+
+def test_cells_are_escaped_in_html() -> None:
+    html = Table(("a",), [("<script>x</script>&",)])._repr_html_()
+    assert "<script>" not in html
+    assert "&lt;script&gt;x&lt;/script&gt;&amp;" in html

@@ -1,8 +1,12 @@
+"""Tests of what follows from a step's number; a check that failed is due at once."""
+
+from __future__ import annotations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowdp.policy.schedule import lr_factor, position, warm_up_factor
+from flowdp.policy.schedule import Recheck, is_due_at, lr_factor, position, warm_up_factor
 
 quotas = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -47,3 +51,17 @@ def test_lr_factor(ratio, world_size, factor):
 def test_a_warm_up_is_a_straight_line_to_one():
     assert [warm_up_factor(i, 4) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert warm_up_factor(0, 0) == 1.0
+
+
+def test_growing_distances() -> None:
+    assert [number for number in range(1, 100) if is_due_at(number)] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_what_fails_is_not_counted() -> None:
+    recheck, due = Recheck(), []
+    for number in range(1, 12):
+        if recheck.is_due:
+            due.append(number)
+        if number not in (2, 3, 4):  # these fail
+            recheck.passed()
+    assert due == [1, 2, 3, 4, 5, 7, 11]

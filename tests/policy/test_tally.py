@@ -1,3 +1,7 @@
+"""Tests of sums of an epoch's work, and of metrics with several elements."""
+
+from __future__ import annotations
+
 import math
 from dataclasses import replace
 
@@ -5,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowdp.policy.tally import Tally, Work, evaluation_means, pace_ms
+from flowdp.policy.tally import MetricArray, Tally, Work, evaluation_means, pace_ms
 
 
 def work(samples, loss=0.0, *, steps=1, **fields):
@@ -132,3 +136,21 @@ def test_norms_of_gradients_are_summed_over_orders_and_ranks() -> None:
     assert (result.grad_norm, result.grad_norm_max) == (8.0 / 3, 5.0)
     nothing = Tally(0, 1).result(1.0, 1, 0, None)
     assert (nothing.grad_norm, nothing.grad_norm_max) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "values", "nested"),
+    [
+        ((3,), (1.0, 2.0, 3.0), [1.0, 2.0, 3.0]),
+        ((2, 3), (1.0, 2.0, 3.0, 4.0, 5.0, 6.0), [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+        ((2, 1, 2), (1.0, 2.0, 3.0, 4.0), [[[1.0, 2.0]], [[3.0, 4.0]]]),
+        ((0,), (), []),
+        ((0, 2), (), []),
+    ],
+)
+def test_nested_lists(shape: tuple[int, ...], values: tuple[float, ...], nested: object) -> None:
+    assert MetricArray(shape, values).tolist() == nested
+
+
+def test_it_prints_its_shape_alone() -> None:
+    assert repr(MetricArray((10, 10), (0.0,) * 100)) == "<MetricArray 10 x 10>"

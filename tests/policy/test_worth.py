@@ -1,4 +1,4 @@
-"""Tests of the choice between cut batches and one device, on virtual machines."""
+"""Tests of the choice between cut batches and one device, and of the worth of captured steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from flowdp.policy.worth import BLOCK_STEPS, BLOCKS, LEAST_STEPS, WARM_STEPS, Worth
+from flowdp.policy.worth import (
+    BLOCK_STEPS,
+    BLOCKS,
+    LEAST_STEPS,
+    SETTLED,
+    WARM_STEPS,
+    WATCHED,
+    LaunchWatch,
+    Worth,
+)
 
 TRIAL = WARM_STEPS + BLOCK_STEPS * BLOCKS  # steps of a way in one trial
 SAMPLES = 32
@@ -137,3 +146,15 @@ def test_a_trial_that_another_program_has_spoilt_is_mended_at_the_next() -> None
     assert not loop.worth.is_cut
     loop.run(3000)
     assert loop.worth.is_cut
+
+
+@pytest.mark.parametrize(("device_ms", "is_behind"), [(1.0, True), (1.09, True), (1.5, False)])
+def test_a_host_is_behind_where_the_device_ends_with_its_launches(device_ms: float, is_behind: bool) -> None:
+    watch = LaunchWatch()
+    for number in range(WATCHED):
+        assert watch.is_behind is None
+        watch.take(1.0, 100.0 if number < SETTLED else device_ms)
+    assert watch.is_behind is is_behind
+    assert (watch.launch_ms, watch.device_ms) == (1.0, device_ms)
+    watch.take(1.0, 100.0)
+    assert watch.is_behind is is_behind

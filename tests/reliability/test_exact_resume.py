@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import flowdp
 from flowdp import CheckpointOptions
 from flowdp.checkpoint.file import read
-from flowdp.policy.save_budget import SaveBudget
+from flowdp.policy.interval import SaveBudget
 from tests.reliability.small import WAIT_S, Written, same
 
 pytestmark = pytest.mark.usefixtures("kept_replicas")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp.graphs.captured_step import Captured
-from flowdp.policy.capture_plan import LaunchWatch
+from flowdp.policy.worth import LaunchWatch
 from tests.data.cards import Card, put_on_streams
 
 IMAGES, LABELS = torch.randn(64, 1, 6, 6), torch.randint(5, (64,))

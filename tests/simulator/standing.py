@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from flowdp.policy.interval import MINUTE_MS
+from flowdp.policy.interval import MINUTE_MS, SHARE
 from flowdp.policy.monitor import Best
-from flowdp.policy.save_budget import SHARE
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EpochEnded, EvaluationEnded, Finish, RoundEnded, Save
 from flowdp.protocol.messages import (

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from flowdp.machine.config import BarrierPlan, CoordinatorConfig
-from flowdp.policy.interval import Interval
-from flowdp.policy.save_budget import SaveBudget
+from flowdp.policy.interval import Interval, SaveBudget
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.lives import play
 from tests.simulator.scenario import Crash, Scenario

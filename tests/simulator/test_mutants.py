@@ -28,12 +28,11 @@ from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.worker import Action, Leave, WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
-from flowdp.policy.exclusion import Exclusion
-from flowdp.policy.interval import Interval, Schedule
+from flowdp.policy.interval import Interval, SaveBudget, Schedule
 from flowdp.policy.ledger import ENDLESS, Ledger
 from flowdp.policy.recovery import OutlierFilter
-from flowdp.policy.save_budget import SaveBudget
 from flowdp.policy.shares import part_sizes
+from flowdp.policy.sharing import Exclusion
 from flowdp.policy.streams_ledger import StreamsLedger
 from flowdp.policy.tally import EpochMetrics, Work
 from flowdp.protocol.commands import (

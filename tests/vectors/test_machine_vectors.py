@@ -19,7 +19,7 @@ from flowdp.machine.epochs import Epochs
 from flowdp.machine.rounds import Constraints
 from flowdp.machine.worker import Idle, Leave, Snapshot, Step, WorkerMachine
 from flowdp.options import CadenceOptions
-from flowdp.policy.lead import Overshoot
+from flowdp.policy.drift import Overshoot
 from flowdp.policy.ledger import Ledger
 from flowdp.protocol.commands import Command, EpochEnded, RoundEnded, Send
 from flowdp.protocol.gate_state import GateState, decide

@@ -14,10 +14,9 @@ import pytest
 
 from flowdp.errors import OptionError
 from flowdp.options import CadenceOptions
-from flowdp.policy.drift import DivergenceGuard, GuardAction, largest_drift
+from flowdp.policy.drift import DivergenceGuard, GuardAction, Overshoot, largest_drift, lead_limits
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.formats import format_duration, format_metric
-from flowdp.policy.lead import Overshoot, lead_limits
 from flowdp.policy.schedule import lr_factor, position
 from flowdp.policy.shares import (
     ThroughputBalance,

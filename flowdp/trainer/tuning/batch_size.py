@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from flowdp.data.open_source import dataset_length
 from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.errors import FlowdpError, OptionError, OutOfDeviceMemory
-from flowdp.policy.table import Table
+from flowdp.policy.formats import Table
 from flowdp.replica.batch_sizes import plan_sizes
 from flowdp.trainer.config import RunConfig
 from flowdp.trainer.trainer import Trainer

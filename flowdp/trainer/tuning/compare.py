@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flowdp.errors import OptionError
-from flowdp.policy.formats import format_duration, format_error, format_metric
-from flowdp.policy.table import Table
+from flowdp.policy.formats import Table, format_duration, format_error, format_metric
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
 from flowdp.trainer.config import RunConfig

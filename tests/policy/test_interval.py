@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flowdp.policy.save_budget import SHARE, SaveBudget, SaveCost
+from flowdp.policy.interval import SHARE, SaveBudget, SaveCost
 
 
 def test_the_first_checkpoint_is_free_and_none_begins_while_one_is_written() -> None:
