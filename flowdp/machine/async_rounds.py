@@ -62,33 +62,30 @@ class AsyncRank:
 
     Attributes:
         orders: Orders that are out, oldest first.
+        reported: Batches of the oldest order that it has reported.
         dealt: Steps of all its orders.
         trained: Steps it has reported.
         mean: Steps in the last mean that was applied.
         snapshot: Steps in the last snapshot, applied or under way.
         works: Its reports since the last round.
-        limit: Steps at which it has to stop, by its last `Throttle`; None: it has had none.
+        limit: Steps at which it has to stop, by its last `Throttle`.
         bad: (epoch, batch) of the first step since the last meeting with NaN or inf values.
     """
 
     orders: deque[StartEpoch] = field(default_factory=deque)
+    reported: int = 0
     dealt: int = 0
     trained: int = 0
     mean: int = 0
     snapshot: int = 0
     works: list[Work] = field(default_factory=list)
-    limit: int | None = None
+    limit: int = ENDLESS
     bad: tuple[int, int] | None = None
 
     @property
     def done(self) -> int:
         """Steps that it has reported since its last snapshot; negative while a report is under way."""
         return self.trained - self.snapshot
-
-    @property
-    def reach(self) -> int:
-        """Steps that it can take with its orders and its last `Throttle`."""
-        return self.dealt if self.limit is None else min(self.limit, self.dealt)
 
     @property
     def pace_ms(self) -> float:
@@ -101,8 +98,8 @@ class AsyncRank:
         self.orders.append(order)
         self.dealt += order.steps
 
-    def reported(self, done: StepsDone) -> StartEpoch:
-        """Take a report; returns the part of the oldest order that it is about.
+    def report(self, done: StepsDone) -> tuple[int, ...]:
+        """Take a report; returns the batches of the oldest order that it is about.
 
         Raises:
             ProtocolError: It is about another order.
@@ -111,15 +108,24 @@ class AsyncRank:
         if order is None or (order.plan, order.epoch) != (done.plan, done.work.epoch):
             raise ProtocolError(f"unexpected {done}: the oldest order is {order}")
         if done.is_last:
-            return self.orders.popleft()
-        batches = done.work.steps * order.group
-        self.orders[0] = replace(order, batches=order.batches[batches:])
-        return replace(order, batches=order.batches[:batches])
+            return self.end_order(done.work)
+        first, self.reported = self.reported, self.reported + done.work.steps * order.group
+        self._credit(done.work)
+        return order.batches[first : self.reported]
 
-    def credit(self, order: StartEpoch, work: Work) -> None:
-        """Count the trained steps of an order; the rest is dealt anew."""
+    def end_order(self, work: Work) -> tuple[int, ...]:
+        """Take the last report of the oldest order; returns the batches of it that no other was about.
+
+        Those of them that were not trained are dealt anew.
+        """
+        order, first = self.orders.popleft(), self.reported
+        self.reported = 0
+        self._credit(work)
+        self.dealt -= order.steps - first // order.group - work.steps
+        return order.batches[first:]
+
+    def _credit(self, work: Work) -> None:
         self.trained += work.steps
-        self.dealt -= order.steps - work.steps
         self.works.append(work)
         self.bad = self.bad or work.bad
 
@@ -251,12 +257,17 @@ class AsyncRounds(Rounds):
         # An order that has become empty is still answered.
         return self._trained > self._met_trained or any(state.orders for state in self._ranks)
 
+    @property
+    def _is_held(self) -> bool:
+        """Whether a rank has orders beyond its limit."""
+        return any(state.orders and state.limit < state.dealt for state in self._ranks)
+
     # ------------------------------------------------------------------ facts
     def take(self, fact: Fact, now_ms: float) -> list[Command]:
         """Take a fact that concerns rounds."""
         match fact:
             case StepsDone():
-                self._credit(fact.rank, self._ranks[fact.rank].reported(fact), fact.work)
+                self._credit(fact.rank, self._ranks[fact.rank].report(fact), fact.work)
             case SnapshotReady():
                 # An answer to a round that was given up belongs nowhere; its rank may be sound again.
                 if self._round is not None and self._round.number == fact.round:
@@ -274,11 +285,11 @@ class AsyncRounds(Rounds):
                 raise ProtocolError(f"asynchronous rounds know no {fact}")
         return []
 
-    def _credit(self, rank: int, order: StartEpoch, work: Work) -> None:
+    def _credit(self, rank: int, batches: tuple[int, ...], work: Work) -> None:
+        """Count a report about these batches."""
         self._is_bad |= work.bad is not None
-        self.epochs.count_back(order.epoch, rank, order.batches, work.steps)
+        self.epochs.count_back(work.epoch, rank, batches, work.steps)
         self.epochs.record(rank, work)
-        self._ranks[rank].credit(order, work)
         self._trained += work.steps
 
     def end(self, end: DataEnded) -> list[Command]:
@@ -310,8 +321,7 @@ class AsyncRounds(Rounds):
             if not meet:
                 return commands
             self._give_up()
-        is_held = any(state.orders and state.reach < state.dealt for state in self._ranks)
-        if self._is_dirty and (meet or (self.epochs.is_exhausted and not is_held)):
+        if self._is_dirty and (meet or (self.epochs.is_exhausted and not self._is_held)):
             return commands + self._meet(is_hurried=meet)
         if not hold and self._is_due():
             self._round = _Round(self.next_round)
@@ -355,12 +365,12 @@ class AsyncRounds(Rounds):
         """Hold a rank back at its limit, or release it; goes out before the orders that it holds back."""
         state, reason = self._ranks[rank], "at its lead limit"
         if not state.orders:
-            if state.limit is not None and state.limit <= state.dealt:
+            if state.limit <= state.dealt:
                 return []  # its last Throttle says why it has none
             reason = reason if state.dealt >= limit else "no data"
             limit = state.dealt
-        elif state.reach == min(limit, state.dealt):
-            return []
+        elif min(state.limit, state.dealt) == min(limit, state.dealt):
+            return []  # it can take the same steps
         state.limit = limit
         return [Send(rank, Throttle(limit, reason))]
 
@@ -433,7 +443,7 @@ class AsyncRounds(Rounds):
         for rank, state in enumerate(self._ranks):
             theirs = meeting.acks[rank]
             if state.orders:
-                self._credit(rank, state.orders.popleft(), theirs.work)
+                self._credit(rank, state.end_order(theirs.work), theirs.work)
             for order in state.orders:
                 self.epochs.count_back(order.epoch, rank, order.batches, 0)
                 state.dealt -= order.steps
@@ -495,4 +505,6 @@ class AsyncRounds(Rounds):
             state.check()
 
     def _out(self) -> Iterable[tuple[int, int]]:
-        return ((order.epoch, len(order.batches)) for state in self._ranks for order in state.orders)
+        for state in self._ranks:
+            for at, order in enumerate(state.orders):
+                yield order.epoch, len(order.batches) - (0 if at else state.reported)

@@ -41,7 +41,7 @@ MOVED = 0.02
 """Change of a share that is reported: quotas are whole steps, and vary by one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Constraints:
     """Limits on the orders that may be given now.
 
