@@ -107,7 +107,7 @@ def ring_depth(place: Place) -> tuple[int, float]:
         devices=[place.device],
         progress=False,
     ).start()
-    feeds.extend(rank.feed for rank in run._engine._parts.ranks)  # type: ignore[union-attr]
+    feeds.extend(worker.parts.feed for worker in run._engine._parts.workers)  # type: ignore[union-attr]
     run.join()
     return (depths or [0])[-1], max(depths, default=0)
 

@@ -23,6 +23,7 @@ class RankActivity:
         awaited: (epoch, batch) that it waits for; None: for none.
         task: Its barrier task, as text; "" while it has none.
         is_idle: It waits for orders.
+        is_bound: The other ranks wait for it.
         has_left: Its thread is at its end.
 
     Threads:
@@ -35,6 +36,7 @@ class RankActivity:
         self.awaited: tuple[int, int] | None = None
         self.task = ""
         self.is_idle = False
+        self.is_bound = False
         self.has_left = False
         self._spans = spans
         self._times = RankTimes()

@@ -17,10 +17,10 @@ from flowdp.device.compiled import make_room
 from flowdp.device.cores import pool_sizes, thread_budget
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.process_tuning import as_tuning
-from flowdp.engine.coordinator_thread import CoordinatorParts, CoordinatorShell
+from flowdp.engine.coordinator_thread import EngineParts
 from flowdp.engine.diagnostics import Diagnostics
-from flowdp.engine.engine import Engine, EngineParts
-from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink
+from flowdp.engine.engine import Engine
+from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Posts
 from flowdp.engine.rank_pool import RankPool
 from flowdp.engine.services import MeetingPoint, Services
 from flowdp.engine.worker_thread import Mail, RankParts, Worker
@@ -30,7 +30,7 @@ from flowdp.machine.event_log import EventLog
 from flowdp.machine.policies import ROUNDS
 from flowdp.options import Backend, FailureOptions, OuterOptions, RuntimeOptions
 from flowdp.policy.stall import StallWatch
-from flowdp.protocol.messages import Arrival
+from flowdp.protocol.messages import Order
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.joint_step import JointStep
 from flowdp.replica.replica import Replica
@@ -66,68 +66,34 @@ def build_engine(
         CollectiveError: NCCL was asked for and does not work here.
         DeviceError: The dataset could not be brought to a device.
     """
-    team = services.team
     make_room(len(replicas))
-    inboxes = [Inbox[Mail]() for _ in team.ranks]
-    posts: dict[int, Callable[[Mail], None]] = {
-        rank: inbox.post for rank, inbox in zip(team.ranks, inboxes, strict=True)
-    }
-    link: Link = None
-
-    def ask(arrivals: tuple[Arrival, ...]) -> None:
-        assert link is not None
-        link.ask(arrivals)
-
+    inboxes = [Inbox[Mail]() for _ in replicas]
+    link, machine, posts = _open_link(config, services, inboxes)
+    event_log = EventLog()
+    timeout_s = failures.stall_timeout
     settings = ExitStack()
     with ExitStack() as undo:
         undo.callback(settings.close)
         _close_at_end(services, settings)
-        meeting = _open_meeting(config, replicas, services, (runtime.backend, outer), ask, settings)
+        meeting = _open_meeting(config, replicas, services, link, runtime.backend, outer, settings)
         momenta: Sequence[OuterMomentum | None] = meeting.collective.outer or [None] * len(replicas)
         ranks = _open_ranks(config, replicas, services, runtime, inboxes, momenta, settings)
         workers = [Worker(rank, replicas, services, meeting, failures, config.start) for rank in ranks]
-        threads = [_thread_of(worker) for worker in workers]
-        event_log = EventLog()
-        diagnostics = Diagnostics(
-            workers,
-            meeting.gate,
-            services.sources,
-            lambda: engine.threads(),
-            event_log.tail,
-            lambda: () if link is None else link.signs,
-            steps_at_gate=replicas[0].steps_at_gate,
+        parts = EngineParts(
+            services=services,
+            meeting=meeting,
+            workers=workers,
+            threads=[_thread_of(worker) for worker in workers],
+            machine=machine,
+            event_log=event_log,
+            posts=posts,
+            watch=StallWatch(None if timeout_s is None else timeout_s * 1e3),
+            diagnostics=Diagnostics(workers, meeting.gate, services.sources, event_log.tail, link),
+            link=link,
+            tuning=as_tuning(runtime.tune_process),
+            settings=settings,
         )
-        link, machine = _open_link(config, services, meeting.gate, diagnostics, posts)
-        timeout_s = failures.stall_timeout
-        shell = CoordinatorShell(
-            CoordinatorParts(
-                machine=machine,
-                event_log=event_log,
-                posts=posts,
-                threads=threads,
-                watch=StallWatch(None if timeout_s is None else timeout_s * 1e3),
-                diagnostics=diagnostics,
-                link=link,
-            ),
-            services,
-            meeting,
-            closing=settings.close,
-        )
-        engine = Engine(
-            config,
-            EngineParts(
-                services=services,
-                ranks=ranks,
-                workers=workers,
-                threads=threads,
-                diagnostics=diagnostics,
-                shell=shell,
-                link=link,
-            ),
-            event_log,
-            as_tuning(runtime.tune_process),
-            settings,
-        )
+        engine = Engine(config, parts)
         undo.pop_all()
     return engine
 
@@ -135,36 +101,32 @@ def build_engine(
 def _thread_of(worker: Worker) -> threading.Thread:
     """The thread of a worker, in the settings of the calling one: torch.compile's belong to a thread."""
     return threading.Thread(
-        target=copy_context().run, args=(worker.run,), name=f"flowdp-worker-{worker.rank}", daemon=True
+        target=copy_context().run, args=(worker.run,), name=f"flowdp-worker-{worker.parts.rank}", daemon=True
     )
 
 
 def _open_link(
-    config: CoordinatorConfig,
-    services: Services,
-    gate: Gate,
-    diagnostics: Diagnostics,
-    posts: dict[int, Callable[[Mail], None]],
-) -> tuple[Link, Coordinator | Follower]:
-    """Open the link to the other machines, and what coordinates the ranks of this one.
+    config: CoordinatorConfig, services: Services, inboxes: Sequence[Inbox[Mail]]
+) -> tuple[Link, Coordinator | Follower, Posts]:
+    """Open the link to the other machines, what coordinates the ranks of this one, and the way of orders.
 
     Args:
         config: The run.
         services: Its services.
-        gate: Its gate.
-        diagnostics: Observer of the threads.
-        posts: Inbox of each rank of this machine; where it leads, it is given those of the other ranks.
+        inboxes: One per rank of this machine.
     """
     team = services.team
+    posts: dict[int, Callable[[Order], None]] = {
+        rank: inbox.post for rank, inbox in zip(team.ranks, inboxes, strict=True)
+    }
     if not team.is_spread:
-        return None, Coordinator(config)
+        return None, Coordinator(config), posts
     if not team.leads:
-        follower = FollowerLink(services, gate, diagnostics.sign, posts)
-        return follower, Follower(config, team.ranks, follower.send)
-    link = LeaderLink(services, gate, diagnostics.sign)
+        follower = FollowerLink(services, posts)
+        return follower, Follower(config, team.ranks, follower.send), posts
+    leader = LeaderLink(services)
     others = (rank for rank in range(config.world_size) if rank not in team.ranks)
-    posts |= {rank: partial(link.order, rank) for rank in others}
-    return link, Coordinator(config)
+    return leader, Coordinator(config), posts | {rank: partial(leader.order, rank) for rank in others}
 
 
 def _close_at_end(services: Services, settings: ExitStack) -> None:
@@ -179,35 +141,35 @@ def _open_meeting(
     config: CoordinatorConfig,
     replicas: Sequence[Replica],
     services: Services,
-    means: tuple[Backend, OuterOptions | None],
-    ask: Callable[[tuple[Arrival, ...]], None],
+    link: Link,
+    backend: Backend,
+    outer: OuterOptions | None,
     settings: ExitStack,
 ) -> MeetingPoint:
-    """Open the gate and the collective of the run, with `means`: their backend and outer step."""
+    """Open the gate and the collective of the run."""
     team, lanes = services.team, [replica.lane for replica in replicas]
     exact = [replica for replica in replicas if isinstance(replica, ExactReplica)]
     is_cut = cut_gradients(exact)
     averaged = [replica.averaged for replica in replicas]
     collective = open_collective(
-        means[0],
+        backend,
         config.policy,
         averaged,
         lanes,
         lambda index: gate.finish(team.ranks[index]),
-        means[1],
+        outer,
         team,
         overlaps=config.overlaps,
     )
     settings.callback(collective.close)
-    if services.sigterm is not None:
-        settings.callback(services.sigterm.close)
+    settings.callback(services.requests.close)
     joint: JointStep | SpanStep | None = None
     if is_cut and isinstance(collective, StreamedMean):  # not in the host's memory
         joint = SpanStep(exact, collective)
     elif exact:
         joint = JointStep(exact, collective, lambda index: gate.finish(team.ranks[index]))
     launch = collective.launch if joint is None else joint.launch
-    gate = Gate(config.world_size, launch, ask if team.is_spread else None, team.ranks)
+    gate = Gate(config.world_size, launch, None if link is None else link.ask, team.ranks)
     is_async = ROUNDS[config.policy].averages == "snapshots" and config.world_size > 1
     return MeetingPoint(
         gate=gate,

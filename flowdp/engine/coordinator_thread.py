@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -18,9 +19,11 @@ from flowdp.collective.async_mean import SnapshotMean
 from flowdp.engine.diagnostics import Diagnostics
 from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Posts
 from flowdp.engine.services import MeetingPoint, Services
+from flowdp.engine.worker_thread import Worker
 from flowdp.errors import CollectiveError, FlowdpError, OptionError, ProtocolError
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.event_log import EventLog
+from flowdp.options import ProcessTuning
 from flowdp.policy.formats import format_error
 from flowdp.policy.stall import StallWatch
 from flowdp.protocol.commands import (
@@ -44,7 +47,7 @@ from flowdp.protocol.commands import (
 from flowdp.protocol.messages import Abort, Averaged, Exiting, Failed, Requested, Tick
 from flowdp.threads.inbox import Inbox
 
-__all__ = ["CoordinatorParts", "CoordinatorShell"]
+__all__ = ["CoordinatorShell", "EngineParts"]
 
 log = logging.getLogger("flowdp")
 
@@ -56,49 +59,58 @@ UNHEARD_MS = 500.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoordinatorParts:
-    """Objects that the coordinator's thread has for itself.
+class EngineParts:
+    """All objects of a run's threads. They hold its memory until the engine lets go of them.
 
     Attributes:
+        services: Objects that were there before.
+        meeting: Averages the replicas.
+        workers: Bodies of the worker threads.
+        threads: The worker threads.
         machine: Decides; on a machine that follows, it passes facts on.
         event_log: Every fact, and the commands that answer it.
         posts: By rank, what takes an order to it.
-        threads: The worker threads.
         watch: Notices that nothing moves.
         diagnostics: Observer of the threads.
         link: Link to the other machines; None: there are none.
+        tuning: Settings of the process while it trains.
+        settings: Closed by the coordinator's thread at the end, when every other thread has ended.
     """
 
+    services: Services
+    meeting: MeetingPoint
+    workers: Sequence[Worker]
+    threads: Sequence[threading.Thread]
     machine: Coordinator | Follower
     event_log: EventLog
     posts: Posts
-    threads: Sequence[threading.Thread]
     watch: StallWatch
     diagnostics: Diagnostics
-    link: LeaderLink | FollowerLink | None = None
+    link: LeaderLink | FollowerLink | None
+    tuning: ProcessTuning
+    settings: ExitStack
+
+    def all_threads(self, coordinator: threading.Thread) -> list[threading.Thread]:
+        """All threads of the run but the callbacks', those that read its datasets included."""
+        services = self.services
+        readers = [thread for source in services.sources for thread in source.threads()]
+        writer = [] if services.saver.thread is None else [services.saver.thread]
+        links = [] if self.link is None else self.link.threads()
+        return [*self.threads, coordinator, *readers, *writer, *links]
 
 
 class CoordinatorShell:
     """The body of the coordinator thread.
 
     After a failure the collective is aborted when ranks do not leave: one may hang in a kernel of it.
-    `closing` is called last, when every thread has ended. With a link there are other machines: this is the
-    thread of the one that leads, or of one that follows.
+    With a link there are other machines: this is the thread of the one that leads, or of one that follows.
     """
 
-    def __init__(
-        self,
-        parts: CoordinatorParts,
-        services: Services,
-        meeting: MeetingPoint,
-        *,
-        closing: Callable[[], None],
-    ) -> None:
-        self.machine, self.event_log, self._link = parts.machine, parts.event_log, parts.link
-        self.inbox = services.requests.inbox
-        self._parts, self._services, self._meeting = parts, services, meeting
+    def __init__(self, parts: EngineParts) -> None:
+        services = parts.services
+        self._parts, self._machine, self._link = parts, parts.machine, parts.link
+        self._inbox, self._gate = services.requests.inbox, parts.meeting.gate
         self._records, self._failures, self._saver = services.records, services.failures, services.saver
-        self._closing = closing
         self._jobs: Inbox[Average | None] = Inbox()
         self._helper: threading.Thread | None = None
         self._start_s = perf_counter()
@@ -113,11 +125,11 @@ class CoordinatorShell:
             The body of the coordinator's own thread.
         """
         try:
-            if self._meeting.snapshots is not None:
-                average = partial(self._average, self._meeting.snapshots)
+            if (snapshots := self._parts.meeting.snapshots) is not None:
+                average = partial(self._average, snapshots)
                 self._helper = threading.Thread(target=average, name="flowdp-average", daemon=True)
                 self._helper.start()
-            while self.machine.phase is not Phase.DONE:
+            while self._machine.phase is not Phase.DONE:
                 self._turn()
         except BaseException as error:
             self._give_up(error)
@@ -129,9 +141,9 @@ class CoordinatorShell:
 
     def _turn(self) -> None:
         """Wait for a fact or the deadline, and obey the machine's commands."""
-        due = (self.machine.deadline_ms(), self._failing_ms, self._parts.watch.deadline_ms())
+        due = (self._machine.deadline_ms(), self._failing_ms, self._parts.watch.deadline_ms())
         deadlines = [ms for ms in due if ms is not None]
-        fact = self.inbox.get(min(deadlines) - self._now_ms() if deadlines else None)
+        fact = self._inbox.get(min(deadlines) - self._now_ms() if deadlines else None)
         now_ms = self._now_ms()
         if (look_ms := self._parts.watch.deadline_ms()) is not None and now_ms >= look_ms:
             self._look(now_ms)
@@ -139,20 +151,21 @@ class CoordinatorShell:
             self._failing_ms = None
             self._failures.note_stuck(self._parts.threads)
             self._conclude(over=False)
-            self._meeting.collective.abort()
+            self._parts.meeting.collective.abort()
         fact = fact or Tick()
         try:
-            commands = self.machine.handle(fact, now_ms)
+            commands = self._machine.handle(fact, now_ms)
         except ProtocolError:
-            self.event_log.take(fact, now_ms, ())  # the fact that the protocol rules out is the one to see
+            # The fact that the protocol rules out is the one to see.
+            self._parts.event_log.take(fact, now_ms, ())
             raise
-        self.event_log.take(fact, now_ms, commands)
+        self._parts.event_log.take(fact, now_ms, commands)
         for command in commands:
             self._obey(command)
             if self._link is not None:
                 self._link.relay(command)
-            if self._services.timeline is not None:
-                self._services.timeline.note(command)
+            if (timeline := self._parts.services.timeline) is not None:
+                timeline.note(command)
         if isinstance(fact, Requested):
             self._records.count_request()
         elif isinstance(fact, Exiting):
@@ -160,10 +173,10 @@ class CoordinatorShell:
 
     def _look(self, now_ms: float) -> None:
         """See whether anything has moved since the last look."""
-        phase, sign = self.machine.phase, self._parts.diagnostics.all_signs()
+        phase, sign = self._machine.phase, self._parts.diagnostics.all_signs()
         verdict = self._parts.watch.look(
             now_ms,
-            (sign.moves, self.machine.global_step),
+            (sign.moves, self._machine.global_step),
             all_started=sign.has_started,
             # A run that starts, fails or leaves has deadlines of its own, and a disk may be slow.
             may_idle=self._records.is_paused or phase is not Phase.RUNNING or self._failing_ms is not None,
@@ -171,11 +184,12 @@ class CoordinatorShell:
         )
         if verdict == "moves":
             return
-        error = self._parts.diagnostics.stall_error(self._parts.watch.still_ms / 1e3)
+        threads = self._parts.all_threads(threading.current_thread())
+        error = self._parts.diagnostics.stall_error(self._parts.watch.still_ms / 1e3, threads)
         if verdict == "warn":
             self._warn(str(error), "stalled", str(error).partition("\n\n")[0].replace("\n ", ";"))
         else:
-            self.inbox.post(Failed(self._failures.add(error)))
+            self._inbox.post(Failed(self._failures.add(error)))
 
     def _warn(self, text: str, about: object, short: str = "") -> None:
         """Tell of something that does not end the run, and keep it, or a `short` text, with the records."""
@@ -188,10 +202,10 @@ class CoordinatorShell:
                 self._parts.posts[command.rank](command.order)
             case LeaveGate():
                 self._failures.forgive(command.rank)
-                self._meeting.gate.leave(command.rank)
+                self._gate.leave(command.rank)
             case CutEvaluation():
-                if self._services.evaluator is not None:
-                    self._services.evaluator.batches.cut()
+                if (evaluator := self._parts.services.evaluator) is not None:
+                    evaluator.batches.cut()
             case Save():
                 self._saver.save(command, self._records.epochs)
             case SavesPutOff():
@@ -215,9 +229,9 @@ class CoordinatorShell:
                 self._records.add(command.metrics)
                 log.info("%s", command.metrics)
             case Direct():
-                (self._meeting.gate if self._link is None else self._link).direct(command.directives)
+                (self._gate if self._link is None else self._link).direct(command.directives)
             case AbortGate():
-                self._meeting.gate.abort(command.reason)
+                self._gate.abort(command.reason)
                 if self._link is not None:
                     self._link.abort()
                 self._failing_ms = self._now_ms() + GRACE_MS
@@ -245,22 +259,22 @@ class CoordinatorShell:
         while (job := self._jobs.get()) is not None:
             try:
                 sync_ms, drifts = snapshots.average(job.round, job.samples)
-                self.inbox.post(Averaged(job.round, sync_ms, drifts, snapshots.norm))
+                self._inbox.post(Averaged(job.round, sync_ms, drifts, snapshots.norm))
             except BaseException as cause:
                 error = CollectiveError(
                     f"averaging the snapshots of round {job.round} failed: {format_error(cause)}"
                 )
                 error.__cause__ = cause
-                self.inbox.post(Failed(self._failures.add(error)))
+                self._inbox.post(Failed(self._failures.add(error)))
 
     def _give_up(self, error: BaseException) -> None:
         """Free all threads after a failure of the machine or of this shell, without the machine."""
         if isinstance(error, ProtocolError) and not error.events:
-            error = ProtocolError(str(error), events=self.event_log.tail(50)).with_traceback(
+            error = ProtocolError(str(error), events=self._parts.event_log.tail(50)).with_traceback(
                 error.__traceback__
             )
         reason = self._failures.add(error)
-        self._meeting.gate.abort(reason)
+        self._gate.abort(reason)
         if self._link is not None:
             self._link.give_up(reason)
         for post in self._parts.posts.values():
@@ -280,15 +294,15 @@ class CoordinatorShell:
         deadline_s = perf_counter() + GRACE_MS / 1e3
         for thread in self._parts.threads:
             # Each has posted Exiting, except after a failure of this thread, when none is read.
-            is_leaving = self.machine.phase is Phase.DONE
+            is_leaving = self._machine.phase is Phase.DONE
             thread.join(None if is_leaving else max(0.0, deadline_s - perf_counter()))
         if self._helper is not None:
             self._jobs.post(None)
             # After a failure it may wait for a device that never gets there.
             self._helper.join(None if self._failures.first is None else GRACE_MS / 1e3)
-        self._meeting.gate.retire()
+        self._gate.retire()
         self._close_saver()
-        for source in reversed(self._services.sources):
+        for source in reversed(self._parts.services.sources):
             if not source.close():
                 log.warning("a dataset is still inside its own code; its thread ends with that call")
         self._failures.note_stuck(self._parts.threads)
@@ -303,12 +317,12 @@ class CoordinatorShell:
     def _close(self) -> None:
         """Give everything back; after a failure without waiting for ever."""
         if self._failures.first is None and not self._failures.forgiven:
-            self._closing()
+            self._parts.settings.close()
             return
         # A device may wait for a kernel that another one never launches, and no rank may be left to notice:
         # all may have failed, or left, with a collective's kernel still on its way.
         if self._failures.first is not None:
-            self._meeting.collective.abort()
+            self._parts.meeting.collective.abort()
         closer = threading.Thread(target=self._try_closing, name="flowdp-closing", daemon=True)
         closer.start()
         closer.join(GRACE_MS / 1e3)
@@ -317,7 +331,7 @@ class CoordinatorShell:
 
     def _try_closing(self) -> None:
         try:
-            self._closing()
+            self._parts.settings.close()
         except BaseException as error:
             if self._failures.first is None:  # of a rank that the others went on without
                 log.warning("a device that had failed cannot be given back: %s", error)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flowdp.data.source import Source
+from flowdp.engine.machine_links import FollowerLink, LeaderLink
 from flowdp.engine.worker_thread import Worker
 from flowdp.errors import StallError
 from flowdp.network.channel import Sign
@@ -47,10 +48,9 @@ class Diagnostics:
         workers: One per rank.
         gate: Where they meet.
         sources: The datasets; that of the training, which names the samples of a batch, is the first.
-        threads: Gives all threads of the run, the readers of its datasets included.
         tail: The last so many events of the coordinator, as text.
-        signs: Signs of life of the other machines, of whose ranks nothing else is known here.
-        steps_at_gate: The optimizers step there, all alike ("exact").
+        link: Has signs of life of the other machines, of whose ranks nothing else is known here; None: there
+            are none.
 
     Threads:
         Any. Facts about different ranks are of close moments, not of the same moment.
@@ -61,19 +61,14 @@ class Diagnostics:
         workers: Sequence[Worker],
         gate: Gate,
         sources: Sequence[Source],
-        threads: Callable[[], Iterable[threading.Thread]],
         tail: Callable[[int], list[str]],
-        signs: Callable[[], Sequence[Sign]] = tuple,
-        *,
-        steps_at_gate: bool = False,
+        link: LeaderLink | FollowerLink | None = None,
     ) -> None:
         self._workers = workers
         self._gate = gate
         self._sources = sources
-        self._threads = threads
         self._tail = tail
-        self._signs = signs
-        self._steps_at_gate = steps_at_gate
+        self._link = link
 
     def sign(self) -> Sign:
         """Sign of life of this machine's ranks.
@@ -92,8 +87,8 @@ class Diagnostics:
             all(
                 worker.activity.has_left
                 # At the gate, the rank's own part of the step has been counted before.
-                or (worker.activity.moves if self._steps_at_gate else worker.current.local_step) > 0
-                or worker.rank in waiting
+                or (worker.activity.moves if worker.replica.steps_at_gate else worker.current.local_step) > 0
+                or worker.parts.rank in waiting
                 or (worker.step is None and worker.activity.awaited is None)
                 for worker in self._workers
             ),
@@ -101,27 +96,30 @@ class Diagnostics:
 
     def all_signs(self) -> Sign:
         """Sign of life of the ranks of all machines together."""
-        return sum(self._signs(), self.sign())
+        return sum(() if self._link is None else self._link.signs, self.sign())
 
     def ranks(self) -> list[str]:
         """Descriptions of each rank's activity. Shape (world_size,)."""
         waiting = self._gate.waiting()
-        return [_doing(worker, waiting.get(worker.rank)) for worker in self._workers]
+        return [_doing(worker, waiting.get(worker.parts.rank)) for worker in self._workers]
 
-    def report(self, headline: str, events: int = EVENTS) -> str:
-        """All that is known at this moment: ranks, stacks, the last events."""
-        return str(self._report(headline, events))
-
-    def stall_error(self, seconds: float) -> StallError:
-        """Error of a run in which nothing has moved for so long."""
-        return self._report(
+    def stall_error(self, seconds: float, threads: Iterable[threading.Thread]) -> StallError:
+        """Error of a run in which nothing has moved for so long; see `report`."""
+        return self.report(
             f"nothing has moved for {seconds:.1f} s; where a step or a read of the dataset may take that "
             "long, give a larger stall_timeout, or None",
-            EVENTS,
+            threads,
         )
 
-    def _report(self, headline: str, events: int) -> StallError:
-        ranks, found = self.ranks(), stacks(self._threads())
+    def report(self, headline: str, threads: Iterable[threading.Thread], events: int = EVENTS) -> StallError:
+        """All that is known at this moment: ranks, stacks, the last events; as an error, and its text.
+
+        Args:
+            headline: The first line.
+            threads: All threads of the run, the readers of its datasets included.
+            events: Number of events.
+        """
+        ranks, found = self.ranks(), stacks(threads)
         parts = [headline, *(f"  rank {rank}: {doing}" for rank, doing in enumerate(ranks))]
         parts += [f"  reader: {doing}" for source in self._sources if (doing := source.waits_for())]
         parts += [f"\n{name} is here:\n{stack.rstrip()}" for name, stack in found.items()]
@@ -130,10 +128,10 @@ class Diagnostics:
 
     def quarantined(self, command: Quarantined) -> str:
         """Text about a replica that had NaN or infinite numbers: which, and since which batch."""
-        named = [f" on {worker.current.device}" for worker in self._workers if worker.rank == command.rank]
+        here = {worker.parts.rank: f" on {worker.current.device}" for worker in self._workers}
         text = (
-            f"rank {command.rank}{''.join(named)} had NaN or infinite numbers: it was left out of the mean, "
-            "and goes on from the other replicas"
+            f"rank {command.rank}{here.get(command.rank, '')} had NaN or infinite numbers: it was left out "
+            "of the mean, and goes on from the other replicas"
         )
         if command.batch is None:
             return text

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,52 +17,23 @@ from flowdp.device.dispatch import prepare_torch
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.process_tuning import tuned_process
 from flowdp.engine import active_runs
-from flowdp.engine.coordinator_thread import CoordinatorShell
-from flowdp.engine.diagnostics import Diagnostics, Progress
-from flowdp.engine.machine_links import FollowerLink, LeaderLink
-from flowdp.engine.resume import StopPosition
-from flowdp.engine.services import Services
-from flowdp.engine.worker_thread import Mail, RankParts, Worker
+from flowdp.engine.coordinator_thread import CoordinatorShell, EngineParts
+from flowdp.engine.diagnostics import Progress
+from flowdp.engine.worker_thread import Mail, RankParts
 from flowdp.errors import FlowdpError
 from flowdp.graphs.captured_step import CAPTURED
 from flowdp.machine.config import CoordinatorConfig
-from flowdp.machine.event_log import EventLog
-from flowdp.options import ProcessTuning
 from flowdp.policy.efficiency import EfficiencyReport, RankTimes, efficiency_of
 from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Requested
-from flowdp.protocol.position import Position
 from flowdp.replica.replica import Replica
 from flowdp.threads.inbox import Inbox
 from flowdp.threads.latch import Latch
 from flowdp.threads.shield import interrupts_held
 
-__all__ = ["Engine", "EngineParts"]
+__all__ = ["Engine"]
 
 FAILURE_S = 1.8
 """How long callbacks may keep a failure from being raised."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineParts:
-    """Objects of a run that hold its memory, until the engine lets go of them.
-
-    Attributes:
-        services: Objects that the threads share.
-        ranks: Parts of each rank; the replicas are equal, and the run's own until it is over.
-        workers: Bodies of the worker threads.
-        threads: The worker threads.
-        diagnostics: Observer of the threads.
-        shell: Body of the coordinator's thread.
-        link: Link to the other machines; None: there are none.
-    """
-
-    services: Services
-    ranks: Sequence[RankParts]
-    workers: Sequence[Worker]
-    threads: Sequence[threading.Thread]
-    diagnostics: Diagnostics
-    shell: CoordinatorShell
-    link: LeaderLink | FollowerLink | None
 
 
 class Engine:
@@ -71,46 +42,37 @@ class Engine:
     Args:
         config: The run, for its coordinator.
         parts: All that its threads use.
-        event_log: The coordinator's events.
-        tuning: Settings of the process while it trains.
-        settings: Closed by the coordinator's thread at the end.
 
     Attributes:
+        config: As given.
+        event_log: The coordinator's events.
+        records: Records of the run.
+        failures: Its failures.
+        saver: Writer of checkpoints, and keeper of the best model.
+        devices: One per rank of this machine.
         handle: The user's `Run`, while it lives.
         begun_s: When it began, by `time.monotonic`.
         is_abandoned: The user has told the run to stop and does not wait for it any more (a second Ctrl-C).
-        names: Names of the devices, one per rank.
         latch: Where all that a start has made waits for `begin`.
     """
 
-    def __init__(
-        self,
-        config: CoordinatorConfig,
-        parts: EngineParts,
-        event_log: EventLog,
-        tuning: ProcessTuning,
-        settings: ExitStack,
-    ) -> None:
+    def __init__(self, config: CoordinatorConfig, parts: EngineParts) -> None:
         services = parts.services
-        self.config, self.event_log = config, event_log
-        self.team, self.timeline = services.team, services.timeline
+        self.config, self.event_log = config, parts.event_log
         self.records, self.failures, self.saver = services.records, services.failures, services.saver
-        self.close_observer = services.close_observer
+        self._requests = services.requests
         self._parts: EngineParts | None = parts
-        self.names = device_names([replica.device for replica in self.replicas])
+        self.devices = tuple(replica.device for replica in self.replicas)
         self.latch = Latch()
         self.handle: Any = None
         self.begun_s = 0.0
         self.is_abandoned = False
-        self._requests, self._sigterm = services.requests, services.sigterm
-        self._fingerprint, self._is_numbered = services.fingerprint, services.source.can_resume_inside
-        self._tuning, self._settings = tuning, settings
         self._past: tuple[list[Progress], list[RankTimes]] = [], []  # of a run that was let go of
         self._letting_go = threading.RLock()  # several threads may join; finalizers may, inside of it
         # The thread holds this engine, not only its shell: a run whose `Run` was dropped must be found at the
         # end of the process.
         self._coordinator = threading.Thread(
-            target=partial(self._run, parts.shell), name="flowdp-coordinator", daemon=True
+            target=partial(self._run, CoordinatorShell(parts)), name="flowdp-coordinator", daemon=True
         )
 
     @property
@@ -122,7 +84,7 @@ class Engine:
     def ranks(self) -> Sequence[RankParts]:
         """Parts of each rank; none once the run has let go of them."""
         parts = self._parts
-        return () if parts is None else parts.ranks
+        return () if parts is None else [worker.parts for worker in parts.workers]
 
     def start(self) -> None:
         """Start all threads; they wait for `begin`. After an error, or without that, `take_back` ends them.
@@ -140,12 +102,12 @@ class Engine:
         services = parts.services
         if len(parts.workers) > 1:
             prepare_torch()
-        self._settings.enter_context(tuned_process(self._tuning))
-        if self.timeline is not None:
-            self._settings.callback(self.timeline.close)
-            self.timeline.start()
+        parts.settings.enter_context(tuned_process(parts.tuning))
+        if services.timeline is not None:
+            parts.settings.callback(services.timeline.close)
+            services.timeline.start()
         failed = partial(self._requests.fail, is_awaited=False)
-        ranks = parts.ranks
+        ranks = self.ranks
         if services.evaluator is not None:
             services.evaluator.batches.start(
                 wake=lambda rank, epoch, batch: _notify(ranks[rank].inbox, epoch, batch), failed=failed
@@ -158,16 +120,18 @@ class Engine:
             rank.feed.start(partial(_notify, rank.inbox))
         self.saver.start()
         if parts.link is not None:
-            parts.link.start()
+            parts.link.start(parts.meeting.gate, parts.diagnostics.sign)
         for thread in (*parts.threads, self._coordinator):
             thread.start()
 
     def begin(self, handle: object) -> None:
         """Let the run begin, and keep its handle, the user's `Run`: its coordinator plans the first round."""
+        parts = self._parts
+        assert parts is not None
         self.handle = handle
         self.begun_s = time.monotonic()
-        if self.timeline is not None:
-            self.timeline.begin(self.efficiency)
+        if (timeline := parts.services.timeline) is not None:
+            timeline.begin(self.efficiency)
         active_runs.add(self)
         self.latch.open()
 
@@ -192,15 +156,15 @@ class Engine:
             with ExitStack() as undo:  # from the last to the first, whatever one of them raises
                 undo.callback(self.close_observer, None)
                 undo.callback(self.records.end, None, over=True)
-                undo.callback(self._settings.close)
+                undo.callback(parts.settings.close)
                 for source in parts.services.sources:
                     undo.callback(source.close)
                 undo.callback(self.saver.close)
                 for thread in (*parts.threads, self._coordinator):
                     if thread.ident is not None:
                         undo.callback(thread.join)
-                for rank in parts.ranks:
-                    undo.callback(rank.inbox.post, Abort("the start was taken back"))
+                for worker in parts.workers:
+                    undo.callback(worker.parts.inbox.post, Abort("the start was taken back"))
 
     def request(self, what: Requested) -> int:
         """Send a request of the user to the coordinator; returns its number at once."""
@@ -242,14 +206,18 @@ class Engine:
             timeout_s = self.failures.first_s + FAILURE_S - time.monotonic()
         return self.close_observer(None if timeout_s is None else max(0.0, timeout_s))
 
+    def close_observer(self, timeout_s: float | None) -> bool:
+        """See `Services.close_observer`; of a run that was let go of all callbacks have returned."""
+        parts = self._parts
+        return parts is None or parts.services.close_observer(timeout_s)
+
     def close(self) -> None:
         """Hear no SIGTERM for this run any more.
 
         Threads:
             The user's; in the main thread the handler from before is put back.
         """
-        if self._sigterm is not None:
-            self._sigterm.close()
+        self._requests.close()
 
     def progress(self) -> list[Progress]:
         """Progress of each rank."""
@@ -274,15 +242,8 @@ class Engine:
 
     def efficiency(self) -> EfficiencyReport:
         """Attribution of the ranks' time so far."""
-        captured = sum(one.capture == CAPTURED for one in self.progress())
-        return replace(efficiency_of(self.times(), self.names), captured=captured)
-
-    def stopped_at(
-        self, position: Position, learning_rate: Mapping[str, Any], orders: Mapping[int, int] | None
-    ) -> StopPosition | None:
-        """Make the record from which a run resumes; None where it would have to read on inside an epoch."""
-        is_readable = self._is_numbered or not position.open
-        return StopPosition(position, self._fingerprint, learning_rate, orders) if is_readable else None
+        captured = sum(rank.capture == CAPTURED for rank in self.progress())
+        return replace(efficiency_of(self.times(), device_names(self.devices)), captured=captured)
 
     def let_go(self) -> None:
         """Drop replicas, optimizers and all else that holds memory of a device, of a run that is over.
@@ -300,7 +261,6 @@ class Engine:
             for replica in self.replicas:
                 replica.close()
             self._parts = None
-            self.close_observer = lambda _: True
             self.saver.let_go()
             del parts, replica
             if any(lane.is_async for lane in lanes):
@@ -313,19 +273,14 @@ class Engine:
     def threads(self) -> list[threading.Thread]:
         """All threads of this run but the callbacks', those that read its datasets included."""
         parts = self._parts
-        if parts is None:
-            return [self._coordinator]
-        readers = [thread for source in parts.services.sources for thread in source.threads()]
-        writer = [] if self.saver.thread is None else [self.saver.thread]
-        links = [] if parts.link is None else parts.link.threads()
-        return [*parts.threads, self._coordinator, *readers, *writer, *links]
+        return [self._coordinator] if parts is None else parts.all_threads(self._coordinator)
 
     def report(self, headline: str, events: int) -> str:
         """Describe ranks, threads and the last events in many lines."""
         parts = self._parts
         if parts is None:
             return "\n".join([headline, *self.event_log.tail(events)])
-        return parts.diagnostics.report(headline, events)
+        return str(parts.diagnostics.report(headline, self.threads(), events))
 
     def _run(self, shell: CoordinatorShell) -> None:
         try:

@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flowdp.checkpoint.following_saver import FollowingSaver
@@ -80,18 +81,16 @@ class _Link(ABC):
 
     Args:
         services: Objects that the threads of the run share; there is a channel.
-        gate: Gate of this machine's ranks.
-        sign: Makes a sign of life of this machine alone.
     """
 
-    def __init__(self, services: Services, gate: Gate, sign: Callable[[], Sign]) -> None:
+    def __init__(self, services: Services) -> None:
         team, channel = services.team, services.channel
         assert team.machines is not None
         assert channel is not None
         self._team, self._machines, self._channel = team, team.machines, channel
         self._post: Callable[[Any], None] = services.requests.inbox.post
         self._failures = services.failures
-        self._gate, self._sign = gate, sign
+        self._gate: Gate
         self._is_over = False  # the machines know of the run's end, and may leave
         # The last of each other machine. All are there from the start: the threads of several links read it
         # at any moment, and one that grows cannot be read.
@@ -102,9 +101,15 @@ class _Link(ABC):
         """The last signs of life of the other machines: one for each, or from machine 0 for all of them."""
         return list(self._signs.values())
 
-    def start(self) -> None:
-        """Start the threads of the links."""
-        self._channel.start(self._received, self._ended, self._sign_for)
+    def start(self, gate: Gate, sign: Callable[[], Sign]) -> None:
+        """Start the threads of the links.
+
+        Args:
+            gate: Gate of this machine's ranks; none of them has come to it.
+            sign: Makes a sign of life of this machine alone.
+        """
+        self._gate = gate
+        self._channel.start(self._received, self._ended, partial(self._sign_for, sign))
 
     def abort(self) -> None:
         """Free the rank that stands in a sum where a machine is lost: the others may not come to its end."""
@@ -115,9 +120,9 @@ class _Link(ABC):
         """Threads of the links."""
         return self._channel.threads()
 
-    def _sign_for(self, machine: int) -> Sign:
+    def _sign_for(self, sign: Callable[[], Sign], machine: int) -> Sign:
         """Sign of life for a machine: of this one, and of all that it has no link to."""
-        return sum((sign for other, sign in self._signs.items() if other != machine), self._sign())
+        return sum((last for other, last in self._signs.items() if other != machine), sign())
 
     def _early_end(self, machine: int) -> MachineLostError | None:
         """The error that a machine has closed its link; None: the run is over."""
@@ -143,8 +148,8 @@ class LeaderLink(_Link):
         Any, unless a method says otherwise.
     """
 
-    def __init__(self, services: Services, gate: Gate, sign: Callable[[], Sign]) -> None:
-        super().__init__(services, gate, sign)
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
         self._evaluator = services.evaluator
         self._state = GateState(services.team.world_size)
         self._lock = threading.Lock()  # serialises the gate of all ranks
@@ -231,8 +236,8 @@ class FollowerLink(_Link):
         posts: Put an order into the inbox of each rank here.
     """
 
-    def __init__(self, services: Services, gate: Gate, sign: Callable[[], Sign], posts: Posts) -> None:
-        super().__init__(services, gate, sign)
+    def __init__(self, services: Services, posts: Posts) -> None:
+        super().__init__(services)
         self._posts = posts
         self._saver = services.saver
 

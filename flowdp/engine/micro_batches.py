@@ -29,7 +29,7 @@ from flowdp.device.gathered import made
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter
-from flowdp.machine.worker import Step
+from flowdp.machine.worker import Step, WorkerMachine
 from flowdp.replica.replica import Replica
 
 __all__ = ["MicroBatch", "MicroBatcher", "without_frames"]
@@ -66,6 +66,7 @@ class MicroBatcher:
     Attributes:
         taken: Batches of the step under way so far.
         samples: Samples in the micro-batches handed on.
+        fed: The machine's plans that the feed knows, by their number.
         micros: Micro-batches handed on, kept while the step may have to begin again.
 
     Threads:
@@ -83,6 +84,7 @@ class MicroBatcher:
     ) -> None:
         self.taken = 0
         self.samples = 0
+        self.fed = 0
         self.micros: list[MicroBatch] = []
         self._feed, self._source, self._replica = feed, source, replica
         self._current, self._meter, self._place = current, meter, place
@@ -100,6 +102,13 @@ class MicroBatcher:
     def factor(self) -> float:
         """Factor that makes the step's shares sum to 1."""
         return self._planned / self.samples
+
+    def follow(self, machine: WorkerMachine) -> None:
+        """Tell the feed the next batches, before a report lets the batches of a void plan be dealt anew."""
+        if self.fed != machine.plans:
+            self.fed = machine.plans
+            # Those of a step under way are the machine's until it is done, and the feed has handed some out.
+            self._feed.follow(machine.upcoming()[self.taken :])
 
     def next(self, step: Step) -> MicroBatch | None:
         """The next micro-batch of the step; None where a batch of it is not there yet.

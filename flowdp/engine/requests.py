@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from flowdp.engine.failures import Failures
+from flowdp.engine.signals import SigtermStop
 from flowdp.errors import FlowdpError
 from flowdp.observe.records import Records
 from flowdp.protocol.messages import CheckpointWritten, Fact, Failed, Requested
@@ -32,6 +34,7 @@ class Requests:
         self._records = records
         self._failures = failures
         self._count = self._snapshots = 0
+        self._sigterm: SigtermStop | None = None
         self._lock = threading.Lock()  # numbers the requests in the order in which the inbox has them
 
     def request(self, what: Requested) -> int:
@@ -39,6 +42,22 @@ class Requests:
         with self._lock:
             self._count += self._post(what)
             return self._count
+
+    def hear_sigterm(self) -> None:
+        """Take the next SIGTERM as a request to stop, until `close`.
+
+        Raises:
+            OptionError: See `SigtermStop`.
+
+        Threads:
+            The main one.
+        """
+        self._sigterm = SigtermStop(partial(self.request, Requested("stop")))
+
+    def close(self) -> None:
+        """Hear no SIGTERM any more; may be called again, for the main thread to put its handler back."""
+        if self._sigterm is not None:
+            self._sigterm.close()
 
     def snapshot(self) -> int:
         """Request a snapshot; returns its number among the snapshots."""

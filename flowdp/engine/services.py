@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.failures import Failures
 from flowdp.engine.requests import Requests
-from flowdp.engine.signals import SigtermStop
 from flowdp.network.channel import Channel
 from flowdp.network.team import Team
 from flowdp.observe.records import Records
@@ -37,8 +35,6 @@ class Services:
         saver: Writer of checkpoints, and keeper of the best model.
         channel: Messages between the machines; None: there is one machine.
         evaluator: Evaluates the averaged model; None: there are no evaluations.
-        fingerprint: Data that must be equal where the run is resumed.
-        sigterm: Stops the run at SIGTERM; None: it does not.
         timeline: Recorder of spans and events; None: there is none.
         step_callbacks: Called after each step of each rank, in its thread, with its worker and its loss.
         close_observer: Waits for the callbacks, for so many seconds at most; False: one does not return.
@@ -52,8 +48,6 @@ class Services:
     saver: Saver
     channel: Channel | None = None
     evaluator: Evaluator | None = None
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    sigterm: SigtermStop | None = None
     timeline: Timeline | None = None
     step_callbacks: Sequence[Callable[[CurrentWorker, Tensor | None], object]] = ()
     close_observer: Callable[[float | None], bool] = lambda _: True

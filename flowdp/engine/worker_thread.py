@@ -101,9 +101,8 @@ class Worker:
         start: Position of a run that is resumed.
 
     Attributes:
-        rank: Index of the rank.
+        parts: As given.
         replica: Its replica.
-        inbox: Inbox of its thread.
         machine: Decides what comes next.
         current: The rank's record for the user's code.
         activity: What it is doing, for others to see.
@@ -118,11 +117,11 @@ class Worker:
         failures: FailureOptions,
         start: Position | None = None,
     ) -> None:
-        self.rank, self.replica, self.inbox = parts.rank, parts.replica, parts.inbox
+        self.parts, self.replica = parts, parts.replica
         replica, lane, source = parts.replica, parts.replica.lane, services.source
         spans = None if services.timeline is None else services.timeline.ranks[parts.index]
         self.activity = RankActivity(spans)
-        self._parts, self._services, self._meeting = parts, services, meeting
+        self._services, self._meeting = services, meeting
         self._post = services.requests.inbox.post
         self._goes_on = failures.on_failure == "continue"
         # Where the others continue without a rank that raises, the batches since its last mean are dealt
@@ -130,12 +129,12 @@ class Worker:
         is_known = meeting.snapshots is not None or (self._goes_on and failures.on_nan == "raise")
         is_late = lane.is_async and meeting.collective.masks and not is_known
         global_step, epoch = (0, 0) if start is None else (start.global_step, start.last_epoch)
-        self.machine = WorkerMachine(self.rank, global_step)
+        self.machine = WorkerMachine(parts.rank, global_step)
         with lane.on(lane.compute):
             captured = replica.captured
             self._meter = Meter(lane, None if captured is None else captured.watch, spans)
         self.current = worker_context.CurrentWorker(  # a resumed run may evaluate before its first step
-            self.rank,
+            parts.rank,
             replica.device,
             replica.module,
             epoch=epoch,
@@ -150,9 +149,7 @@ class Worker:
             replica, self.machine, self._meter, self._place, failures.on_nan, is_late=is_late
         )
         self._tasks = BarrierTasks(parts.rank, parts.index, replicas, services, meeting, parts.outer)
-        self._is_bound = False  # the other ranks wait for this one
         self._part_loss: Tensor | None = None  # of the step that comes behind the gate (exact)
-        self._fed = 0  # the machine's plans that the feed knows
 
     @property
     def step(self) -> Step | None:
@@ -170,33 +167,34 @@ class Worker:
         lane = self.replica.lane
         self.activity.begin()
         try:
-            self._parts.pool.begin()
+            self.parts.pool.begin()
             worker_context.bind(self.current)
             # Backward runs in this thread, not in autograd's one per device: no wake-up on the way, ranks
             # that share a device do not queue there, and a hook finds the thread's own state.
             with lane.on(lane.compute), torch.autograd.set_multithreading_enabled(False):
                 if self.replica.frozen is not None:
                     self.replica.frozen.begin()
-                self._post(WorkerReady(self.rank))
+                self._post(WorkerReady(self.parts.rank))
                 self._loop()
         except BaseException as cause:
             keep_memory([lane])
             explained = self._place.explain(cause, self.activity.task)
-            is_alone = self._goes_on and not self._is_bound and isinstance(explained, StepError | DeviceError)
+            is_alone = self._goes_on and not self.activity.is_bound
+            is_alone &= isinstance(explained, StepError | DeviceError)
             if is_alone:
-                self._batcher.lose(self._parts.index)
+                self._batcher.lose(self.parts.index)
                 with suppress(Exception):  # a dead device tells nothing more
                     self._meter.settle()  # acknowledgments that wait for it
             failures = self._services.failures
             take = failures.hold if is_alone else failures.add
-            error = take(explained, self.rank)
+            error = take(explained, self.parts.rank)
         finally:
             self.replica.leave()
             self.activity.leave()
-            self._post(Exiting(self.rank, error, is_alone, self.machine.unreported_samples))
+            self._post(Exiting(self.parts.rank, error, is_alone, self.machine.unreported_samples))
 
     def _loop(self) -> None:
-        machine, inbox, batcher = self.machine, self.inbox, self._batcher
+        machine, inbox, batcher = self.machine, self.parts.inbox, self._batcher
         is_empty = inbox.is_empty
         handlers: dict[type, Callable[[Any], None]] = {
             Step: self._step,
@@ -209,8 +207,8 @@ class Worker:
         while True:
             while not is_empty():
                 self._read(inbox.get())
-            if self._fed != machine.plans:
-                self._tell_feed()
+            if batcher.fed != machine.plans:
+                batcher.follow(machine)
             action = machine.next(batcher.taken > 0)
             if isinstance(action, Leave):
                 break
@@ -224,7 +222,7 @@ class Worker:
         """Wait for an order, or for a `Throttle` that lets it go on with the one that it has."""
         self._meter.settle()
         self.activity.is_idle, start_s = True, perf_counter()
-        self._read(self.inbox.get())
+        self._read(self.parts.inbox.get())
         self.activity.is_idle = False
         self.activity.spent(Activity.IDLE if self.machine.order is None else Activity.GATE, start_s)
         self._meter.settle()
@@ -233,13 +231,6 @@ class Worker:
         # A note says only that there is something to look at, and the loop looks.
         if mail is not None and not isinstance(mail, BatchReady):
             self.machine.handle(mail)
-
-    def _tell_feed(self) -> None:
-        """Tell the feed the next batches, before a report lets the batches of a void plan be dealt anew."""
-        if self._fed != self.machine.plans:
-            self._fed = self.machine.plans
-            # Those of a step under way are the machine's until it is done, and the feed has handed some out.
-            self._parts.feed.follow(self.machine.upcoming()[self._batcher.taken :])
 
     def _step(self, step: Step) -> None:
         start_s = perf_counter()
@@ -254,7 +245,7 @@ class Worker:
                 return
             if is_first:
                 if step.alone:
-                    self._parts.pool.begin_alone()
+                    self.parts.pool.begin_alone()
                 meter.begin(start_s)
                 replica.part = step.part
                 replica.learning_rate.advance(step.position, step.epoch, step.metrics)
@@ -269,7 +260,7 @@ class Worker:
                     raise
                 self._await_leave()  # another rank has failed before it came to a SyncBatchNorm
                 return
-        self._parts.feed.release()
+        self.parts.feed.release()
         loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
         current.local_step += 1
         if self._services.step_callbacks:
@@ -280,7 +271,7 @@ class Worker:
             else:
                 self._call_back(loss, batcher.samples)
         meter.end(loss, batcher.samples, step, replica.take_norms(), replica.loss_weight)
-        self._parts.pool.worked(meter.step_ms, batcher.samples, alone=step.alone)
+        self.parts.pool.worked(meter.step_ms, batcher.samples, alone=step.alone)
         if meter.bad:
             self._numbers.check_losses()
         self.machine.trained(batcher.samples)
@@ -301,11 +292,11 @@ class Worker:
     def _await_batch(self, start_s: float) -> None:
         """Wait for a batch that was not read yet, or for an order; then the loop asks the machine anew."""
         # Inside a step the device's time is the step's; what is due can wait for its end.
-        if self.inbox.is_empty() and not self._batcher.taken:
+        if self.parts.inbox.is_empty() and not self._batcher.taken:
             self._meter.settle()
         if (step := self._place.step) is not None:
             self.activity.awaited = step.epoch, step.batches[self._batcher.taken]
-        self._read(self.inbox.get())
+        self._read(self.parts.inbox.get())
         self.activity.awaited = None
         self._meter.waited(perf_counter() - start_s)
 
@@ -319,15 +310,15 @@ class Worker:
             self._numbers.read()  # the verdict on the round before
             if self.replica.frozen is not None:
                 self.replica.frozen.met(self.current.epoch)
-            collective.prepare(self._parts.index, self._numbers.judge)
+            collective.prepare(self.parts.index, self._numbers.judge)
             self._numbers.decide()
-            self._is_bound = True
+            self.activity.is_bound = True
             outcome = self._meeting.gate.enter(self.machine.judged(arrival, self.replica.touched))
             if window is not None and window.alone and isinstance(joint, JointStep):
-                self._parts.pool.begin()
-                reading = joint.copy_step(self._parts.index, outcome)
+                self.parts.pool.begin()
+                reading = joint.copy_step(self.parts.index, outcome)
             else:
-                reading = collective.average(self._parts.index, outcome)
+                reading = collective.average(self.parts.index, outcome)
                 if isinstance(joint, JointStep):
                     reading = joint.timed(reading, outcome)
         except CollectiveAborted:
@@ -349,7 +340,7 @@ class Worker:
         self.activity.moved()
         done = self.machine.met(outcome)
         self._batcher.settle()
-        self._is_bound = False
+        self.activity.is_bound = False
         if done is not None:
             self._close(done, outcome)
         self._numbers.met()
@@ -366,7 +357,7 @@ class Worker:
 
     def _close(self, done: Done, outcome: Outcome | None = None) -> None:
         """Close an order, with a mean or without one."""
-        self._tell_feed()
+        self._batcher.follow(self.machine)
         numbers, checksum = self._numbers, None
         bad, verdict, lr = numbers.bad, numbers.verdict, self.current.lr
         numbers.bad = None
@@ -385,16 +376,16 @@ class Worker:
             if bad or late:
                 work = replace(work, bad=bad or late)
             if outcome is None:
-                self._post(StepsDone(self.rank, done.plan, work, done.is_last))
+                self._post(StepsDone(self.parts.rank, done.plan, work, done.is_last))
                 return
             mean = sums.averaging or NOTHING
             self._post(
                 SyncAck(
-                    self.rank,
+                    self.parts.rank,
                     outcome,
                     work,
                     mean.sync_ms,
-                    None if late or self.rank in outcome.bad else mean.drift,
+                    None if late or self.parts.rank in outcome.bad else mean.drift,
                     None if checksum is None else checksum(),
                     mean.norm,
                 )
@@ -406,7 +397,7 @@ class Worker:
         """Let the feed use the memory left, once all that training needs has been allocated."""
         captured = self.replica.captured
         if captured is None or not captured.is_expected or self.current.local_step >= CAPTURED_BY:
-            self._parts.feed.fit()
+            self.parts.feed.fit()
 
     def _step_together(self, arrival: Arrival, outcome: Outcome) -> None:
         """Step the optimizer, on all ranks alike: with the rates of the window's position, and the gate's."""
@@ -418,7 +409,7 @@ class Worker:
         if not any(outcome.samples):
             return
         if self._meeting.joint is not None:
-            self._meeting.joint.step(self._parts.index, outcome)
+            self._meeting.joint.step(self.parts.index, outcome)
         self._meter.stepped(replica.take_norms())
         if not arrival.samples:  # it had no part of the window, so `_step` has not counted it
             self._place.step = self.machine.window
@@ -435,26 +426,26 @@ class Worker:
     def _serve(self, task: BarrierTask) -> None:
         """Execute a barrier task."""
         self._meter.settle()
-        self._is_bound, start_s = True, perf_counter()
+        self.activity.is_bound, start_s = True, perf_counter()
         self.activity.task, activity = described(task)
         self._post(self._tasks.serve(task, self._await_evaluation, self.activity.moved))
         self._numbers.bad = None  # it has copied a healthy replica
         self.activity.moved()
         self.activity.task = ""
-        self._is_bound = False
+        self.activity.is_bound = False
         self.activity.spent(activity, start_s)
         self._meter.settle()
 
     def _await_evaluation(self) -> bool:
         """Wait for a note; False where it was an order to leave."""
         doing, self.activity.task = self.activity.task, f"{self.activity.task}, waiting for data"
-        self._read(self.inbox.get())
+        self._read(self.parts.inbox.get())
         self.activity.task = doing
         return not self.machine.leaves
 
     def _await_leave(self) -> None:
         while not self.machine.leaves:
-            self._read(self.inbox.get())
+            self._read(self.parts.inbox.get())
 
     def _put_snapshot(self, action: Snapshot) -> None:
         snapshots = self._meeting.snapshots
@@ -462,7 +453,7 @@ class Worker:
         start_s = perf_counter()
         if self.replica.frozen is not None:
             self.replica.frozen.met(self.current.epoch)
-        snapshots.take(self._parts.index, action.round)
+        snapshots.take(self.parts.index, action.round)
         self._meter.averaged(start_s)
         self._numbers.judge()
         self._meter.send()
@@ -471,7 +462,7 @@ class Worker:
             self._numbers.read(is_reported=True)
             is_bad = self.machine.is_bad
             samples = 0 if is_bad else action.samples
-            self._post(SnapshotReady(self.rank, action.round, action.steps, samples, bad=is_bad))
+            self._post(SnapshotReady(self.parts.rank, action.round, action.steps, samples, bad=is_bad))
 
         self._meter.then(post)
 
@@ -479,7 +470,7 @@ class Worker:
         snapshots = self._meeting.snapshots
         assert snapshots is not None
         start_s = perf_counter()
-        snapshots.apply(self._parts.index, action.round, action.steps)
+        snapshots.apply(self.parts.index, action.round, action.steps)
         self._meter.averaged(start_s)
         self._fit_feed()
         self.current.round = action.round

@@ -1,7 +1,8 @@
-"""Result and status of a run."""
+"""Status and results of a run."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,21 +16,16 @@ from torch.utils._pytree import tree_map
 from flowdp.checkpoint.export import save_weights
 from flowdp.checkpoint.weights import Weights, checked_average, load_average
 from flowdp.device.flat_parameters import memory_key
+from flowdp.engine.engine import Engine
 from flowdp.engine.resume import StopPosition, find
-from flowdp.errors import OptionError
-from flowdp.policy.formats import format_metric
+from flowdp.errors import FlowdpError, OptionError, StateError
+from flowdp.policy.formats import format_error, format_metric
 from flowdp.policy.tally import EpochMetrics
+from flowdp.protocol.position import Position
 from flowdp.replica.factories import ModelOption, new_module
+from flowdp.replica.rank_state import named_momentum
 
-__all__ = [
-    "Status",
-    "TrainedState",
-    "alone",
-    "ema_on_cpu",
-    "load_checkpoint",
-    "on_cpu",
-    "weights_on_cpu",
-]
+__all__ = ["Results", "Status", "TrainedState", "alone", "load_checkpoint", "on_cpu", "weights_on_cpu"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,6 +165,152 @@ class Status:
         return line + (f" | problems: {len(self.problems)}" if self.problems else "")
 
 
+class Results:
+    """Results of a run: snapshots while it trains, and one state at its end, which is read once.
+
+    Args:
+        engine: The run's.
+        model: The Trainer's.
+        fingerprint: Fingerprint of the run.
+        is_numbered: Reading can begin inside an epoch.
+        leads: This machine has the run's state.
+        restores_best: The result is the model of the best epoch.
+        fills_model: The end's state is written into the model, if that is an instance.
+
+    Attributes:
+        misfit: The model does not take the state.
+
+    Threads:
+        The user's, unless a method says otherwise.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: ModelOption,
+        fingerprint: Mapping[str, Any],
+        *,
+        is_numbered: bool,
+        leads: bool,
+        restores_best: bool,
+        fills_model: bool,
+    ) -> None:
+        self.misfit: StateError | None = None
+        self._engine, self._model = engine, model
+        self._fingerprint, self._is_numbered, self._leads = fingerprint, is_numbered, leads
+        self._restores_best = restores_best
+        self._module = model if fills_model and isinstance(model, nn.Module) else None
+        self._state: TrainedState | None = None
+        self._reading = threading.Lock()  # the state is read, and the module filled, once
+
+    def snapshot(self) -> TrainedState | None:
+        """State at the end of this round; None where the run ends before.
+
+        Raises:
+            OptionError: This machine does not have the run's state.
+        """
+        if not self._leads:
+            raise OptionError(
+                "snapshot() is answered on machine 0, where the state of a run on several machines is put "
+                "together; join() returns the result on all of them"
+            )
+        captured = self._engine.snapshot()
+        if captured is None:
+            return None
+        kept, position = captured.read(), captured.position
+        first = kept["ranks"][0]
+        return self._state_of(
+            captured.weights,
+            first["optimizers"],
+            kept["outer"],
+            history=captured.history,
+            global_step=position.global_step,
+            epochs_done=position.done,
+            interrupted=True,
+            stopped_at=self._stopped_at(position, first["learning_rate"], captured.orders),
+        )
+
+    def answer(self) -> TrainedState | None:
+        """Result of a run that is over, for `on_train_end`; the user's module is not touched.
+
+        Threads:
+            The observer's.
+        """
+        self._engine.records.wait(over=True)
+        with self._reading:
+            return None if self._engine.failures.first is not None else self._read()
+
+    def fill(self) -> TrainedState:
+        """Result of a run that is over and has not failed; the user's module is filled with it, once."""
+        with self._reading:
+            state = self._read()
+            if self._module is not None:
+                try:
+                    vars(state)["module"] = state.load_into(self._module)
+                except Exception as error:
+                    self.misfit = _misfit(state, error)
+                self._module = None  # after a Ctrl-C before this line the next call does it
+            self._engine.let_go()
+            return state
+
+    def _read(self) -> TrainedState:
+        if self._state is not None:
+            return self._state
+        engine, finish = self._engine, self._engine.records.finish
+        if finish is None:
+            raise FlowdpError("the run has no result yet")
+        left = engine.failures.forgiven
+        parts = next(parts for rank, parts in enumerate(engine.ranks) if rank not in left)
+        replica = parts.replica
+        best = engine.saver.best if self._restores_best else None
+        average = {} if replica.average is None else replica.average.named()
+        position, stopped_at = finish.position, None
+        if position is not None and best is None:
+            rates = replica.learning_rate.state_dict()
+            stopped_at = self._stopped_at(position, rates, engine.saver.orders(position))
+        self._state = self._state_of(
+            best or Weights(replica.module.state_dict(), average),
+            replica.optimizer_states(),
+            named_momentum(replica, parts.outer if best is None else None),  # the best one stood elsewhere
+            history=tuple(engine.records.epochs),
+            global_step=finish.global_step,
+            epochs_done=finish.epochs_done,
+            interrupted=finish.stopped,
+            stopped_at=stopped_at,
+        )
+        return self._state
+
+    def _state_of(self, weights: Weights, optimizers: Any, momentum: Any, **counts: Any) -> TrainedState:
+        average = weights.average
+        return TrainedState(
+            weights_on_cpu(weights.model),
+            on_cpu(alone(optimizers)),
+            ema=None if average is None else weights_on_cpu(average),
+            outer_momentum=weights_on_cpu(momentum) or None,
+            _model=self._model,
+            **counts,
+        )
+
+    def _stopped_at(
+        self, position: Position, learning_rate: Mapping[str, Any], orders: Mapping[int, int] | None
+    ) -> StopPosition | None:
+        """Record from which a run resumes; None where it would have to read on inside an epoch."""
+        is_readable = self._is_numbered or not position.open
+        return StopPosition(position, self._fingerprint, learning_rate, orders) if is_readable else None
+
+
+def _misfit(state: TrainedState, error: Exception) -> StateError:
+    why = " ".join(format_error(error).split())
+    misfit = StateError(
+        f"the run has ended well, but the model does not take its weights ({why}). They are in the `state` "
+        f"of this error and of the run. A parameter or buffer that is registered in forward belongs in "
+        f"__init__",
+        state=state,
+    )
+    misfit.__cause__ = error
+    return misfit
+
+
 def alone(states: Any) -> Any:
     """The one of a list of one; anything else as it is."""
     return states[0] if isinstance(states, list) and len(states) == 1 else states
@@ -194,12 +336,6 @@ def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
     }
     made = on_cpu({name: value for name, value in weights.items() if names.get(name, name) == name})
     return {name: made[names.get(name, name)] for name in weights}
-
-
-def ema_on_cpu(weights: Weights) -> dict[str, Any] | None:
-    """Copy of the averaged state_dict on the CPU; None where there is none."""
-    average = weights.average
-    return None if average is None else weights_on_cpu(average)
 
 
 def load_checkpoint(path: str | PathLike[str]) -> TrainedState:

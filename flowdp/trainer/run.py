@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
-from torch import nn
 
-from flowdp.checkpoint.weights import Weights
 from flowdp.engine import active_runs
 from flowdp.engine.engine import Engine
 from flowdp.engine.signals import hearing_interrupts
@@ -27,10 +24,8 @@ from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.protocol.messages import Requested
-from flowdp.replica.factories import ModelOption
-from flowdp.replica.rank_state import named_momentum
 from flowdp.timeline.timeline import Timeline
-from flowdp.trainer.result import Status, TrainedState, alone, ema_on_cpu, on_cpu, weights_on_cpu
+from flowdp.trainer.result import Results, Status, TrainedState
 from flowdp.validators import check_number, is_int
 
 if TYPE_CHECKING:
@@ -41,17 +36,6 @@ __all__ = ["Run", "runs"]
 R = TypeVar("R", EpochMetrics, RoundEnded)
 
 
-@dataclass
-class _Ending:
-    """Result of a run, made once."""
-
-    state: TrainedState | None = None
-    is_filled: bool = False
-    misfit: StateError | None = None  # the user's module does not take the state
-    is_interrupted: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 class Run:
     """A training run under way. Made by `Trainer.start()`.
 
@@ -60,37 +44,38 @@ class Run:
     Threads:
         Any thread but the run's own; `join()` and `metrics()` raise there.
 
-    Attributes:
-        devices: Devices of this machine, one for each of its ranks.
+    Args:
+        engine: Its threads.
+        observer: Calls its callbacks.
+        results: Makes its results.
+        settings: Plain values for logs.
+        aside: Makes room on the terminal for what a loop over its records prints.
+        total_steps: Steps of all ranks in it; None where unknown.
+        timeline: Its timeline; None: it records none.
     """
 
     def __init__(
         self,
         engine: Engine,
-        model: ModelOption,
         observer: Observer,
+        results: Results,
         *,
         settings: Mapping[str, Setting],
-        restores_best: bool = False,
-        fills_model: bool = True,
-        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
-        total_steps: int | None = None,
+        aside: Callable[[], AbstractContextManager[None]],
+        total_steps: int | None,
+        timeline: Timeline | None,
     ) -> None:
-        self._engine = engine
-        self._model = model
-        self._module = model if fills_model and isinstance(model, nn.Module) else None
-        self._observer = observer
+        self._engine, self._observer, self._results = engine, observer, results
         self._settings = dict(settings)
-        self._restores_best = restores_best
         self._aside = aside
         self._total_steps = total_steps
+        self._timeline = timeline
         self._blocks = 0  # of `paused`, that are open
         self._pausing = threading.Lock()  # serialises their count, and with it the requests
-        self._ending = _Ending()
+        self._is_interrupted = False
         self._inside = ExitStack()
         self._polled = engine.records.before
         self._polling = threading.Lock()  # each record goes to one thread, and to one only
-        self.devices = tuple(replica.device for replica in engine.replicas)
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self.devices))
@@ -138,6 +123,11 @@ class Run:
 
     # ------------------------------------------------------------------ reading
     @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Devices of this machine, one for each of its ranks."""
+        return self._engine.devices
+
+    @property
     def world_size(self) -> int:
         """Ranks of all machines."""
         return self._engine.config.world_size
@@ -177,7 +167,7 @@ class Run:
         """Result of the run; None while it trains, and after a failure."""
         if not self._engine.records.is_over or self.error is not None:
             return None
-        return self.answer() if self._is_called_back() else self._fill()
+        return self._results.answer() if self._is_called_back() else self._fill()
 
     def status(self) -> Status:
         """Status of the run; does not wait for a thread."""
@@ -227,11 +217,11 @@ class Run:
         Raises:
             OptionError: The run records none.
         """
-        if self._engine.timeline is None:
+        if self._timeline is None:
             raise OptionError(
                 "this run records no timeline: give Trainer(timeline=True), or the path of a file"
             )
-        return self._engine.timeline
+        return self._timeline
 
     def report(self) -> EfficiencyReport:
         """Attribute the time of all devices so far: their own throughput, the one reached, and the losses.
@@ -364,8 +354,7 @@ class Run:
                 "an IterableDataset, or a sampler without a seed, is resumed at an epoch's end alone: use "
                 "run.snapshot()"
             )
-        engine = self._engine
-        if not (engine.saver.writes if engine.team.leads else engine.config.tasks.save):
+        if not self._engine.config.tasks.save:
             raise OptionError("there is nowhere to write a checkpoint: give Trainer(checkpoint='a folder')")
         self._engine.request(Requested("checkpoint"))
 
@@ -380,40 +369,21 @@ class Run:
             OptionError: The caller is one of the run's threads, which the snapshot would wait for; or this
                 machine is not the first of several, which has the run's state.
         """
-        if not self._engine.team.leads:
-            raise OptionError(
-                "snapshot() is answered on machine 0, where the state of a run on several machines is put "
-                "together; join() returns the result on all of them"
-            )
-        if not self._is_called_back():
+        is_called_back = self._is_called_back()
+        if not is_called_back:
             self._check_caller("snapshot")
-        captured = self._engine.snapshot()
-        if captured is None:
-            if self._is_called_back():
-                return self._final()
-            with suppress(StateError):  # of interest only where the module is to be filled
-                self.join()
-            return self._fill()
-        kept = captured.read()
-        rates = kept["ranks"][0]["learning_rate"]
-        return TrainedState(
-            weights_on_cpu(captured.weights.model),
-            on_cpu(alone(kept["ranks"][0]["optimizers"])),
-            history=captured.history,
-            global_step=captured.position.global_step,
-            epochs_done=captured.position.done,
-            interrupted=True,
-            stopped_at=self._engine.stopped_at(
-                captured.position, learning_rate=rates, orders=captured.orders
-            ),
-            ema=ema_on_cpu(captured.weights),
-            outer_momentum=weights_on_cpu(kept["outer"]) or None,
-            _model=self._model,
-        )
+        snapshot = self._results.snapshot()
+        if snapshot is not None:
+            return snapshot
+        if is_called_back:
+            return self._final()
+        with suppress(StateError):  # of interest only where the module is to be filled
+            self.join()
+        return self._fill()
 
     def _final(self) -> TrainedState:
         """Result of a run that ends, for the observer's thread: join() would wait for that thread."""
-        state = None if self.error is not None else self.answer()
+        state = self._results.answer()
         if state is None:
             assert self.error is not None
             raise self.error
@@ -469,9 +439,9 @@ class Run:
 
     def _interrupt(self) -> None:
         """Stop the run and keep its result; a second call does not wait."""
-        if self._ending.is_interrupted:
+        if self._is_interrupted:
             return
-        self._ending.is_interrupted = True
+        self._is_interrupted = True
         self.stop()
         try:
             self._engine.records.wait()
@@ -494,40 +464,15 @@ class Run:
     def _collect(self) -> TrainedState:
         """The state, with the user's module filled from it."""
         state = self._fill()
-        if self._ending.misfit is not None:
-            raise self._ending.misfit
+        if self._results.misfit is not None:
+            raise self._results.misfit
         return state
 
     def _fill(self) -> TrainedState:
         """Read the replicas and fill the user's module, once, in the user's thread."""
         self._join_threads()
         self._raise_failure()  # a callback may have failed after the end
-        with self._ending.lock:
-            state = self._answer()
-            if self._module is not None and not self._ending.is_filled:
-                try:
-                    vars(state)["module"] = state.load_into(self._module)
-                except Exception as error:
-                    self._ending.misfit = _misfit(state, error)
-                self._ending.is_filled = True  # after a Ctrl-C before this line the next call does it
-            self._engine.let_go()
-            return state
-
-    def _answer(self) -> TrainedState:
-        """Result of the run, read once; its lock is held."""
-        if self._ending.state is None:
-            self._ending.state = self._read()
-        return self._ending.state
-
-    def answer(self) -> TrainedState | None:
-        """Result of a run that is over, for `on_train_end`; the user's module is not touched.
-
-        Threads:
-            The observer's.
-        """
-        self._engine.records.wait(over=True)
-        with self._ending.lock:
-            return None if self.error is not None else self._answer()
+        return self._results.fill()
 
     def _let_go(self) -> None:
         """Join the threads that end, and free the memory of a failed run."""
@@ -544,34 +489,6 @@ class Run:
         self._engine.join()
         self._engine.join_callbacks()
         self._engine.close()
-
-    def _read(self) -> TrainedState:
-        finish = self._engine.records.finish
-        if finish is None:
-            raise FlowdpError("the run has no result yet")
-        left = self._engine.failures.forgiven
-        parts = next(parts for rank, parts in enumerate(self._engine.ranks) if rank not in left)
-        replica = parts.replica
-        best = self._engine.saver.best if self._restores_best else None
-        average = {} if replica.average is None else replica.average.named()
-        weights = best or Weights(replica.module.state_dict(), average)
-        position, stopped_at = finish.position, None
-        outer = parts.outer if best is None else None  # the best one stood elsewhere
-        if position is not None and best is None:
-            rates, orders = replica.learning_rate.state_dict(), self._engine.saver.orders(position)
-            stopped_at = self._engine.stopped_at(position, learning_rate=rates, orders=orders)
-        return TrainedState(
-            weights_on_cpu(weights.model),
-            on_cpu(alone(replica.optimizer_states())),
-            history=self.history,
-            global_step=finish.global_step,
-            epochs_done=finish.epochs_done,
-            interrupted=finish.stopped,
-            stopped_at=stopped_at,
-            ema=ema_on_cpu(weights),
-            outer_momentum=weights_on_cpu(named_momentum(replica, outer)) or None,
-            _model=self._model,
-        )
 
     def _guarded(self, records: Callable[[], Iterator[R]]) -> Iterator[R]:
         with self._engine.records.reader(), hearing_interrupts() as interrupts:
@@ -599,18 +516,6 @@ class Run:
                 f"{method}() cannot be called from a loss, a dataset or a callback: it would wait for the "
                 "run's own thread that calls it"
             )
-
-
-def _misfit(state: TrainedState, error: Exception) -> StateError:
-    why = " ".join(format_error(error).split())
-    misfit = StateError(
-        f"the run has ended well, but the model does not take its weights ({why}). They are in the `state` "
-        f"of this error and of the run. A parameter or buffer that is registered in forward belongs in "
-        f"__init__",
-        state=state,
-    )
-    misfit.__cause__ = error
-    return misfit
 
 
 def runs() -> tuple[Run, ...]:

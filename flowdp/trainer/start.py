@@ -27,7 +27,7 @@ from flowdp.engine.failures import Failures
 from flowdp.engine.requests import Requests
 from flowdp.engine.resume import Resumed, find, shared_start
 from flowdp.engine.services import Services
-from flowdp.engine.signals import SigtermStop, check_sigterm
+from flowdp.engine.signals import check_sigterm
 from flowdp.machine.config import BarrierPlan, CoordinatorConfig, GlobalBatch
 from flowdp.machine.exact_rounds import LONE_RANK
 from flowdp.machine.policies import ROUNDS
@@ -41,7 +41,6 @@ from flowdp.observe.observer import Observer
 from flowdp.observe.records import Records
 from flowdp.observe.timeline_file import TimelineFile
 from flowdp.policy.interval import Interval
-from flowdp.protocol.messages import Requested
 from flowdp.replica.build import build_replicas
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.factories import all_of
@@ -52,7 +51,7 @@ from flowdp.threads.shield import interrupts_held
 from flowdp.timeline.timeline import Timeline
 from flowdp.trainer.config import RunConfig
 from flowdp.trainer.inference import open_evaluator, try_evaluation
-from flowdp.trainer.result import TrainedState
+from flowdp.trainer.result import Results, TrainedState
 from flowdp.trainer.run import Run
 from flowdp.trainer.settings import run_settings
 
@@ -137,6 +136,9 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
     saver = _open_saver(config, prepared, records, requests)
     observer = Observer(records, callbacks, requests.fail, config.failures.stall_timeout)
     with interrupts_held() as held:
+        if config.runtime.handle_sigterm:
+            undo.callback(requests.close)
+            requests.hear_sigterm()
         services = Services(
             team=team,
             channel=prepared.channel,
@@ -146,8 +148,6 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             requests=requests,
             saver=saver,
             evaluator=prepared.evaluator,
-            fingerprint=prepared.fingerprint,
-            sigterm=_open_sigterm(config, requests, undo),
             step_callbacks=step_callbacks(config.callbacks),
             close_observer=observer.close,
             timeline=_open_timeline(config),
@@ -157,18 +157,26 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         undo.callback(engine.take_back)
         if resumed is not None:
             resumed.put_back_momentum(engine.ranks)
-        run = Run(
+        results = Results(
             engine,
             config.replica.model,
-            observer,
-            settings=prepared.settings,
+            prepared.fingerprint,
+            is_numbered=source.can_resume_inside,
+            leads=team.leads,
             restores_best=config.restores_best,
             fills_model=fills_model,
+        )
+        run = Run(
+            engine,
+            observer,
+            results,
+            settings=prepared.settings,
             aside=aside,
             total_steps=total_steps,
+            timeline=services.timeline,
         )
         engine.start()
-        observer.start(run, lambda: failures.first, run.answer, engine.latch.wait)
+        observer.start(run, lambda: failures.first, results.answer, engine.latch.wait)
         held.release()
         engine.begin(run)
     return run
@@ -344,14 +352,6 @@ def _open_timeline(config: RunConfig) -> Timeline | None:
     cards = [device for device in dict.fromkeys(config.devices) if device.type == "cuda"]
     uuids = {str(card): uuid for card in cards if (uuid := device_uuid(card)) is not None}
     return Timeline(device_names(config.devices), uuids, config.team.ranks.start)
-
-
-def _open_sigterm(config: RunConfig, requests: Requests, undo: ExitStack) -> SigtermStop | None:
-    if not config.runtime.handle_sigterm:
-        return None
-    sigterm = SigtermStop(partial(requests.request, Requested("stop")))
-    undo.callback(sigterm.close)
-    return sigterm
 
 
 def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:

@@ -28,7 +28,8 @@ def worker(rank: int, **seen: Any) -> Any:
     shown = {"has_left": False, "awaited": None, "task": "", "moves": 0, "longest_ms": 0.0}
     activity = {name: seen.pop(name, value) for name, value in shown.items()}
     return SimpleNamespace(
-        rank=rank,
+        parts=SimpleNamespace(rank=rank),
+        replica=SimpleNamespace(steps_at_gate=False),
         step=seen.pop("step", None),
         current=SimpleNamespace(local_step=seen.pop("local_step", 0), device="cpu"),
         machine=SimpleNamespace(throttled=seen.pop("throttled", None)),
@@ -55,7 +56,6 @@ def diagnostics(*workers: Any, gate: Gate | None = None, samples: int = 4) -> Di
         workers,
         gate or Gate(len(workers)),
         [source],
-        lambda: [threading.current_thread()],
         lambda n: ["e"] * n,
     )
 
@@ -105,11 +105,11 @@ def test_a_stall_before_the_first_step_has_ended_is_told_apart(rank: dict[str, A
 
 def test_a_report_and_a_stall_tell_all_that_is_known() -> None:
     seen = diagnostics(worker(0), worker(1, step=STEP))
-    text = seen.report("the headline", events=2)
+    text = str(seen.report("the headline", [threading.current_thread()], events=2))
     assert text.startswith("the headline\n  rank 0: idle\n  rank 1: in a step")
     assert "test_a_report_and_a_stall_tell_all_that_is_known" in text
     assert text.endswith("The last events:\n  e\n  e")
-    error = seen.stall_error(12.0)
+    error = seen.stall_error(12.0, [threading.current_thread()])
     assert error.ranks == ("idle", "in a step (epoch 2, batch 7)")
     assert set(error.stacks) == {threading.current_thread().name}
     assert "nothing has moved for 12.0 s" in str(error)

@@ -54,10 +54,6 @@ class Machine:
         self.failures = Failures()
         self.requests = Requests(Records(()), self.failures)
         self.inboxes = {rank: Inbox[Any]() for rank in self.team.ranks}
-        self.link: LeaderLink | FollowerLink
-        self.gate = Gate(
-            self.team.world_size, None, lambda arrivals: self.link.ask(arrivals), self.team.ranks
-        )
         self.channel = Channel(machines, 0.25)
         services: Any = SimpleNamespace(
             team=self.team,
@@ -67,12 +63,12 @@ class Machine:
             evaluator=None,
             saver=SimpleNamespace(sender=None),
         )
-        given = services, self.gate, self.sign
-        if self.team.leads:
-            self.link = LeaderLink(*given)
-        else:
-            self.link = FollowerLink(*given, {rank: inbox.post for rank, inbox in self.inboxes.items()})
-        self.link.start()
+        posts = {rank: inbox.post for rank, inbox in self.inboxes.items()}
+        self.link: LeaderLink | FollowerLink = (
+            LeaderLink(services) if self.team.leads else FollowerLink(services, posts)
+        )
+        self.gate = Gate(self.team.world_size, None, self.link.ask, self.team.ranks)
+        self.link.start(self.gate, self.sign)
 
     def sign(self) -> Sign:
         index = self.machines.index

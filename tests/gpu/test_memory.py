@@ -76,7 +76,7 @@ def losses(device: torch.device, dataset: Any) -> tuple[Tensor, list[Any]]:
         devices=[device],
         progress=False,
     ).start()
-    feeds = [rank.feed for rank in run._engine._parts.ranks]
+    feeds = [worker.parts.feed for worker in run._engine._parts.workers]
     run.join()
     return torch.stack(seen).cpu(), feeds
 
@@ -130,8 +130,8 @@ def train_wide(device: torch.device, dataset: Any, **options: Any) -> tuple[list
         progress=False,
         **options,
     ).start()
-    [rank] = run._engine._parts.ranks
-    feed = rank.feed
+    [worker] = run._engine._parts.workers
+    feed = worker.parts.feed
     run.join()
     return sorted(int(i) for rows in seen for i in rows.tolist()), feed
 
@@ -244,7 +244,7 @@ def test_batches_ahead_make_room_for_another_program_and_come_back():
         devices=["cuda:0"],
         progress=False,
     ).start()
-    feeds += [rank.feed for rank in run._engine._parts.ranks]
+    feeds += [worker.parts.feed for worker in run._engine._parts.workers]
     try:
         assert await_("ahead")
         with subprocess.Popen(
@@ -299,7 +299,7 @@ def test_a_step_without_room_gets_that_of_the_batches_ahead(device, has_streams,
         runtime=flowdp.RuntimeOptions(prefetch_depth=12),
         progress=False,
     ).start()
-    feeds += [rank.feed for rank in run._engine._parts.ranks]
+    feeds += [worker.parts.feed for worker in run._engine._parts.workers]
     try:
         run.join(60)
     finally:
