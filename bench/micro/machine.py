@@ -20,7 +20,7 @@ from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions, Policy
-from flowdp.protocol.gate_state import GateState
+from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import Arrival
 from flowdp.sim.world import VirtualRank, World
 from flowdp.threads.gate import Gate

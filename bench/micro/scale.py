@@ -29,7 +29,7 @@ from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.commands import RoundEnded
-from flowdp.protocol.gate_state import GateState
+from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import Arrival
 from flowdp.sim.world import VirtualRank, World
 

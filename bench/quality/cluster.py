@@ -25,7 +25,7 @@ from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import Done, Snapshot, Step, WorkerMachine
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.commands import Average, Command
-from flowdp.protocol.gate_state import GateState
+from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import Averaged, Checksum, Outcome, SyncAck
 from flowdp.sim.world import VirtualRank, World
 

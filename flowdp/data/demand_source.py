@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import ALL, BatchOrder
-from flowdp.data.loader_source import MapSource, ReadPlan
+from flowdp.data.loader_source import Reader, ReadPlan
 from flowdp.data.source import Batch
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
@@ -26,7 +26,7 @@ __all__ = ["DemandReader"]
 _Key = tuple[int, ...]  # (epoch, batch), or (epoch, batch, start, stop) of a part
 
 
-class DemandReader(MapSource):
+class DemandReader(Reader):
     """Reads the batches that this machine's ranks expect, and nothing else.
 
     Of a batch that several ranks share, each rank's part is read by itself: the dataset is asked for its
@@ -45,12 +45,12 @@ class DemandReader(MapSource):
         dataset: Map-style.
         order: Which samples each batch holds.
         plan: Epochs to read.
-        options: Further arguments of `MapSource`.
+        options: Further arguments of `Reader`.
     """
 
     def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
         self._lists = _Lists()
-        super().__init__(dataset, order, self._lists, plan, ALL, **options)
+        super().__init__(dataset, order, plan, self._lists, ALL, **options)
         loader = self._loader
         self._most = max(1, loader.num_workers * (loader.prefetch_factor or 2))  # as many as torch takes
         self._iterator: Any = None

@@ -37,7 +37,7 @@ from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import Position
 from flowdp.threads.turns import Turns
 
-__all__ = ["NOTHING", "LoaderSource", "MapSource", "ReadPlan", "Reader"]
+__all__ = ["NOTHING", "LoaderSource", "ReadPlan", "Reader"]
 
 _Key = tuple[int, ...]  # (epoch, batch), or more of it: its order is the order of reading
 
@@ -471,15 +471,18 @@ def _unshared(leaf: Any) -> Any:
     return leaf.clone() if is_shared else leaf
 
 
-class MapSource(LoaderSource):
-    """A source that reads a map-style dataset by lists of indices.
+class Reader(LoaderSource):
+    """Reads every batch of every epoch of a map-style dataset, or those of its stride.
+
+    The DataLoader runs over all epochs, so its worker processes never drain at an epoch's end.
 
     Args:
         dataset: Map-style.
         order: Which samples each batch holds.
-        lists: Lists of indices, as the DataLoader asks for them: a batch sampler.
         plan: Epochs to read.
-        stride: See `Source`.
+        lists: Lists of indices, as the DataLoader asks for them: a batch sampler. None: those of all batches
+            that are read.
+        stride: See `Source`; None: that of the plan.
         is_counted: See `LoaderSource`.
         worker_init_fn: Called with its number in each worker process before it reads.
         loader: Further arguments of `torch.utils.data.DataLoader`.
@@ -489,36 +492,22 @@ class MapSource(LoaderSource):
         self,
         dataset: Dataset[Any],
         order: BatchOrder,
-        lists: Iterable[list[int]],
         plan: ReadPlan,
-        stride: Stride,
+        lists: Iterable[list[int]] | None = None,
+        stride: Stride | None = None,
         *,
         is_counted: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
         **loader: Any,
     ) -> None:
-        made: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=lists, worker_init_fn=partial(begin, worker_init_fn), **loader
-        )
-        super().__init__(order, made, plan, is_counted=is_counted, stride=stride)
-
-
-class Reader(MapSource):
-    """Reads every batch of every epoch of a map-style dataset, or those of its stride.
-
-    The DataLoader runs over all epochs, so its worker processes never drain at an epoch's end.
-
-    Args:
-        dataset: Map-style.
-        order: Which samples each batch holds.
-        plan: Epochs to read.
-        options: Further arguments of `MapSource`.
-    """
-
-    def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
         self._order_errors: list[DataError] = []
-        lists = _lists(plan, order, self._order_errors)
-        super().__init__(dataset, order, lists, plan, plan.stride, **options)
+        made: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=_lists(plan, order, self._order_errors) if lists is None else lists,
+            worker_init_fn=partial(begin, worker_init_fn),
+            **loader,
+        )
+        super().__init__(order, made, plan, is_counted=is_counted, stride=stride or plan.stride)
 
     def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
         assert iterator is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -42,6 +43,7 @@ __all__ = [
     "dataset_length",
     "is_stream",
     "loader_order",
+    "open_evaluation",
     "open_source",
 ]
 
@@ -368,3 +370,38 @@ def _by_key(keys: Sequence[object], parts: list[Tensor]) -> dict[object, Tensor]
 
 def _only(parts: list[Tensor]) -> Tensor:
     return parts[0]
+
+
+def open_evaluation(
+    dataset: object, batch_size: int, reading: ReadingOptions, plan: ReadPlan, *, name: str = "evaluation"
+) -> Source:
+    """The source of an evaluation: each epoch of it is one, in the dataset's own order, begun on demand.
+
+    Of several machines, number m of M evaluates the batches m, m + M, m + 2 M, ..., and reads these alone; of
+    an IterableDataset it reads all. They keep their numbers in the whole, by which the results of all
+    machines are put in order.
+
+    Args:
+        dataset: See `open_source`. A DataLoader has its own settings.
+        batch_size: Samples of a batch.
+        reading: That of the training; of it `collate_fn` and `num_workers` hold where they have a use.
+        plan: What is read, and for whom; on demand.
+        name: Purpose of the dataset, for errors.
+
+    Raises:
+        DataError: A sampler failed; see `open_source`.
+        OptionError: The dataset cannot be read.
+    """
+    size: int | None = batch_size
+    try:
+        shuffle = None if isinstance(dataset, IterableDataset) else False
+        reading = replace(reading, shuffle=shuffle, drop_last=False)
+        if isinstance(dataset, DataLoader):
+            size, reading = None, ReadingOptions()
+        elif type(dataset) is not TensorDataset and as_tensors(dataset) is not None:
+            reading = replace(reading, collate_fn=None, num_workers=None)
+        elif hasattr(dataset, "get_batch"):
+            reading = replace(reading, collate_fn=None)
+        return open_source(dataset, size, reading, replace(plan, epochs=None, on_demand=True))
+    except OptionError as error:
+        raise OptionError(f"{name}: {error}") from error

@@ -30,11 +30,10 @@ import torch
 from torch import Tensor
 
 from flowdp.data.batches import Portion, taken_apart
-from flowdp.data.copy_spans import CopySpans
 from flowdp.data.feed import Feed
 from flowdp.data.moving import is_plain
 from flowdp.data.source import Batch, Source
-from flowdp.data.staging import Staging
+from flowdp.data.staging import CopySpans, Staging
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.failed_device import keep_memory
 from flowdp.device.memory import read_memory

@@ -34,7 +34,7 @@ from flowdp.protocol.commands import (
     Save,
     Send,
 )
-from flowdp.protocol.gate_state import GateState
+from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import (
     Abort,
     Arrival,

@@ -15,7 +15,7 @@ from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.formats import format_duration
 from flowdp.policy.shares import normalised_ratios
 from flowdp.protocol.commands import RoundEnded
-from flowdp.protocol.gate_state import GateState
+from flowdp.protocol.gate import GateState
 from flowdp.sim.world import VirtualRank, World
 from flowdp.validators import check_int, check_number, one_of
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from flowdp.errors import CollectiveAborted
 from flowdp.policy.formats import format_error
-from flowdp.protocol.gate_state import GateState, PartState
+from flowdp.protocol.gate import GateState, PartState
 from flowdp.protocol.messages import Arrival, Directives, Outcome
 
 __all__ = ["Gate", "Waiting"]

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.data.epoch_order import NOTHING_TRAINED
 from flowdp.data.limit import UNLIMITED, Limit
 from flowdp.data.loader_source import ReadPlan
-from flowdp.data.open_evaluation import open_evaluation
-from flowdp.data.open_source import is_stream, open_source
+from flowdp.data.open_source import is_stream, open_evaluation, open_source
 from flowdp.data.source import Source
 from flowdp.engine.evaluation import EvaluationOptions
 from flowdp.machine.policies import ROUNDS

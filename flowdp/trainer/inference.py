@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from flowdp.data.loader_source import ReadPlan
-from flowdp.data.open_evaluation import open_evaluation
-from flowdp.data.open_source import loader_generators
+from flowdp.data.open_source import loader_generators, open_evaluation
 from flowdp.device.process_tuning import as_tuning
 from flowdp.device.seeding import generators_kept
 from flowdp.engine.active_runs import check_free

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from flowdp.checkpoint.export import save_weights
-from flowdp.checkpoint.weights import Weights, checked_average, load_average
+from flowdp.checkpoint.weights import Weights, checked_average, load_average, save_weights
 from flowdp.device.flat_parameters import memory_key
 from flowdp.engine.engine import Engine
 from flowdp.engine.resume import StopPosition, find

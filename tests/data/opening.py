@@ -6,8 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from flowdp.data.loader_source import ReadPlan
-from flowdp.data.open_evaluation import open_evaluation
-from flowdp.data.open_source import open_source
+from flowdp.data.open_source import open_evaluation, open_source
 from flowdp.data.source import Source
 from flowdp.options import ReadingOptions
 

@@ -13,8 +13,7 @@ from flowdp.collective.host import HostMean
 from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import open_lanes
-from flowdp.protocol.gate import Arrival, Directives, Window
-from flowdp.protocol.gate_state import decide
+from flowdp.protocol.gate import Arrival, Directives, Window, decide
 
 
 class Zoo(nn.Module):

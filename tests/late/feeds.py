@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowdp.data.copy_spans import CopySpans
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.data.resident import ResidentData, ResidentFeed
-from flowdp.data.staging import Staging
+from flowdp.data.staging import CopySpans, Staging
 from flowdp.data.tensor_source import TensorSource
 from flowdp.data_parallel.loader import Epoch
 from flowdp.device.streams import StreamLane

@@ -112,9 +112,9 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     ],
     "collective/on_streams.py StreamedMean._read: marks.done[writer].synchronize()": CARD,
     "collective/on_streams.py StreamedMean._read: marks.told[reporter].synchronize()": CARD,
-    "data/copy_spans.py CopySpans.__init__: self._passed.synchronize()": late("spans of copies"),
-    "data/copy_spans.py CopySpans._land: end.synchronize()": late("timed"),
-    "data/copy_spans.py CopySpans._mark: event.record(self._lane.copy)": late("spans of copies"),
+    "data/staging.py CopySpans.__init__: self._passed.synchronize()": late("spans of copies"),
+    "data/staging.py CopySpans._land: end.synchronize()": late("timed"),
+    "data/staging.py CopySpans._mark: event.record(self._lane.copy)": late("spans of copies"),
     "data/prefetch.py PrefetchFeed.take: self._lane.compute.wait_event(fetched.slot.ready)": [
         (STREAMED, LATE)
     ],

@@ -30,8 +30,7 @@ from flowdp.protocol.commands import (
     Save,
     Send,
 )
-from flowdp.protocol.gate import Window
-from flowdp.protocol.gate_state import GateState
+from flowdp.protocol.gate import GateState, Window
 from flowdp.protocol.messages import (
     Abort,
     Checksum,

@@ -30,7 +30,7 @@ from flowdp.protocol.commands import (
     RoundEnded,
     Save,
 )
-from flowdp.protocol.gate_state import GateState, PartState
+from flowdp.protocol.gate import GateState, PartState
 from flowdp.protocol.messages import (
     Arrival,
     BarrierTask,

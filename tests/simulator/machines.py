@@ -13,7 +13,7 @@ from typing import Any
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.coordinator import Coordinator
-from flowdp.protocol.gate_state import GateState, PartState
+from flowdp.protocol.gate import GateState, PartState
 from flowdp.protocol.messages import Arrival, BarrierTask, Fact, Order, Outcome, Settle, TaskDone
 from flowdp.sim.world import VirtualRank, World
 

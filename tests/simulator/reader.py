@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flowdp.protocol.messages import DataEnded
-from flowdp.sim.clock import Clock
+from flowdp.sim.world import Clock
 from tests.simulator.scenario import Scenario
 
 __all__ = ["VirtualReader"]

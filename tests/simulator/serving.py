@@ -14,7 +14,7 @@ from flowdp.protocol.messages import (
     SaveState,
     TaskDone,
 )
-from flowdp.sim.clock import Clock
+from flowdp.sim.world import Clock
 from tests.simulator.rules import Rules
 from tests.simulator.scenario import Scenario
 

@@ -8,7 +8,7 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import WorkerMachine
 from flowdp.options import CadenceOptions
-from flowdp.protocol.gate_state import GateState
+from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import Outcome, TaskDone
 from flowdp.sim.world import VirtualRank
 from tests.simulator.machines import Links, MachinesWorld

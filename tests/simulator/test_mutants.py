@@ -43,7 +43,7 @@ from flowdp.protocol.commands import (
     Finish,
     Send,
 )
-from flowdp.protocol.gate_state import GateState, PartState
+from flowdp.protocol.gate import GateState, PartState
 from flowdp.protocol.messages import (
     Abort,
     Arrival,

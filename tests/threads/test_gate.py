@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from flowdp.errors import CollectiveAborted, ProtocolError
-from flowdp.protocol.gate_state import GateState
+from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import Arrival, Directives, Outcome
 from flowdp.threads.gate import Gate, Waiting
 

@@ -23,7 +23,7 @@ from flowdp.errors import OptionError, ProtocolError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.protocol.commands import Average, Command, RoundEnded, Send
-from flowdp.protocol.gate_state import GateState
+from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import (
     Arrival,
     Averaged,

@@ -22,7 +22,7 @@ from flowdp.options import CadenceOptions
 from flowdp.policy.drift import Overshoot
 from flowdp.policy.ledger import Ledger
 from flowdp.protocol.commands import Command, EpochEnded, RoundEnded, Send
-from flowdp.protocol.gate_state import GateState, decide
+from flowdp.protocol.gate import GateState, decide
 from flowdp.protocol.messages import (
     Arrival,
     Averaged,

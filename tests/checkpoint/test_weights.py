@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flowdp
-from flowdp.checkpoint.export import save_weights
+from flowdp.checkpoint.weights import save_weights
 from tests.vision import mend_torchvision
 
 safetensors: Any = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
