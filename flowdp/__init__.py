@@ -19,8 +19,9 @@ from flowdp.checkpoint.writer import Checkpoint
 from flowdp.collective.local_group import local_groups
 from flowdp.collective.process_group import ProcessGroup, Work
 from flowdp.data_parallel.loss_context import LossContext
+from flowdp.data_parallel.setup import setup
 from flowdp.data_parallel.windows import Window, WindowResult
-from flowdp.data_parallel.wrapper import DataParallel, setup
+from flowdp.data_parallel.wrapper import DataParallel
 from flowdp.ddp.buckets import GradientBucket
 from flowdp.ddp.distributed import DistributedDataParallel
 from flowdp.ddp.manual import Ddp

@@ -141,7 +141,7 @@ def _cut_batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     Models of tests are small: after some 20 steps the first device would do all calls alone.
     """
     if request.node.get_closest_marker("pace") is None:
-        from flowdp.data_parallel.pace import Pace
+        from flowdp.data_parallel.balancer import Pace
 
         monkeypatch.setattr(Pace, "step", lambda pace: None)
 

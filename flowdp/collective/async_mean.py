@@ -66,7 +66,6 @@ class SnapshotMean:
         self._is_applied = [lane.event() for lane in lanes]
         self._marks = [(lane.event(timing=True), lane.event(timing=True)) for lane in lanes]
         self._is_averaged: Event | None = None
-        self._squares: list[Tensor] = []  # pinned, per rank that may average
 
     def take(self, rank: int, round: int) -> None:
         """Copy the replica into this rank's slot.
@@ -124,13 +123,13 @@ class SnapshotMean:
             start.record(lane.comm)
             squares = self._mean_of(members, home).reduce([samples[member] for member in members], drift=True)
             assert squares is not None
-            row = self._row(home)[: len(squares)].copy_(squares, non_blocking=True)
             if not lane.is_async:  # no mark of its own tells when the copies to other devices are done
                 for other in self._one_per_device(lane):
                     other.comm.synchronize()
             end.record(lane.comm)
         end.synchronize()
-        *distances, mean_square = row.tolist()
+        with lane.on(lane.comm):
+            *distances, mean_square = squares.tolist()
         self.norm = sqrt(mean_square)
         drifts = [0.0] * len(samples)
         for member, square in zip(members, distances, strict=True):
@@ -222,13 +221,6 @@ class SnapshotMean:
             )
             self._parts = members, mean
         return self._parts[1]
-
-    def _row(self, rank: int) -> Tensor:
-        """Host memory for the squares."""
-        if not self._squares:
-            width = len(self._lanes) + 1
-            self._squares = [lane.pinned((width,), torch.float64) for lane in self._lanes]
-        return self._squares[rank]
 
 
 def _outer(

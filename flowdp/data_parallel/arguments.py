@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm
-from flowdp.data_parallel.loss_context import LossFunction
+from flowdp.data_parallel.layout import Layout
+from flowdp.data_parallel.loss_context import BatchPlan, LossFunction
 from flowdp.device.discovery import devices as find_devices
 from flowdp.device.structure import structure
 from flowdp.errors import OptionError
-from flowdp.options import CadenceOptions
+from flowdp.options import Buffers, CadenceOptions, LoopBackend, ProcessTuning
 from flowdp.replica.factories import check_plain
-from flowdp.validators import check_function
+from flowdp.validators import check_flag, check_function, check_number, one_of
 
-__all__ = [
-    "OptimizerOption",
-    "check_cadence",
-    "check_layers",
-    "check_loss",
-    "check_model",
-    "check_optimizers",
-    "set_epoch",
-]
+__all__ = ["LoopOptions", "check_cadence", "check_layers", "check_loss", "check_model"]
 
-OptimizerOption = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Any] | None
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """The options of `setup`, checked; see there.
+
+    Attributes:
+        devices: One per rank.
+        plan: Processing of each batch of a window.
+        cadence: Options of the windows, and the speed hint.
+        windows: Whether `epoch` yields windows of whole batches.
+        buffers: Which devices' buffers count.
+        max_grad_norm: `step` clips to it; None: not at all.
+        ratios: Fixed shares of each batch, summing to 1; None: by measured speed. Shape (world_size,).
+        layout: How calls are cut and their outputs joined.
+        check: Whether calls that are cut are compared with one device.
+        backend: Transfer between CUDA devices.
+        tuning: Settings of the process.
+        capture: Whether calls are recorded as CUDA graphs.
+
+    Raises:
+        OptionError: One of them is of the wrong kind.
+    """
+
+    devices: tuple[torch.device, ...]
+    plan: BatchPlan
+    cadence: CadenceOptions
+    windows: bool
+    buffers: Buffers
+    max_grad_norm: float | None
+    ratios: tuple[float, ...] | None
+    layout: Layout
+    check: bool
+    backend: LoopBackend
+    tuning: ProcessTuning
+    capture: bool | Literal["auto"]
+
+    def __post_init__(self) -> None:
+        """Check those that come as they were given."""
+        check_number("max_grad_norm", self.max_grad_norm, above=True, optional=True)
+        one_of("buffers", self.buffers, Buffers)
+        check_flag("check", self.check)
 
 
 def check_model(model: object) -> None:
@@ -92,28 +125,3 @@ def check_layers(model: nn.Module, devices: Sequence[torch.device], *, windows: 
             "works through batches of its own: give setup(..., cadence=False), which cuts each batch"
         )
     check_sync_batch_norm(model, "exact", devices)
-
-
-def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:
-    """The optimizers given, or made by a factory; () for None.
-
-    Raises:
-        OptionError: They are no optimizers.
-    """
-    if option is None:
-        return ()
-    made: Any = option
-    if not isinstance(option, (Optimizer, Sequence)) and callable(option):
-        made = option([parameter for parameter in model.parameters() if parameter.requires_grad])
-    optimizers = tuple(made) if isinstance(made, Sequence) else (made,)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {optimizer!r}")
-    return optimizers
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of a loader and its samplers, where they have it."""
-    for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        if callable(tell := getattr(owner, "set_epoch", None)):
-            tell(epoch)

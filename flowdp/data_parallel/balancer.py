@@ -1,19 +1,27 @@
-"""Shares of the devices in a loop that the user owns: of single batches, and of El Che's windows."""
+"""Shares of the devices in a loop that the user owns: of single batches, and of El Che's windows.
+
+Single batches go to the first device alone where that takes less time than to cut them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from time import perf_counter
 
 from torch import nn
 
 from flowdp.collective.batch_norm import min_part_size, plain_layers
+from flowdp.data_parallel.arguments import LoopOptions
+from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.data_parallel.replicas import Replicas
-from flowdp.options import CadenceOptions
+from flowdp.device.cores import LentThreads
+from flowdp.device.streams import Lane
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.shares import ThroughputBalance, shard_sizes, weights_from
+from flowdp.policy.worth import Worth
 
-__all__ = ["Balancer"]
+__all__ = ["Balancer", "Pace"]
 
 log = logging.getLogger("flowdp")
 
@@ -23,12 +31,13 @@ class Balancer:
 
     Args:
         module: The user's.
+        options: The options of the loop.
         replicas: The ranks; their stopwatches are read. None: there is one device.
-        options: Options of the windows, and the speed hint.
-        windows: Whether there are windows; else every batch is cut.
-        ratios: Fixed shares, summing to 1; None: by measured speed. Shape (world_size,).
+        optimizers: The optimizers. Without any, no other moment than a call tells when to look at the speed.
+        pace: Tries the first device alone; None: batches are cut.
 
     Attributes:
+        pace: As given.
         cadence: Cadence of the windows; None without.
         shard_sizes: Samples per rank in the last call or window. Shape (world_size,).
 
@@ -38,16 +47,17 @@ class Balancer:
     def __init__(
         self,
         module: nn.Module,
+        options: LoopOptions,
         replicas: Replicas | None,
-        options: CadenceOptions,
-        *,
-        windows: bool,
-        ratios: tuple[float, ...] | None = None,
+        optimizers: OptimizerHooks,
+        pace: Pace | None = None,
     ) -> None:
         world_size = 1 if replicas is None else len(replicas.modules)
-        self._balance = ThroughputBalance(weights_from([0.0] * world_size, options.speed_hint))
-        self._ratios = ratios
-        self.cadence = Cadence(world_size, options) if windows else None
+        self._balance = ThroughputBalance(weights_from([0.0] * world_size, options.cadence.speed_hint))
+        self._ratios = options.ratios
+        self._optimizers = optimizers
+        self.pace = pace
+        self.cadence = Cadence(world_size, options.cadence) if options.windows else None
         self.shard_sizes: tuple[int, ...] = (0,) * world_size
         self._norms = plain_layers(module)
         self._has_told = False
@@ -89,11 +99,28 @@ class Balancer:
                 "device: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before setup() takes the "
                 "statistics of the whole batch, and GroupNorm needs none"
             )
+        self._note(sum(samples))
+
+    def note_alone(self, samples: int) -> None:
+        """Note a batch that the first device does alone."""
+        self.shard_sizes = (samples, *[0] * (len(self.shard_sizes) - 1))
+        self._note(samples)
+
+    def _note(self, samples: int) -> None:
+        if self.pace is not None:
+            self.pace.note(samples)
+        if not self._optimizers.optimizers:
+            self.step()
 
     def step(self) -> None:
-        """Learn from the devices' times since the last step of the optimizer."""
-        if not any(self._samples):
-            return
+        """Learn from the time since the last step of the optimizer."""
+        if any(self._samples):
+            self._lap()
+        if self.pace is not None:
+            self.pace.step()
+
+    def _lap(self) -> None:
+        """Learn from the devices' own times, as soon as these are known."""
         for watch in self._watches:
             watch.lap()
         self._pending.append((self._samples, self._batches))
@@ -107,3 +134,68 @@ class Balancer:
         if self.cadence is not None and any(batches):
             pace = [ms / count if count else 0.0 for ms, count in zip(took_ms, batches, strict=True)]
             self.cadence.measured(pace, batches, sync_ms, None)
+
+
+class Pace:
+    """Times the loop from step to step, and tries both ways.
+
+    Args:
+        lanes: One per rank.
+        name: Name of the module, for the log.
+        threads: Threads that the process lends to the ranks while batches are cut.
+
+    Attributes:
+        is_cut: Whether the batches of the step under way are cut.
+        is_settled: Whether the first device does all calls, and nothing is measured.
+
+    Threads: the user's.
+
+    Streams: At the edges of the steps that are timed, the host waits for all devices.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], name: str, threads: LentThreads) -> None:
+        self.is_cut = True
+        self.is_settled = False
+        self._lanes = lanes
+        self._name = name
+        self._threads = threads
+        self._worth = Worth()
+        self._samples = 0
+        self._stepped_s: float | None = None
+        self._told = False
+
+    def note(self, samples: int) -> None:
+        """Note a call of the step under way."""
+        self._samples += samples
+
+    def step(self) -> None:
+        """Learn from the time since the last step."""
+        worth = self._worth
+        if worth.is_block_edge:
+            for lane in self._lanes:
+                lane.drain()
+        now_s, samples = perf_counter(), self._samples
+        before_s, self._stepped_s, self._samples = self._stepped_s, now_s, 0
+        if before_s is None:
+            return
+        worth.stepped(1e3 * (now_s - before_s), samples)
+        was_cut = self.is_cut
+        self.is_cut, self.is_settled = worth.is_cut, worth.is_chosen and not worth.is_cut
+        if was_cut and not self.is_cut:
+            self._threads.take_back()
+        elif self.is_cut and not was_cut:
+            self._threads.lend()
+        if self.is_settled and not self._told:
+            self._told = True
+            log.warning(
+                "calls of %s go to %s alone: %s; this is measured again from time to time",
+                self._name,
+                self._lanes[0].device,
+                self,
+            )
+
+    def __str__(self) -> str:
+        ms = self._worth.ms
+        if not ms:
+            return "batches are cut, and not yet timed"
+        return f"a step takes {ms[True] / ms[False]:.2f} times as long when its batches are cut"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flowdp.data_parallel.call import Run
 from flowdp.data_parallel.cut import Arguments, Part
-from flowdp.data_parallel.layout import Callee, Layout
+from flowdp.data_parallel.layout import Callee
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.compiled import Uncompiled
 from flowdp.device.copies import move
@@ -98,13 +98,15 @@ class Call:
         told: Names that the log has had.
     """
 
-    layout: Layout
-    callee: Callee
+    arguments: Arguments
     run: Run
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     sizes: tuple[int, ...]
     told: set[str]
+
+    @property
+    def name(self) -> str:
+        """The name of the function, for messages."""
+        return self.arguments.callee.name
 
 
 @dataclass
@@ -160,7 +162,7 @@ def _compare(replicas: Replicas, call: Call) -> str:
         return _warn(call, f"with the whole batch it raises {_words(whole.error)}")
     if whole.fills:  # a list of auxiliary losses, which would stay empty
         raise FlowdpError(
-            f"{call.callee.name} puts tensors into a list, dict or other container among its arguments, and "
+            f"{call.name} puts tensors into a list, dict or other container among its arguments, and "
             "each device does so for its part: let it return them"
         )
     parts = trial.run(is_cut=True)
@@ -173,11 +175,11 @@ def _compare(replicas: Replicas, call: Call) -> str:
         if not cannot_join and any(trial.differences(whole, trial.run(seed)) for seed in SEEDS):
             return _warn(call, f"its results differ from call to call ({found[0]})")
         if parts.error is None and not trial.differences(whole, trial.run(is_cut=True, is_here=True)):
-            return f"{call.callee.name} gives another result in other threads ({found[0]})"
+            return f"{call.name} gives another result in other threads ({found[0]})"
         text = str(parts.error) if cannot_join else "; ".join(found[:3])
-        cut = Arguments(call.layout, call.callee, call.args, call.kwargs).in_words(call.sizes)
+        cut = call.arguments.in_words(call.sizes)
         raise FlowdpError(
-            f"{call.callee.name} gives another result when the batch is cut: {text} ({cut}). {REMEDY}"
+            f"{call.name} gives another result when the batch is cut: {text} ({cut}). {REMEDY}"
         ) from parts.error
     _warn_of_kept(call, trial, whole, parts)
     return ""
@@ -262,8 +264,7 @@ class Trial:
     def _run(self, result: Result, standing: Sequence[Tensor], *, is_cut: bool) -> None:
         call, replicas = self._call, self._replicas
         leaves: list[Tensor] = []
-        args, kwargs = tree_map(partial(self._given, leaves), [call.args, call.kwargs])
-        arguments = Arguments(call.layout, call.callee, tuple(args), kwargs)
+        arguments = call.arguments.mapped(partial(self._given, leaves))
         parts = arguments.parts(call.sizes) if is_cut else [arguments.whole()]
         instead = dict(zip(map(id, self._tensors), standing, strict=True))
         modules, made = [], []
@@ -381,7 +382,7 @@ def _is_rounding(replicas: Replicas, call: Call, trial: Trial) -> bool:
 def _warn(call: Call, why: str) -> str:
     if why not in call.told:
         call.told.add(why)
-        log.warning("%s could not be compared with one device: %s", call.callee.name, why)
+        log.warning("%s could not be compared with one device: %s", call.name, why)
     return ""
 
 
@@ -397,7 +398,7 @@ def _warn_of_kept(call: Call, trial: Trial, whole: Result, parts: Result) -> Non
         log.warning(
             "%s keeps values of the batch in %s: a state that forward keeps is that of the first device's "
             "part (buffers='average': the mean of all parts); return what the loop needs of the whole batch",
-            call.callee.name,
+            call.name,
             ", ".join(map(repr, sorted(names))),
         )
 

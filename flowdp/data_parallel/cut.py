@@ -7,7 +7,7 @@ any other views.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowdp.data_parallel.join import join
 from flowdp.data_parallel.layout import Call, Callee, Layout, WeightFunction
-from flowdp.device.trees import column, cut, described, flatten, is_cut, is_size, unflatten, walk
+from flowdp.device.trees import column, cut, described, flatten, is_cut, is_size, tree_map, unflatten, walk
 
 __all__ = ["Arguments", "Part"]
 
@@ -69,12 +69,14 @@ class Arguments:
         kwargs: By name.
 
     Attributes:
+        callee: As given.
         samples: Length of the batch; None without a tensor, array or list of texts that has a length.
         dim: Batch dimension of the tensor or array that has this length; 0 without.
     """
 
     def __init__(self, layout: Layout, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._layout, self._callee = layout, callee
+        self.callee = callee
+        self._layout = layout
         self._call = args, kwargs
         # A dict is never taken for a column, as a tuple of two lists of texts might be.
         self._values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -99,6 +101,11 @@ class Arguments:
         cuts = zip(self._paths, self._cuts, strict=True)
         paths = [(self._names[path[0]], *path[1:]) for path, dim in cuts if dim is not None]
         return frozenset(self._names.values()), frozenset(paths), len(self._lists)
+
+    def mapped(self, function: Callable[[Any], Any]) -> Arguments:
+        """The same arguments, with a function of each leaf in its place."""
+        args, kwargs = tree_map(function, [*self._call])
+        return Arguments(self._layout, self.callee, tuple(args), kwargs)
 
     def whole(self, rank: int = 0) -> Part:
         """All arguments, as one part."""
@@ -146,7 +153,7 @@ class Arguments:
 
     def _part(self, call: Call, rank: int, samples: int) -> Part:
         part = Part(call, rank, samples)
-        names = self._callee.names(part.args, part.kwargs)
+        names = self.callee.names(part.args, part.kwargs)
         part.weights = self._layout.weigh(dict(zip(names, (*part.args, *part.kwargs.values()), strict=True)))
         return part
 

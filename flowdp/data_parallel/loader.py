@@ -19,7 +19,7 @@ from flowdp.device.trees import batch_length, flatten, tensors_of, unflatten
 from flowdp.errors import DataError
 from flowdp.policy.cadence import Cadence
 
-__all__ = ["Epoch", "interleaved"]
+__all__ = ["Epoch", "interleaved", "set_epoch"]
 
 
 def interleaved(counts: Sequence[int], due: Collection[int] = ()) -> list[int]:
@@ -125,6 +125,13 @@ class Epoch:
             keep_for(stream, tensors_of(there))
 
         return Piece(rank, there, samples, arrive)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of a loader and its samplers, where they have it."""
+    for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        if callable(tell := getattr(owner, "set_epoch", None)):
+            tell(epoch)
 
 
 def _may_read_ahead(loader: object) -> bool:

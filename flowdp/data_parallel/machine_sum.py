@@ -22,11 +22,11 @@ from flowdp.collective.batch_norm import SharedStatistics
 from flowdp.collective.machines_mean import PACKS
 from flowdp.device.streams import HostLane
 from flowdp.errors import CollectiveError, FlowdpError, OptionError
-from flowdp.network.machines import Machines, Reduction
+from flowdp.network.machines import Machines, Reduction, find_machines
 from flowdp.options import MachineOptions, Payload
 from flowdp.replica.factories import equal_machines
 
-__all__ = ["TIMEOUT_S", "MachineSum", "check_machines", "check_norms"]
+__all__ = ["TIMEOUT_S", "MachineSum", "check_machines", "open_machine_sum"]
 
 TIMEOUT_S = 600.0
 """Longest wait for another machine, with `machines=True`. Longer than the Trainer's: in a loop that the user
@@ -57,17 +57,26 @@ def check_machines(option: object, model: nn.Module) -> MachineOptions | None:
     return option if any(parameter.requires_grad for parameter in model.parameters()) else None
 
 
-def check_norms(model: nn.Module) -> None:
-    """Check that no layer needs the batch of all machines.
+def open_machine_sum(options: MachineOptions, model: nn.Module, *, averages: bool) -> MachineSum | None:
+    """The sum of a model's gradients over the machines of this job; None: there is one machine.
 
     Raises:
-        OptionError: A layer does.
+        OptionError: A layer needs the batch of all machines, or the machines have different models.
+        CollectiveError: Not all machines came here in time.
     """
-    if SharedStatistics(model):
-        raise OptionError(
-            "SyncBatchNorm takes the statistics of the devices of one machine, and this job has several "
-            "machines: leave the model unconverted (each device normalises its part), or use GroupNorm"
-        )
+    machines = find_machines(timeout_s=options.timeout)
+    if machines is None:
+        return None
+    try:
+        if SharedStatistics(model):
+            raise OptionError(
+                "SyncBatchNorm takes the statistics of the devices of one machine, and this job has several "
+                "machines: leave the model unconverted (each device normalises its part), or use GroupNorm"
+            )
+        return MachineSum(machines, model, payload=options.payload, averages=averages)
+    except BaseException:
+        machines.close()
+        raise
 
 
 class MachineSum:

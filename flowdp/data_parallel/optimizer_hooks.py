@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flowdp.data_parallel.arguments import OptimizerOption, check_optimizers
 from flowdp.errors import FlowdpError, OptionError
 from flowdp.replica.learning_rate import no_rate_to_scale
 
-__all__ = ["OptimizerHooks"]
+__all__ = ["OptimizerHooks", "OptimizerOption", "check_optimizers"]
+
+OptimizerOption = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Any] | None
+
+
+def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimizer, ...]:
+    """The optimizers given, or made by a factory; () for None.
+
+    Raises:
+        OptionError: They are no optimizers.
+    """
+    if option is None:
+        return ()
+    made: Any = option
+    if not isinstance(option, (Optimizer, Sequence)) and callable(option):
+        made = option([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizers = tuple(made) if isinstance(made, Sequence) else (made,)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {optimizer!r}")
+    return optimizers
 
 
 class OptimizerHooks:
@@ -22,22 +41,26 @@ class OptimizerHooks:
 
     Args:
         module: The user's.
-        stepped: Called after each step of the first optimizer; a bound method, which is not kept alive.
 
     Attributes:
         optimizers: The user's optimizers.
+        steps: Steps of the first of them so far.
 
     Threads: the user's.
     """
 
-    def __init__(self, module: nn.Module, stepped: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.optimizers: tuple[Optimizer, ...] = ()
+        self.steps = 0
         self._module = module
-        self._stepped = weakref.WeakMethod(stepped)
         self._hook: Any = None
 
-    def use(self, option: OptimizerOption) -> None:
+    def use(self, option: OptimizerOption, stepped: Callable[[], None]) -> None:
         """Replace the optimizers.
+
+        Args:
+            option: As `setup` takes them.
+            stepped: Called after each step of the first optimizer; a bound method, which is not kept alive.
 
         Raises:
             OptionError: They are none, or belong to another model. Those before remain then.
@@ -45,11 +68,13 @@ class OptimizerHooks:
         self.optimizers = check_optimizers(option, self._module)
         if self._hook is not None:
             self._hook.remove()
-        method = self._stepped
+        owner, method = weakref.ref(self), weakref.WeakMethod(stepped)
 
         def after(*_: object) -> None:
-            if (stepped := method()) is not None:
-                stepped()
+            hooks, learn = owner(), method()
+            if hooks is not None and learn is not None:
+                hooks.steps += 1
+                learn()
 
         self._hook = self.optimizers[0].register_step_post_hook(after) if self.optimizers else None
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from flowdp.collective.batch_norm import SharedStatistics
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.ddp.buckets import BUCKET_BYTES, broadcast_all
-from flowdp.ddp.structure import check_same_structure, check_separate_memory
 from flowdp.ddp.synchronizer import GradientSynchronizer, Strategy
-from flowdp.device.structure import structure
+from flowdp.device.structure import check_same_structure, check_separate_memory, structure
 from flowdp.modules.stand_in import StandInModule
 
 __all__ = ["DistributedDataParallel"]

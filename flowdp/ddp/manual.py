@@ -17,7 +17,6 @@ from flowdp.collective.mean import Op, flat_view, reduce_all, split_equally, wri
 from flowdp.collective.nccl_loop import NcclLoop, row_sizes, rows_like
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.select import open_loop
-from flowdp.ddp.structure import check_same_structure, check_separate_memory
 from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.copies import carry
 from flowdp.device.cores import pool_sizes
@@ -26,7 +25,7 @@ from flowdp.device.dispatch import prepare_torch
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import open_lanes
-from flowdp.device.structure import structure
+from flowdp.device.structure import check_same_structure, check_separate_memory, structure
 from flowdp.device.torch_modes import caller_modes
 from flowdp.errors import OptionError
 from flowdp.options import LoopBackend, ProcessTuning

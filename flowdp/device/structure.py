@@ -1,8 +1,8 @@
-"""Structure of a model: its tensors by name, in words, the differences of two models, and shared memory."""
+"""Structure of a model: its tensors by name, in words, the differences of models, and shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,15 @@ from torch.nn.parameter import is_lazy
 
 from flowdp.errors import OptionError
 
-__all__ = ["check_no_overlap", "check_same", "difference", "structure", "tensor_form"]
+__all__ = [
+    "check_no_overlap",
+    "check_same",
+    "check_same_structure",
+    "check_separate_memory",
+    "difference",
+    "structure",
+    "tensor_form",
+]
 
 
 def structure(module: nn.Module, *, every_name: bool = False) -> dict[str, str]:
@@ -103,6 +111,34 @@ def check_no_overlap(module: nn.Module) -> None:
                 f"(model.{name} = model.{first}), compute a part or a transpose of the other in "
                 "forward, or give it memory of its own (.data = other.data.clone())"
             )
+
+
+def check_same_structure(structures: Sequence[Mapping[str, str]]) -> None:
+    """Check that the models of all ranks have the same structure.
+
+    Raises:
+        OptionError: They differ; the message names the first tensor that differs, the rank and both forms.
+    """
+    for rank, other in enumerate(structures):
+        check_same(other, structures[0], f"on rank {rank}", "on rank 0", "all ranks need the same model")
+
+
+def check_separate_memory(models: Sequence[nn.Module]) -> None:
+    """Check that no two models share a tensor or its memory.
+
+    Raises:
+        OptionError: Two models share one; the message names the tensor and both models.
+    """
+    owners: dict[tuple[torch.device, int], int] = {}
+    for rank, model in enumerate(models):
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            # By address: after `load_state_dict(..., assign=True)` two tensors have one memory.
+            first = owners.setdefault((tensor.device, _address(tensor) or id(tensor)), rank)
+            if first != rank:
+                raise OptionError(
+                    f"{name!r} is the same tensor in models {first} and {rank}: each rank needs a model of "
+                    "its own, such as copy.deepcopy(model)"
+                )
 
 
 def _address(tensor: Tensor) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import flowdp
 from flowdp import FlowdpError, OptionError
 from flowdp.data_parallel.comparison import Call, Schedule, check_call
+from flowdp.data_parallel.cut import Arguments
 from flowdp.data_parallel.layout import Callee, Layout
 from tests.data_parallel.test_layout import Tagger, padded
 from tests.loops import assert_equal, gradients, mlp, numbers, replicas_of
@@ -385,7 +386,7 @@ def call(model: nn.Module, x: Any, sizes: tuple[int, ...]) -> Call:
     def run(module: nn.Module, part: Any) -> Any:
         return module(*part.args, **part.kwargs)
 
-    return Call(Layout(), Callee(model.forward), run, (x,), {}, sizes, set())
+    return Call(Arguments(Layout(), Callee(model.forward), (x,), {}), run, sizes, set())
 
 
 # ---------------------------------------------------------------- forwards that are no function

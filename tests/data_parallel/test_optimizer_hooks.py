@@ -27,8 +27,8 @@ class Steps:
 
 def hooks_of(module: nn.Module) -> tuple[OptimizerHooks, Steps]:
     steps = Steps()
-    made = OptimizerHooks(module, steps.step)
-    made.use(lambda parameters: SGD(parameters, 0.5))
+    made = OptimizerHooks(module)
+    made.use(lambda parameters: SGD(parameters, 0.5), steps.step)
     return made, steps
 
 
@@ -44,14 +44,14 @@ def test_optimizers_that_are_replaced_count_no_longer() -> None:
     hooks, steps = hooks_of(mlp())
     (old,) = hooks.optimizers
     with pytest.raises(OptionError):
-        hooks.use(3)  # type: ignore[arg-type]
+        hooks.use(3, steps.step)  # type: ignore[arg-type]
     assert hooks.optimizers == (old,)
     new = AdamW(hooks._module.parameters())
-    hooks.use(new)
+    hooks.use(new, steps.step)
     old.step()
     assert steps.count == 0
     new.step()
-    assert steps.count == 1
+    assert (steps.count, hooks.steps) == (1, 1)
 
 
 def test_an_optimizer_that_lives_on_keeps_nothing() -> None:
@@ -71,18 +71,18 @@ def test_an_optimizer_that_lives_on_keeps_nothing() -> None:
 
 def test_a_group_that_is_held_still_stays_so_where_a_rate_is_set() -> None:
     model = mlp()
-    hooks, _ = hooks_of(model)
+    hooks, steps = hooks_of(model)
     held, head = model[0].parameters(), model[2].parameters()
     groups = [{"params": held, "lr": 0.0}, {"params": head, "lr": torch.tensor(0.1)}]
-    hooks.use(torch.optim.Adam(groups))
+    hooks.use(torch.optim.Adam(groups), steps.step)
     for lr in (0.05, 0.2):
         hooks.set_lr(lr)
         rates = [group["lr"] for group in hooks.optimizers[0].param_groups]
         assert [float(rate) for rate in rates] == pytest.approx([0.0, lr])
         assert isinstance(rates[1], torch.Tensor)
-    hooks.use([SGD(model[0].parameters(), 0.0), SGD(model[2].parameters(), 0.0)])
+    hooks.use([SGD(model[0].parameters(), 0.0), SGD(model[2].parameters(), 0.0)], steps.step)
     with pytest.raises(OptionError, match=r"all 2 are 0: it cannot know which"):
         hooks.set_lr(0.1)
-    hooks.use(SGD(model.parameters(), 0.0))
+    hooks.use(SGD(model.parameters(), 0.0), steps.step)
     hooks.set_lr(0.1)
     assert hooks.optimizers[0].param_groups[0]["lr"] == 0.1

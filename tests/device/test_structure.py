@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from flowdp.device.structure import check_no_overlap, check_same, difference, structure
+from flowdp.device.structure import (
+    check_no_overlap,
+    check_same,
+    check_same_structure,
+    check_separate_memory,
+    difference,
+    structure,
+)
 from flowdp.errors import OptionError
 
 
@@ -127,3 +134,27 @@ def test_what_does_not_come_apart_is_taken(share: Callable[[nn.Module], object])
     share(net)
     check_no_overlap(net)
     check_no_overlap(nn.LazyLinear(3))
+
+
+def test_models_of_all_ranks_are_compared() -> None:
+    check_same_structure([structure(model()) for _ in range(3)])
+    with pytest.raises(OptionError, match=r"'0\.weight' is float32 \(4, 2\) on rank 1 and .* on rank 0"):
+        check_same_structure([structure(model()), structure(model(4))])
+
+
+def test_models_apart() -> None:
+    first, second, third = (model() for _ in range(3))
+    check_separate_memory([first, second, third])
+    check_separate_memory([nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta")])
+    third[1].weight = first[1].weight
+    with pytest.raises(OptionError, match=r"'1\.weight' is the same tensor in models 0 and 2"):
+        check_separate_memory([first, second, third])
+
+
+def test_models_that_were_loaded_without_a_copy_are_not_apart() -> None:
+    first, second = model(), model()
+    second.load_state_dict(first.state_dict(), assign=True)
+    with pytest.raises(OptionError, match=r"'0\.weight' is the same tensor in models 0 and 1"):
+        check_separate_memory([first, second])
+    first[1].register_buffer("sparse", torch.zeros(3).to_sparse())
+    check_separate_memory([first, model()])
