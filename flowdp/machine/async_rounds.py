@@ -12,8 +12,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from operator import add
 from statistics import median
 from typing import ClassVar
 
@@ -428,7 +426,7 @@ class AsyncRounds(Rounds):
         self._round = None
         samples = self._samples(round_)
         record = self._record(round_.number, steps, samples, averaged.sync_ms, drift, reason, now_ms)
-        share = self._share_changes.report(self.cadence.quotas)
+        share = self._changed_shares(self.cadence.quotas)
         update = Update(round_.number, self.global_step)
         return [*self._send_all(update), replace(record, param_norm=averaged.norm, share=share)]
 
@@ -474,7 +472,7 @@ class AsyncRounds(Rounds):
         now_ms: float,
     ) -> RoundEnded:
         flat = [work for state in self._ranks for work in state.works]
-        works = [reduce(add, state.works or (NO_WORK,)) for state in self._ranks]
+        works = [Work.total(state.works or (NO_WORK,)) for state in self._ranks]
         epoch = max((work.epoch for work in flat), default=self.epochs.done)
         start_ms, self._round_start_ms = self._round_start_ms, now_ms
         for state in self._ranks:

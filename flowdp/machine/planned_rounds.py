@@ -326,7 +326,7 @@ class PlannedRounds(Rounds):
         self._bad = held.bad | self._bad
         drift = largest_drift(drifts) if drifts else None
         reason = self._measure(held) or reason_of(outcome)
-        share = self._share_changes.report(self._weights)
+        share = self._changed_shares(self._weights)
         averaging_ms = max(work.sync_ms for work in works)
         epoch = self.epochs.close_round(held.armed.epoch, averaging_ms, drift, held.rounds)
         if outcome.voids:

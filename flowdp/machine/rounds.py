@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 from typing import Any, ClassVar, Literal
 
 from flowdp.errors import ProtocolError
@@ -23,7 +21,6 @@ __all__ = [
     "Averages",
     "Constraints",
     "Rounds",
-    "ShareChanges",
     "Shares",
     "outcome_of",
     "reason_of",
@@ -83,7 +80,7 @@ class Rounds(ABC):
         self.next_round = 0
         self._plan = 0
         self._bad: dict[int, tuple[int, int] | None] = {}
-        self._share_changes = ShareChanges(config.world_size)
+        self._reported_shares: tuple[float, ...] = (1.0 / config.world_size,) * config.world_size
 
     @property
     @abstractmethod
@@ -150,30 +147,19 @@ class Rounds(ABC):
             if batches and self.epochs.of(epoch).dealt != batches:
                 raise ProtocolError(f"epoch {epoch}: {batches} batches are out, the ledger says otherwise")
 
-    @abstractmethod
-    def _out(self) -> Iterable[tuple[int, int]]:
-        """Epoch and number of batches of each order that is out."""
-
-
-class ShareChanges:
-    """The shares that a record has reported last.
-
-    Args:
-        world_size: Ranks; they begin with equal shares.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._reported: tuple[float, ...] = (1.0 / world_size,) * world_size
-
-    def report(self, weights: Sequence[float]) -> tuple[float, ...]:
+    def _changed_shares(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Shares in proportion to these weights, where they differ from those reported last; else empty."""
         whole = math.fsum(weights)
         shares = tuple(weight / whole for weight in weights) if whole else ()
-        moved = [abs(one - two) for one, two in zip(self._reported, shares, strict=False)]
+        moved = [abs(was - share) for was, share in zip(self._reported_shares, shares, strict=False)]
         if max(moved, default=0.0) < MOVED:
             return ()
-        self._reported = shares
+        self._reported_shares = shares
         return shares
+
+    @abstractmethod
+    def _out(self) -> Iterable[tuple[int, int]]:
+        """Epoch and number of batches of each order that is out."""
 
 
 def outcome_of(acks: Mapping[int, SyncAck]) -> Outcome:
@@ -196,7 +182,7 @@ def summary(works: Sequence[Work], last: Work) -> dict[str, Any]:
         works: Work of each rank since the record before. Shape (world_size,).
         last: The one whose learning rates are the record's.
     """
-    whole = reduce(add, works)
+    whole = Work.total(works)
     return {
         "loss": whole.loss,
         "lr": last.lr,

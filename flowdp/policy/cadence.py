@@ -31,6 +31,9 @@ class Cadence:
         el_che: Anchor and measured times.
         guard: Watches the drift.
         action: Last action of the guard.
+        ms_per_step: Time of one step per rank as far as known, else in proportion to the hint. Shape
+            (world_size,).
+        quotas: Steps per rank in the next round; 0 for one that is gone. Shape (world_size,).
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Cadence:
         self._probes = Probes(world_size)
         self._sync_ms = 0.0  # of the round before
         self._gone: set[int] = set()
-        self._quotas = self._fit()
+        self._fit()
 
     def restore(self, anchor: int, pace_ms: Sequence[float], drifts: Sequence[float] = ()) -> None:
         """Begin with the measurements of an earlier run on the same ranks.
@@ -65,13 +68,13 @@ class Cadence:
         self.el_che.restore(anchor, pace_ms)
         self.guard = self._new_guard(drifts)
         self._probes.start()
-        self._quotas = self._fit()
+        self._fit()
 
     def leave(self, rank: int) -> None:
         """Remove a rank: its quota is 0 from now on."""
         self._gone.add(rank)
         self.el_che.forget(rank)
-        self._quotas = self._fit()
+        self._fit()
 
     @property
     def anchor(self) -> int:
@@ -84,21 +87,11 @@ class Cadence:
         return self.el_che.is_calibrated or self.el_che.has_speed_hint or self.ratios is not None
 
     @property
-    def ms_per_step(self) -> tuple[float, ...]:
-        """Time of one step per rank as far as known, else in proportion to the hint. Shape (world_size,)."""
-        return self._ms_per_step
-
-    @property
     def round_ms(self) -> float:
         """Time that a round is expected to take; 0 before the first measurement."""
         if not self.el_che.is_calibrated:
             return 0.0
         return max(q * ms for q, ms in zip(self.quotas, self.el_che.ms_per_batch, strict=True))
-
-    @property
-    def quotas(self) -> tuple[int, ...]:
-        """Steps per rank in the next round; 0 for one that is gone. Shape (world_size,)."""
-        return self._quotas
 
     @property
     def due(self) -> tuple[int, ...]:
@@ -149,7 +142,7 @@ class Cadence:
         self.el_che.report_timing(wall_ms, steps, sync_ms * rounds, hold=hold)
         if self.action is GuardAction.TIGHTEN:
             self.el_che.nudge_anchor_down(0.5)
-        self._quotas = self._fit()
+        self._fit()
         return decision.reason
 
     def _believed(self, rank: int, ms: float, steps: int, known: float) -> float:
@@ -162,15 +155,14 @@ class Cadence:
     def _new_guard(self, drifts: Sequence[float]) -> DivergenceGuard:
         return DivergenceGuard(self.options.divergence_threshold, self.options.divergence_guard, drifts)
 
-    def _fit(self) -> tuple[int, ...]:
-        self._ms_per_step = self._known_ms_per_step()
+    def _fit(self) -> None:
+        """Set the quotas by what is known."""
+        self.ms_per_step = self._known_ms_per_step()
         anchor = self.el_che.anchor if self.is_known else min(self.el_che.anchor, PROBE_STEPS)
         quotas = fitted_quotas(
-            self._ms_per_step, anchor, max_lead=self.options.max_batch_diff, max_anchor=self.el_che.max_anchor
+            self.ms_per_step, anchor, max_lead=self.options.max_batch_diff, max_anchor=self.el_che.max_anchor
         )
-        if not self._gone:
-            return quotas
-        return tuple(0 if rank in self._gone else quota for rank, quota in enumerate(quotas))
+        self.quotas = tuple(0 if rank in self._gone else quota for rank, quota in enumerate(quotas))
 
     def _known_ms_per_step(self) -> tuple[float, ...]:
         if self.ratios is not None:

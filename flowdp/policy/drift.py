@@ -129,21 +129,19 @@ class Overshoot:
     Args:
         total_batches: Batches of an epoch.
         limit: The user's own number of steps; nothing is tuned then.
+
+    Attributes:
+        value: Steps past the quota that are allowed now.
     """
 
     def __init__(self, total_batches: int, limit: int | None = None) -> None:
         self._initial = min(max(total_batches // 100, 2), 5) if limit is None else limit
         self._cap = min(max(total_batches // 50, 3), 10) if limit is None else limit
-        self._value = self._initial
-
-    @property
-    def value(self) -> int:
-        """Steps past the quota that are allowed now."""
-        return self._value
+        self.value = self._initial
 
     def averaged(self, action: GuardAction) -> None:
         """Take in the guard's action at an averaging."""
         if action is GuardAction.STABLE:
-            self._value = min(self._value + 1, self._cap)
+            self.value = min(self.value + 1, self._cap)
         elif action is GuardAction.TIGHTEN:
-            self._value = self._initial
+            self.value = self._initial

@@ -145,6 +145,9 @@ class ThroughputBalance:
         floor: Least ratio of a rank.
         steady: Relative change of a ratio up to which all stay as they are.
 
+    Attributes:
+        ratios: Fraction of a batch per rank; they sum to 1. Shape (ranks,).
+
     Raises:
         OptionError: A ratio is not positive and finite.
 
@@ -161,17 +164,12 @@ class ThroughputBalance:
         steady: float = 0.0,
     ) -> None:
         self._steady = steady
-        self._ratios = normalised_ratios(ratios, len(ratios))
+        self.ratios = normalised_ratios(ratios, len(ratios))
         self._calibration = calibration
         self._interval = interval
         self._floor = floor
         self._throughput = [0.0] * len(ratios)
         self._steps = 0
-
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        """Fraction of a batch per rank; they sum to 1. Shape (ranks,)."""
-        return self._ratios
 
     @property
     def throughput(self) -> tuple[float, ...]:
@@ -198,9 +196,9 @@ class ThroughputBalance:
             return False
         found = _floored(self._throughput, self._floor)
         if any(
-            abs(now - known) > self._steady * known for now, known in zip(found, self._ratios, strict=True)
+            abs(now - known) > self._steady * known for now, known in zip(found, self.ratios, strict=True)
         ):
-            self._ratios = found
+            self.ratios = found
         return True
 
 

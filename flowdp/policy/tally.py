@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 from typing import Any
 
 from flowdp.policy.drift import largest_drift
@@ -98,26 +96,48 @@ class Work:
     sync_ms: float = 0.0
 
     def __add__(self, later: Work) -> Work:
-        """Both together, without what belongs to one order: its pace and its first bad step."""
-        scalars = dict(self.scalars)
-        for name, (total, weight) in later.scalars.items():
-            known = scalars.get(name, (0.0, 0.0))
-            scalars[name] = (known[0] + total, known[1] + weight)
-        last = later if later.steps else self
-        norms, more = self.norms, later.norms
-        return Work(
-            epoch=self.epoch,
-            steps=self.steps + later.steps,
-            samples=self.samples + later.samples,
-            busy_ms=self.busy_ms + later.busy_ms,
-            data_ms=self.data_ms + later.data_ms,
-            losses=(self.losses[0] + later.losses[0], self.losses[1] + later.losses[1]),
+        """Both together; see `total`."""
+        return Work.total((self, later))
+
+    @classmethod
+    def total(cls, works: Sequence[Work]) -> Work:
+        """All of them together, without what belongs to one order: its pace and its first bad step.
+
+        Args:
+            works: Earlier ones first; at least one.
+        """
+        last, scalars = works[0], dict[str, tuple[float, float]]()
+        steps = samples = norms = 0
+        busy_ms = data_ms = wait_ms = sync_ms = loss = weight = norm = largest = 0.0
+        for work in works:
+            if work.steps:
+                last = work
+            steps += work.steps
+            samples += work.samples
+            busy_ms += work.busy_ms
+            data_ms += work.data_ms
+            wait_ms += work.wait_ms
+            sync_ms += work.sync_ms
+            loss, weight = loss + work.losses[0], weight + work.losses[1]
+            if work.norms is not NO_NORMS:
+                total, most, count = work.norms
+                norm, largest, norms = norm + total, max(largest, most), norms + count
+            for name, (amount, share) in work.scalars.items():
+                known = scalars.get(name, (0.0, 0.0))
+                scalars[name] = known[0] + amount, known[1] + share
+        return cls(
+            works[0].epoch,
+            steps,
+            samples,
+            busy_ms,
+            data_ms,
+            losses=(loss, weight),
             scalars=scalars,
             lr=last.lr,
-            norms=(norms[0] + more[0], max(norms[1], more[1]), norms[2] + more[2]),
+            norms=(norm, largest, norms) if norms else NO_NORMS,
             group_lrs=last.group_lrs,
-            wait_ms=self.wait_ms + later.wait_ms,
-            sync_ms=self.sync_ms + later.sync_ms,
+            wait_ms=wait_ms,
+            sync_ms=sync_ms,
         )
 
     @property
@@ -331,7 +351,7 @@ class Tally:
             epochs: Epochs of the run, or None.
             is_complete: Whether it is all of the epoch.
         """
-        whole = reduce(add, self.ranks)
+        whole = Work.total(self.ranks)
         first = next((work for work in self.ranks if work.steps), whole)  # which has no rate either
         available_ms = len(self.ranks) * epoch_ms
         return EpochMetrics(

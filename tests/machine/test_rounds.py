@@ -10,7 +10,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.policies import ROUNDS, make_rounds
-from flowdp.machine.rounds import Averages, Constraints, ShareChanges, Shares, outcome_of, reason_of, summary
+from flowdp.machine.rounds import Averages, Constraints, Shares, outcome_of, reason_of, summary
 from flowdp.options import Policy
 from flowdp.protocol.commands import Send
 from flowdp.protocol.messages import Outcome, StartEpoch, SyncAck, Work
@@ -84,10 +84,8 @@ def test_the_reason_of_an_outcome(fields: dict[str, object], said: str) -> None:
 
 
 def test_shares_are_reported_when_they_have_changed() -> None:
-    changes = ShareChanges(2)
-    assert changes.report((10, 10)) == ()
-    assert changes.report((51, 50)) == ()
-    assert changes.report(()) == ()
-    assert changes.report((30, 10)) == (0.75, 0.25)
-    assert changes.report((30, 10)) == ()
-    assert changes.report((30, 0)) == (1.0, 0.0)
+    config = CoordinatorConfig(world_size=2, batches=4, epochs=1)
+    rounds = make_rounds(config, Epochs(config))
+    told = [rounds._changed_shares(weights) for weights in ((10, 10), (51, 50), (), (30, 10), (30, 10))]
+    assert told == [(), (), (), (0.75, 0.25), ()]
+    assert rounds._changed_shares((30, 0)) == (1.0, 0.0)

@@ -284,7 +284,7 @@ def _end_of_a_round(vector: Vector) -> Answers:
     given = {
         "steps": [rank.trained - rank.mean for rank in ranks],
         "wall": [int(sum(work.busy_ms for work in rank.works)) for rank in ranks],
-        "throttled": [rank.orders == deque() or rank.reach < rank.dealt for rank in ranks],
+        "throttled": [rank.orders == deque() or rank.limit < rank.dealt for rank in ranks],
         "version": run.machine.next_round,
         "avg_count": sum(isinstance(command, RoundEnded) for command in said),
         "loss_accum": [int(sum(work.losses[0] for work in rank.works)) for rank in ranks],
