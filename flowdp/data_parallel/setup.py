@@ -21,7 +21,7 @@ from flowdp.device.discovery import resolve_devices
 from flowdp.device.process_tuning import as_tuning
 from flowdp.engine.active_runs import check_free
 from flowdp.modules.training_mode import start_training
-from flowdp.observe.banner import tell_devices
+from flowdp.observe.bar import tell_devices
 from flowdp.options import Buffers, CadenceOptions, LoopBackend, MachineOptions, ProcessTuning
 from flowdp.validators import check_flag
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from flowdp.checkpoint.host_copies import PinnedBlocks
 from flowdp.collective.host import HostMean
-from flowdp.collective.outer import OuterMomentum
-from flowdp.engine.services import MeetingPoint, Services
+from flowdp.engine.parts import MeetingPoint, RankParts, Services
 from flowdp.errors import ProtocolError
 from flowdp.policy.efficiency import Activity
 from flowdp.protocol.messages import (
@@ -45,12 +44,10 @@ class BarrierTasks:
     """Executor of one rank's barrier tasks: those for which it has a saver and an evaluator.
 
     Args:
-        rank: Rank index.
-        index: Its place among the ranks of its machine.
+        parts: The rank's own.
         replicas: Replicas of all ranks of its machine.
         services: The saver, which takes its saved states, and the evaluator.
         meeting: Where the ranks, and the machines, meet.
-        outer: Momentum of the means' outer step, which is saved; None: they are plain means.
 
     Threads:
         The worker of the rank.
@@ -58,17 +55,15 @@ class BarrierTasks:
 
     def __init__(
         self,
-        rank: int,
-        index: int,
+        parts: RankParts,
         replicas: Sequence[Replica],
         services: Services,
         meeting: MeetingPoint,
-        outer: OuterMomentum | None = None,
     ) -> None:
-        self._rank, self._index = rank, index
-        self._replica, self._replicas = replicas[index], replicas
+        self._rank, self._index, self._outer = parts.rank, parts.index, parts.outer
+        self._replica, self._replicas = parts.replica, replicas
         self._saver, self._evaluator, self._team = services.saver, services.evaluator, services.team
-        self._collective, self._outer = meeting.collective, outer
+        self._collective = meeting.collective
         self._blocks = PinnedBlocks(self._replica.lane)
 
     def serve(

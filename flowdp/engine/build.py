@@ -21,9 +21,9 @@ from flowdp.engine.coordinator_thread import EngineParts
 from flowdp.engine.diagnostics import Diagnostics
 from flowdp.engine.engine import Engine
 from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Posts
+from flowdp.engine.parts import Mail, MeetingPoint, RankParts, Services
 from flowdp.engine.rank_pool import RankPool
-from flowdp.engine.services import MeetingPoint, Services
-from flowdp.engine.worker_thread import Mail, RankParts, Worker
+from flowdp.engine.worker_thread import Worker
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.event_log import EventLog

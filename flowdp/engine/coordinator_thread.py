@@ -18,7 +18,7 @@ from time import perf_counter
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.engine.diagnostics import Diagnostics
 from flowdp.engine.machine_links import Follower, FollowerLink, LeaderLink, Posts
-from flowdp.engine.services import MeetingPoint, Services
+from flowdp.engine.parts import MeetingPoint, Services
 from flowdp.engine.worker_thread import Worker
 from flowdp.errors import CollectiveError, FlowdpError, OptionError, ProtocolError
 from flowdp.machine.coordinator import Coordinator, Phase

@@ -19,7 +19,7 @@ from flowdp.device.process_tuning import tuned_process
 from flowdp.engine import active_runs
 from flowdp.engine.coordinator_thread import CoordinatorShell, EngineParts
 from flowdp.engine.diagnostics import Progress
-from flowdp.engine.worker_thread import Mail, RankParts
+from flowdp.engine.parts import Mail, RankParts
 from flowdp.errors import FlowdpError
 from flowdp.graphs.captured_step import CAPTURED
 from flowdp.machine.config import CoordinatorConfig

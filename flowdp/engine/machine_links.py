@@ -6,9 +6,12 @@ their coordinator threads pass facts on to it, and obey the commands that come b
 
 from __future__ import annotations
 
+import pickle
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,12 +19,12 @@ from typing import Any
 from flowdp.checkpoint.following_saver import FollowingSaver
 from flowdp.checkpoint.machine_states import DroppedStates, WantedStates
 from flowdp.engine.metrics import RankMetrics
-from flowdp.engine.remote_error import RemoteError, origin_of, sent_error
-from flowdp.engine.services import Services
+from flowdp.engine.parts import Services
 from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError, MachineLostError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Phase
 from flowdp.network.channel import Sign
+from flowdp.policy.formats import format_error
 from flowdp.protocol.commands import (
     AbortGate,
     Command,
@@ -49,7 +52,16 @@ from flowdp.protocol.messages import (
 )
 from flowdp.threads.gate import Gate
 
-__all__ = ["Follower", "FollowerLink", "LeaderLink", "Posts", "Relayed"]
+__all__ = [
+    "Follower",
+    "FollowerLink",
+    "LeaderLink",
+    "Posts",
+    "Relayed",
+    "RemoteError",
+    "origin_of",
+    "sent_error",
+]
 
 Posts = Mapping[int, Callable[[Order], None]]
 """By rank, what takes an order to it: its inbox, or a link to its machine."""
@@ -76,6 +88,83 @@ class _Orphaned:
     error: str
 
 
+# ---------------------------------------------------------------- errors on their way
+class _RemoteTracebackError(Exception):
+    """Traceback of another machine, as the cause of the error that is raised here.
+
+    Attributes:
+        machine: The machine that has sent it.
+    """
+
+    def __init__(self, trace: str, machine: int) -> None:
+        super().__init__(f"\n\n{trace}")
+        self.machine = machine
+
+
+def origin_of(error: BaseException) -> int | None:
+    """The machine from which an error came; None: this one."""
+    cause = error.__cause__
+    return cause.machine if isinstance(cause, _RemoteTracebackError) else None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteError:
+    """An error of another machine.
+
+    Attributes:
+        content: The error's class and attributes, pickled; None: they cannot be.
+        text: The error as text, with the name of its machine.
+        trace: Its traceback, as text.
+    """
+
+    content: bytes | None
+    text: str
+    trace: str
+
+    def error(self, machine: int) -> BaseException:
+        """An error of the same class and attributes; a `FlowdpError` where these are not known here.
+
+        Args:
+            machine: The machine that has sent it.
+        """
+        made: BaseException = FlowdpError(self.text)
+        if self.content is not None:
+            with suppress(
+                Exception
+            ):  # a class of the user's, or an attribute, that this machine does not have
+                kind, attributes = pickle.loads(self.content)
+                known = kind.__new__(kind, self.text)
+                known.__dict__.update(attributes)
+                made = known
+        made.__cause__ = _RemoteTracebackError(self.trace, machine)
+        return made
+
+
+def sent_error(error: BaseException, machine: str) -> RemoteError:
+    """Describe an error for another machine.
+
+    Args:
+        error: The error; the text of one that comes from another machine names that one.
+        machine: Name of this machine.
+    """
+    is_own = origin_of(error) is None
+    text = f"{machine}: {error}" if is_own else str(error)
+    trace = "".join(traceback.format_exception(error))
+    content: bytes | None = None
+    if isinstance(error, FlowdpError):
+        attributes: dict[str, Any] = {
+            name: value for name, value in vars(error).items() if name != "__notes__"
+        }
+        try:
+            content = pickle.dumps((type(error), attributes))
+        except Exception:  # an attribute of the user's
+            content = None
+    elif is_own:
+        text = f"{machine}: {format_error(error)}"
+    return RemoteError(content, text, trace)
+
+
+# ---------------------------------------------------------------- the links
 class _Link(ABC):
     """Links of a machine: signs of life, and the threads.
 

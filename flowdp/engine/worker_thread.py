@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -17,18 +17,14 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.base import NOTHING
-from flowdp.collective.outer import OuterMomentum
-from flowdp.data.feed import Feed
 from flowdp.device import worker_context
 from flowdp.device.failed_device import keep_memory
-from flowdp.engine.activity import RankActivity
 from flowdp.engine.barrier_tasks import BarrierTasks, described
 from flowdp.engine.error_context import ErrorContext
-from flowdp.engine.meter import Meter, OrderSums
+from flowdp.engine.meter import Meter, OrderSums, RankActivity
 from flowdp.engine.micro_batches import MicroBatcher
 from flowdp.engine.nan_guard import NanGuard
-from flowdp.engine.rank_pool import RankPool
-from flowdp.engine.services import MeetingPoint, Services
+from flowdp.engine.parts import Mail, MeetingPoint, RankParts, Services
 from flowdp.errors import CollectiveAborted, DeviceError, StepError
 from flowdp.machine.worker import (
     Apply,
@@ -46,7 +42,6 @@ from flowdp.protocol.messages import (
     BarrierTask,
     BatchReady,
     Exiting,
-    Order,
     Outcome,
     SnapshotReady,
     StepsDone,
@@ -56,37 +51,11 @@ from flowdp.protocol.messages import (
 from flowdp.protocol.position import Position
 from flowdp.replica.joint_step import JointStep
 from flowdp.replica.replica import Replica
-from flowdp.threads.inbox import Inbox
 
-__all__ = ["Mail", "RankParts", "Worker"]
-
-Mail = Order | BatchReady
+__all__ = ["Worker"]
 
 CAPTURED_BY = 16
 """Steps of a rank after which its graphs are there, as a rule, and have taken their memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankParts:
-    """The parts of one rank.
-
-    Attributes:
-        rank: Index of the rank.
-        index: Its place among those of its machine.
-        replica: Its replica.
-        feed: Brings its batches to its device.
-        inbox: Inbox of its thread.
-        pool: Threads that it computes with.
-        outer: Momentum of the means' outer step; CPU ranks share one. None: they are plain means.
-    """
-
-    rank: int
-    index: int
-    replica: Replica
-    feed: Feed
-    inbox: Inbox[Mail]
-    pool: RankPool
-    outer: OuterMomentum | None = None
 
 
 class Worker:
@@ -148,7 +117,7 @@ class Worker:
         self._numbers = NanGuard(
             replica, self.machine, self._meter, self._place, failures.on_nan, is_late=is_late
         )
-        self._tasks = BarrierTasks(parts.rank, parts.index, replicas, services, meeting, parts.outer)
+        self._tasks = BarrierTasks(parts, replicas, services, meeting)
         self._part_loss: Tensor | None = None  # of the step that comes behind the gate (exact)
 
     @property

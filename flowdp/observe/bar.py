@@ -1,14 +1,18 @@
-"""The progress bar: a callback that draws."""
+"""The terminal of a run: a line that names its devices, and a progress bar, which is a callback."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+import torch
+
+from flowdp.device.discovery import devices as find_devices
 from flowdp.errors import OptionError
 from flowdp.observe.callbacks import Callback
 from flowdp.observe.tables import device_table, epoch_table
@@ -18,14 +22,34 @@ from flowdp.protocol.commands import RoundEnded
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-__all__ = ["ProgressBar", "wants_progress"]
-
+__all__ = ["ProgressBar", "tell_devices", "wants_progress"]
 
 EPOCHS = 12
 """Newest epochs in the summary."""
 
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """That of tqdm without steps per second: samples per second say it, and a line has room for the shares."""
+
+
+_told: set[str] = set()
+
+
+def tell_devices(devices: Iterable[torch.device], machines: Sequence[str] = ()) -> None:
+    """Print the devices of a run, and those of this machine, as a line on stderr: once in a process.
+
+    Args:
+        devices: One per rank.
+        machines: Names of all machines, where there are several; the devices are those of the first.
+    """
+    ranks = Counter(map(str, devices))
+    chosen = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in ranks.items())
+    if machines:
+        chosen += f" of {machines[0]}, one of {len(machines)}"
+    line = f"flowdp: training on {chosen} | {find_devices(probe=False)}"
+    if line in _told or sys.stderr is None:
+        return
+    _told.add(line)
+    print(line, file=sys.stderr, flush=True)
 
 
 def wants_progress(progress: bool | Literal["auto"]) -> bool:

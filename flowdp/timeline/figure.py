@@ -47,8 +47,7 @@ def figure_of(timeline: TimelineRecord) -> Figure:
     loss.plot(at_s, [record.loss for record in rounds])
     loss.set_ylabel("loss")
     for rank, device in enumerate(timeline.devices):
-        rates = [1e3 * record.samples[rank] / record.wall_ms if record.wall_ms else 0.0 for record in rounds]
-        rate.plot(at_s, rates, label=_literal(device))
+        rate.plot(at_s, [record.rate(rank) for record in rounds], label=_literal(device))
     rate.set_ylabel("samples/s")
     rate.set_xlabel("seconds")
     if rounds:

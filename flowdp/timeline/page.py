@@ -14,8 +14,7 @@ from typing import Any
 from flowdp.policy.efficiency import PARTS, Activity, DeviceEfficiency, EfficiencyReport
 from flowdp.timeline.figure import COLOURS
 from flowdp.timeline.record import TimelineRecord
-from flowdp.timeline.rows import Matrix, thinned
-from flowdp.timeline.spans import ORDER, merged
+from flowdp.timeline.spans import ORDER, Matrix, merged, thinned
 
 __all__ = ["page_of"]
 
@@ -65,15 +64,7 @@ def _rounds(timeline: TimelineRecord) -> dict[str, Any]:
         "at": [round(record.at_ms, 3) for record in rounds],
         "loss": _numbers([record.loss for record in rounds]),
         "anchor": [record.anchor for record in rounds],
-        "rates": [
-            _numbers(
-                [
-                    1e3 * record.samples[rank] / record.wall_ms if record.wall_ms else math.nan
-                    for record in rounds
-                ]
-            )
-            for rank in ranks
-        ],
+        "rates": [_numbers([record.rate(rank) for record in rounds]) for rank in ranks],
         "shares": [
             _numbers([record.samples[rank] / max(1, sum(record.samples)) for record in rounds])
             for rank in ranks

@@ -23,9 +23,8 @@ from flowdp.protocol.commands import (
     Send,
 )
 from flowdp.protocol.messages import Throttle
-from flowdp.timeline.rows import Matrix
 from flowdp.timeline.sampler import GpuReading, Sampler
-from flowdp.timeline.spans import ORDER, RankSpans, Span
+from flowdp.timeline.spans import ORDER, Matrix, RankSpans, Span
 
 __all__ = ["TimelineEvent", "TimelineRecord", "TimelineRound", "TimelineSample"]
 
@@ -104,6 +103,10 @@ class TimelineRound:
     anchor: int
     drift: float
     samples: tuple[int, ...]
+
+    def rate(self, rank: int) -> float:
+        """Samples per second of a rank; NaN of a round that took no time."""
+        return 1e3 * self.samples[rank] / self.wall_ms if self.wall_ms > 0 else math.nan
 
 
 @dataclass(frozen=True, slots=True)

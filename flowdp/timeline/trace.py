@@ -64,9 +64,8 @@ def _spans(timeline: TimelineRecord) -> Iterator[Event]:
 
 def _counters(timeline: TimelineRecord) -> Iterator[Event]:
     for done in timeline.rounds:
-        rates = (1e3 * count / done.wall_ms if done.wall_ms > 0 else math.nan for count in done.samples)
         numbers = {"loss": done.loss, "learning rate": done.lr, "anchor": done.anchor, "drift": done.drift}
-        numbers |= {f"samples/s of rank {rank}": rate for rank, rate in enumerate(rates)}
+        numbers |= {f"samples/s of rank {rank}": done.rate(rank) for rank in range(len(done.samples))}
         yield from _counted(done.at_ms, numbers)
     for sample in timeline.samples:
         numbers = {"cores in use": sample.cpu, "RAM in MB": sample.ram_bytes / 1e6}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from flowdp.checks import check_checkpoints
 from flowdp.data.epoch_order import NOTHING_TRAINED
 from flowdp.data.limit import UNLIMITED, Limit
 from flowdp.data.loader_source import ReadPlan
@@ -124,6 +125,26 @@ class RunConfig:
     def has_checkpoint_listeners(self) -> bool:
         """Whether a callback is called with each checkpoint."""
         return any(type(callback).on_checkpoint is not Callback.on_checkpoint for callback in self.callbacks)
+
+    def check(self) -> int | None:
+        """Open the datasets, check that a run can be trained on them, and close them.
+
+        Returns:
+            Batches of an epoch; None: not known before it is read.
+
+        Raises:
+            OptionError: A dataset, or how it is to be read, is wrong; or the run could not be resumed from
+                the checkpoints that it is to write.
+        """
+        evaluation = self.open_evaluation()
+        if evaluation is not None:
+            evaluation.close()
+        source = self.open_source()
+        try:
+            check_checkpoints(self.checkpoint, source)
+            return source.batches
+        finally:
+            source.close()
 
     def open_source(self, start: Position | None = None) -> Source:
         """Open the dataset.

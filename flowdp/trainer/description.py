@@ -1,25 +1,33 @@
-"""Description of a run before it starts: what it will do, as aligned text.
+"""Descriptions of a run: aligned text before it starts, and plain values by dotted names, for loggers.
 
-The datasets are opened, as `Trainer.check()` does it, which starts no thread or process and reads no sample;
-checkpoints are not.
+For the text the datasets are opened, as `Trainer.check()` does it, which starts no thread or process and
+reads no sample; checkpoints are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
+from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from flowdp.collective.select import choose_path
 from flowdp.device.discovery import look_at
 from flowdp.errors import FlowdpError
+from flowdp.observe.loggers.log import Setting
 from flowdp.replica.batch_sizes import listed
+from flowdp.replica.factories import Optimizers
+from flowdp.replica.replica import Replica
 from flowdp.trainer.config import RunConfig
-from flowdp.trainer.settings import plain_setting
-from flowdp.trainer.start import check_run
 
-__all__ = ["describe_run"]
+__all__ = ["describe_run", "run_settings"]
+
+RECORDS = ("scheduler", "cadence", "outer", "evaluation", "reading", "failures", "runtime", "checkpoint")
+"""Records of options that a run may have."""
 
 
 def describe_run(config: RunConfig) -> str:
@@ -45,18 +53,8 @@ def _parts(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "batch size", _batch_size(config)
     yield "steps", _steps(config)
     yield "precision", options.precision
-    records = {
-        "scheduler": options.scheduler,
-        "cadence": config.cadence,
-        "outer": config.outer,
-        "evaluation": config.evaluation,
-        "reading": config.reading,
-        "failures": config.failures,
-        "runtime": config.runtime,
-        "checkpoint": config.checkpoint,
-    }
-    for name, record in records.items():
-        if record is not None and (chosen := _chosen(record)):
+    for name, record in _records(config).items():
+        if chosen := _chosen(record):
             yield name, chosen
     if config.resume is not False:
         yield "resume", str(config.resume)
@@ -83,7 +81,7 @@ def _batch_size(config: RunConfig) -> str:
 
 def _steps(config: RunConfig) -> str:
     try:
-        batches = check_run(config)
+        batches = config.check()
     except FlowdpError as error:
         return f"not known, and start() will fail: {error}"
     total = config.total_steps(batches)
@@ -94,16 +92,78 @@ def _steps(config: RunConfig) -> str:
     )
 
 
-def _chosen(record: object) -> str:
+def _chosen(record: Any) -> str:
     """Fields of an option record that are not at their defaults."""
     values = {
         field.name: getattr(record, field.name)
-        for field in fields(record)  # type: ignore[arg-type]
+        for field in fields(record)
         if field.default is MISSING or getattr(record, field.name) is not field.default
     }
     return ", ".join(f"{name}={_short(value)}" for name, value in values.items())
 
 
 def _short(value: object) -> str:
-    text = str(plain_setting(value))
+    text = str(_plain(value))
     return type(value).__name__ if "\n" in text else text  # a dataset, say
+
+
+def run_settings(config: RunConfig, replica: Replica) -> dict[str, Setting]:
+    """Settings of a run by dotted names; values that are no number, flag or string are written as text.
+
+    Args:
+        config: Its settings.
+        replica: One of its replicas, before the first step: model and optimizers as they were built.
+    """
+    options, sizes = config.replica, config.sizes
+    forwards = sizes.forwards(config.dataset)
+    trained = [parameter.numel() for parameter in replica.module.parameters() if parameter.requires_grad]
+    settings: dict[str, Any] = {
+        "model": type(replica.module).__name__,
+        "parameters": sum(trained),
+        "devices": ", ".join(map(str, config.devices)),
+        "world_size": config.world_size,
+        "policy": options.policy,
+        "batch_size": sizes.together(config.dataset),
+        "per_device_batch_size": None if forwards is None else listed(forwards),
+        "epochs": config.epochs,
+        "max_steps": config.max_steps,
+        "seed": options.seed,
+        "precision": options.precision,
+        "max_grad_norm": options.max_grad_norm,
+        "max_grad_value": options.max_grad_value,
+        "torch": str(torch.__version__),
+    }
+    for name, optimizer in _named(replica.optimizers):
+        settings[name] = type(optimizer).__name__
+        for group, values in enumerate(optimizer.param_groups):
+            prefix = f"{name}.group{group}" if len(optimizer.param_groups) > 1 else name
+            settings |= {f"{prefix}.{key}": value for key, value in values.items() if key != "params"}
+    for name, record in _records(config).items():
+        if name != "evaluation":
+            settings |= {f"{name}.{field.name}": getattr(record, field.name) for field in fields(record)}
+    return {name: _plain(value) for name, value in settings.items()}
+
+
+def _records(config: RunConfig) -> dict[str, Any]:
+    """The records of options that the run has, by their names."""
+    given = {name: getattr(config.replica if name == "scheduler" else config, name) for name in RECORDS}
+    return {name: record for name, record in given.items() if record is not None}
+
+
+def _named(optimizers: Optimizers) -> list[tuple[str, Optimizer]]:
+    if isinstance(optimizers, Mapping):
+        return [(f"optimizer.{key}", optimizer) for key, optimizer in optimizers.items()]
+    if len(optimizers) == 1:
+        return [("optimizer", optimizers[0])]
+    return [(f"optimizer.{index}", optimizer) for index, optimizer in enumerate(optimizers)]
+
+
+def _plain(value: object) -> Setting:
+    """A value as a number, a flag or text."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:  # a learning rate, say
+        return _plain(value.item())
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return str(value)

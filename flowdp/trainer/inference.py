@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike, fspath
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from flowdp.data.loader_source import ReadPlan
 from flowdp.data.open_source import loader_generators, open_evaluation
-from flowdp.device.process_tuning import as_tuning
+from flowdp.device import worker_context
+from flowdp.device.compiled import make_room
+from flowdp.device.cores import pool_sizes
+from flowdp.device.dispatch import prepare_torch
+from flowdp.device.failed_device import keep_memory
+from flowdp.device.openmp import set_own_threads
+from flowdp.device.process_tuning import as_tuning, tuned_process
 from flowdp.device.seeding import generators_kept
+from flowdp.device.streams import Lane
+from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.active_runs import check_free
+from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.metrics import RankMetrics, rank_metrics
 from flowdp.engine.predictor import PredictStep, forward_step, joined, outputs_of
-from flowdp.engine.rank_threads import on_all_ranks
-from flowdp.engine.resume import find
 from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
-from flowdp.errors import OptionError
+from flowdp.errors import FlowdpError, OptionError
 from flowdp.options import ProcessTuning
 from flowdp.policy.tally import MetricArray, evaluation_means
 from flowdp.protocol.messages import Evaluated
@@ -30,13 +39,19 @@ from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.inference import build_inference
 from flowdp.replica.rank_state import restore_model
 from flowdp.replica.replica import Replica
+from flowdp.threads.crew import Crew
 from flowdp.trainer.config import DatasetOption, RunConfig
 from flowdp.trainer.result import TrainedState
+from flowdp.trainer.resume import find
 from flowdp.validators import check_function, check_int
 
 __all__ = ["StateOption", "open_evaluator", "predict", "try_evaluation", "validate"]
 
 StateOption = TrainedState | str | PathLike[str]
+
+T = TypeVar("T")
+Task = Callable[[int, EvaluatedReplica, Callable[[], bool]], T]
+"""Done on the thread of a rank: (rank, replica, wait), with the wait that `SharedBatches.take` needs."""
 
 
 def validate(config: RunConfig, state: StateOption | None) -> dict[str, float | MetricArray]:
@@ -51,7 +66,7 @@ def validate(config: RunConfig, state: StateOption | None) -> dict[str, float | 
         return evaluator.run(rank, replica, wait, lambda: None)
 
     merge = partial(_merge, evaluator)
-    parts = on_all_ranks(task, replicas, evaluator.batches, _tuning(config), "validates", merge)
+    parts = _on_all_ranks(task, replicas, evaluator.batches, _tuning(config), "validates", merge)
     means = evaluation_means([result for part in parts for result in part.results])
     arrays = {name: array for part in parts for name, array in part.arrays}
     return means | arrays
@@ -85,7 +100,7 @@ def predict(
     )
     batches = SharedBatches(source)
     task = partial(outputs_of, batches, step or forward_step(isinstance(config.replica.loss, nn.Module)))
-    parts = on_all_ranks(task, replicas, batches, _tuning(config), "predicts")
+    parts = _on_all_ranks(task, replicas, batches, _tuning(config), "predicts")
     outputs = {number: output for part in parts for number, output in part.items()}
     return joined([outputs[number] for number in sorted(outputs)])
 
@@ -139,7 +154,7 @@ def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
 
     with generators_kept(own=loader_generators(options.dataset)):
         doing = f"tries the evaluation before the first epoch (sanity_check={options.sanity_check})"
-        on_all_ranks(task, replicas, evaluator.batches, _tuning(config), doing, partial(_merge, evaluator))
+        _on_all_ranks(task, replicas, evaluator.batches, _tuning(config), doing, partial(_merge, evaluator))
 
 
 def _merge(evaluator: Evaluator, *_: object) -> Evaluated:
@@ -192,3 +207,85 @@ def _evaluated(
     if config.ema_decay is None or not ema:
         return model
     return {name: ema[name].to(value.dtype) if name in ema else value for name, value in model.items()}
+
+
+def _on_all_ranks(
+    task: Task[T],
+    replicas: Sequence[EvaluatedReplica],
+    batches: SharedBatches,
+    tuning: ProcessTuning,
+    doing: str,
+    then: Task[T] | None = None,
+) -> list[T]:
+    """Execute a task on a thread for each rank, and wait for all; no thread is left, whatever happens.
+
+    An error of one rank, or a Ctrl-C, ends the others behind their batch.
+
+    Args:
+        task: Done for each rank.
+        replicas: One per rank.
+        batches: Batches that they share; closed at the end.
+        tuning: Settings of the process meanwhile.
+        doing: Description of the task in errors: "predicts".
+        then: Called in the same way on the first rank's thread, when all have done theirs.
+
+    Returns:
+        The results of the ranks, and of `then`.
+
+    Raises:
+        DataError: The dataset failed.
+        StepError: The user's code raised; it has rank, device, batch and the indices of the samples.
+        OutOfDeviceMemory: A device had no room for a batch.
+
+    Threads:
+        The user's.
+    """
+    woken: list[SimpleQueue[bool]] = [SimpleQueue() for _ in replicas]
+
+    def work(rank: int, do: Task[T]) -> T:
+        replica = replicas[rank]
+        worker = CurrentWorker(rank, replica.device, replica.module, sink=lambda *_: None)
+        try:
+            with worker_context.bound(worker):
+                return do(rank, replica, woken[rank].get)
+        except FlowdpError:
+            batches.cut()
+            raise
+        except BaseException as error:
+            keep_memory([replica.lane])
+            batches.cut()
+            raise ErrorContext(worker, replica.lane, batches.source).explain(error, doing) from error
+
+    make_room(len(replicas))
+    lanes = [replica.lane for replica in replicas]
+    threads = pool_sizes([lane.device for lane in lanes], tuning, adapts=True)
+    with ExitStack() as stack:
+        stack.callback(batches.source.close)
+        if len(replicas) > 1:
+            prepare_torch()
+        stack.enter_context(tuned_process(tuning))
+        wake_all = partial(_wake_all, woken)
+        batches.start(wake=lambda rank, *_: woken[rank].put(True), failed=wake_all)
+        crew = Crew(
+            [f"flowdp-worker-{rank}" for rank in range(len(replicas))],
+            lambda rank: _around(lanes[rank], threads[rank]),
+        )
+        stack.callback(crew.close)
+        stack.callback(batches.cut)  # before that: an interrupt leaves jobs that wait
+        done = crew.run([partial(work, rank, task) for rank in range(len(replicas))])
+        if then is not None:
+            done += crew.run([partial(work, 0, then), *[None] * (len(replicas) - 1)])
+        return [result for result in done if result is not None]
+
+
+def _wake_all(woken: Sequence[SimpleQueue[bool]], _error: object) -> None:
+    for queue in woken:
+        queue.put(True)
+
+
+@contextmanager
+def _around(lane: Lane, threads: int) -> Iterator[None]:
+    """Context of a rank's thread."""
+    set_own_threads(threads)
+    with lane.on(lane.compute):
+        yield

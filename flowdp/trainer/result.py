@@ -16,15 +16,24 @@ from torch.utils._pytree import tree_map
 from flowdp.checkpoint.weights import Weights, checked_average, load_average, save_weights
 from flowdp.device.flat_parameters import memory_key
 from flowdp.engine.engine import Engine
-from flowdp.engine.resume import StopPosition, find
 from flowdp.errors import FlowdpError, OptionError, StateError
 from flowdp.policy.formats import format_error, format_metric
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.position import Position
 from flowdp.replica.factories import ModelOption, new_module
 from flowdp.replica.rank_state import named_momentum
+from flowdp.trainer.resume import Resumed, StopPosition, find
 
-__all__ = ["Results", "Status", "TrainedState", "alone", "load_checkpoint", "on_cpu", "weights_on_cpu"]
+__all__ = [
+    "Results",
+    "Status",
+    "TrainedState",
+    "alone",
+    "load_checkpoint",
+    "on_cpu",
+    "resumed_from",
+    "weights_on_cpu",
+]
 
 
 @dataclass(frozen=True, repr=False)
@@ -162,6 +171,26 @@ class Status:
             f"{self.phase} | {self.epochs_done} epochs | step {self.global_step:,} | steps per rank {steps}"
         )
         return line + (f" | problems: {len(self.problems)}" if self.problems else "")
+
+
+def resumed_from(state: TrainedState) -> Resumed:
+    """State for another run to resume from; without `stopped_at`, at the beginning of an epoch."""
+    optimizers: Any = state.optimizer_state
+    is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
+    stopped_at, steps = state.stopped_at, state.global_step
+    done = sum(epoch.is_complete for epoch in state.history)  # one that `max_steps` cut short has a record
+    if stopped_at is not None:
+        done = stopped_at.position.done
+    rank = {"scaler": None, "generator": None, "learning_rate": None}
+    return Resumed(
+        position=Position(world_size=1, done=done, global_step=steps, planned=steps),
+        model=state.state_dict,
+        ranks=[{"optimizers": [optimizers] if is_one else optimizers, **rank}],
+        history=state.history[:done],
+        stopped_at=stopped_at,
+        ema=state.ema or {},
+        outer=state.outer_momentum or {},
+    )
 
 
 class Results:

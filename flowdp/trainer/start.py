@@ -24,17 +24,15 @@ from flowdp.engine.active_runs import check_free
 from flowdp.engine.build import build_engine
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.failures import Failures
+from flowdp.engine.parts import Services
 from flowdp.engine.requests import Requests
-from flowdp.engine.resume import Resumed, find, shared_start
-from flowdp.engine.services import Services
 from flowdp.engine.signals import check_sigterm
 from flowdp.machine.config import BarrierPlan, CoordinatorConfig, GlobalBatch
 from flowdp.machine.exact_rounds import LONE_RANK
 from flowdp.machine.policies import ROUNDS
 from flowdp.network.channel import Channel
 from flowdp.network.transfer import Transfer
-from flowdp.observe.banner import tell_devices
-from flowdp.observe.bar import ProgressBar
+from flowdp.observe.bar import ProgressBar, tell_devices
 from flowdp.observe.callbacks import step_callbacks
 from flowdp.observe.loggers.log import Setting
 from flowdp.observe.observer import Observer
@@ -50,38 +48,18 @@ from flowdp.replica.replica import Replica
 from flowdp.threads.shield import interrupts_held
 from flowdp.timeline.timeline import Timeline
 from flowdp.trainer.config import RunConfig
+from flowdp.trainer.description import run_settings
 from flowdp.trainer.inference import open_evaluator, try_evaluation
-from flowdp.trainer.result import Results, TrainedState
+from flowdp.trainer.result import Results, TrainedState, resumed_from
+from flowdp.trainer.resume import Resumed, find
 from flowdp.trainer.run import Run
-from flowdp.trainer.settings import run_settings
 
-__all__ = ["barrier_plan", "check_run", "find_start", "open_folder", "start_run"]
+__all__ = ["barrier_plan", "find_start", "open_folder", "start_run"]
 
 log = logging.getLogger("flowdp")
 
 LOOKS = 4
 """Signs of life of a machine in the time after which a run that stands still fails."""
-
-
-def check_run(config: RunConfig) -> int | None:
-    """Open the datasets of a run, check that it can be trained on them, and close them.
-
-    Returns:
-        Batches of an epoch; None: not known before it is read.
-
-    Raises:
-        OptionError: A dataset, or how it is to be read, is wrong; or the run could not be resumed from the
-            checkpoints that it is to write.
-    """
-    evaluation = config.open_evaluation()
-    if evaluation is not None:
-        evaluation.close()
-    source = config.open_source()
-    try:
-        check_checkpoints(config.checkpoint, source)
-        return source.batches
-    finally:
-        source.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +173,7 @@ def _prepare(config: RunConfig, undo: ExitStack) -> _Prepared:
     resumed = find_start(config, folder) if team.leads else None
     channel: Channel | None = None
     if team.machines is not None:
-        resumed = shared_start(resumed, team.machines)
+        resumed = team.machines.share(resumed)  # the others need not see the files of machine 0
         stall_s = config.failures.stall_timeout
         channel = Channel(team.machines, None if stall_s is None else stall_s / LOOKS)
         undo.callback(channel.close)
@@ -291,15 +269,7 @@ def find_start(config: RunConfig, folder: CheckpointFolder | None) -> Resumed | 
     if not isinstance(state, TrainedState):
         return find(state, folder)
     find(False, folder)  # its folder, too, must be its own
-    return Resumed.of(
-        state.state_dict,
-        state.optimizer_state,
-        state.history,
-        state.global_step,
-        state.stopped_at,
-        state.ema,
-        state.outer_momentum,
-    )
+    return resumed_from(state)
 
 
 def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = True) -> BarrierPlan:

@@ -58,7 +58,7 @@ from flowdp.trainer.description import describe_run
 from flowdp.trainer.inference import StateOption, predict, validate
 from flowdp.trainer.result import TrainedState
 from flowdp.trainer.run import Run
-from flowdp.trainer.start import check_run, start_run
+from flowdp.trainer.start import start_run
 from flowdp.trainer.team_options import check_team, find_team
 from flowdp.validators import check_int, one_of
 
@@ -318,7 +318,7 @@ class Trainer:
         Raises:
             OptionError: A dataset, or how it is to be read, is wrong.
         """
-        check_run(self.config)
+        self.config.check()
 
     @property
     def total_steps(self) -> int:
@@ -330,7 +330,7 @@ class Trainer:
             OptionError: They are not known: the dataset is an IterableDataset without `max_steps`, or the
                 devices have batch sizes of their own and shares by their speed. Or the dataset is wrong.
         """
-        total = self.config.total_steps(check_run(self.config))
+        total = self.config.total_steps(self.config.check())
         if total is None:
             raise OptionError(
                 "total_steps is not known before the run ends: an IterableDataset has no length (give "

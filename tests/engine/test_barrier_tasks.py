@@ -64,8 +64,7 @@ def served(
 ) -> BarrierTasks:
     parts = {"saver": Taker(), "evaluator": None, "team": team or Team((len(replicas),))} | given
     return BarrierTasks(
-        rank,
-        index,
+        cast(Any, SimpleNamespace(rank=rank, index=index, replica=replicas[index], outer=None)),
         replicas,
         cast(Any, SimpleNamespace(**parts)),
         cast(Any, SimpleNamespace(collective=None)),

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp.engine import barrier_tasks
-from flowdp.engine.resume import Resumed
 from flowdp.replica import rank_state
 from flowdp.replica.factories import all_of
 from flowdp.replica.rank_state import capture, of_rank
 from flowdp.replica.replica import Replica
 from flowdp.trainer import start
+from flowdp.trainer.resume import Resumed
 from tests.machines.launch import report
 from tests.machines.rounds import data, digest, packed
 

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import flowdp
 from flowdp import Callback, EpochMetrics, StepError, Trainer, current_worker
-from flowdp.observe import banner
-from flowdp.observe.bar import ProgressBar, wants_progress
+from flowdp.observe import bar
+from flowdp.observe.bar import ProgressBar, tell_devices, wants_progress
 from flowdp.protocol.commands import RoundEnded
 
 
@@ -174,7 +175,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         with os.fdopen(inside, "w", buffering=1) as stream, monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stream)
             patch.setattr(sys, "stderr", stream)
-            patch.setattr(banner, "_told", set())
+            patch.setattr(bar, "_told", set())
             yield seen
     finally:
         reader.join(60)
@@ -262,3 +263,57 @@ def test_a_resumed_run_prints_no_old_epoch_as_a_new_one(monkeypatch: pytest.Monk
     assert len(printed) == 1
     assert seen[0].startswith("flowdp: training on 2 x cpu | ")
     check(seen[1:], *printed)
+
+
+# ---------------------------------------------------------------- the line that names the devices
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bar, "_told", set())
+
+
+@pytest.mark.usefixtures("nothing_told")
+def test_each_mix_of_devices_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for devices in ([CPU, CPU], [CPU, CPU], [CARD, CPU, CARD]):
+        tell_devices(devices)
+    lines = capsys.readouterr().err.splitlines()
+    summary = str(flowdp.devices(probe=False))
+    assert lines == [
+        f"flowdp: training on 2 x cpu | {summary}",
+        f"flowdp: training on 2 x cuda:0, cpu | {summary}",
+    ]
+
+
+def fit(**options: Any) -> None:
+    flowdp.Trainer(
+        nn.Linear(1, 1),
+        lambda params: torch.optim.SGD(params, 0.1),
+        lambda model, batch: model(batch).mean(),
+        dataset=torch.ones(8, 1),
+        per_device_batch_size=2,
+        epochs=1,
+        devices=2,
+        **options,
+    ).fit()
+
+
+def set_up(**options: Any) -> None:
+    model = nn.Linear(1, 1)
+    flowdp.setup(model, torch.optim.SGD(model.parameters(), 0.1), devices=2, **options).close()
+
+
+@pytest.mark.usefixtures("nothing_told")
+@pytest.mark.parametrize("start", [fit, set_up])
+def test_it_is_told_by_default_and_not_with_progress_false(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()  # no terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    start(progress=False)
+    assert stream.getvalue() == ""
+    for _ in range(2):
+        start()
+    assert stream.getvalue().startswith("flowdp: training on 2 x cpu | ")
+    assert stream.getvalue().count("\n") == 1

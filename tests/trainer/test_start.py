@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import Dataset
 
 from flowdp import Callback, EarlyStopping, OnCheckpoint, Trainer
-from flowdp.engine.resume import Resumed
 from flowdp.options import CheckpointOptions
 from flowdp.policy.interval import Interval
 from flowdp.trainer.config import RunConfig
-from flowdp.trainer.start import barrier_plan, check_run, find_start, open_folder
+from flowdp.trainer.resume import Resumed
+from flowdp.trainer.start import barrier_plan, find_start, open_folder
 
 
 def config(**options: Any) -> RunConfig:
@@ -98,6 +98,6 @@ def test_a_dataset_is_opened_by_a_check_and_not_before() -> None:
     data, held_out = Counted(8), Counted(4)
     own = config(dataset=data, evaluation=held_out)
     assert data.asked == held_out.asked == 0
-    assert check_run(own) == 4
+    assert own.check() == 4
     assert data.asked >= 1
     assert held_out.asked >= 1

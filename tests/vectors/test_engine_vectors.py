@@ -28,10 +28,10 @@ from flowdp.device.streams import HostLane, open_lanes
 from flowdp.device.worker_context import CurrentWorker, bind
 from flowdp.engine.failures import Failures
 from flowdp.engine.meter import Meter, OrderSums
+from flowdp.engine.parts import Mail, MeetingPoint, RankParts, Services
 from flowdp.engine.rank_pool import RankPool
 from flowdp.engine.requests import Requests
-from flowdp.engine.services import MeetingPoint, Services
-from flowdp.engine.worker_thread import Mail, RankParts, Worker
+from flowdp.engine.worker_thread import Worker
 from flowdp.network.team import Team
 from flowdp.observe.records import Records
 from flowdp.options import FailureOptions

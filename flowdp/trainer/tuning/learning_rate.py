@@ -16,12 +16,11 @@ from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import FlowdpError, OptionError, StepError
 from flowdp.machine.policies import ROUNDS
 from flowdp.observe.callbacks import Callback
-from flowdp.observe.figure import new_figure
 from flowdp.policy.formats import format_metric
 from flowdp.replica.learning_rate import SchedulerOptions
 from flowdp.trainer.trainer import Trainer
 from flowdp.trainer.tuning.trial import trial_run
-from flowdp.validators import check_int, check_number
+from flowdp.validators import check_installed, check_int, check_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,8 +85,13 @@ class LrCurve:
         Raises:
             OptionError: matplotlib is not installed.
         """
-        figure, axes = new_figure("learning rate", "loss")
-        axes.set_xscale("log")
+        check_installed("a plot", "matplotlib", "plot")
+        from matplotlib.figure import Figure  # without pyplot: no window, no state of the process
+
+        figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+        axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
         axes.plot(self.lrs, self.losses, color="C0", alpha=0.3, label="loss of a step")
         axes.plot(self.lrs, self.smoothed, color="C0", label="smoothed")
         if self.suggestion is not None:

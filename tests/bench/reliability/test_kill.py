@@ -9,7 +9,7 @@ import pytest
 from bench.reliability import kill as bench
 from bench.reliability.kill import POINTS, kill
 from bench.reliability.lives import Aim, Plan
-from flowdp.engine.resume import Resumed
+from flowdp.trainer.resume import Resumed
 
 SECOND = Aim("sync folder", write=2)
 

@@ -16,9 +16,8 @@ from flowdp.checkpoint.fingerprint import differences, orders
 from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.weights import Weights
 from flowdp.data.source import Source
-from flowdp.engine.worker_thread import RankParts
+from flowdp.engine.parts import RankParts
 from flowdp.errors import CheckpointError, OptionError
-from flowdp.network.machines import Machines
 from flowdp.options import CheckpointOptions
 from flowdp.policy.monitor import Best
 from flowdp.policy.tally import EpochMetrics
@@ -28,7 +27,7 @@ from flowdp.replica.learning_rate import LearningRate
 from flowdp.replica.rank_state import of_rank, restore, restore_momentum
 from flowdp.replica.replica import Replica
 
-__all__ = ["Resumed", "StopPosition", "find", "shared_start"]
+__all__ = ["Resumed", "StopPosition", "find"]
 
 ANEW = "the epoch in which the given state stood begins anew: %s"
 
@@ -83,42 +82,6 @@ class Resumed:
     orders: Mapping[int, int] | None = None
     path: Path | None = None
     stopped_at: StopPosition | None = None
-
-    @classmethod
-    def of(
-        cls,
-        model: Mapping[str, Any],
-        optimizers: Any,
-        history: Sequence[EpochMetrics],
-        global_step: int,
-        stopped_at: StopPosition | None = None,
-        ema: Mapping[str, Tensor] | None = None,
-        outer: Mapping[str, Tensor] | None = None,
-    ) -> Resumed:
-        """Resume from a model and its optimizers' state, at an epoch's beginning without `stopped_at`.
-
-        Args:
-            model: The module's state_dict.
-            optimizers: state_dict of one optimizer, or a sequence or a mapping of several.
-            history: Records of the complete epochs.
-            global_step: Steps of all ranks so far.
-            stopped_at: Position inside an epoch; None: unknown.
-            ema: The state_dict with the moving average; None: there is none.
-            outer: Momentum of the means' outer step; None: there is none.
-        """
-        is_one = isinstance(optimizers, Mapping) and "param_groups" in optimizers
-        # One that `max_steps` cut short has a record, too.
-        done = sum(epoch.is_complete for epoch in history) if stopped_at is None else stopped_at.position.done
-        own = {"scaler": None, "generator": None, "learning_rate": None}
-        return cls(
-            position=Position(world_size=1, done=done, global_step=global_step, planned=global_step),
-            model=model,
-            ranks=[{"optimizers": [optimizers] if is_one else optimizers, **own}],
-            history=history[:done],
-            stopped_at=stopped_at,
-            ema=ema or {},
-            outer=outer or {},
-        )
 
     def enter(
         self,
@@ -318,16 +281,6 @@ def find(resume: bool | str | PathLike[str], folder: CheckpointFolder | None) ->
     if folder is not None:
         _check_own(folder, None if found is None else found[0])
     return None if found is None else _resumed(*found, folder)
-
-
-def shared_start(resumed: Resumed | None, machines: Machines) -> Resumed | None:
-    """The state that machine 0 has found, on all machines: the others need not see its files.
-
-    Raises:
-        CollectiveError: A machine was lost.
-    """
-    shared: Resumed | None = machines.share(resumed)
-    return shared
 
 
 def _resumed(path: Path, state: Mapping[str, Any], folder: CheckpointFolder | None) -> Resumed:

@@ -1,4 +1,4 @@
-"""Objects that the threads of a run share."""
+"""Parts of a run: what its threads share, and what each rank has for itself."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from torch import Tensor
 from flowdp.checkpoint.writer import Saver
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import Collective
+from flowdp.collective.outer import OuterMomentum
+from flowdp.data.feed import Feed
 from flowdp.data.source import Source
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.failures import Failures
+from flowdp.engine.rank_pool import RankPool
 from flowdp.engine.requests import Requests
 from flowdp.network.channel import Channel
 from flowdp.network.team import Team
 from flowdp.observe.records import Records
+from flowdp.protocol.messages import BatchReady, Order
 from flowdp.replica.joint_step import JointStep
+from flowdp.replica.replica import Replica
 from flowdp.replica.span_step import SpanStep
 from flowdp.threads.gate import Gate
+from flowdp.threads.inbox import Inbox
 from flowdp.timeline.timeline import Timeline
 
-__all__ = ["MeetingPoint", "Services"]
+__all__ = ["Mail", "MeetingPoint", "RankParts", "Services"]
+
+Mail = Order | BatchReady
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +81,26 @@ class MeetingPoint:
     collective: Collective
     snapshots: SnapshotMean | None = None
     joint: JointStep | SpanStep | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParts:
+    """The parts of one rank.
+
+    Attributes:
+        rank: Index of the rank.
+        index: Its place among those of its machine.
+        replica: Its replica.
+        feed: Brings its batches to its device.
+        inbox: Inbox of its thread.
+        pool: Threads that it computes with.
+        outer: Momentum of the means' outer step; CPU ranks share one. None: they are plain means.
+    """
+
+    rank: int
+    index: int
+    replica: Replica
+    feed: Feed
+    inbox: Inbox[Mail]
+    pool: RankPool
+    outer: OuterMomentum | None = None

@@ -7,8 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from flowdp.timeline.rows import Rows, thinned
-from flowdp.timeline.spans import merged
+from flowdp.timeline.spans import Rows, merged, thinned
 
 
 def filled(count: int, capacity: int = 8) -> Rows:

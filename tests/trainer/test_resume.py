@@ -17,13 +17,14 @@ from flowdp.checkpoint.file import write
 from flowdp.checkpoint.fingerprint import orders
 from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.data.source import Source
-from flowdp.engine.resume import Resumed, find
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.tally import Work
 from flowdp.protocol.position import OpenEpoch, Position
 from flowdp.replica.rank_state import capture
 from flowdp.replica.replica import Replica
+from flowdp.trainer.result import TrainedState, resumed_from
+from flowdp.trainer.resume import Resumed, find
 from tests.data.opening import opened
 from tests.parts import parts_of
 
@@ -244,7 +245,8 @@ def test_each_rank_takes_its_own_and_new_ones_those_of_the_first(
 def test_a_given_state_is_that_of_all_ranks(many: bool) -> None:
     first = replica(4.0)
     optimizer: Any = first.optimizers[0].state_dict()
-    one = Resumed.of(first.module.state_dict(), [optimizer] if many else optimizer, (), 12)
+    given: Any = [optimizer] if many else optimizer
+    one = resumed_from(TrainedState(first.module.state_dict(), given, (), 12, 0, interrupted=True))
     assert (one.position.done, one.position.global_step, one.position.planned) == (0, 12, 12)
     replicas = [replica(9.0), replica(8.0)]
     one.put_back(replicas)
