@@ -66,7 +66,7 @@ def call_parts(
         inputs = [*wanted, *(t for part in parts for t in part.tensors if t.requires_grad and has_graph)]
         outputs: list[tuple[list[Any], Any]] = [([], None)] * len(parts)
         made = graphs.run(partial(_forward, replicas, given, run, outputs), inputs)
-    rest = [iter(own) for own in made]
+    rest = [iter(tensors) for tensors in made]
     return [
         unflatten([next(rest[part.rank]) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
         for part, (leaves, form) in zip(parts, outputs, strict=True)
@@ -195,11 +195,11 @@ class Graphs:
 
     def make(self, forward: Job) -> list[Tensor]:
         """The outputs of all ranks, each in the graph of its device."""
-        outputs = [own or [] for own in self._each(forward, self._modes, walks=self._walks)]
-        self._counts = [len(own) for own in outputs]
-        if any(tensor.requires_grad for own in outputs for tensor in own):
+        outputs = [tensors or [] for tensors in self._each(forward, self._modes, walks=self._walks)]
+        self._counts = [len(tensors) for tensors in outputs]
+        if any(tensor.requires_grad for tensors in outputs for tensor in tensors):
             self._outputs = outputs
-        return [tensor for own in outputs for tensor in own]
+        return [tensor for tensors in outputs for tensor in tensors]
 
     def backward(self, gradients: Sequence[Tensor | None], asked: Sequence[bool], keep: bool) -> Gradients:
         """The gradients of the inputs; None for those that are not asked for."""
@@ -210,13 +210,13 @@ class Graphs:
             shared = [leaf for _, leaf in self._ends[0][: self._shared]]
             sums = replicas.gradient_sum(shared, is_whole=is_whole)
             walk = partial(self._walked, seeds, asked, keep or self._is_kept, sums)
-            found = [answer for answer in self._each(walk, None, walks=True) if answer is not None]
+            answers = [answer for answer in self._each(walk, None, walks=True) if answer is not None]
             if not keep:  # the copies of parameters go, too
                 self._outputs, self._ends = None, []
             with replicas.summing.running():
-                summed = sums.sum([packed for packed, _ in found])
+                summed = sums.sum([packed for packed, _ in answers])
         total = [*summed, *[None] * (len(asked) - len(summed))]
-        return self._added(total, [pair for _, own in found for pair in own.items()])
+        return self._added(total, [pair for _, grads in answers for pair in grads.items()])
 
     def differentiate(
         self, gradients: Sequence[Tensor | None], asked: Sequence[bool], inputs: Sequence[Tensor]
@@ -225,13 +225,13 @@ class Graphs:
         with self._replicas.turn:
             self._is_kept = True
             seeds = self._seeds(gradients)
-            more = {id(one): one for own in seeds for one in own if one is not None and one.requires_grad}
+            more = {id(g): g for row in seeds for g in row if g is not None and g.requires_grad}
             numbers = {key: len(inputs) + place for place, key in enumerate(more)}
-            ends, bare = [list(own) for own in self._ends], []
-            for rank, own in enumerate(seeds):
+            ends, bare = [list(row) for row in self._ends], []
+            for rank, row in enumerate(seeds):
                 device = self._replicas.devices[rank]
-                bare.append([None if one is None else _begin(one, device) for one in own])
-                known = [(numbers.get(id(one)), leaf) for one, leaf in zip(own, bare[-1], strict=True)]
+                bare.append([None if seed is None else _begin(seed, device) for seed in row])
+                known = [(numbers.get(id(seed)), leaf) for seed, leaf in zip(row, bare[-1], strict=True)]
                 ends[rank] += [
                     (place, leaf) for place, leaf in known if place is not None and leaf is not None
                 ]
@@ -240,9 +240,9 @@ class Graphs:
 
             def forward(rank: int) -> list[Tensor]:
                 known = self._walk(rank, bare, asked, keep=True).items()
-                found = {place: gradient for place, gradient in known if gradient is not None}
-                places[rank] = list(found)
-                return list(found.values())
+                grads = {place: gradient for place, gradient in known if gradient is not None}
+                places[rank] = list(grads)
+                return list(grads.values())
 
             made = graphs.run(forward, [*inputs, *more.values()])
         pairs = [pair for rank in places for pair in zip(places[rank], made[rank], strict=True)]
@@ -252,8 +252,8 @@ class Graphs:
         """The gradients of inputs, with those that were found for some of them, in order."""
         for place, gradient in found:
             if gradient is not None:
-                own, known = move(gradient, self._homes[place]), total[place]
-                total[place] = own if known is None else known + own
+                moved, known = move(gradient, self._homes[place]), total[place]
+                total[place] = moved if known is None else known + moved
         return total
 
     def _seeds(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
@@ -264,7 +264,7 @@ class Graphs:
                 "backward retain_graph=True"
             )
         rest = iter(gradients)
-        return [[next(rest) for _ in own] for own in self._outputs]
+        return [[next(rest) for _ in tensors] for tensors in self._outputs]
 
     def _walk(
         self, rank: int, seeds: Sequence[Sequence[Tensor | None]], asked: Sequence[bool], *, keep: bool
@@ -272,20 +272,20 @@ class Graphs:
         """Gradients of a rank's leaves that are asked for, by the numbers of the inputs they stand for."""
         assert self._outputs is not None
         pairs = zip(self._outputs[rank], seeds[rank], strict=True)
-        roots = [(one, seed) for one, seed in pairs if seed is not None and one.requires_grad]
+        roots = [(root, seed) for root, seed in pairs if seed is not None and root.requires_grad]
         # Torch gives none to a leaf that has been frozen since.
         ends = [(place, leaf) for place, leaf in self._ends[rank] if asked[place] and leaf.requires_grad]
         if not roots or not ends:
             return {}
-        found = torch.autograd.grad(
-            [one for one, _ in roots],
+        grads = torch.autograd.grad(
+            [root for root, _ in roots],
             [leaf for _, leaf in ends],
-            [move(seed, one.device) for one, seed in roots],
+            [move(seed, root.device) for root, seed in roots],
             retain_graph=keep,
             create_graph=torch.is_grad_enabled(),
             allow_unused=True,
         )
-        return dict(zip([place for place, _ in ends], found, strict=True))
+        return dict(zip([place for place, _ in ends], grads, strict=True))
 
     def _walked(
         self,
@@ -296,9 +296,9 @@ class Graphs:
         rank: int,
     ) -> tuple[Packed, dict[int, Tensor | None]]:
         """A rank's walk: the gradients of shared inputs on their way to the first device, and the others."""
-        found = self._walk(rank, seeds, asked, keep=keep)
-        shared = [found.pop(place, None) for place in range(self._shared)]
-        return sums.pack(shared, self._replicas.devices[rank]), found
+        gradients = self._walk(rank, seeds, asked, keep=keep)
+        shared = [gradients.pop(place, None) for place in range(self._shared)]
+        return sums.pack(shared, self._replicas.devices[rank]), gradients
 
     def _each(self, do: Callable[[int], Any], modes: Modes | None, *, walks: bool) -> list[Any]:
         """The results of the ranks that have work."""

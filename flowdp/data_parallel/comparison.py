@@ -168,15 +168,15 @@ def _compare(replicas: Replicas, call: Call) -> str:
     parts = trial.run(is_cut=True)
     for key in whole.leaves.keys() & parts.leaves.keys():
         raise lost_gradient("the module's forward", whole.leaves[key])
-    found = trial.differences(whole, parts)
-    if found and not _is_rounding(replicas, call, trial):
+    differences = trial.differences(whole, parts)
+    if differences and not _is_rounding(replicas, call, trial):
         # Outputs that cannot be joined say why.
         cannot_join = isinstance(parts.error, FlowdpError)
         if not cannot_join and any(trial.differences(whole, trial.run(seed)) for seed in SEEDS):
-            return _warn(call, f"its results differ from call to call ({found[0]})")
+            return _warn(call, f"its results differ from call to call ({differences[0]})")
         if parts.error is None and not trial.differences(whole, trial.run(is_cut=True, is_here=True)):
-            return f"{call.name} gives another result in other threads ({found[0]})"
-        text = str(parts.error) if cannot_join else "; ".join(found[:3])
+            return f"{call.name} gives another result in other threads ({differences[0]})"
+        text = str(parts.error) if cannot_join else "; ".join(differences[:3])
         cut = call.arguments.in_words(call.sizes)
         raise FlowdpError(
             f"{call.name} gives another result when the batch is cut: {text} ({cut}). {REMEDY}"
@@ -227,8 +227,8 @@ class Trial:
         """
         result = Result()
         standing = [
-            self._wider(value.clone()).requires_grad_(own.requires_grad)
-            for own, value in zip(self._tensors, self._values, strict=True)
+            self._wider(value.clone()).requires_grad_(tensor.requires_grad)
+            for tensor, value in zip(self._tensors, self._values, strict=True)
         ]
         with generators_kept(), ExitStack() as stack:
             if seed is not None:
@@ -254,12 +254,12 @@ class Trial:
             ("the gradient of", whole.gradients, other.gradients),
             ("its forward writes to parameters:", whole.parameters, other.parameters),
         )
-        found = (
+        differences = (
             compare(mine, others[name], self.coarse, f"{what} {name}")
             for what, table, others in tables
             for name, mine in table.items()
         )
-        return compare(whole.output, other.output, self.epsilon) or next(filter(None, found), [])
+        return compare(whole.output, other.output, self.epsilon) or next(filter(None, differences), [])
 
     def _run(self, result: Result, standing: Sequence[Tensor], *, is_cut: bool) -> None:
         call, replicas = self._call, self._replicas
@@ -277,7 +277,7 @@ class Trial:
             # Those that it returns, too, are the caller's to take: the cache of a language model.
             result.fills |= bool(_tensors_in(given) - before - set(map(id, tensors_of(made[-1]))))
         output = arguments.join(made, parts)
-        inputs = {n: one for n, one in zip(self._names, standing, strict=True) if one.requires_grad}
+        inputs = {n: tensor for n, tensor in zip(self._names, standing, strict=True) if tensor.requires_grad}
         inputs |= {f"argument {number}": leaf for number, leaf in enumerate(leaves)}
         # Those that are found by another way than the module's tables are right in the call itself.
         result.leaves = outside(output, [*inputs.values(), *self._tensors])
@@ -287,7 +287,7 @@ class Trial:
         result.output = tree_map(_bare, output)
         count = len(replicas.parameters())
         result.parameters = {
-            name: one.detach() for name, one in zip(self._names[:count], standing[:count], strict=True)
+            name: tensor.detach() for name, tensor in zip(self._names[:count], standing[:count], strict=True)
         }
         result.kept = _kept(modules[0])
 
@@ -300,11 +300,11 @@ class Trial:
         if not isinstance(leaf, Tensor):
             is_open = isinstance(leaf, (list, np.ndarray, SimpleNamespace)) or is_dataclass(leaf)
             return copy(leaf) if is_open else leaf
-        own = self._wider(leaf.detach().clone())
+        twin = self._wider(leaf.detach().clone())
         if leaf.requires_grad and torch.is_grad_enabled():
-            leaves.append(own.requires_grad_())
-            return own.clone()
-        return own
+            leaves.append(twin.requires_grad_())
+            return twin.clone()
+        return twin
 
 
 def _tensors_in(part: Part) -> set[int]:
@@ -313,14 +313,14 @@ def _tensors_in(part: Part) -> set[int]:
 
 def _kept(module: nn.Module) -> dict[str, list[Any]]:
     """The numbers in buffers and attributes of a module."""
-    found: dict[str, list[Any]] = {name: [buffer.detach()] for name, buffer in module.named_buffers()}
+    numbers: dict[str, list[Any]] = {name: [buffer.detach()] for name, buffer in module.named_buffers()}
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             if key not in SHARED:
                 leaves = [leaf for leaf in walk(value) if isinstance(leaf, (Tensor, np.ndarray, int, float))]
                 plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                found[f"{name}.{key}".removeprefix(".")] = plain
-    return found
+                numbers[f"{name}.{key}".removeprefix(".")] = plain
+    return numbers
 
 
 def _gradients(output: Any, inputs: Sequence[Tensor], draws: ConstantDraws) -> list[Tensor | None]:
@@ -353,7 +353,7 @@ def outside(output: Any, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
     known = {id(tensor) for tensor in inputs}
     seen = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
     todo = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     while todo:
         node = todo.pop()
         if node in seen:
@@ -361,9 +361,9 @@ def outside(output: Any, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor) and id(leaf) not in known:
-            found[id(leaf)] = leaf
+            leaves[id(leaf)] = leaf
         todo += [after for after, _ in node.next_functions if after is not None]
-    return found
+    return leaves
 
 
 def _is_rounding(replicas: Replicas, call: Call, trial: Trial) -> bool:

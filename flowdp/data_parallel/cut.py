@@ -117,15 +117,15 @@ class Arguments:
         Args:
             sizes: Samples of each rank; one with 0 has no part.
         """
-        own = {rank: size for rank, size in enumerate(sizes) if size}
-        if len(own) < 2:
-            return [self.whole(next(iter(own), 0))]
+        taken = {rank: size for rank, size in enumerate(sizes) if size}
+        if len(taken) < 2:
+            return [self.whole(next(iter(taken), 0))]
         if self._layout.split is not None:
-            calls = self._layout.split(*self._call, tuple(own.values()))
+            calls = self._layout.split(*self._call, tuple(taken.values()))
         else:
-            stops = accumulate(own.values())
-            calls = [self._rows(stop - size, size) for stop, size in zip(stops, own.values(), strict=True)]
-        return [self._part(call, *one) for call, one in zip(calls, own.items(), strict=True)]
+            stops = accumulate(taken.values())
+            calls = [self._rows(stop - size, size) for stop, size in zip(stops, taken.values(), strict=True)]
+        return [self._part(call, *part) for call, part in zip(calls, taken.items(), strict=True)]
 
     def join(self, outputs: Sequence[Any], parts: Sequence[Part]) -> Any:
         """Put the outputs of parts together.
@@ -138,8 +138,8 @@ class Arguments:
 
     def in_words(self, sizes: Sequence[int]) -> str:
         """The cut in words, for messages."""
-        own = [size for size in sizes if size]
-        pieces = f"{sum(own)} samples as {' + '.join(map(str, own))}"
+        taken = [size for size in sizes if size]
+        pieces = f"{sum(taken)} samples as {' + '.join(map(str, taken))}"
         for path, leaf, dim in zip(self._paths, self._leaves, self._cuts, strict=True):
             if dim is not None and isinstance(leaf, Tensor):
                 return f"{pieces}, along dim {dim} of {self._names[path[0]]!r} of shape {tuple(leaf.shape)}"
@@ -201,7 +201,7 @@ def _lists(values: Mapping[Any, Any], dims: Mapping[Any, int], *, has_entries: b
     lists = [values[key] for key in dims if any(isinstance(leaf, Tensor) for leaf in walk(values[key]))]
     if any(dims.values()) or not all(map(column, lists)) or len(set(map(len, lists))) != 1:
         return []
-    if not has_entries and {isinstance(one[0], Mapping) for one in lists} != {True, False}:
+    if not has_entries and {isinstance(entries[0], Mapping) for entries in lists} != {True, False}:
         return []
     columns = [key for key in dims if column(values[key]) and not is_size(values[key])]
     return [key for key in columns if len(values[key]) == len(lists[0])]

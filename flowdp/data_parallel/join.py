@@ -81,11 +81,11 @@ def _counts(reduction: Reduction, weights: Weights) -> Tensor | None:
     """The weight of each part in a mean; None: its samples."""
     if not callable(reduction):
         return None
-    own = [part[reduction] for part in weights if reduction in part]
-    if not own or len(own) < len(weights):
+    counts = [part[reduction] for part in weights if reduction in part]
+    if not counts or len(counts) < len(weights):
         names = ", ".join(inspect.signature(reduction).parameters)
         raise _Unjoinable(f"its weight is a function of {names}, and the call has no such arguments")
-    return torch.stack(own)
+    return torch.stack(counts)
 
 
 def _number(pieces: Sequence[Tensor], samples: Sequence[int], counts: Tensor | None) -> Tensor:

@@ -115,8 +115,8 @@ class Layout:
         """Check the types."""
         for name, dim in _entries("dim", self.dim):
             if name == f"dim[{RETURN!r}]":
-                for output, own in _entries(name, dim):
-                    check_int(output, own, least=0)
+                for output, output_dim in _entries(name, dim):
+                    check_int(output, output_dim, least=0)
             else:
                 check_int(name, dim, least=0, optional=isinstance(self.dim, Mapping))
         check_function("split", self.split, "(args, kwargs, sizes)")
@@ -154,8 +154,8 @@ class Layout:
 
     def reduction(self, path: KeyPath) -> Reduction:
         """The reduction of an output that is one number from each part."""
-        found: Reduction = _by_name(self.reduce, path, "mean")
-        return found
+        reduction: Reduction = _by_name(self.reduce, path, "mean")
+        return reduction
 
     @torch.no_grad()
     def weigh(self, named: Mapping[str | int, Any]) -> dict[WeightFunction, Tensor]:
@@ -168,12 +168,12 @@ class Layout:
         for _, function in _entries("reduce", self.reduce):
             if callable(function):
                 signature = inspect.signature(function)
-                own = {name: named[name] for name in signature.parameters if named.get(name) is not None}
+                given = {name: named[name] for name in signature.parameters if named.get(name) is not None}
                 try:
-                    given = signature.bind(**own)
+                    bound = signature.bind(**given)
                 except TypeError:  # the call has no such arguments
                     continue
-                weight = torch.as_tensor(function(*given.args, **given.kwargs))
+                weight = torch.as_tensor(function(*bound.args, **bound.kwargs))
                 weights[function] = weight.detach().reshape(()).double()
         return weights
 

@@ -192,7 +192,9 @@ class Replicas:
             instead: By the identity of the module's own.
         """
         parts = self._shallow.parts
-        tables: list[dict[str, Any]] = [own for part in parts for own in (part._parameters, part._buffers)]
+        tables: list[dict[str, Any]] = [
+            table for part in parts for table in (part._parameters, part._buffers)
+        ]
         held = [(table, *item) for table in tables for item in table.items() if id(item[1]) in instead]
         for table, name, tensor in held:
             table[name] = instead[id(tensor)]
@@ -220,19 +222,19 @@ class Replicas:
         own_tables = [part._buffers for part in self._shallow.parts]
         tables = [self._shallow.tables(rank) if rank else own_tables for rank in givers]
         for mine, *others in zip(*tables, strict=True):
-            for name, own in mine.items():
-                column = [own, *(table.get(name) for table in others)]
-                if own is None or any(one is None or one.shape != own.shape for one in column):
+            for name, buffer in mine.items():
+                column = [buffer, *(table.get(name) for table in others)]
+                if buffer is None or any(tensor is None or tensor.shape != buffer.shape for tensor in column):
                     continue
-                column = carry(column, own.device)
-                if all(torch.equal(one, own) for one in column):
+                column = carry(column, buffer.device)
+                if all(torch.equal(tensor, buffer) for tensor in column):
                     continue  # a graph may have saved what nobody has written to
-                if own.is_floating_point() or own.is_complex():
-                    mean = own.to(torch.complex128 if own.is_complex() else torch.float64, copy=True)
+                if buffer.is_floating_point() or buffer.is_complex():
+                    mean = buffer.to(torch.complex128 if buffer.is_complex() else torch.float64, copy=True)
                     add_weighted(mean, column[1:], shares)
                 else:
                     mean = torch.stack(column).amax(0)
-                own.data.copy_(mean)  # uncounted, as a batch norm's own writes are
+                buffer.data.copy_(mean)  # uncounted, as a batch norm's own writes are
 
     @property
     def flags(self) -> tuple[bool, ...]:
@@ -357,11 +359,11 @@ class Replicas:
         looks = walks and self._redraws[rank].is_due
         context: AbstractContextManager[object] = nullcontext()
         if self._repeats and self.devices[rank].type == "cpu":
-            own = OwnDraws(seed, rank)
+            draws = OwnDraws(seed, rank)
             if looks or (self._calls[rank].are_compiled and seed is not None):
-                context = own
+                context = draws
             elif seed is not None:
-                context = SeededCalls(own)
+                context = SeededCalls(draws)
         elif looks and self._shares_generator[rank]:
             context = OwnDraws()
         with context:
@@ -449,11 +451,11 @@ def _fresh(buffers: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     bare = [tensor.detach() for tensor in buffers]
     with torch.no_grad():
         made = copied(bare) if all(tensor.device == device for tensor in bare) else carry(bare, device)
-    own = [tensor.data for tensor in made]
-    for tensor, before in zip(own, buffers, strict=True):
+    copies = [tensor.data for tensor in made]
+    for tensor, before in zip(copies, buffers, strict=True):
         if vars(before):
             vars(tensor).update(vars(before))
-    return own
+    return copies
 
 
 def _each_once(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:

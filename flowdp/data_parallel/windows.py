@@ -182,10 +182,10 @@ def run_window(
                 if guards:
                     leaves.append(outside(loss, replicas.trained(rank)))
                 with replicas.walking(rank):  # not around forward: in a mode it would not be compiled
-                    found = torch.autograd.grad(
+                    grads = torch.autograd.grad(
                         loss if scale is None else scale(loss), replicas.trained(rank), allow_unused=True
                     )
-                total = add_up([total, list(found)]) if total else list(found)
+                total = add_up([total, list(grads)]) if total else list(grads)
             return detached(made)
 
         for place, piece in enumerate(window.pieces):
@@ -193,18 +193,18 @@ def run_window(
                 results[place] = replicas.call(rank, piece.samples, step, piece)
         return sums.pack(total, replicas.devices[rank])
 
-    jobs = [partial(work, rank) if own else None for rank, own in enumerate(of_rank)]
+    jobs = [partial(work, rank) if pieces else None for rank, pieces in enumerate(of_rank)]
     with without_hooks(replicas.trained()):  # they shall run on the sum
         done = replicas.each(jobs)
-    for own, other in combinations(leaves, 2):  # one that a loss makes itself is of one batch alone
-        for key in own.keys() & other.keys():
-            raise lost_gradient("the loss of a window", own[key])
+    for mine, other in combinations(leaves, 2):  # one that a loss makes itself is of one batch alone
+        for key in mine.keys() & other.keys():
+            raise lost_gradient("the loss of a window", mine[key])
     if is_trained:
         with replicas.summing.running():
             accumulate(replicas.trained(), sums.sum([packed for packed in done if packed is not None]))
     # The caller's streams on all devices come after the creation of the losses.
-    loss = window.join([own.loss for own in results])
-    return WindowResult(window.samples, loss, partial(window.join, [own[1:] for own in results]))
+    loss = window.join([result.loss for result in results])
+    return WindowResult(window.samples, loss, partial(window.join, [result[1:] for result in results]))
 
 
 def _forward(window: Window, plan: BatchPlan, replicas: Replicas) -> WindowResult:

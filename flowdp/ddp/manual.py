@@ -333,7 +333,7 @@ def _fill(tensors: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
     """Copy values to tensors, except for those that are None."""
     pairs = [(tensor, value) for tensor, value in zip(tensors, values, strict=True) if value is not None]
     if pairs:
-        torch._foreach_copy_([one for one, _ in pairs], [value for _, value in pairs])
+        torch._foreach_copy_([tensor for tensor, _ in pairs], [value for _, value in pairs])
 
 
 @contextmanager

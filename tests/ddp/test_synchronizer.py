@@ -83,6 +83,41 @@ def assert_close(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
         assert ours is None or torch.allclose(ours, theirs, rtol=1e-13, atol=1e-15)
 
 
+Loss = Callable[[nn.Sequential, int], Tensor]
+Act = Callable[[nn.Sequential, GradientSynchronizer, int], object]
+
+
+def check_means(
+    loss: Loss,
+    act: Act | None = None,
+    *,
+    size: int = 2,
+    way: tuple[Any, bool],
+    bucket_bytes: int = 100,
+    make: Callable[[], nn.Sequential] = model,
+) -> list[Tensor | None]:
+    """Check that what ranks do leaves the mean of their gradients of a loss at each; returns that mean."""
+
+    def body(group: ProcessGroup) -> list[Tensor | None]:
+        module = make()
+        synchronizer = opened(module, group, way, bucket_bytes)
+        if act is None:
+            loss(module, group.rank).backward()
+        else:
+            act(module, synchronizer, group.rank)
+        return gradients(module)
+
+    wanted = mean_of(size, loss)
+    for found in each(size, body):
+        assert_close(found, wanted)
+    return wanted
+
+
+def squared(module: nn.Module, rank: int, step: int = 0) -> Tensor:
+    out: Tensor = module(data(rank, step)).square().mean()
+    return out
+
+
 class Spy(ProcessGroup):
     """The group of a single rank, which records its calls."""
 
@@ -103,21 +138,13 @@ class Spy(ProcessGroup):
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("bucket_bytes", [1, 200])
 def test_gradients_are_means_when_backward_returns(way, bucket_bytes):
-    def loss(module: nn.Module, rank: int) -> Tensor:
-        return module(data(rank)).square().mean()
-
-    def body(group: ProcessGroup) -> list[Tensor | None]:
-        module = model()
-        synchronizer = opened(module, group, way, bucket_bytes)
+    def act(module: nn.Sequential, _: object, rank: int) -> None:
         for set_to_none in (True, False):  # an earlier pass leaves nothing behind
-            loss(module, group.rank + 7).backward()
+            squared(module, rank + 7).backward()
             module.zero_grad(set_to_none=set_to_none)
-        loss(module, group.rank).backward()
-        del synchronizer
-        return gradients(module)
+        squared(module, rank).backward()
 
-    for found in each(3, body):
-        assert_close(found, mean_of(3, loss))
+    check_means(squared, act, size=3, way=way, bucket_bytes=bucket_bytes)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -130,64 +157,44 @@ def test_missing_gradients(way):
             hidden = hidden + module[2](hidden)
         return hidden.square().mean()  # the last layer is unused
 
-    def body(group: ProcessGroup) -> list[Tensor | None]:
-        module = model()
-        synchronizer = opened(module, group, way, 100)
-        loss(module, group.rank).backward()
+    def act(module: nn.Sequential, _: object, rank: int) -> None:
+        loss(module, rank).backward()
         first = gradients(module)
         module.zero_grad(set_to_none=True)
-        loss(module, group.rank).backward()
-        del synchronizer
+        loss(module, rank).backward()
         assert_close(gradients(module), first)
-        return first
 
-    wanted = mean_of(2, loss)
+    wanted = check_means(loss, act, way=way)
     assert wanted[-1] is None
     assert wanted[2] is not None
-    for found in each(2, body):
-        assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_accumulation(way):
     """Backward passes that are not averaged, then one that is: the mean of the sums."""
 
-    def losses(module: nn.Module, rank: int) -> list[Tensor]:
-        return [module(data(rank, step)).square().mean() for step in range(3)]
-
-    def body(group: ProcessGroup) -> list[Tensor | None]:
-        module = model()
-        synchronizer = opened(module, group, way, 100)
+    def act(module: nn.Sequential, synchronizer: GradientSynchronizer, rank: int) -> None:
         for set_to_none in (True, False, True):
             module.zero_grad(set_to_none=set_to_none)
             synchronizer.automatic = False
-            for loss in losses(module, group.rank)[:2]:
-                loss.backward()
+            for step in range(2):
+                squared(module, rank, step).backward()
             alone = gradients(module)
             synchronizer.automatic = True
-            losses(module, group.rank)[2].backward()
+            squared(module, rank, 2).backward()
         assert not torch.equal(alone[0], gradients(module)[0])
-        return gradients(module)
 
-    for found in each(2, body):
-        assert_close(found, mean_of(2, lambda module, rank: sum(losses(module, rank))))
+    check_means(lambda module, rank: sum(squared(module, rank, step) for step in range(3)), act, way=way)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_means_may_be_added_to_and_averaged_again(way):
-    def body(group: ProcessGroup) -> list[Tensor | None]:
-        module = model()
-        synchronizer = opened(module, group, way, 100)
+    def act(module: nn.Sequential, synchronizer: GradientSynchronizer, rank: int) -> None:
         for step in range(2):
-            module(data(group.rank, step)).square().mean().backward()
+            squared(module, rank, step).backward()
         synchronizer.sync_all()
-        return gradients(module)
 
-    def loss(module: nn.Module, rank: int) -> Tensor:
-        return sum(module(data(rank, step)).square().mean() for step in range(2))
-
-    for found in each(2, body):
-        assert_close(found, mean_of(2, loss))
+    check_means(lambda module, rank: sum(squared(module, rank, step) for step in range(2)), act, way=way)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -199,17 +206,12 @@ def test_a_parameter_used_twice_and_checkpoints(way, use_reentrant):
         hidden = checkpoint(lambda x: module[2](module[2](x)), hidden, use_reentrant=use_reentrant)
         return module[4](module[3](hidden)).square().mean()
 
-    def body(group: ProcessGroup) -> list[Tensor | None]:
-        module = model()
-        synchronizer = opened(module, group, way, 1)
+    def act(module: nn.Sequential, _: object, rank: int) -> None:
         for _ in range(2):
             module.zero_grad()
-            loss(module, group.rank).backward()
-        del synchronizer
-        return gradients(module)
+            loss(module, rank).backward()
 
-    for found in each(2, body):
-        assert_close(found, mean_of(2, loss))
+    check_means(loss, act, way=way, bucket_bytes=1)
 
 
 def test_channels_last_and_narrow_gradients():
@@ -381,23 +383,16 @@ def test_bad_gradients():
 def test_unfrozen_when_all_were_frozen(way):
     """And between forward and backward: the hooks exist."""
 
-    def loss(module: nn.Module, rank: int) -> Tensor:
-        return module(data(rank)).square().mean()
-
-    def body(group: ProcessGroup) -> list[Tensor | None]:
-        module = model().requires_grad_(False)
-        synchronizer = opened(module, group, way, 100)
+    def act(module: nn.Sequential, synchronizer: GradientSynchronizer, rank: int) -> None:
         assert not any(parameter.requires_grad for parameter in module.parameters())
         module.requires_grad_(True)
-        first = loss(module, group.rank)
+        first = squared(module, rank)
         module.requires_grad_(False)
         synchronizer.prepare()
         module.requires_grad_(True)
         first.backward()
-        return gradients(module)
 
-    for found in each(2, body):
-        assert_close(found, mean_of(2, loss))
+    check_means(squared, act, way=way, make=lambda: model().requires_grad_(False))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -405,21 +400,11 @@ def test_frozen_between_forward_and_backward(way):
     """Torch calls the hook of a parameter that it then leaves unchanged."""
 
     def loss(module: nn.Sequential, rank: int) -> Tensor:
-        out = module(data(rank)).square().mean()
+        out = squared(module, rank)
         module[4].requires_grad_(False)
         return out
 
-    def body(group: ProcessGroup) -> list[Tensor | None]:
-        module = model()
-        synchronizer = opened(module, group, way, 1)
-        loss(module, group.rank).backward()
-        del synchronizer
-        return gradients(module)
-
-    wanted = mean_of(2, loss)
-    assert wanted[4] is None
-    for found in each(2, body):
-        assert_close(found, wanted)
+    assert check_means(loss, way=way, bucket_bytes=1)[4] is None
 
 
 def test_parameters_that_cannot_learn_are_left_alone():
