@@ -1,9 +1,8 @@
 """Reading a dataset: one thread, one torch DataLoader, all devices.
 
-`Reader` is the source of map-style datasets; in a run on several machines, `DemandReader`. Sources whose
-datasets have an object in common read in turns, batch by batch: it may be an open file, as the parts of a
-split share one, and two threads that seek and read one file get wrong samples without an error. Batches that
-worker processes read need no turn.
+Sources whose datasets have an object in common read in turns, batch by batch: it may be an open file, as the
+parts of a split share one, and two threads that seek and read one file get wrong samples without an error.
+Batches that worker processes read need no turn.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from types import FunctionType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,12 +20,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from flowdp.data.batches import Portion, cloned, makes_new
 from flowdp.data.epoch_order import KEPT_BATCHES, NOTHING_TRAINED, BatchOrder, Stride
 from flowdp.data.limit import UNLIMITED, Limit
-from flowdp.data.processes import GRACE_S, Processes, SentAttributes, begin, starting
+from flowdp.data.processes import GRACE_S, Processes, SentAttributes, starting
 from flowdp.data.source import Batch, Source
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.trees import tree_map
@@ -37,7 +35,7 @@ from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import Position
 from flowdp.threads.turns import Turns
 
-__all__ = ["NOTHING", "LoaderSource", "ReadPlan", "Reader"]
+__all__ = ["NOTHING", "LoaderSource", "ReadPlan"]
 
 _Key = tuple[int, ...]  # (epoch, batch), or more of it: its order is the order of reading
 
@@ -469,75 +467,3 @@ def _unshared(leaf: Any) -> Any:
     """A tensor from a process, as memory of our own: shared memory is scarce, and each one an open file."""
     is_shared = isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.is_shared()
     return leaf.clone() if is_shared else leaf
-
-
-class Reader(LoaderSource):
-    """Reads every batch of every epoch of a map-style dataset, or those of its stride.
-
-    The DataLoader runs over all epochs, so its worker processes never drain at an epoch's end.
-
-    Args:
-        dataset: Map-style.
-        order: Which samples each batch holds.
-        plan: Epochs to read.
-        lists: Lists of indices, as the DataLoader asks for them: a batch sampler. None: those of all batches
-            that are read.
-        stride: See `Source`; None: that of the plan.
-        is_counted: See `LoaderSource`.
-        worker_init_fn: Called with its number in each worker process before it reads.
-        loader: Further arguments of `torch.utils.data.DataLoader`.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        order: BatchOrder,
-        plan: ReadPlan,
-        lists: Iterable[list[int]] | None = None,
-        stride: Stride | None = None,
-        *,
-        is_counted: bool = False,
-        worker_init_fn: Callable[[int], None] | None = None,
-        **loader: Any,
-    ) -> None:
-        self._order_errors: list[DataError] = []
-        made: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=_lists(plan, order, self._order_errors) if lists is None else lists,
-            worker_init_fn=partial(begin, worker_init_fn),
-            **loader,
-        )
-        super().__init__(order, made, plan, is_counted=is_counted, stride=stride or plan.stride)
-
-    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
-        assert iterator is not None
-        for key in self.plan.walk(self._order.batches):
-            if not self._may_read(key[0]):
-                return
-            self._reading = key
-            try:
-                payload = self._in_turn(partial(next, iterator))
-            except StopIteration as stop:  # behind a sampler that failed, or the dataset's own
-                errors = [*self._order_errors, self._describe(key, stop)]
-                raise errors[0]  # noqa: B904 - both have their cause
-            yield key, payload
-
-
-def _lists(plan: ReadPlan, order: BatchOrder, errors: list[DataError]) -> Iterator[list[int]]:
-    """Lists of indices, as torch asks for them.
-
-    It does so long before it hands their batch over, and for the first ones from the thread that starts it.
-    So a sampler that fails ends the lists, and its error waits until the batches before it have come.
-
-    Args:
-        plan: Epochs to read.
-        order: Which samples each batch holds.
-        errors: Is given the error of a sampler.
-    """
-    for epoch, batch in plan.walk(order.batches):
-        try:
-            indices = order.indices(epoch, batch)
-        except DataError as error:
-            errors.append(error)
-            return
-        yield indices.tolist()

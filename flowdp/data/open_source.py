@@ -22,11 +22,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from flowdp.data.demand_source import DemandReader
 from flowdp.data.epoch_order import ALL, BatchOrder, EpochOrder, SamplerOrder
 from flowdp.data.iterable_source import Measured, StreamReader
 from flowdp.data.limit import Limit
-from flowdp.data.loader_source import Reader, ReadPlan
+from flowdp.data.loader_source import ReadPlan
+from flowdp.data.map_source import DemandReader, Reader
 from flowdp.data.source import Batch, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.errors import OptionError

@@ -20,7 +20,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
-from flowdp.data.loader_source import Reader, ReadPlan, _turns_of
+from flowdp.data.loader_source import ReadPlan, _turns_of
+from flowdp.data.map_source import Reader
 from flowdp.data.source import Source
 from flowdp.errors import DataError, ProtocolError
 from flowdp.protocol.messages import SampleRange

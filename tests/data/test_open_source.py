@@ -26,10 +26,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from flowdp.data.demand_source import DemandReader
 from flowdp.data.epoch_order import Stride, epoch_order
 from flowdp.data.iterable_source import StreamReader
-from flowdp.data.loader_source import Reader
+from flowdp.data.map_source import DemandReader, Reader
 from flowdp.data.open_source import Source, TensorSource
 from flowdp.engine.shared_batches import SharedBatches
 from flowdp.errors import OptionError

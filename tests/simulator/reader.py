@@ -14,7 +14,7 @@ _Key = tuple[int, int]
 
 
 class VirtualReader:
-    """A `loader_source.Reader` on virtual time: it reads in order, and only so far ahead.
+    """A `map_source.Reader` on virtual time: it reads in order, and only so far ahead.
 
     Args:
         scenario: Lengths of the epochs, the time of a batch, how far ahead.

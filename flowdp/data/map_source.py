@@ -1,4 +1,6 @@
-"""Reading on demand: of each epoch the batches, or parts of them, that the ranks of this machine train.
+"""Reading a map-style dataset: all batches in their order, or those that the ranks of this machine train.
+
+torch gets lists of indices one by one, as many as it takes ahead, and hands their batches over in that order.
 
 Where a run has several machines, one coordinator deals the batches of the epoch to the ranks of all of them.
 The order is the same on each machine, so a machine needs only the numbers that its own ranks were told.
@@ -8,22 +10,111 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.batches import Portion
-from flowdp.data.epoch_order import ALL, BatchOrder
-from flowdp.data.loader_source import Reader, ReadPlan
+from flowdp.data.epoch_order import ALL, BatchOrder, Stride
+from flowdp.data.loader_source import LoaderSource, ReadPlan
+from flowdp.data.processes import begin
 from flowdp.data.source import Batch
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
 
-__all__ = ["DemandReader"]
+__all__ = ["DemandReader", "Reader"]
 
 _Key = tuple[int, ...]  # (epoch, batch), or (epoch, batch, start, stop) of a part
+
+
+class Reader(LoaderSource):
+    """Reads every batch of every epoch, or those of its stride.
+
+    The DataLoader runs over all epochs, so its worker processes never drain at an epoch's end.
+
+    Args:
+        dataset: Map-style.
+        order: Which samples each batch holds.
+        plan: Epochs to read.
+        stride: See `Source`; None: that of the plan.
+        is_counted: See `LoaderSource`.
+        worker_init_fn: Called with its number in each worker process before it reads.
+        loader: Further arguments of `torch.utils.data.DataLoader`.
+    """
+
+    may_go_on: ClassVar[bool] = False  # there may be more to read later, where there is nothing now
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        order: BatchOrder,
+        plan: ReadPlan,
+        stride: Stride | None = None,
+        *,
+        is_counted: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **loader: Any,
+    ) -> None:
+        self._lists = _Lists()
+        made: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=self._lists, worker_init_fn=partial(begin, worker_init_fn), **loader
+        )
+        super().__init__(order, made, plan, is_counted=is_counted, stride=stride or plan.stride)
+        self._most = max(1, made.num_workers * (made.prefetch_factor or 2))  # as many as torch takes
+        self._iterator: Any = None
+        # Of the reader thread, once it runs: handed to torch, which returns them in this order ...
+        self._under_way: deque[_Key] = deque()
+        self._order_error: DataError | None = None  # ... and raised when all before it is there
+        self._walk = plan.walk(order.batches)
+
+    def _begin(self) -> Iterator[Batch]:
+        self._iterator = iter(self._loader)
+        if self._loader.num_workers:
+            self._more()  # the processes begin at once
+        return self._iterator  # type: ignore[no-any-return]
+
+    def _wanted(self) -> _Key | None:
+        """The batch to be read next, under the lock; None: there is none, or no room for one."""
+        return next(self._walk, None)
+
+    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
+        assert iterator is not None
+        while self._has_room():
+            self._more()
+            if not self._under_way:
+                if self._order_error is not None:
+                    raise self._order_error
+                if self.may_go_on:
+                    continue  # what was wanted is expected no longer
+                return
+            key = self._reading = self._under_way[0]
+            if not self._may_read(key[0]):
+                return
+            try:
+                payload = self._in_turn(partial(next, iterator))
+            except StopIteration as stop:  # the dataset's own
+                raise self._describe(key, stop)  # noqa: B904 - it has its cause
+            self._under_way.popleft()
+            yield key, payload
+
+    def _more(self) -> None:
+        """Hand torch the lists of what is to be read, as many as it takes."""
+        while self._order_error is None and len(self._under_way) < self._most:
+            with self._changed:
+                key = None if self._closing else self._wanted()
+            if key is None:
+                return
+            try:
+                indices = self._order.indices(key[0], key[1])  # may iterate a sampler: not under the lock
+            except DataError as error:
+                self._order_error = error
+                return
+            self._under_way.append(key)
+            self._lists.pending.append((indices[key[2] : key[3]] if len(key) > 2 else indices).tolist())
+            if self._loader.num_workers:
+                self._iterator._try_put_index()
 
 
 class DemandReader(Reader):
@@ -48,17 +139,12 @@ class DemandReader(Reader):
         options: Further arguments of `Reader`.
     """
 
-    def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
-        self._lists = _Lists()
-        super().__init__(dataset, order, plan, self._lists, ALL, **options)
-        loader = self._loader
-        self._most = max(1, loader.num_workers * (loader.prefetch_factor or 2))  # as many as torch takes
-        self._iterator: Any = None
-        self._order_error: DataError | None = None  # the reader's own
+    may_go_on: ClassVar[bool] = True
 
-        # Under the lock of `_changed`.
-        self._expected: dict[int, dict[_Key, None]] = {}  # of each rank, in the order of its training
-        self._under_way: deque[_Key] = deque()  # handed to torch, which returns them in this order
+    def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
+        super().__init__(dataset, order, plan, ALL, **options)
+        # Under the lock of `_changed`: of each rank, in the order of its training.
+        self._expected: dict[int, dict[_Key, None]] = {}
 
     def expect(self, rank: int, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
         """Read these; see `Source.expect`."""
@@ -116,9 +202,6 @@ class DemandReader(Reader):
         return any(key in keys for keys in self._expected.values())
 
     def _wanted(self) -> _Key | None:
-        """The batch to be read next; None: there is none, or no room for one."""
-        if self._order_error is not None or len(self._under_way) >= self._most:
-            return None
         awaited = [key for key in self._waiting if self._is_unread(key)]
         if awaited:
             self._make_room()
@@ -148,48 +231,6 @@ class DemandReader(Reader):
                 lambda: self._closing or self._order_error or self._under_way or self._wanted() is not None
             )
             return not self._closing
-
-    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
-        assert iterator is not None
-        self._iterator = iterator
-        while self._has_room():
-            self._more()
-            if not self._under_way:
-                if self._order_error is not None:
-                    raise self._order_error
-                continue  # what was wanted is expected no longer
-            key = self._reading = self._under_way[0]
-            try:
-                payload = self._in_turn(partial(next, iterator))
-            except StopIteration as stop:  # the dataset's own
-                raise self._describe(key, stop)  # noqa: B904 - it has its cause
-            yield key, payload
-
-    def _more(self) -> None:
-        """Hand torch the lists of what is wanted, as many as it takes."""
-        while True:
-            with self._changed:
-                key = None if self._closing else self._wanted()
-                if key is None:
-                    return
-                self._under_way.append(key)
-            try:
-                indices = self._order.indices(key[0], key[1])  # may iterate a sampler: not under the lock
-            except DataError as error:
-                with self._changed:
-                    self._under_way.pop()
-                    self._order_error = error  # raised when all before it is there
-                return
-            self._lists.pending.append((indices[key[2] : key[3]] if len(key) > 2 else indices).tolist())
-            if self._processes is not None:
-                self._iterator._try_put_index()
-
-    def _put(self, key: _Key, payload: Any) -> Sequence[int]:
-        """Store a batch; returns the ranks that wait for it."""
-        samples, payload = self._owned(payload)
-        with self._changed:
-            self._under_way.popleft()
-            return () if self._closing else self._store(key, samples, payload)
 
 
 class _Lists:

@@ -18,10 +18,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.batches import Portion
-from flowdp.data.demand_source import DemandReader
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.feed import DirectFeed
 from flowdp.data.loader_source import ReadPlan
+from flowdp.data.map_source import DemandReader
 from flowdp.errors import DataError, ProtocolError
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import OpenEpoch, Position
