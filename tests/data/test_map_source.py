@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import queue
 import random
-import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
@@ -26,25 +24,12 @@ from flowdp.errors import DataError, ProtocolError
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import OpenEpoch, Position
 from tests.data.opening import opened
+from tests.data.test_loader_source import Broken, Counted
 
 SAMPLES, BATCH = 103, 8
 BATCHES = 13  # the last has 7 samples
 
 Wanted = tuple[int, int, SampleRange | None]
-
-
-class Counted(Dataset[Any]):
-    """Counts the reads of each index, in any process."""
-
-    def __init__(self, samples: int = SAMPLES) -> None:
-        self.counts = torch.zeros(samples, dtype=torch.int64).share_memory_()
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def __getitem__(self, index: int) -> int:
-        self.counts[index] += 1
-        return index
 
 
 class Machine:
@@ -217,9 +202,6 @@ def test_a_batch_given_back_is_kept_for_its_next_plan(machine):
     assert one.dataset.counts.sum() == BATCH + 3
 
 
-# ---------------------------------------------------------------- the reader's waits
-
-
 # ---------------------------------------------------------------- datasets of all kinds
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_whole_batches_and_items_that_are_batches(machine, num_workers):
@@ -270,16 +252,9 @@ def test_a_sampler_that_is_the_same_on_all_machines(machine, num_workers):
 
 
 # ---------------------------------------------------------------- failures
-class Broken(Counted):
-    def __getitem__(self, index: int) -> int:
-        if index == 42:
-            raise KeyError("label")
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_that_raises(machine, num_workers):
-    one = machine(Broken(), ranks=2, shuffle=False, num_workers=num_workers)
+    one = machine(Broken(42), ranks=2, shuffle=False, num_workers=num_workers)
     part = SampleRange(1, 4)  # samples 41, 42 and 43 are in it
     one.feeds[0].follow([(0, 5, part)])
     one.source.take(1, 2, 3)
@@ -292,18 +267,6 @@ def test_a_dataset_that_raises(machine, num_workers):
         assert later.value is error
     one.feeds[0].follow(whole(1))
     assert one.failed.empty()
-
-
-@pytest.mark.posix
-def test_a_worker_process_that_dies(machine):
-    class Dies(Counted):
-        def __getitem__(self, index: int) -> int:
-            os.kill(os.getpid(), signal.SIGKILL)
-            return index
-
-    one = machine(Dies(), num_workers=2)
-    one.feeds[0].follow(whole(0, 1))
-    assert "exited unexpectedly" in str(one.failed.get(timeout=60))
 
 
 def test_a_resumed_run_reads_what_is_left(machine):
