@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from flowdp.errors import ProtocolError
-from flowdp.policy import schedule
+from flowdp.policy.schedule import position
 from flowdp.protocol.messages import (
     Abort,
     Arrival,
@@ -124,6 +124,31 @@ its work (async). A barrier task: do it."""
 _IDLE = Idle()
 
 
+@dataclass(slots=True)
+class _UnderWay:
+    """The order under way, and how far it is.
+
+    Attributes:
+        order: The order.
+        cut: The report of an order that a hurried blocking round cut short for this one (async).
+        left: Steps that were not taken for its sake.
+        done: Steps so far.
+        taken: Batches in them.
+        reported: Those of the steps that were reported.
+        held: Rounds that were held.
+        in_round: Steps of the round that it is in.
+    """
+
+    order: StartEpoch
+    cut: Done | None = None
+    left: int = 0
+    done: int = 0
+    taken: int = 0
+    reported: int = 0
+    held: int = 0
+    in_round: int = 0
+
+
 class WorkerMachine:
     """Chooses the next action of one rank.
 
@@ -152,35 +177,31 @@ class WorkerMachine:
         self._tasks: deque[BarrierTask] = deque()
         self._orders: deque[StartEpoch] = deque()
         self._control: deque[RequestParams | Update] = deque()
-        self._order: StartEpoch | None = None
-        self._done = 0  # steps of the current order
-        self._taken = 0  # and its batches that were in them
-        self._in_round = 0  # steps of the round that it is in
-        self._held = 0  # rounds of the order that were held
+        self._under_way: _UnderWay | None = None
         self._base = global_step  # steps of all ranks at the last mean
         self._next_round = 0  # no round before this one will ask for us
         self._sync_now = -1  # rounds up to this one are entered with the steps there are
         self._oldest_plan = 0  # orders of older plans are void
         self._snapshot: Snapshot | None = None
-        self._reported = 0  # steps of the current order that were reported
         self._throttle: Throttle | None = None
-        self._cut: Done | None = None  # the order that a hurried blocking round cut short (async)
-        self._cut_steps = 0  # and how many steps were not taken for its sake
         self._leave: Leave | None = None
 
     @property
     def order(self) -> StartEpoch | None:
         """The order under way."""
-        return self._order
+        return None if self._under_way is None else self._under_way.order
 
     @property
     def window(self) -> Step | None:
         """The step of all ranks at whose gate it is, whether it has a part of it or not (exact)."""
-        order, at = self._order, self._held
-        if order is None or order.sync is None or order.parts is None:
+        under_way = self._under_way
+        if under_way is None:
             return None
-        position = order.sync.global_step + at * order.sync.steps
-        return Step(order.epoch, (order.batches[at],), position, order.metrics, order.parts[at])
+        order, at = under_way.order, under_way.held
+        if order.sync is None or order.parts is None:
+            return None
+        before = order.sync.global_step + at * order.sync.steps
+        return Step(order.epoch, (order.batches[at],), before, order.metrics, order.parts[at])
 
     @property
     def throttled(self) -> str | None:
@@ -226,8 +247,8 @@ class WorkerMachine:
             return self._leave
         if self._control:
             return self._serve(self._control.popleft())
-        order = self._order
-        if order is None:
+        under_way = self._under_way
+        if under_way is None:
             if self._tasks:
                 task = self._tasks.popleft()
                 if isinstance(task, CopyReplica):
@@ -235,30 +256,30 @@ class WorkerMachine:
                 return task
             if not self._orders:
                 return _IDLE
-            order = self._order = self._orders.popleft()
-            self._done = self._taken = self._in_round = self._held = self._reported = 0
+            under_way = self._under_way = _UnderWay(self._orders.popleft())
+        order, held = under_way.order, under_way.held
         sync = order.sync
         if sync is None:
-            return self._next_free(order, in_step=in_step)
-        before = sync.global_step + self._held * sync.steps
+            return self._next_free(under_way, in_step=in_step)
+        before = sync.global_step + held * sync.steps
         # Without a sample in the part there is no step to take, and none is left out.
-        is_idle = order.parts is not None and order.parts[self._held].samples == 0
+        is_idle = order.parts is not None and order.parts[held].samples == 0
         planned = 0 if is_idle else sync.every
-        is_over = self._in_round >= planned or self._taken >= len(order.batches)
-        if not is_over and (in_step or self._sync_now < sync.round + self._held):
-            return self._step(order, schedule.position(before, self._in_round, sync.steps, planned))
-        is_inner = sync.inner and self._held < sync.count - 1
+        is_over = under_way.in_round >= planned or under_way.taken >= len(order.batches)
+        if not is_over and (in_step or self._sync_now < sync.round + held):
+            return self._step(under_way, position(before, under_way.in_round, sync.steps, planned))
+        is_inner = sync.inner and held < sync.count - 1
         arrival = Arrival(
             self.rank,
-            sync.round + self._held,
+            sync.round + held,
             # Of the order, where its rounds may be cut and are counted by the gates.
             sync.global_step if sync.inner else before,
             self.steps,
             self.samples,
-            left=self._left(sync, planned, is_inner=is_inner) + self._cut_steps,
+            left=self._left(under_way, sync, planned, is_inner=is_inner) + under_way.left,
             drift=sync.drift and not is_inner,
             inner=is_inner,
-            window=self._window(order, sync),
+            window=self._window(under_way, sync),
         )
         return self.judged(arrival)
 
@@ -273,14 +294,16 @@ class WorkerMachine:
         self.steps += 1
         self.total_steps += 1
         self.samples += samples
-        self._done += 1
-        self._in_round += 1
-        self._taken += 1 if self._order is None else self._order.group
+        under_way = self._under_way
+        if under_way is not None:
+            under_way.done += 1
+            under_way.in_round += 1
+            under_way.taken += under_way.order.group
 
     def met(self, outcome: Outcome) -> Done | None:
         """The round is held; an answer says which order ended with it and is to be acknowledged."""
-        order = self._order
-        if order is None or order.sync is None:
+        under_way, order = self._under_way, self.order
+        if under_way is None or order is None or order.sync is None:
             raise ProtocolError(f"rank {self.rank} got {outcome} without an order")
         self.unreported_samples += self.samples
         self.steps = self.samples = 0
@@ -288,29 +311,29 @@ class WorkerMachine:
         self._snapshot = None
         self._base = outcome.global_step
         self._next_round = outcome.round + 1
-        self._in_round = 0
-        self._held += 1
-        if not outcome.voids and self._held < order.sync.count:
+        under_way.in_round = 0
+        under_way.held += 1
+        if not outcome.voids and under_way.held < order.sync.count:
             return None
         self.unreported_samples = 0
-        done = self._cut or Done(order.plan, order.epoch, self._done)
-        self._order = self._cut = None
-        self._cut_steps = 0
+        self._under_way = None
         if outcome.voids:
             self._orders.clear()
             self._oldest_plan = order.plan + 1
             self.plans += 1
-        return done
+        return under_way.cut or Done(order.plan, order.epoch, under_way.done)
 
     def upcoming(self) -> list[tuple[int, int, SampleRange | None]]:
         """The (epoch, batch, part) that will be trained next, in this order, if no fact changes it."""
-        order, gone = self._order, self._taken
-        if order is None:
-            return [batch for order in self._orders for batch in _wanted(order)]
-        if order.parts is not None:
+        later = [batch for order in self._orders for batch in _wanted(order)]
+        under_way = self._under_way
+        if under_way is None:
+            return later
+        gone = under_way.taken
+        if under_way.order.parts is not None:
             # Windows without a sample for this rank are behind it, too.
-            gone = self._held + self._in_round
-        return [*_wanted(order, gone), *(batch for later in self._orders for batch in _wanted(later))]
+            gone = under_way.held + under_way.in_round
+        return [*_wanted(under_way.order, gone), *later]
 
     def applied(self, round: int, global_step: int) -> None:
         """The mean of the round is in: only the steps behind the snapshot are still this rank's own."""
@@ -323,22 +346,23 @@ class WorkerMachine:
         self._base = global_step
         self._snapshot = None
 
-    def _window(self, order: StartEpoch, sync: SyncPoints) -> Window | None:
+    def _window(self, under_way: _UnderWay, sync: SyncPoints) -> Window | None:
+        order = under_way.order
         if order.parts is None:
             return None
-        return Window(order.alone, compare=sync.compare and self._held == sync.count - 1)
+        return Window(order.alone, compare=sync.compare and under_way.held == sync.count - 1)
 
-    def _left(self, sync: SyncPoints, planned: int, *, is_inner: bool) -> int:
+    def _left(self, under_way: _UnderWay, sync: SyncPoints, planned: int, *, is_inner: bool) -> int:
         """Steps that the rank was to take and did not: before one of all machines, in all of the order."""
         if sync.inner and not is_inner:
-            return sync.count * planned - sync.short - self._done
-        return planned - self._in_round
+            return sync.count * planned - sync.short - under_way.done
+        return planned - under_way.in_round
 
     def _shorten(self, end: DataEnded) -> None:
         """Drop batches beyond the end of an epoch; at the gate they count as left: later orders are void."""
         self._orders = deque(order.until(end) for order in self._orders)
-        if self._order is not None:
-            self._order = self._order.until(end)
+        if self._under_way is not None:
+            self._under_way.order = self._under_way.order.until(end)
         self.plans += 1
 
     def _serve(self, order: RequestParams | Update) -> Action:
@@ -348,43 +372,44 @@ class WorkerMachine:
         self.applied(order.round, order.global_step)
         return Apply(order.round, self.steps)
 
-    def _next_free(self, order: StartEpoch, *, in_step: bool) -> Action:
+    def _next_free(self, under_way: _UnderWay, *, in_step: bool) -> Action:
+        order = under_way.order
         is_called = self._sync_now >= self._next_round and not in_step
         if is_called and any(later.sync is not None for later in self._orders):
-            return self._skip_to_gate(order)
-        fresh = self._done - self._reported
-        if self._taken < len(order.batches):
+            return self._skip_to_gate(under_way)
+        fresh = under_way.done - under_way.reported
+        if under_way.taken < len(order.batches):
             throttle = self._throttle
             is_held = throttle is not None and self.total_steps >= throttle.limit and not in_step
             if fresh and (is_held or fresh == order.report_every):
-                self._reported = self._done
+                under_way.reported = under_way.done
                 return Done(order.plan, order.epoch, fresh, is_last=False)
             if is_held:
                 return _IDLE
             pace = order.pace
             if pace is None:
-                return self._step(order, self._base)
-            return self._step(order, schedule.position(self._base, self.steps, pace.steps, pace.quota))
-        self._order = None
+                return self._step(under_way, self._base)
+            return self._step(under_way, position(self._base, self.steps, pace.steps, pace.quota))
+        self._under_way = None
         return Done(order.plan, order.epoch, fresh)
 
-    def _skip_to_gate(self, order: StartEpoch) -> Action:
+    def _skip_to_gate(self, cut: _UnderWay) -> Action:
         """Go to the blocking round in the queue; the orders before it are dealt anew (async)."""
-        self._cut = Done(order.plan, order.epoch, self._done - self._reported)
-        self._cut_steps = order.steps - self._done
+        left = cut.order.steps - cut.done
         while self._orders[0].sync is None:
-            self._cut_steps += self._orders.popleft().steps
+            left += self._orders.popleft().steps
         self.plans += 1
-        self._order = self._orders.popleft()
-        self._done = self._taken = self._in_round = self._held = self._reported = 0
+        done = Done(cut.order.plan, cut.order.epoch, cut.done - cut.reported)
+        self._under_way = _UnderWay(self._orders.popleft(), done, left)
         return self.next()
 
-    def _step(self, order: StartEpoch, position: int) -> Step:
+    def _step(self, under_way: _UnderWay, position: int) -> Step:
+        order = under_way.order
         if order.parts is not None:
-            at = self._held + self._in_round
+            at = under_way.held + under_way.in_round
             window = (order.batches[at],)
             return Step(order.epoch, window, position, order.metrics, order.parts[at], order.alone)
-        batches = order.batches[self._taken : self._taken + order.group]
+        batches = order.batches[under_way.taken : under_way.taken + order.group]
         return Step(order.epoch, batches, position, order.metrics)
 
 

@@ -256,7 +256,7 @@ class MeetAndLeave(WorkerMachine):
     stops = False
 
     def handle(self, order: Order) -> None:
-        if isinstance(order, Shutdown) and self._order is not None and self._order.sync is not None:
+        if isinstance(order, Shutdown) and self.order is not None and self.order.sync is not None:
             self.stops = True
             self._sync_now = 2**61
         else:
@@ -281,7 +281,7 @@ class FinishAndLeave(WorkerMachine):
             super().handle(order)
 
     def next(self, *, in_step: bool = False) -> Action:
-        if self.stops and self._order is None:
+        if self.stops and self.order is None:
             return Leave(None)
         return super().next(in_step=in_step)
 
@@ -686,8 +686,8 @@ mutant(
 
 
 @advice("S16", 100, WorkerMachine, "_step")
-def a_rank_stands_a_step_ahead_in_the_schedule(step, self, order, position):
-    return step(self, order, position + (order.parts is not None and self.rank == 1))
+def a_rank_stands_a_step_ahead_in_the_schedule(step, self, under_way, position):
+    return step(self, under_way, position + (under_way.order.parts is not None and self.rank == 1))
 
 
 mutant(
@@ -1108,7 +1108,7 @@ mutant(
     "a_hurried_order_is_whole_where_its_last_round_is",
     "S4",
     OnMachines(200),
-    instead(WorkerMachine, "_left", lambda self, sync, planned, is_inner: 0),
+    instead(WorkerMachine, "_left", lambda self, under_way, sync, planned, is_inner: 0),
 )
 
 
