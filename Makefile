@@ -27,8 +27,8 @@ PEERS_PIP   := $(PEERS_RUN) -m pip --disable-pip-version-check -qq
 BENCHES := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard bench/micro/*.py bench/end_to_end/*.py))))
 
 # Several processes, each with one test at a time: tests may count threads and change settings of their process.
-# A process begins with neighbouring tests, which share fixtures, and takes tests of others when it is done.
-PYTEST  := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
+# A process takes one file after the other, whose tests share fixtures: some are jobs of several processes.
+PYTEST  := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK   := tests/policy tests/protocol tests/machine tests/threads tests/test_doors.py
 # `make check test` runs the contract tests once.
 CHECKED := $(if $(filter check,$(MAKECMDGOALS)),--ignore=tests/contract)

@@ -14,13 +14,19 @@ from typing import Any
 GRACE_S = 60.0
 """Time for a process to end by itself when another one has failed."""
 
+IMPORTED = ["torch._dynamo", "flowdp"]
+"""What the server of processes imports once, which would take each process three seconds."""
+
 
 def in_processes(work: Callable[..., Any], folder: Path, size: int, *args: Any) -> list[Any]:
     """Run `work(rank, *args)` in `size` processes with one gloo group; returns their results, by rank.
 
     None for a process that ended well without one.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("spawn")
+    if os.name == "posix":
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
         context.Process(target=_process, args=(rank, size, str(folder / "store"), pipe, work, args))

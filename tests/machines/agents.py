@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Mapping
 
 from tests.machines.launch import Job, below, free_port
@@ -24,22 +23,20 @@ class Agents(Job):
 
     def __init__(self, module: str, *arguments: object) -> None:
         super().__init__(module, *arguments)
-        self._shared: dict[str, str] = {}
         self._port = free_port()
 
     def _start_all(self, shared: Mapping[str, str]) -> None:
-        self._shared = dict(shared)
+        self._shared = shared
         self.add_agent()
 
     def add_agent(self) -> None:
         """Start another agent."""
-        launcher = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
-        launcher += ["--max-restarts", "5", "--monitor-interval", "0.2", "--rdzv-id", "job"]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}"]
-        launcher += ["--rdzv-conf", QUICK]
         if self._processes:  # or this one keeps the rendezvous
             self._wait(self._is_open, "the rendezvous")
-        self._spawn([*launcher, *self._target, *self._arguments], self._shared)
+        options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5"]
+        options += ["--monitor-interval", "0.2", "--rdzv-id", "job", "--rdzv-backend", "c10d"]
+        options += ["--rdzv-endpoint", f"localhost:{self._port}", "--rdzv-conf", QUICK]
+        self._torchrun(*options)
 
     def _is_open(self) -> bool:
         with socket.socket() as asking:
@@ -47,7 +44,7 @@ class Agents(Job):
 
     def kill(self, index: int) -> None:
         """Kill an agent and all that it has started, at once, as a machine that loses its power."""
-        agent: subprocess.Popen[bytes] = self._processes.pop(index)
+        agent = self._processes.pop(index)
         for pid in (agent.pid, *below(agent.pid)):
             os.kill(pid, signal.SIGKILL)
         agent.wait()

@@ -129,7 +129,6 @@ class ElasticJob(Job):
             "tests.machines.elastic",
             *("--worker", kind, "--machines", machines, "--policy", policy),
             processes=machines,
-            by_hand=True,
             waits=waits,
             environment={"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"},
         )
@@ -175,7 +174,7 @@ def killed(leads: bool, draw: random.Random, policy: str = "exact") -> tuple[flo
     """
     with ElasticJob(policy=policy, waits=True) as job:
         begun = job.started(3, 0)
-        step = 100 + draw.randrange(300)
+        step = 100 + draw.randrange(200)
         job.wait_for("step", 3, lambda one: one["step"] >= step)
         victim = next(one for one in begun.values() if (one["rank"] == 0) is leads)
         at = job.kill(victim)

@@ -25,7 +25,7 @@ import flowdp
 from tests.machines.agents import Agents
 from tests.machines.launch import Job, Record, await_release, report
 
-SAMPLES, BATCH, EPOCHS, DEVICES = 601, 4, 4, 2
+SAMPLES, BATCH, EPOCHS, DEVICES = 401, 4, 4, 2
 EVERY = 25
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 LATE = STEPS - 40
@@ -232,7 +232,7 @@ def lost(number: signal.Signals, victim: int, step: int, worker: str = "sync") -
     """
     timeout_s = FROZEN_TIMEOUT_S if number == signal.SIGSTOP else 30.0
     arguments = ("--worker", worker, "--timeout", timeout_s)
-    with Job("tests.machines.kills", *arguments, by_hand=True, waits=True) as job:
+    with Job("tests.machines.kills", *arguments, waits=True) as job:
         begun = job.wait_for("started", 2)
         job.wait_for("step", 1, lambda one: one["step"] >= step)
         os.kill(next(one["pid"] for one in begun if one["machine"] == victim), number)

@@ -1,4 +1,4 @@
-"""Jobs of several processes: real scripts under torchrun, or each by itself as on machines of its own.
+"""Jobs of several processes: each by itself as on machines of its own, or under torchrun.
 
 A script reports records with `report`; they come through one named pipe, as lines of JSON. Whatever happens,
 no process of a job outlives its `with` block.
@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.machines.forks import ROOT, Fork, fork
+
 PIPE = "FLOWDP_TEST_PIPE"
 RELEASE = "release"
 """Name of the pipe in a job's folder at which its processes wait."""
@@ -69,10 +70,8 @@ class Job:
         module: The script, as a module: `tests.machines.exact`.
         arguments: Its arguments.
         processes: How many of it run.
-        restarts: How often torchrun starts all of them again after one has failed.
-        by_hand: Start each process alone, with the variables of torchrun: none of them is told what becomes
-            of another one, as on machines of their own.
-        program: A file in place of a module.
+        restarts: Run them under torchrun, which starts all again so often after one has failed. None: start
+            each alone, with the variables of torchrun; none is told what becomes of another one.
         environment: Further variables.
         waits: Its processes wait in `await_release` until `release`: a test that does something to a job that
             trains may come late, on a busy machine.
@@ -88,19 +87,17 @@ class Job:
         module: str,
         *arguments: object,
         processes: int = 2,
-        restarts: int = 0,
-        by_hand: bool = False,
-        program: Path | None = None,
+        restarts: int | None = None,
         environment: Mapping[str, str] | None = None,
         waits: bool = False,
     ) -> None:
         self._waits, self._released = waits, -1
-        self._target = [str(program)] if program is not None else ["-m", module]
+        self._module = module
         self._arguments = [str(argument) for argument in arguments]
-        self.count, self._restarts, self._by_hand = processes, restarts, by_hand
+        self.count, self._restarts = processes, restarts
         self._more = dict(environment or {})
         self.records: list[Record] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Fork] = []
         self._rest = b""
 
     def __enter__(self) -> Self:
@@ -111,7 +108,7 @@ class Job:
             os.mkfifo(self.folder / RELEASE)
         # Open for writing, too, so that the last writer's end is no end of the file.
         self._pipe = os.open(self.folder / "records", os.O_RDWR | os.O_NONBLOCK)
-        self._output = (self.folder / "output").open("wb")
+        self._output = (self.folder / "output").open("ab")
         try:
             self._start()
         except BaseException:
@@ -140,31 +137,32 @@ class Job:
         self._start_all(shared)
 
     def _start_all(self, shared: Mapping[str, str]) -> None:
-        if not self._by_hand:
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.count)]
-            launcher += ["--max-restarts", str(self._restarts)]
-            self._spawn([*launcher, *self._target, *self._arguments], shared)
-            return
         self._shared = shared
+        if self._restarts is not None:
+            self._torchrun(
+                "--standalone", "--nproc-per-node", str(self.count), "--max-restarts", str(self._restarts)
+            )
+            return
         for place in self.places():
             self.add(place)
 
     def places(self) -> list[dict[str, str]]:
-        """Variables of torchrun for each process that is started by hand."""
+        """Variables of torchrun for each process that is started alone."""
         common = {
             "WORLD_SIZE": str(self.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())
         }  # fmt: skip
         return [{"RANK": str(rank), **common} for rank in range(self.count)]
 
     def add(self, place: Mapping[str, str]) -> None:
-        """Start one more process by hand, with variables of its own."""
-        self._spawn([*self._target, *self._arguments], {**self._shared, **place})
+        """Start one more process alone, with variables of its own."""
+        environment = {**self._shared, **place}
+        self._processes.append(fork(self._module, self._arguments, environment, self.folder / "output"))
 
-    def _spawn(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def _torchrun(self, *options: str) -> None:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-m", "torch.distributed.run", *options, "-m", self._module, *self._arguments],
             cwd=ROOT,
-            env=dict(environment),
+            env=dict(self._shared),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -191,7 +189,7 @@ class Job:
     def wait(self) -> list[int]:
         """Wait until all processes have ended; returns their exit statuses, under torchrun its own alone."""
         self._wait(lambda: all(one.poll() is not None for one in self._processes), "the end")
-        return [one.returncode for one in self._processes]
+        return [one.poll() or 0 for one in self._processes]
 
     def ended(self) -> list[Record]:
         """Records of a job that must end well."""
@@ -200,7 +198,7 @@ class Job:
         return self.records
 
     def wait_end(self, machine: int) -> float:
-        """Wait until a process that was started by hand has ended; returns the time, on `time.monotonic`."""
+        """Wait until a process that was started alone has ended; returns the time, on `time.monotonic`."""
         self._wait(lambda: self._processes[machine].poll() is not None, f"the end of machine {machine}")
         return time.monotonic()
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.machines.kills import FROZEN_TIMEOUT_S, LOOP, POLICIES, killed, lost, resized
+from tests.machines.kills import FROZEN_TIMEOUT_S, LOOP, killed, lost, resized
 
 pytestmark = [pytest.mark.posix, pytest.mark.linux]
 
@@ -18,7 +18,8 @@ END_S = 3.0
 """Seconds from the error to the end of the process, which waits longer for a thread that has not left."""
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+# Of sync is the job that shrinks and grows.
+@pytest.mark.parametrize("policy", ["exact", "cadence"])
 def test_a_killed_job_goes_on_and_trains_every_sample_once(policy: str) -> None:
     killed(policy, 2 if policy == "cadence" else 1, random.Random(f"{policy} 1"))
 
