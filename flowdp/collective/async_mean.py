@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.fused import kernels_on
-from flowdp.collective.mean import BlockMean, arithmetic, relative_drift, shift
+from flowdp.collective.mean import BlockMean, Site, arithmetic, relative_drift, shift
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
@@ -210,14 +210,14 @@ class SnapshotMean:
                     ]
         if self._parts is None or self._parts[0] != members:
             here = self._lanes[home].device
-            is_on_device = self._lanes[home].is_async
+            kernels = kernels_on(here, len(members)) if self._lanes[home].is_async else None
+            far = [at for at, member in enumerate(members) if self._lanes[member].device != here]
             mean = BlockMean(
                 self._replicas[home].flats,
                 [self._slots[member] for member in members],
                 [self._mean[here], *(memories for at, memories in self._mean.items() if at != here)],
-                far=[at for at, member in enumerate(members) if self._lanes[member].device != here],
+                site=Site(kernels=kernels, far=far),
                 outer=self._shared,
-                kernels=kernels_on(here, len(members)) if is_on_device else None,
             )
             self._parts = members, mean
         return self._parts[1]

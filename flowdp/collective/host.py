@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowdp.collective.base import NOTHING, Averaging, Judge, Reading, is_held, unjudged
 from flowdp.collective.machines_mean import MachinesMean
-from flowdp.collective.mean import BlockMean, relative_drift
+from flowdp.collective.mean import BlockMean, Part, Site, relative_drift
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
@@ -219,11 +219,10 @@ class HostMean:
         known = self._parts[rank]
         if known is None or known[0] != members:
             memories = [self._memories[member] for member in members]
-            part, parts = (0, 1) if alone else (members.index(rank), len(members))
+            part = Part() if alone else Part(members.index(rank), len(members))
             outer = self.outer[0] if self.outer and self._of_all is None else None
-            mean = BlockMean(
-                self._replicas[0].flats, memories, memories, device=HOST, part=part, parts=parts, outer=outer
-            )
+            flats = self._replicas[0].flats
+            mean = BlockMean(flats, memories, memories, site=Site(HOST), part=part, outer=outer)
             known = self._parts[rank] = (members, mean)
         return known[1].reduce([outcome.samples[member] for member in members], drift=outcome.drift)
 

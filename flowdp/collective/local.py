@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.fused import kernels_on
-from flowdp.collective.mean import BlockMean, Carrier, relative_drift
+from flowdp.collective.mean import BlockMean, Carrier, Part, Site, relative_drift
 from flowdp.collective.on_streams import StreamedMean
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import Lane, Stream
@@ -134,17 +134,13 @@ class DeviceMean(StreamedMean):
         memories = [self._replicas[member].memories for member in members]
         lanes = {self._lanes[member].device: self._lanes[member] for member in members}
         others = [lane for device, lane in lanes.items() if device != here]
-        return BlockMean(
-            self._replicas[worker].flats,
-            memories,
-            memories,
-            part=part,
-            parts=parts,
-            far=[at for at, member in enumerate(members) if self._lanes[member].device != here],
-            is_cut=self._is_cut,
+        site = Site(
             kernels=None if self._kernels[worker] is None else kernels_on(here, len(members)),
-            carrier=_Ahead(self._lanes[worker], others, part, parts) if others else None,
+            far=[at for at, member in enumerate(members) if self._lanes[member].device != here],
+            carrier=_Ahead(self._lanes[worker], others, part, parts) if others else Carrier(),
         )
+        flats = self._replicas[worker].flats
+        return BlockMean(flats, memories, memories, site=site, part=Part(part, parts, self._is_cut))
 
     def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
         place, last = outcome.members.index(rank), len(outcome.members)

@@ -25,7 +25,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from flowdp.collective.mean import BlockMean, arithmetic, relative_drift, shift
+from flowdp.collective.mean import BlockMean, Site, arithmetic, relative_drift, shift
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import Flat
 from flowdp.network.machines import Reduction
@@ -219,8 +219,8 @@ class MachinesMean:
     def _reduce_ours(self, outcome: Outcome) -> None:
         """Reduce the replicas of this machine."""
         if self._ours is None:
-            host = torch.device("cpu")
-            self._ours = BlockMean(self._flats, self._memories, [self._means], device=host)
+            site = Site(torch.device("cpu"))
+            self._ours = BlockMean(self._flats, self._memories, [self._means], site=site)
         weights = outcome.local_weights(self.ranks)
         self._ours.reduce(weights if any(weights) else [1] * len(weights), drift=False)
 

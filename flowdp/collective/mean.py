@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Literal
@@ -32,6 +32,8 @@ __all__ = [
     "BlockMean",
     "Carrier",
     "Op",
+    "Part",
+    "Site",
     "add_weighted",
     "arithmetic",
     "flat_view",
@@ -110,6 +112,38 @@ class Carrier:
         """Let what follows the sums wait for all that was sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part of flat memories that one object reduces.
+
+    Attributes:
+        index: Its number.
+        count: Number of parts.
+        is_span: Of parameters that are cut, it is the span that has its number, for the first target.
+    """
+
+    index: int = 0
+    count: int = 1
+    is_span: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Place of a mean: its device, and what works there.
+
+    Attributes:
+        device: Device of the arithmetic; None: that of the flats.
+        kernels: Kernels for this number of members on that device; None: torch alone.
+        far: Sources on other devices, by index. They are brought over block by block.
+        carrier: Copies what is far.
+    """
+
+    device: torch.device | None = None
+    kernels: Kernels | None = None
+    far: Collection[int] = ()
+    carrier: Carrier = field(default_factory=Carrier)
+
+
 _Kind = Literal["parameters", "unmeasured", "buffers", "counts"]
 
 
@@ -146,14 +180,9 @@ class BlockMean:
         sources: The memories of each member: `sources[member][flat]`.
         targets: Memories for the mean: `targets[target][flat]`. It may be the sources themselves; a target
             may also be wider, of the dtype that `arithmetic` says.
-        device: Where the arithmetic is done; that of the flats if None.
-        part: Index of the part that this object reduces.
-        parts: Number of parts.
-        far: Sources on other devices, by index. They are brought over block by block.
+        site: Where the mean is taken.
+        part: The part that this object reduces.
         outer: Outer step of the parameters; None: they become the plain mean.
-        is_cut: Of parameters that are cut, it reduces the span that has its number, for the first target.
-        kernels: Kernels for this number of members on that device; None: torch alone.
-        carrier: Copies what is far.
 
     Threads: one. Distinct parts touch distinct memory, so each may have its own.
     Streams: everything but the carrier's copies is enqueued on the current one of that device. A copy between
@@ -167,23 +196,20 @@ class BlockMean:
         sources: Sequence[Sequence[Tensor]],
         targets: Sequence[Sequence[Tensor]],
         *,
-        device: torch.device | None = None,
-        part: int = 0,
-        parts: int = 1,
-        far: Collection[int] = (),
+        site: Site | None = None,
+        part: Part | None = None,
         outer: OuterMomentum | None = None,
-        is_cut: bool = False,
-        kernels: Kernels | None = None,
-        carrier: Carrier | None = None,
     ) -> None:
+        site, part = site or Site(), part or Part()
+        kernels = site.kernels
         self._members = len(sources)
-        self._device = device or (flats[0].memory.device if flats else torch.device("cpu"))
-        self._far = frozenset(far)
+        self._device = site.device or (flats[0].memory.device if flats else torch.device("cpu"))
+        self._far = frozenset(site.far)
         self._squares = torch.zeros(self._members + 1, dtype=torch.float64, device=self._device)
         self._cells = self._squares.unbind()
         self._scratch: dict[tuple[torch.dtype, object, int], Tensor] = {}
         self._kernels = kernels
-        self._carrier = carrier or Carrier()
+        self._carrier = site.carrier
         self._blocks: list[_Block] = []
         rows = 0
         for index, flat in enumerate(flats):
@@ -195,10 +221,10 @@ class BlockMean:
             state = (outer.state(index) if outer is not None and flat.is_measured else None) or ()
             is_fused = kernels is not None and not state and kernels.take([*ours, *theirs])
             for kind, start, stop in _kinds(flat):
-                first, last = _bounds(start, stop, part, parts)
+                first, last = _bounds(start, stop, part)
                 to = places
-                if is_cut and flat.spans > 1 and start < flat.split:
-                    span = flat.span(part)
+                if part.is_span and flat.spans > 1 and start < flat.split:
+                    span = flat.span(part.index)
                     first, last, to = span.start, span.stop, places[:1]
                 is_in_one = is_fused and kind in ("parameters", "unmeasured")
                 moved = state if kind == "parameters" else ()
@@ -464,11 +490,11 @@ def _kinds(flat: Flat) -> Iterator[tuple[_Kind, int, int]]:
     yield "counts" if flat.counts else "buffers", flat.split, flat.memory.numel()
 
 
-def _bounds(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
+def _bounds(start: int, stop: int, part: Part) -> tuple[int, int]:
     """Begin and end of a part of a span."""
-    length = stop - start
-    first, last = (length * at // parts // LINE * LINE for at in (part, part + 1))
-    return start + first, stop if part + 1 == parts else start + last
+    length, after = stop - start, part.index + 1
+    first, last = (length * at // part.count // LINE * LINE for at in (part.index, after))
+    return start + first, stop if after == part.count else start + last
 
 
 def _block_size(device: torch.device) -> int:

@@ -8,7 +8,7 @@ import torch
 from flowdp.collective import host
 from flowdp.collective import mean as mean_module
 from flowdp.collective.host import HostMean
-from flowdp.collective.mean import BlockMean
+from flowdp.collective.mean import BlockMean, Site
 from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import Flat, FlatReplica
 from flowdp.device.streams import QUIET, open_lanes
@@ -88,7 +88,9 @@ def test_the_layout_may_lie_on_a_device_that_the_host_cannot_reach(samples, drif
     draw = torch.Generator().manual_seed(0)
     memories = [[(9 * torch.randn(600, generator=draw)).to(dtype) for dtype in splits] for _ in samples]
     before = [[memory.double() for memory in rank] for rank in memories]
-    squares = BlockMean(layout, memories, memories, device=torch.device("cpu")).reduce(samples, drift=drift)
+    squares = BlockMean(layout, memories, memories, site=Site(torch.device("cpu"))).reduce(
+        samples, drift=drift
+    )
     assert (squares is not None) == drift
     if squares is not None:
         assert [bool(square) for square in squares[:-1]] == [count > 0 for count in samples]

@@ -10,6 +10,8 @@ from flowdp.collective import mean as mean_module
 from flowdp.collective.base import is_held
 from flowdp.collective.mean import (
     BlockMean,
+    Part,
+    Site,
     arithmetic,
     flat_view,
     reduce_all,
@@ -50,8 +52,8 @@ def averaged(sources, samples, *, split=SPLIT, parts=1, drift=False):
     ours = copies(sources)
     flats = [Flat(ours[0][0], split)]
     sums = [
-        BlockMean(flats, ours, ours, part=part, parts=parts).reduce(samples, drift=drift)
-        for part in range(parts)
+        BlockMean(flats, ours, ours, part=Part(index, parts)).reduce(samples, drift=drift)
+        for index in range(parts)
     ]
     squares = sum(part.double() for part in sums).tolist() if drift else sums[0]
     return [column[0] for column in ours], squares
@@ -241,7 +243,7 @@ def test_what_lies_far_is_brought_near_first(samples, far, dtype, monkeypatch):
                         touched.append(any(t.untyped_storage().data_ptr() == address for t in there))
             return func(*args, **(kwargs or {}))
 
-    mean = BlockMean(flats, ours, ours, far=far)
+    mean = BlockMean(flats, ours, ours, site=Site(far=far))
     with Watch():
         squares = mean.reduce(samples, drift=True)
     assert touched

@@ -325,6 +325,16 @@ def test_a_loop_stays_cut(setup: Any, clock: Clock) -> None:
 
 
 @slower
+def test_without_an_optimizer_each_call_is_a_step(setup: Any, clock: Clock) -> None:
+    dp = setup(Counting(), trains=False)
+    for seed in range(SETTLED + 1):
+        seen = len(dp.module.seen)
+        dp(numbers(8, 6, seed=seed))
+        clock.now_s += clock.took_s[len(dp.module.seen) - seen == 2]
+    assert "on cpu alone" in repr(dp)
+
+
+@slower
 @pytest.mark.parametrize("options", [{"partition_ratios": (1.0, 1.0)}, {"cadence": True}])
 def test_fixed_shares_and_windows_of_whole_batches_stay(
     setup: Any, clock: Clock, options: dict[str, Any]
