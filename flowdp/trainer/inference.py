@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from flowdp.data.loader_source import ReadPlan
 from flowdp.data.open_source import loader_generators, open_evaluation
+from flowdp.data.source import Batch
 from flowdp.device import worker_context
-from flowdp.device.compiled import make_room
+from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.cores import pool_sizes
 from flowdp.device.dispatch import prepare_torch
 from flowdp.device.failed_device import keep_memory
@@ -24,14 +25,14 @@ from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import as_tuning, tuned_process
 from flowdp.device.seeding import generators_kept
 from flowdp.device.streams import Lane
+from flowdp.device.trees import concatenated, described, flatten, is_cut, tree_map, unflatten
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.metrics import RankMetrics, rank_metrics
-from flowdp.engine.predictor import PredictStep, forward_step, joined, outputs_of
 from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
-from flowdp.errors import FlowdpError, OptionError
+from flowdp.errors import DataError, FlowdpError, OptionError
 from flowdp.options import ProcessTuning
 from flowdp.policy.tally import MetricArray, evaluation_means
 from flowdp.protocol.messages import Evaluated
@@ -41,13 +42,16 @@ from flowdp.replica.rank_state import restore_model
 from flowdp.replica.replica import Replica
 from flowdp.threads.crew import Crew
 from flowdp.trainer.config import DatasetOption, RunConfig
-from flowdp.trainer.result import TrainedState
+from flowdp.trainer.result import TrainedState, resumed_from
 from flowdp.trainer.resume import find
 from flowdp.validators import check_function, check_int
 
-__all__ = ["StateOption", "open_evaluator", "predict", "try_evaluation", "validate"]
+__all__ = ["PredictStep", "StateOption", "open_evaluator", "predict", "try_evaluation", "validate"]
 
 StateOption = TrainedState | str | PathLike[str]
+
+PredictStep = Callable[[nn.Module, Any], Any]
+"""Function of (model, batch) that returns an output with an entry for each sample of the batch."""
 
 T = TypeVar("T")
 Task = Callable[[int, EvaluatedReplica, Callable[[], bool]], T]
@@ -103,6 +107,127 @@ def predict(
     parts = _on_all_ranks(task, replicas, batches, _tuning(config), "predicts")
     outputs = {number: output for part in parts for number, output in part.items()}
     return joined([outputs[number] for number in sorted(outputs)])
+
+
+def forward_step(has_criterion: bool) -> PredictStep:
+    """The step where none is given: the model's forward.
+
+    Args:
+        has_criterion: Whether batches of two parts are (inputs, target), as a criterion has it.
+    """
+
+    def step(model: nn.Module, batch: Any) -> Any:
+        if isinstance(batch, Tensor):
+            return model(batch)
+        if isinstance(batch, tuple | list) and len(batch) in ((1, 2) if has_criterion else (1,)):
+            return model(batch[0])
+        of = f" of {len(batch)}" if isinstance(batch, tuple | list | Mapping) else ""
+        raise TypeError(
+            f"a batch here is a {type(batch).__name__}{of}, and without a step the model is called with a "
+            "batch that is one tensor" + (", or with x of (x, y)" if has_criterion else "") + ": say how, "
+            "predict(dataset, step=lambda model, batch: model(batch[0]))"
+        )
+
+    return step
+
+
+def outputs_of(
+    batches: SharedBatches, step: PredictStep, rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]
+) -> dict[int, tuple[Any, int]]:
+    """Compute the outputs of one reading of a dataset, until no batch is left.
+
+    Args:
+        batches: Batches that the ranks share.
+        step: Function of (model, batch).
+        rank: Rank index.
+        replica: Its own.
+        wait: See `SharedBatches.take`.
+
+    Returns:
+        By the batch's number its output, on the CPU, and its samples. Each output is waited for.
+
+    Threads:
+        The thread of the rank, all of them at once.
+
+    Raises:
+        DataError: The dataset failed.
+        TypeError: An output has no entry for each sample.
+        Exception: Raised by the user's code, with a note of the batch.
+    """
+    outputs: dict[int, tuple[Any, int]] = {}
+    calls = FirstCalls(replica.module, step)
+
+    def task(batch: int, payload: Batch, samples: int) -> None:
+        with calls.turn(samples), replica.casting():
+            output = step(replica.module, payload)
+        _check(output, samples)
+        outputs[batch] = tree_map(_on_host, output), samples
+
+    batches.each(rank, replica, batches.begin(rank), wait, task)
+    return outputs
+
+
+def joined(outputs: Sequence[tuple[Any, int]]) -> Any:
+    """The outputs of all batches as one, in their order.
+
+    A list as long as the batch, in all batches, has an entry for each sample. Tensors that differ in more
+    than their length are taken apart into a list of the samples.
+
+    Args:
+        outputs: Output and samples of each batch.
+
+    Raises:
+        DataError: There is none.
+    """
+    if not outputs:
+        raise DataError("there is no sample to predict")
+    if not all(_is_list(output, samples) for output, samples in outputs):
+        trees = [flatten(output, samples) for output, samples in outputs]
+        forms = [(form, [_form(leaf) for leaf in leaves]) for leaves, form in trees]
+        if all(form == forms[0] for form in forms):
+            leaves = [concatenated(parts) for parts in zip(*(leaves for leaves, _ in trees), strict=True)]
+            return unflatten(leaves, trees[0][1])
+    return [entry for output, samples in outputs for entry in _entries(output, samples)]
+
+
+def _entries(output: Any, samples: int) -> list[Any]:
+    if _is_list(output, samples):
+        return list(output)
+    leaves, form = flatten(output, samples)
+    return [unflatten([leaf[place] for leaf in leaves], form) for place in range(samples)]
+
+
+def _is_list(output: object, samples: int) -> bool:
+    return isinstance(output, list) and len(output) == samples
+
+
+def _form(leaf: Any) -> object:
+    return (leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf)
+
+
+def _check(output: Any, samples: int) -> None:
+    """Check that an output has an entry for each sample of its batch.
+
+    Raises:
+        TypeError: It has not.
+    """
+    if _is_list(output, samples):
+        return
+    leaves, form = flatten(output, samples)
+    wrong = [pair for pair in zip(form.paths(), leaves, strict=True) if not is_cut(pair[1], samples)]
+    if wrong or not leaves:
+        path, leaf = wrong[0] if wrong else ("", output)
+        kind = "" if isinstance(leaf, Tensor) else f" ({type(leaf).__name__})"
+        raise TypeError(
+            f"an output must have an entry for each of the batch's {samples} samples, along the first "
+            f"dimension of each tensor, and here output{path} is {described(leaf)}{kind}: give "
+            "predict(dataset, step=...), whose step leaves it out or returns a list of it"
+        )
+
+
+def _on_host(leaf: Any) -> Any:
+    # A copy, on the CPU too: a module may write its next output into the same memory.
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def open_evaluator(config: RunConfig, send: Callable[[RankMetrics], None] | None = None) -> Evaluator | None:
@@ -189,24 +314,13 @@ def _loading(config: ReplicaConfig, state: StateOption | None) -> Callable[[nn.M
                 "TrainedState or the path of a checkpoint"
             )
         return _leave
-    if isinstance(state, TrainedState):
-        model = _evaluated(config, state.state_dict, state.ema)
-        return partial(restore_model, model=model, buffers=None)
-    if not isinstance(state, str | PathLike):
+    if not isinstance(state, TrainedState | str | PathLike):
         raise OptionError(f"state must be a TrainedState or the path of a checkpoint, not {state!r:.80}")
-    start = find(fspath(state), None)
+    start = resumed_from(state) if isinstance(state, TrainedState) else find(fspath(state), None)
     assert start is not None
-    model = _evaluated(config, start.model, start.ema)
-    return partial(restore_model, model=model, buffers=start.buffers)
-
-
-def _evaluated(
-    config: ReplicaConfig, model: Mapping[str, Any], ema: Mapping[str, Tensor] | None
-) -> Mapping[str, Any]:
-    """The state_dict with which the run evaluates."""
-    if config.ema_decay is None or not ema:
-        return model
-    return {name: ema[name].to(value.dtype) if name in ema else value for name, value in model.items()}
+    model, ema = start.model, {} if config.ema_decay is None else start.ema
+    evaluated = {name: ema[name].to(value.dtype) if name in ema else value for name, value in model.items()}
+    return partial(restore_model, model=evaluated, buffers=start.buffers)
 
 
 def _on_all_ranks(

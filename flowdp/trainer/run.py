@@ -447,7 +447,7 @@ class Run:
             self._engine.records.wait()
             self._join_threads()
         except KeyboardInterrupt:
-            self._engine.is_abandoned = True
+            self._engine.abandon()
             raise
         if self.error is None:
             self._fill()

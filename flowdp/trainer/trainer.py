@@ -30,7 +30,6 @@ from flowdp.checks import (
 )
 from flowdp.engine.evaluation import EvaluationOptions, check_evaluation, check_judged
 from flowdp.engine.metrics import check_metrics
-from flowdp.engine.predictor import PredictStep
 from flowdp.errors import OptionError
 from flowdp.observe.bar import wants_progress
 from flowdp.observe.callbacks import Callback, check_callbacks, ema_decay_of, monitor_of
@@ -55,7 +54,7 @@ from flowdp.replica.learning_rate import SchedulerOptions, check_scheduler
 from flowdp.replica.replica import LossOption
 from flowdp.trainer.config import DatasetOption, RunConfig
 from flowdp.trainer.description import describe_run
-from flowdp.trainer.inference import StateOption, predict, validate
+from flowdp.trainer.inference import PredictStep, StateOption, predict, validate
 from flowdp.trainer.result import TrainedState
 from flowdp.trainer.run import Run
 from flowdp.trainer.start import start_run

@@ -19,8 +19,7 @@ from typing import Any
 
 from flowdp.checkpoint.file import beside
 from flowdp.errors import OptionError
-from flowdp.observe.loggers.log import Every, Log, Setting
-from flowdp.observe.loggers.numbers import Number
+from flowdp.observe.loggers.log import Every, Log, Number, Setting
 
 __all__ = ["CSVLogger", "JSONLLogger", "check_folder", "free_path", "set_aside"]
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from flowdp.errors import OptionError
 from flowdp.observe.loggers.files import check_folder, free_path
-from flowdp.observe.loggers.log import Every, Log, Setting
-from flowdp.observe.loggers.numbers import Number
+from flowdp.observe.loggers.log import Every, Log, Number, Setting
 from flowdp.validators import check_installed
 
 __all__ = ["MLflowLogger", "TensorBoardLogger", "WandbLogger"]
