@@ -133,6 +133,7 @@ def _close_at_end(services: Services, settings: ExitStack) -> None:
     if services.team.machines is not None:
         settings.callback(services.team.machines.closer())
     settings.callback(services.saver.close_transfer)
+    settings.callback(services.requests.close)
     if services.channel is not None:
         settings.callback(services.channel.close)
 
@@ -162,7 +163,6 @@ def _open_meeting(
         overlaps=config.overlaps,
     )
     settings.callback(collective.close)
-    settings.callback(services.requests.close)
     joint: JointStep | SpanStep | None = None
     if is_cut and isinstance(collective, StreamedMean):  # not in the host's memory
         joint = SpanStep(exact, collective)

@@ -119,12 +119,12 @@ class Diagnostics:
             threads: All threads of the run, the readers of its datasets included.
             events: Number of events.
         """
-        ranks, found = self.ranks(), stacks(threads)
+        ranks, running = self.ranks(), stacks(threads)
         parts = [headline, *(f"  rank {rank}: {doing}" for rank, doing in enumerate(ranks))]
         parts += [f"  reader: {doing}" for source in self._sources if (doing := source.waits_for())]
-        parts += [f"\n{name} is here:\n{stack.rstrip()}" for name, stack in found.items()]
+        parts += [f"\n{name} is here:\n{stack.rstrip()}" for name, stack in running.items()]
         parts += ["\nThe last events:", *(f"  {event}" for event in self._tail(events))]
-        return StallError("\n".join(parts), ranks=ranks, stacks=found)
+        return StallError("\n".join(parts), ranks=ranks, stacks=running)
 
     def quarantined(self, command: Quarantined) -> str:
         """Text about a replica that had NaN or infinite numbers: which, and since which batch."""

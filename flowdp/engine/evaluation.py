@@ -339,11 +339,11 @@ def _number(name: object, value: object) -> float | Tensor:
 
 def _read(rows: list[_Row]) -> EvalSums:
     """Bring the numbers to the host; those of a device by one copy."""
-    found = [value for row in rows for value in (row[1], row[3])]
-    for device in {value.device for value in found if isinstance(value, Tensor)}:
-        places = [i for i, v in enumerate(found) if isinstance(v, Tensor) and v.device == device]
-        numbers = torch.stack([torch.as_tensor(found[i]) for i in places]).tolist()
+    values = [value for row in rows for value in (row[1], row[3])]
+    for device in {value.device for value in values if isinstance(value, Tensor)}:
+        places = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.device == device]
+        numbers = torch.stack([torch.as_tensor(values[i]) for i in places]).tolist()
         for place, number in zip(places, numbers, strict=True):
-            found[place] = number
-    read = ((row[0], float(found[2 * i]), (row[2], float(found[2 * i + 1]))) for i, row in enumerate(rows))
+            values[place] = number
+    read = ((row[0], float(values[2 * i]), (row[2], float(values[2 * i + 1]))) for i, row in enumerate(rows))
     return tuple((*key, tuple(map(itemgetter(2), of))) for key, of in groupby(read, key=itemgetter(0, 1)))

@@ -252,6 +252,17 @@ class Meter:
 
         clock.then(land, (), Kind.ROUND, resumed, (last,))
 
+    def end_round(self, awaited: int | None) -> None:
+        """Begin the next round, and forget the bad losses of those before.
+
+        Args:
+            awaited: An earlier round, of which the verdict is still to be read; None: there is none.
+        """
+        self.round += 1
+        if self.bad:
+            first = self.round if awaited is None else awaited
+            self.bad = {number: step for number, step in self.bad.items() if number >= first}
+
     def stepped(self, norms: Sequence[Tensor] = ()) -> None:
         """Count the step behind the mean, which is on the device, as work (exact).
 

@@ -204,12 +204,14 @@ class NanGuard:
             self._machine.is_bad = True
             self.bad = self.bad or (step.epoch, step.batches[0])
 
+    def take_bad(self) -> tuple[int, int] | None:
+        """The value of `bad`, for a report; the next one is of what comes now."""
+        bad, self.bad = self.bad, None
+        return bad
+
     def met(self) -> None:
         """Note that a mean was held."""
-        self._meter.round += 1
-        if self._meter.bad:
-            first = self._meter.round if self.verdict is None else self.verdict.round
-            self._meter.bad = {at: step for at, step in self._meter.bad.items() if at >= first}
+        self._meter.end_round(None if self.verdict is None else self.verdict.round)
 
 
 _LOSS = "the loss is not finite"

@@ -328,8 +328,7 @@ class Worker:
         """Close an order, with a mean or without one."""
         self._batcher.follow(self.machine)
         numbers, checksum = self._numbers, None
-        bad, verdict, lr = numbers.bad, numbers.verdict, self.current.lr
-        numbers.bad = None
+        bad, verdict, lr = numbers.take_bad(), numbers.verdict, self.current.lr
         group_lrs = self.replica.learning_rate.groups()
         if outcome is not None:
             self._fit_feed()
@@ -398,7 +397,7 @@ class Worker:
         self.activity.is_bound, start_s = True, perf_counter()
         self.activity.task, activity = described(task)
         self._post(self._tasks.serve(task, self._await_evaluation, self.activity.moved))
-        self._numbers.bad = None  # it has copied a healthy replica
+        self._numbers.take_bad()  # it has copied a healthy replica
         self.activity.moved()
         self.activity.task = ""
         self.activity.is_bound = False

@@ -246,8 +246,8 @@ def step_callbacks(callbacks: Iterable[Callback]) -> tuple[StepCallback, ...]:
 
 def overrides(callback: Callback, method: str) -> bool:
     """Whether a callback has a method of its own."""
-    own = getattr(callback, method)
-    return getattr(own, "__func__", own) is not getattr(Callback, method)
+    bound = getattr(callback, method)
+    return getattr(bound, "__func__", bound) is not getattr(Callback, method)
 
 
 def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
@@ -259,11 +259,11 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise OptionError(f"callbacks must be a sequence of callbacks, [...], not {callbacks!r}")
     checked = tuple(callbacks)
-    for one in checked:
-        if not isinstance(one, Callback):
-            raise OptionError(f"callbacks must be instances of flowdp.Callback, not {one!r}")
+    for callback in checked:
+        if not isinstance(callback, Callback):
+            raise OptionError(f"callbacks must be instances of flowdp.Callback, not {callback!r}")
     for kind in (EMA, EarlyStopping):
-        if sum(isinstance(one, kind) for one in checked) > 1:
+        if sum(isinstance(callback, kind) for callback in checked) > 1:
             raise OptionError(f"callbacks: a run has one {kind.__name__}, and there are several")
     return checked
 
@@ -275,5 +275,5 @@ def ema_decay_of(callbacks: Iterable[Callback]) -> float | None:
 
 def monitor_of(callbacks: Iterable[Callback]) -> tuple[Monitor | None, bool]:
     """Metric of early stopping, if any, and whether the result is the best checkpoint."""
-    found = [callback for callback in callbacks if isinstance(callback, EarlyStopping)]
-    return (found[0].watched(), found[0].restore_best) if found else (None, False)
+    stopping = next((callback for callback in callbacks if isinstance(callback, EarlyStopping)), None)
+    return (None, False) if stopping is None else (stopping.watched(), stopping.restore_best)

@@ -80,8 +80,8 @@ def _head(view: RunView) -> str:
 
 
 def _curve(view: RunView) -> str:
-    found = [(record.global_step, record.loss) for record in view.rounds if record.loss is not None]
-    points = [(step, loss) for step, loss in found if math.isfinite(loss)]
+    losses = [(record.global_step, record.loss) for record in view.rounds if record.loss is not None]
+    points = [(step, loss) for step, loss in losses if math.isfinite(loss)]
     points = points[:: max(1, len(points) // POINTS)]
     if len(points) < 2:
         return ""

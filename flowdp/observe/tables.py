@@ -23,18 +23,18 @@ def epoch_table(history: Sequence[EpochMetrics], newest: int) -> Table:
     """
     shown = history[-newest:]
     numbers = [
-        {**one.scalars, **{f"eval {name}": value for name, value in one.eval.items()}} for one in shown
+        {**epoch.scalars, **{f"eval {name}": value for name, value in epoch.eval.items()}} for epoch in shown
     ]
-    names = tuple(dict.fromkeys(name for own in numbers for name in own))
+    names = tuple(dict.fromkeys(name for row in numbers for name in row))
     rows = tuple(
         (
-            str(one.epoch + 1),
-            "" if one.loss is None else format_metric(one.loss),
-            *(format_metric(own[name]) if name in own else "" for name in names),
-            f"{sum(one.throughput):,.0f}",
-            format_duration(one.epoch_ms),
+            str(epoch.epoch + 1),
+            "" if epoch.loss is None else format_metric(epoch.loss),
+            *(format_metric(row[name]) if name in row else "" for name in names),
+            f"{sum(epoch.throughput):,.0f}",
+            format_duration(epoch.epoch_ms),
         )
-        for one, own in zip(shown, numbers, strict=True)
+        for epoch, row in zip(shown, numbers, strict=True)
     )
     return Table(("epoch", "loss", *names, "samples/s", "time"), rows)
 

@@ -157,14 +157,14 @@ class Resumed:
         """
         position = self.position
         if self.fingerprint is not None:
-            found = differences(self.fingerprint, fingerprint, inside_epoch=bool(position.open))
-            if found:
+            others = differences(self.fingerprint, fingerprint, inside_epoch=bool(position.open))
+            if others:
                 raise self._refused(
-                    f"{'; '.join(found)}. Give what it was trained with, or resume=False and another folder "
+                    f"{'; '.join(others)}. Give what it was trained with, or resume=False and another folder "
                     "to start anew"
                 )
         # An epoch may have been opened ahead of time, and nothing dealt of it.
-        begun = position.done + sum(bool(one.position) for one in position.open)
+        begun = position.done + sum(bool(epoch.position) for epoch in position.open)
         if epochs is not None and epochs < begun:
             raise OptionError(f"epochs={epochs} is less than the {begun} that {self} has begun")
         if max_steps is not None and max_steps < position.global_step:
@@ -182,13 +182,14 @@ class Resumed:
         Threads:
             The one that starts the run.
         """
-        for one in self.position.open:
-            source.indices(one.epoch, 0)
+        begun = [epoch.epoch for epoch in self.position.open]
+        for epoch in begun:
+            source.indices(epoch, 0)
         now = orders(source, self.position)
-        for one in self.position.open:
-            if self.orders is not None and self.orders.get(one.epoch) != now.get(one.epoch):
+        for epoch in begun:
+            if self.orders is not None and self.orders.get(epoch) != now.get(epoch):
                 raise self._refused(
-                    f"epoch {one.epoch} is partly trained, and the sampler draws another order than it did "
+                    f"epoch {epoch} is partly trained, and the sampler draws another order than it did "
                     "then; samples would be trained twice or left out. Give it a "
                     "`set_epoch` that seeds by the epoch, or a fresh sampler with the same seed, or go on "
                     "from a checkpoint at an epoch's end"
@@ -272,15 +273,15 @@ def find(resume: bool | str | PathLike[str], folder: CheckpointFolder | None) ->
         OptionError: The run would write into the folder of another one.
     """
     if isinstance(resume, bool):
-        found = _newest(folder) if resume and folder is not None else None
+        start = _newest(folder) if resume and folder is not None else None
     else:
         path = Path(resume)
-        found = _newest(CheckpointFolder(CheckpointOptions(path))) if path.is_dir() else (path, read(path))
-        if found is None:
+        start = _newest(CheckpointFolder(CheckpointOptions(path))) if path.is_dir() else (path, read(path))
+        if start is None:
             raise CheckpointError(f"the folder {str(path)!r} holds no checkpoint", path=str(path))
     if folder is not None:
-        _check_own(folder, None if found is None else found[0])
-    return None if found is None else _resumed(*found, folder)
+        _check_own(folder, None if start is None else start[0])
+    return None if start is None else _resumed(*start, folder)
 
 
 def _resumed(path: Path, state: Mapping[str, Any], folder: CheckpointFolder | None) -> Resumed:
@@ -303,21 +304,21 @@ def _resumed(path: Path, state: Mapping[str, Any], folder: CheckpointFolder | No
 
 
 def _newest(folder: CheckpointFolder) -> tuple[Path, dict[str, Any]] | None:
-    found, there = folder.newest(), folder.paths()
-    if found is None and there:
+    newest, there = folder.newest(), folder.paths()
+    if newest is None and there:
         # To begin anew would be to lose, silently, perhaps days of training.
         raise CheckpointError(
             f"none of the {len(there)} checkpoints in {str(there[0].parent)!r} can be read; the log says "
             "why. Give the path of another one, or resume=False and another folder to begin anew",
             path=str(there[0]),
         )
-    return found
+    return newest
 
 
-def _check_own(folder: CheckpointFolder, found: Path | None) -> None:
+def _check_own(folder: CheckpointFolder, start: Path | None) -> None:
     """Check that the folder is this run's: another run's files there would be removed in time."""
     there = folder.paths()
-    if there and (found is None or found.resolve().parent != there[0].resolve().parent):
+    if there and (start is None or start.resolve().parent != there[0].resolve().parent):
         raise OptionError(
             f"the folder {str(there[0].parent)!r} holds checkpoints of another run, the newest "
             f"{there[0].name!r}: go on from it with resume=True, or give another folder"

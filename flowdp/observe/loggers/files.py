@@ -159,7 +159,7 @@ def set_aside(path: Path) -> Path:
 def free_path(path: Path) -> Path:
     """The path with the first number at its stem that is not taken: "m-1.csv"."""
     numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
-    return next(one for one in numbered if not one.exists())
+    return next(free for free in numbered if not free.exists())
 
 
 def check_folder(purpose: str, folder: Path) -> None:

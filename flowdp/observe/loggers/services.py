@@ -182,9 +182,9 @@ class MLflowLogger(Log):
         """See `RunLogger`."""
         from mlflow.entities import Param
 
-        found = self._client.get_experiment_by_name(self._experiment)
+        known = self._client.get_experiment_by_name(self._experiment)
         experiment = (
-            self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+            self._client.create_experiment(self._experiment) if known is None else known.experiment_id
         )
         runs = self._client.search_runs([experiment], order_by=["start_time DESC"]) if step else []
         run = next((run for run in runs if self._name and run.info.run_name == self._name), None)

@@ -207,15 +207,14 @@ def _has_flattened(speeds: Mapping[int, float]) -> bool:
 
 def _speed(config: RunConfig, device: torch.device, steps: int, size: int) -> float | None:
     """Samples per second of a trainer's run on one device; None: it has no room for such batches."""
-    own = config.replica
-    sizes = plan_sizes(config.dataset, size, None, 1, own.policy, world_size=1)
+    sizes = plan_sizes(config.dataset, size, None, 1, config.replica.policy, world_size=1)
     test = replace(
         config,
         devices=(device,),
         team=config.team
         if config.team.is_spread
         else replace(config.team, sizes=(1,)),  # refused, or this device alone
-        replica=replace(own, sizes=sizes, capture=None, repeats=False, checks_loss=False),
+        replica=replace(config.replica, sizes=sizes, capture=None, repeats=False, checks_loss=False),
         reading=replace(config.reading, drop_last=True),  # all steps are of this size
         epochs=None,
         max_steps=1 + steps,

@@ -124,9 +124,9 @@ def compare(trainers: Mapping[str, Trainer], *, epochs: int = 1) -> Comparison:
 
 
 def _compared(name: str, config: RunConfig, epochs: int, seed: int) -> ComparedRun:
-    own = replace(config.replica, seed=seed)
+    seeded = replace(config.replica, seed=seed)
     try:
-        with trial_run(replace(config, replica=own, epochs=epochs, max_steps=None)) as run:
+        with trial_run(replace(config, replica=seeded, epochs=epochs, max_steps=None)) as run:
             rounds = list(run.metrics(every="round"))
         return _summed(name, rounds, run.history, run.report().efficiency)
     except Exception as error:  # of a factory, too, which is the user's code

@@ -135,14 +135,14 @@ def find_lr(trainer: Trainer, *, lowest: float = 1e-7, highest: float = 10.0, st
     if lowest >= highest:
         raise OptionError(f"lowest={lowest!r} must be less than highest={highest!r}")
     config = trainer.config
-    own = config.replica
-    is_exact = ROUNDS[own.policy].averages == "gradients"
+    trained = config.replica
+    is_exact = ROUNDS[trained.policy].averages == "gradients"
     sweep = _Sweep(lowest, highest, steps, together=1 if is_exact else config.world_size)
     probe = _Probe(sweep, config.world_size)
     replica = replace(
-        own,
+        trained,
         policy="exact" if is_exact else "sync",
-        scheduler=SchedulerOptions(sweep.schedule, unit="step", lr_scaling=own.scheduler.lr_scaling),
+        scheduler=SchedulerOptions(sweep.schedule, unit="step", lr_scaling=trained.scheduler.lr_scaling),
         capture=None,
         checks_loss=False,
     )
