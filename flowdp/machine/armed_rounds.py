@@ -8,9 +8,26 @@ from dataclasses import dataclass, field
 
 from flowdp.machine.rounds import outcome_of
 from flowdp.policy.ledger import Deal
-from flowdp.protocol.messages import DataEnded, Outcome, SyncAck, SyncPoints, Work
+from flowdp.protocol.messages import DataEnded, Outcome, SampleRange, SyncAck, SyncPoints, Work
 
-__all__ = ["ArmedRounds", "HeldRounds"]
+__all__ = ["ArmedRounds", "Dealt", "HeldRounds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Batches that the ledger has dealt for one order to every rank.
+
+    Attributes:
+        rounds: Rounds that the order arms.
+        hands: The batches.
+        parts: Samples of each batch that are each rank's (exact). Shape (world_size, batches).
+        alone: The rank that trains all of the batches (exact); None: all ranks train.
+    """
+
+    rounds: int
+    hands: Deal
+    parts: Sequence[tuple[SampleRange, ...]] = ()
+    alone: int | None = None
 
 
 @dataclass(slots=True)
@@ -25,7 +42,8 @@ class ArmedRounds:
         every: Steps of each rank in one of the rounds. Shape (world_size,).
         steps: Steps of all ranks in all of the rounds.
         predicted_ms: Expected duration; infinite while no speed is known.
-        alone: The rank that trains all of the batches (exact); None: all ranks train.
+        parts: See `Dealt`.
+        alone: See `Dealt`.
         start_ms: Time of the beginning.
         acks: Acknowledgments so far, by rank.
     """
@@ -37,6 +55,7 @@ class ArmedRounds:
     every: tuple[int, ...]
     steps: int
     predicted_ms: float
+    parts: Sequence[tuple[SampleRange, ...]] = ()
     alone: int | None = None
     start_ms: float = math.nan
     acks: dict[int, SyncAck] = field(default_factory=dict)

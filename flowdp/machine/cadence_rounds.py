@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from flowdp.machine.armed_rounds import HeldRounds
+from flowdp.machine.armed_rounds import Dealt, HeldRounds
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Shares
 from flowdp.policy.cadence import Cadence
-from flowdp.policy.ledger import Deal
 from flowdp.protocol.commands import Command
 
 __all__ = ["CadenceRounds"]
@@ -51,12 +50,12 @@ class CadenceRounds(PlannedRounds):
         self.cadence.leave(rank)
         return super().leave(rank, unreported_samples, now_ms)
 
-    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
+    def _deal(self, ledger: EpochLedger) -> Dealt:
         quotas, cadence = self.cadence.quotas, self.cadence
         count = self._rounds_at_once(ledger, quotas)
         if count > 1:
             quotas = tuple(count * quota for quota in quotas)
-        return count, ledger.deal(quotas, cadence.ms_per_step, cadence.due)
+        return Dealt(count, ledger.deal(quotas, cadence.ms_per_step, cadence.due))
 
     def _rounds_at_once(self, ledger: EpochLedger, quotas: Sequence[int]) -> int:
         """Rounds of the next order: as many as a mean of all machines is apart, or as the epoch's rest makes.

@@ -14,12 +14,11 @@ from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
+from flowdp.machine.armed_rounds import ArmedRounds, Dealt, HeldRounds
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Averages, Shares
-from flowdp.policy.ledger import Deal
 from flowdp.policy.schedule import is_due_at
 from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
 from flowdp.policy.sharing import Exclusion, Sharing
@@ -90,8 +89,6 @@ class ExactRounds(PlannedRounds):
         is_free = self._batch.may_be_alone and config.ratios is None and ranks > 1
         self._sharing = Sharing() if is_free else None
         self._exclusion = Exclusion(ranks)
-        # Of the order that is dealt.
-        self._next_parts: Sequence[tuple[SampleRange, ...]] = ()
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -100,10 +97,10 @@ class ExactRounds(PlannedRounds):
             return tuple(self._ratios)
         return self._without(self._exclusion.out)
 
-    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
+    def _deal(self, ledger: EpochLedger) -> Dealt:
         # The ledger gives them to rank 0; the share of each rank is in the parts.
         count = min(self.times.steps_at_once if self._is_split else 1, ledger.remaining, self._room)
-        self._next_alone = None
+        alone: int | None = None
         shares, out = self.ratios, self._exclusion.plan()
         if out != self._exclusion.out:
             count, shares = -(-count // LESSON), self._without(out)
@@ -114,12 +111,12 @@ class ExactRounds(PlannedRounds):
             if is_trial:
                 count = min(count, max(-(-count // TRIAL), TRIAL_WINDOWS))
             if self._sharing.is_shared == is_trial:
-                self._next_alone = LONE_RANK
+                alone = LONE_RANK
                 shares = tuple(float(rank == LONE_RANK) for rank in range(self.world_size))
         batches = ledger.deal_to(0, count)
-        self._next_parts = list(zip(*self._parts(batches, shares), strict=True))
-        deal = (batches, *((),) * (self.world_size - 1))
-        return (count if self._next_alone is None else 1), deal
+        hands = (batches, *((),) * (self.world_size - 1))
+        parts = list(zip(*self._parts(batches, shares), strict=True))
+        return Dealt(count if alone is None else 1, hands, parts, alone)
 
     def _order(self, armed: ArmedRounds, rank: int) -> StartEpoch:
         return StartEpoch(
@@ -128,7 +125,7 @@ class ExactRounds(PlannedRounds):
             armed.deal[0],
             armed.sync,
             metrics=self.epochs.metrics,
-            parts=self._next_parts[rank],
+            parts=armed.parts[rank],
             alone=armed.alone is not None,
         )
 

@@ -15,12 +15,11 @@ from dataclasses import replace
 from typing import ClassVar
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.armed_rounds import ArmedRounds, HeldRounds
+from flowdp.machine.armed_rounds import ArmedRounds, Dealt, HeldRounds
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares, reason_of, summary
 from flowdp.policy.drift import largest_drift
-from flowdp.policy.ledger import Deal
 from flowdp.protocol.commands import Command, RoundEnded, Send
 from flowdp.protocol.messages import DataEnded, Exiting, Fact, StartEpoch, SyncAck, SyncNow, SyncPoints
 from flowdp.protocol.position import Position
@@ -86,7 +85,6 @@ class PlannedRounds(Rounds):
     averages: ClassVar[Averages] = "parameters"
     may_hurry: ClassVar[bool] = False
     _inner_rounds = 1  # of so many rounds only the last is one of all machines
-    _next_alone: int | None = None  # the rank that trains the order that was dealt last by itself (exact)
 
     def __init__(self, config: CoordinatorConfig, epochs: Epochs) -> None:
         super().__init__(config, epochs)
@@ -196,8 +194,8 @@ class PlannedRounds(Rounds):
 
     # ------------------------------------------------------------------ differences between the policies
     @abstractmethod
-    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
-        """Deal the batches of the next order; returns the number of rounds to arm, and the batches."""
+    def _deal(self, ledger: EpochLedger) -> Dealt:
+        """Deal the batches of the next order."""
 
     @property
     def _is_paced(self) -> bool:
@@ -259,8 +257,9 @@ class PlannedRounds(Rounds):
         ledger = self.epochs.dealing(now_ms) if self._room > 0 else None
         if ledger is None:
             return []
-        count, deal = self._deal(ledger)
-        taken = [ledger.steps(rank, hand) for rank, hand in enumerate(deal)]
+        dealt = self._deal(ledger)
+        count = dealt.rounds
+        taken = [ledger.steps(rank, hand) for rank, hand in enumerate(dealt.hands)]
         every = tuple(-(-steps // count) for steps in taken)
         sync = SyncPoints(
             self.next_round,
@@ -276,7 +275,15 @@ class PlannedRounds(Rounds):
         times = zip(taken, self._predicted_pace_ms, strict=False)
         predicted_ms = max((steps * ms for steps, ms in times), default=math.inf)
         armed = ArmedRounds(
-            self._plan, sync, ledger.epoch, deal, every, sum(taken), predicted_ms, self._next_alone
+            self._plan,
+            sync,
+            ledger.epoch,
+            dealt.hands,
+            every,
+            sum(taken),
+            predicted_ms,
+            dealt.parts,
+            dealt.alone,
         )
         if not self._armed:
             armed.start_ms = now_ms
@@ -368,12 +375,12 @@ class SyncRounds(PlannedRounds):
 
     shares: ClassVar[Shares] = "equal"
 
-    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
+    def _deal(self, ledger: EpochLedger) -> Dealt:
         room = -(-self._room // len(self._present))
         count = min(self.times.steps_at_once, max(1, ledger.whole_rounds(self._present)), room)
         present = frozenset(self._present)
         quotas = [count if rank in present else 0 for rank in range(self.world_size)]
-        return count, ledger.deal(quotas, [1.0] * self.world_size)
+        return Dealt(count, ledger.deal(quotas, [1.0] * self.world_size))
 
 
 class SingleRounds(PlannedRounds):
@@ -382,5 +389,5 @@ class SingleRounds(PlannedRounds):
     shares: ClassVar[Shares] = "equal"
     may_hurry: ClassVar[bool] = True
 
-    def _deal(self, ledger: EpochLedger) -> tuple[int, Deal]:
-        return 1, ledger.deal((min(self.times.steps_at_once, self._room),), [1.0])
+    def _deal(self, ledger: EpochLedger) -> Dealt:
+        return Dealt(1, ledger.deal((min(self.times.steps_at_once, self._room),), [1.0]))
