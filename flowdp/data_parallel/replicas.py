@@ -30,7 +30,7 @@ from flowdp.device.copies import carry, copied
 from flowdp.device.draws import OwnDraws, SeededCalls, draw_seed, share_generator
 from flowdp.device.openmp import set_own_threads
 from flowdp.device.stopwatch import Stopwatch
-from flowdp.device.streams import Lane
+from flowdp.device.streams import Lane, Stream
 from flowdp.device.torch_modes import caller_modes, unhooked
 from flowdp.device.trees import tensors_of
 from flowdp.modules.constant_draws import still
@@ -52,6 +52,85 @@ StandIns = Mapping[int, Tensor]
 """Tensors that stand for a module's own, by the identity of those; those that require grad are leaves."""
 
 
+class StreamOrder:
+    """Order between the caller's current streams of all devices and those of the ranks.
+
+    Args:
+        lanes: One per rank.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = tuple(lanes)
+        self._asked = [lane.event() for lane in lanes]
+        self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
+
+    def begin(self) -> list[Stream]:
+        """Let the ranks' work come after the caller's; returns the caller's streams."""
+        home, *others = self._lanes
+        here = [lane.current() for lane in self._lanes]
+        for asked, stream in zip(self._asked, here, strict=True):
+            asked.record(stream)
+        for rank, lane in enumerate(others, 1):
+            lane.compute.wait_event(self._asked[rank])
+            lane.compute.wait_event(self._asked[0])
+            home.aside(rank).wait_event(self._asked[0])
+        return here
+
+    def end(self, here: Sequence[Stream]) -> None:
+        """Let the caller's later work come after the ranks'; `here` is what `begin` returned."""
+        home, *others = self._lanes
+        for rank, lane in enumerate(others, 1):
+            computed, carried = self._done[rank]
+            computed.record(lane.compute)
+            carried.record(home.aside(rank))
+            here[rank].wait_event(computed)
+            here[0].wait_event(computed)
+            here[0].wait_event(carried)
+
+
+class Draws:
+    """Random numbers of the ranks' jobs.
+
+    Args:
+        devices: One per rank.
+        calls: First calls of each rank, which say whether a module is compiled.
+        repeats: Whether the draws of CPU ranks follow from the calling thread's generator.
+    """
+
+    def __init__(
+        self, devices: Sequence[torch.device], calls: Sequence[FirstCalls], *, repeats: bool
+    ) -> None:
+        if repeats:
+            warn_of_draws(devices, calls[0].are_compiled)
+        self._devices = devices
+        self._calls = calls
+        self._repeats = repeats
+        self._shares_generator = share_generator(devices)
+        self._redraws = [Recheck() for _ in devices]
+
+    def seed(self, *, walks: bool) -> int | None:
+        """The seed of the jobs of all ranks, drawn by the calling thread; None: they have none in common."""
+        return draw_seed() if self._repeats and not walks else None
+
+    @contextmanager
+    def of(self, rank: int, seed: int | None, *, walks: bool) -> Iterator[None]:
+        """Context of a rank's job; a look for draws of a forward that is repeated comes back now and then."""
+        looks = walks and self._redraws[rank].is_due
+        context: AbstractContextManager[object] = nullcontext()
+        if self._repeats and self._devices[rank].type == "cpu":
+            draws = OwnDraws(seed, rank)
+            if looks or (self._calls[rank].are_compiled and seed is not None):
+                context = draws
+            elif seed is not None:
+                context = SeededCalls(draws)
+        elif looks and self._shares_generator[rank]:
+            context = OwnDraws()
+        with context:
+            yield
+        if walks:
+            self._redraws[rank].passed()
+
+
 class Replicas:
     """One module per device, and threads that run them at once.
 
@@ -64,8 +143,7 @@ class Replicas:
         link: Opens NCCL; None: the ranks' threads copy.
 
     Attributes:
-        module: As given.
-        modules: One per rank; those of other ranks are renewed by `follow`.
+        modules: One per rank, the user's first; those of other ranks are renewed by `follow`.
         devices: One per rank.
         watches: One per rank: times of its jobs on the device.
         summing: Times of the sums of gradients.
@@ -90,9 +168,7 @@ class Replicas:
         self.watches = tuple(Stopwatch(lane) for lane in lanes)
         self.summing = Stopwatch(lanes[0])
         self.turn = threading.RLock()
-        self.module = module
         self._lanes = tuple(lanes)
-        self._repeats = repeats
         self._shallow = ShallowReplicas(module, len(lanes))
         self._shallow.look()
         self._tensors: list[list[Tensor]] = []
@@ -105,16 +181,17 @@ class Replicas:
         self.follow()
         self._norms = [SharedStatistics(replica) for replica in self.modules]
         self._calls = [FirstCalls(module) for _ in lanes]
-        if repeats:
-            warn_of_draws(self.devices, self._calls[0].are_compiled)
-        self._shares_generator = share_generator(self.devices)
-        self._redraws = [Recheck() for _ in lanes]
+        self._draws = Draws(self.devices, self._calls, repeats=repeats)
         self._kinds = frozenset(device.type for device in self.devices)
-        self._asked = [lane.event() for lane in lanes]
-        self._done = [(lane.event(), lanes[0].event()) for lane in lanes]
+        self._order = StreamOrder(lanes)
         own_thread = not lanes[0].is_async
         names = [f"flowdp-replica-{rank}" if rank or own_thread else None for rank in range(len(lanes))]
         self._crew = Crew(names, partial(_around, self._lanes, threads))
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self.modules[0]
 
     # ------------------------------------------------------------------ tensors
     def parameters(self) -> list[Tensor]:
@@ -286,34 +363,21 @@ class Replicas:
             The ranks' work comes after the caller's work on its current streams of all devices,
             and the caller's later work there comes after it. The host does not wait for devices.
         """
-        home, *others = self._lanes
-        here = [lane.current() for lane in self._lanes]
-        for asked, stream in zip(self._asked, here, strict=True):
-            asked.record(stream)
-        for rank, lane in enumerate(others, 1):
-            lane.compute.wait_event(self._asked[rank])
-            lane.compute.wait_event(self._asked[0])
-            home.aside(rank).wait_event(self._asked[0])
+        here = self._order.begin()
         entered = modes or self.modes()
         parts = [rank for rank, job in enumerate(jobs) if job is not None]
-        seed = draw_seed() if self._repeats and not walks else None
+        seed = self._draws.seed(walks=walks)
         handed: list[Callable[[], T] | None] = [None] * len(jobs)
         try:
             with call_groups(self._lanes, parts if self._norms[0] else ()) as groups:
                 for rank, job in enumerate(jobs):
                     if job is not None:
-                        context = self._drawing(rank, seed, walks=walks)
+                        context = self._draws.of(rank, seed, walks=walks)
                         do = partial(self._do, rank, job, entered, groups.get(rank), context)
                         handed[rank] = partial(copy_context().run, do)
                 return self._crew.run(handed)
         finally:  # after an error, too: the replicas may be reading tensors that the caller now changes
-            for rank, lane in enumerate(others, 1):
-                computed, carried = self._done[rank]
-                computed.record(lane.compute)
-                carried.record(home.aside(rank))
-                here[rank].wait_event(computed)
-                here[0].wait_event(computed)
-                here[0].wait_event(carried)
+            self._order.end(here)
 
     def elsewhere(self, job: Callable[[], None]) -> None:
         """Do a job in the first rank's thread, under the caller's context and modes."""
@@ -351,25 +415,7 @@ class Replicas:
 
     def walking(self, rank: int) -> AbstractContextManager[object]:
         """Context of a walk of graphs inside a job that does other things, too."""
-        return self._drawing(rank, None, walks=True)
-
-    @contextmanager
-    def _drawing(self, rank: int, seed: int | None, *, walks: bool) -> Iterator[None]:
-        """Context of a rank's job; a look for draws of a forward that is repeated comes back now and then."""
-        looks = walks and self._redraws[rank].is_due
-        context: AbstractContextManager[object] = nullcontext()
-        if self._repeats and self.devices[rank].type == "cpu":
-            draws = OwnDraws(seed, rank)
-            if looks or (self._calls[rank].are_compiled and seed is not None):
-                context = draws
-            elif seed is not None:
-                context = SeededCalls(draws)
-        elif looks and self._shares_generator[rank]:
-            context = OwnDraws()
-        with context:
-            yield
-        if walks:
-            self._redraws[rank].passed()
+        return self._draws.of(rank, None, walks=True)
 
     def _do(
         self,

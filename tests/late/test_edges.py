@@ -148,12 +148,12 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data_parallel/loader.py Epoch._piece.arrive: keep_for(stream, tensors_of(there))": late(
         "a window that is let go of"
     ),
-    "data_parallel/replicas.py Replicas.each: asked.record(stream)": WATCHED,
-    "data_parallel/replicas.py Replicas.each: home.aside(rank).wait_event(self._asked[0])": late(
+    "data_parallel/replicas.py StreamOrder.begin: asked.record(stream)": WATCHED,
+    "data_parallel/replicas.py StreamOrder.begin: home.aside(rank).wait_event(self._asked[0])": late(
         "windows of whole batches"
     ),
-    "data_parallel/replicas.py Replicas.each: computed.record(lane.compute)": WATCHED,
-    "data_parallel/replicas.py Replicas.each: here[rank].wait_event(computed)": WATCHED,
+    "data_parallel/replicas.py StreamOrder.end: computed.record(lane.compute)": WATCHED,
+    "data_parallel/replicas.py StreamOrder.end: here[rank].wait_event(computed)": WATCHED,
     "device/stopwatch.py Stopwatch.running: start.record(lane.current())": late("laps"),
     "device/stopwatch.py Stopwatch.running: stop.record(lane.current())": late("laps"),
     "device/stopwatch.py Stopwatch.take_ms: stop.synchronize()": late("laps"),
@@ -181,27 +181,28 @@ Several where it is chance whether another wait of the host comes before: whethe
 far the prefetch thread is.
 """
 
-EACH = "data_parallel/replicas.py Replicas.each: "
+BEGIN = "data_parallel/replicas.py StreamOrder.begin: "
+END = "data_parallel/replicas.py StreamOrder.end: "
 
 TWICE: dict[str, tuple[str, Sequence[Trial], str]] = {
-    EACH + "lane.compute.wait_event(self._asked[0])": (
-        EACH + "lane.compute.wait_event(self._asked[rank])",
+    BEGIN + "lane.compute.wait_event(self._asked[0])": (
+        BEGIN + "lane.compute.wait_event(self._asked[rank])",
         late("setup on one device"),
         "on one device both are marks of one stream; on another, a rank touches the first device's memory by "
         "copies alone, which `aside` takes part in",
     ),
-    EACH + "carried.record(home.aside(rank))": (
-        EACH + "here[0].wait_event(computed)",
+    END + "carried.record(home.aside(rank))": (
+        END + "here[0].wait_event(computed)",
         late("setup"),
         "all work on `aside` belongs to copies with the rank's `compute`, which waits for it",
     ),
-    EACH + "here[0].wait_event(carried)": (
-        EACH + "here[0].wait_event(computed)",
+    END + "here[0].wait_event(carried)": (
+        END + "here[0].wait_event(computed)",
         late("setup"),
         "as the row above",
     ),
-    EACH + "here[0].wait_event(computed)": (
-        EACH + "here[0].wait_event(carried)",
+    END + "here[0].wait_event(computed)": (
+        END + "here[0].wait_event(carried)",
         late("setup"),
         "torch lets `aside` wait for every copy that `compute` makes to the first device",
     ),
@@ -218,7 +219,7 @@ REDUNDANT = {
     "collective/async_mean.py SnapshotMean.average: other.comm.synchronize()": (
         "the mean lies in pageable memory of the host: torch itself waits for a copy out of it"
     ),
-    EACH + "lane.compute.wait_event(self._asked[rank])": (
+    BEGIN + "lane.compute.wait_event(self._asked[rank])": (
         "each call sends the parameters, and torch lets the first device's stream wait for the other's "
         "before a copy; so does NCCL"
     ),
