@@ -12,7 +12,7 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane, Lane
 from flowdp.replica.factories import Optimizers, all_of
 from flowdp.replica.learning_rate import LearningRate
-from flowdp.replica.replica import ReplicaParts
+from flowdp.replica.parts import ReplicaParts
 
 
 def parts_of(

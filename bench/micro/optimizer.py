@@ -18,7 +18,8 @@ from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.replica.learning_rate import LearningRate
-from flowdp.replica.replica import Replica, ReplicaParts
+from flowdp.replica.parts import ReplicaParts
+from flowdp.replica.replica import Replica
 
 CPU = torch.device("cpu")
 
@@ -63,7 +64,7 @@ def stepper(model: str, optimizer: str, *, is_flat: bool, max_grad_norm: float |
     def step() -> None:
         replica.add(batch, worker)
         replica.step()
-        replica.take_norms()
+        replica.update.take_norms()
 
     return step
 

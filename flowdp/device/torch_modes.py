@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch.autograd import forward_ad
@@ -13,7 +14,40 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["caller_modes", "unhooked", "watcher"]
+from flowdp.options import Precision
+
+__all__ = ["Autocast", "caller_modes", "unhooked", "watcher"]
+
+DTYPES: dict[Precision, torch.dtype | None] = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Type of autocast for each precision; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """Autocast of a rank. It is a state of the thread: entered where a step runs, and per step.
+
+    Attributes:
+        device: Device of the rank.
+        dtype: Type that it casts to; None: there is no autocast.
+        caches: Whether a weight that is used twice is cast only once. Torch's cache of casts is the
+            process's, and each rank that leaves autocast empties it: of several ranks none has it, or the
+            rounding of their gradients would be a matter of chance.
+    """
+
+    device: torch.device
+    dtype: torch.dtype | None
+    caches: bool
+
+    @classmethod
+    def of(cls, device: torch.device, precision: Precision, *, caches: bool) -> Autocast:
+        """That of a precision."""
+        return cls(device, DTYPES[precision], caches)
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """A context of it."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=self.caches)
 
 
 def caller_modes(kinds: frozenset[str]) -> Callable[[], AbstractContextManager[None]]:

@@ -33,7 +33,7 @@ from flowdp.engine.metrics import (
 from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
 from flowdp.errors import OptionError
 from flowdp.protocol.messages import Evaluated
-from flowdp.replica.replica import unpack_loss
+from flowdp.replica.loss import unpack_loss
 from flowdp.validators import check_function, check_int, one_of
 
 __all__ = [

@@ -113,17 +113,17 @@ class NanGuard:
         Streams:
             Enqueued on `compute`.
         """
-        last, watched = self._place.step, self._replica.watched
+        last = self._place.step
         if not self._lane.is_async:
             # Losses were looked at behind each step.
-            if not self._machine.is_bad and self._machine.steps and last is not None:
-                is_finite = watched is None or watched.is_finite()
-                if self._replica.left_out or not is_finite:
-                    self.mark_bad(last, _REST)
+            is_due = not self._machine.is_bad and self._machine.steps
+            if is_due and last is not None and not self._replica.is_finite():
+                self.mark_bad(last, _REST)
             return None
         losses = self._meter.losses()
         if self._machine.is_bad or not self._machine.steps or last is None:
             return None
+        watched = self._replica.watched
         parts = [] if watched is None else watched.trained()
         if not parts and losses is None:
             return None

@@ -216,11 +216,10 @@ class Worker:
                 if step.alone:
                     self.parts.pool.begin_alone()
                 meter.begin(start_s)
-                replica.part = step.part
                 replica.learning_rate.advance(step.position, step.epoch, step.metrics)
                 current.epoch, current.global_step = step.epoch, step.position
                 current.lr = replica.learning_rate.value
-                replica.mark(is_late=True)
+                replica.begin(step.part)
             is_over = batcher.is_last(step)
             try:
                 batcher.add(micro)
@@ -239,7 +238,7 @@ class Worker:
                 self._part_loss = loss
             else:
                 self._call_back(loss, batcher.samples)
-        meter.end(loss, batcher.samples, step, replica.take_norms(), replica.loss_weight)
+        meter.end(loss, batcher.samples, step, replica.update.take_norms(), replica.loss.step_weight)
         self.parts.pool.worked(meter.step_ms, batcher.samples, alone=step.alone)
         if meter.bad:
             self._numbers.check_losses()
@@ -378,7 +377,7 @@ class Worker:
             return
         if self._meeting.joint is not None:
             self._meeting.joint.step(self.parts.index, outcome)
-        self._meter.stepped(replica.take_norms())
+        self._meter.stepped(replica.update.take_norms())
         if not arrival.samples:  # it had no part of the window, so `_step` has not counted it
             self._place.step = self.machine.window
             self.current.global_step = arrival.global_step

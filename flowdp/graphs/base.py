@@ -94,16 +94,20 @@ class Capturable(ABC):
     """
 
     module: nn.Module
-    trained: Sequence[Tensor]
     lane: Lane
     shares_generator: bool
     has_stepped: bool
-    casts: torch.dtype | None
     gradients: FlatGradients | None
 
     @property
     @abstractmethod
-    def has_begun(self) -> bool: ...  # noqa: D102 - as above, and so the next
+    def trained(self) -> Sequence[Tensor]: ...  # noqa: D102 - as above, and so the next
+    @property
+    @abstractmethod
+    def casts(self) -> torch.dtype | None: ...  # noqa: D102
+    @property
+    @abstractmethod
+    def has_begun(self) -> bool: ...  # noqa: D102
     @property
     @abstractmethod
     def obstacle(self) -> str | None: ...  # noqa: D102

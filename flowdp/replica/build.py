@@ -46,7 +46,9 @@ from flowdp.replica.factories import (
     several_optimizers,
 )
 from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
-from flowdp.replica.replica import Capture, LossOption, Replica, ReplicaParts, loss_function
+from flowdp.replica.loss import LossOption, loss_function
+from flowdp.replica.parts import Capture, ReplicaParts
+from flowdp.replica.replica import Replica
 from flowdp.replica.window_replica import LoneReplica
 
 __all__ = ["ReplicaConfig", "build_replicas"]

@@ -17,7 +17,7 @@ from flowdp.graphs.decisions import LogOnce
 from flowdp.graphs.guards import Guards
 from flowdp.options import CaptureOptions
 from flowdp.policy.worth import LaunchWatch
-from flowdp.replica.replica import Capture
+from flowdp.replica.parts import Capture
 
 __all__ = ["capture_steps"]
 

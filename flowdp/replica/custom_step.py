@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flowdp.device.gathered import made
-from flowdp.device.worker_context import CurrentWorker
+from flowdp.device.worker_context import CurrentWorker, Steps
+from flowdp.graphs.base import Computed
 from flowdp.replica.factories import all_of
-from flowdp.replica.replica import Replica, ReplicaParts
+from flowdp.replica.parts import ReplicaParts
+from flowdp.replica.replica import Replica
 
 __all__ = ["CustomStepReplica", "TrainStep"]
 
@@ -29,19 +31,19 @@ class CustomStepReplica(Replica):
     Args:
         parts: Objects and settings of this rank.
         train_step: Function of (worker, batch), the user's.
-
-    Attributes:
-        steps: This replica.
     """
 
-    can_repeat = False
     may_be_flat = False
+    can_repeat = False
 
     def __init__(self, parts: ReplicaParts, train_step: TrainStep) -> None:
         super().__init__(parts, train_step)
-        self.steps = self
-        self._own = all_of(parts.optimizers)
         self._has_scaled = False  # an optimizer has asked the scaler since its last update
+
+    @property
+    def steps(self) -> Steps:
+        """This replica."""
+        return self
 
     def add(self, batch: Any, worker: CurrentWorker, _share: float = 1.0) -> None:  # the only one
         """Call the user's step; see `Replica.add`.
@@ -68,10 +70,10 @@ class CustomStepReplica(Replica):
             if name != "loss":
                 worker.record(name, value)
         if "loss" in result:
-            self._value = self._scalar(result["loss"])
+            self.loss.add(Computed(self._scalar(result["loss"])), 1.0)
 
     def _call(self, batch: Any, worker: CurrentWorker) -> object:
-        if self.casts is None:
+        if self.casting.dtype is None:
             return self.function(worker, batch)
         with self.casting():
             return self.function(worker, batch)
@@ -82,18 +84,15 @@ class CustomStepReplica(Replica):
         self.module.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.update()
-        return self._take_value()
+        return self.loss.take()[0]
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """See `CurrentWorker.backward`."""
         # As torch advises: backward runs in the types that forward has chosen.
         with torch.autocast(self.device.type, enabled=False):
-            if self._scaler is None:
-                self._differentiate(loss, **options)
-                return
             if all(parameter.grad is None for parameter in self.trained):
                 self._update_scale()  # else the gradients there would be of another scale
-            self._differentiate(self._scaler.scale(loss), **options)
+            self._differentiate(self.scale(loss), **options)
 
     def _differentiate(self, loss: Tensor, **options: Any) -> None:
         if self.launching is None:
@@ -107,29 +106,22 @@ class CustomStepReplica(Replica):
 
     def optimize(self, optimizer: Optimizer) -> None:
         """See `CurrentWorker.step`."""
-        if not any(optimizer is own for own in self._own):
+        if not any(optimizer is own for own in all_of(self.optimizers)):
             raise ValueError(
                 "worker.step takes one of worker.optimizers: the replica's own, not the one given"
             )
-        scaler = self._scaler
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         with torch.autocast(self.device.type, enabled=False):
-            if self._clips:
-                if scaler is not None:
-                    scaler.unscale_(optimizer)
-                self._clip([parameter for group in optimizer.param_groups for parameter in group["params"]])
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                self._has_scaled = True
+            self.update.optimize(optimizer, parameters)
+        self._has_scaled = True
         optimizer.zero_grad(set_to_none=True)
 
     def _check_gradients(self) -> None:
         """Check nothing: a call may step some optimizers only, and has cleared their gradients."""
 
     def _update_scale(self) -> None:
-        if self._scaler is not None and self._has_scaled:
-            self._scaler.update()
+        if self.update.scaler is not None and self._has_scaled:
+            self.update.scaler.update()
             self._has_scaled = False
 
     def _scalar(self, loss: object) -> Tensor:

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
 from flowdp.device.flat_gradients import SharedGradients
+from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET
-from flowdp.graphs.base import Computed, Factors
 from flowdp.protocol.messages import Checksum, Outcome, SampleRange
 from flowdp.replica.factories import each_of
 from flowdp.replica.flat_optimizer import FlatOptimizer, refuse_state
-from flowdp.replica.replica import NOT_OURS, Loss, Replica, ReplicaParts
+from flowdp.replica.loss import NOT_OURS, Loss
+from flowdp.replica.parts import ReplicaParts
+from flowdp.replica.replica import Replica
 from flowdp.replica.window_replica import WindowReplica
 
 __all__ = ["ExactReplica"]
@@ -67,18 +69,34 @@ class ExactReplica(WindowReplica):
         super().__init__(parts, loss, size=size, seed=seed, checks=checks)
         self._groups = groups
         self._norms = SharedStatistics(self.module)
-        self.meets = bool(self._norms)
         # A step that ran out of memory on one rank cannot be repeated without the others.
         self.can_repeat = not self.meets
-        self.averaged = self.gradients
-        # An overflow of a scaled loss is the scaler's: it finds it in the mean, and leaves the step out.
-        self.watched = self.gradients if self._scaler is None else None
-        if self._scaler is not None:
-            # Else a rank without samples in the first window would not have made its scale by then.
-            self._scaler.scale(torch.zeros((), device=self.device))
+        self._left_out = False  # a step since the last meeting, for its gradient is not finite
+        # Else a rank without samples in the first window would not have made its scale by then.
+        self.scale(torch.zeros((), device=self.device))
         with QUIET:
             self._sums = self.lane.pinned((CHECKSUMS,), torch.int64).unbind()
         self._summed = 0
+
+    @property
+    def averaged(self) -> FlatTensors:
+        """See `Replica.averaged`."""
+        return self.gradients
+
+    @property
+    def watched(self) -> FlatTensors | None:
+        """See `Replica.watched`."""
+        # An overflow of a scaled loss is the scaler's: it finds it in the mean, and leaves the step out.
+        return self.gradients if self.update.scaler is None else None
+
+    @property
+    def meets(self) -> bool:
+        """See `Replica.meets`."""
+        return bool(self._norms)
+
+    def is_finite(self) -> bool:
+        """See `Replica.is_finite`; a step alone has left out what is not."""
+        return not self._left_out and super().is_finite()
 
     @contextmanager
     def _beside_others(self, part: SampleRange, samples: int) -> Iterator[None]:
@@ -92,13 +110,14 @@ class ExactReplica(WindowReplica):
 
     def step(self, _factor: float | Tensor = 1.0) -> Tensor | None:  # the shares sum to 1
         """The loss of the part; the optimizer steps in `meet`. See `Replica.step`."""
-        self.gradients.weight.add_(self._unnamed)
-        self._unnamed = 0.0
-        value = self._take_value()
-        if not self.gradients.is_weighted:
-            self.loss_weight = None
+        gradients = self.gradients
+        value, named, unnamed = self.loss.take()
+        gradients.weight.add_(unnamed)
+        if named is None:
+            self.loss.step_weight = None
             return value
-        weight = self.loss_weight = self.gradients.weight
+        gradients.is_weighted = True
+        weight = self.loss.step_weight = gradients.weight.add_(named)
         return None if value is None else value / torch.where(weight == 0, 1.0, weight)
 
     def step_alone(self) -> Tensor | None:
@@ -111,11 +130,11 @@ class ExactReplica(WindowReplica):
             As `Replica.step`. The host waits for the gradients.
         """
         loss = self.step()
-        weight = self.loss_weight
-        self.loss_weight = None if weight is None else weight.clone()  # the gradients' own is cleared
+        weight = self.loss.step_weight
+        self.loss.step_weight = None if weight is None else weight.clone()  # the gradients' own is cleared
         touched = self.gradients.settle_alone()
-        if self._scaler is None and not self.gradients.is_finite():
-            self.left_out = True
+        if self.update.scaler is None and not self.gradients.is_finite():
+            self._left_out = True
             self.gradients.clear()
             if self.flat.has_buffers:
                 self.flat.put_back_buffers()
@@ -124,6 +143,10 @@ class ExactReplica(WindowReplica):
             if self.average is not None:
                 self.average.update()
         return loss
+
+    def end_alone(self) -> None:
+        """Note that a round of steps alone is over: a step that was left out has been told of."""
+        self._left_out = False
 
     def meet(self, outcome: Outcome) -> None:
         """Step the parameters that this rank owns; the gradients are the mean of all ranks' now.
@@ -134,18 +157,19 @@ class ExactReplica(WindowReplica):
         Streams:
             As `Replica.step`.
         """
-        self.watched = self.gradients if self._scaler is None else None
         assert outcome.window is not None
         self._step(self.gradients.settle(outcome.window.touched))
 
     def _step(self, touched: Sequence[bool]) -> None:
+        update = self.update
         if self.owner in (None, self):
-            if self._flat_optimizer is not None:
-                self._step_flat(touched)
+            if update.flat is not None:
+                captured = self.captured
+                update.step_flat(touched, replays=captured is not None and captured.is_running)
                 self.flat.refresh()
                 return
             self.gradients.show(touched)
-            self._optimize(self.optimizer)
+            update.take(update.optimizer)
             self.flat.refresh()
         self.gradients.clear()
 
@@ -157,9 +181,9 @@ class ExactReplica(WindowReplica):
         return (
             self.lane.is_async
             and all(flat.spans > 1 for flat in self.flat.flats)
-            and self._scaler is None
-            and self._flat_optimizer is not None
-            and self._flat_optimizer.unfit() is None
+            and self.update.scaler is None
+            and self.update.flat is not None
+            and self.update.flat.unfit() is None
         )
 
     def own_span(self) -> FlatOptimizer:
@@ -168,19 +192,14 @@ class ExactReplica(WindowReplica):
         Threads:
             The one that builds, before the workers run.
         """
-        assert self._flat_optimizer is not None
+        flat = self.update.flat
+        assert flat is not None
         self.lane.drain()
         with self.lane.on(self.lane.comm):
             self.gradients.own_span()
-            self._flat_optimizer.own_span(self.flat.rank)
+            flat.own_span(self.flat.rank)
         self.lane.drain()
-        return self._flat_optimizer
-
-    def step_span(self, touched: Sequence[bool]) -> None:
-        """Step it, on the current stream; the gradients there are the mean of all ranks', and settled."""
-        assert self._flat_optimizer is not None
-        self._optimize(self._flat_optimizer.prepare(touched))
-        self._flat_optimizer.finish()
+        return flat
 
     # ------------------------------------------------------------------ another one steps
     @property
@@ -196,19 +215,19 @@ class ExactReplica(WindowReplica):
         """
         self._owner = ref(owner)
         if owner is not self:
-            self.optimizer.state.clear()
-            self.optimizer.register_state_dict_pre_hook(refuse_state)
+            optimizer = self.update.optimizer
+            optimizer.state.clear()
+            optimizer.register_state_dict_pre_hook(refuse_state)
             # Torch's schedulers would warn that it has not stepped.
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+            optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def received(self) -> None:
         """Tell module and autograd of parameters that the owner has written to the flat memory."""
         self.flat.scatter()
         # By its version autograd sees that a parameter has changed since a forward used it.
         torch.autograd.graph.increment_version(self.gradients.parameters)
-        owner = self.owner
-        if self._scaler is not None and owner is not None and owner._scaler is not None:
-            self._scaler.load_state_dict(owner._scaler.state_dict())
+        if (owner := self.owner) is not None:
+            self.update.copy_scale(owner.update)
 
     def copy_from(self, donor: Replica) -> None:
         """See `Replica.copy_from`; the state of the optimizer stays with the owner of the parameters."""
@@ -237,21 +256,13 @@ class ExactReplica(WindowReplica):
         kind = (self.owner or self).lane.kind
         return lambda: Checksum(kind, int(at))
 
-    def _open_gradients(self) -> SharedGradients:
+    def _open_gradients(self, _is_flat: bool) -> SharedGradients:
         return SharedGradients(self.flat)
 
     @property
     def touched(self) -> bytes:
         """See `SharedGradients`."""
         return self.gradients.touched
-
-    def count(self, computed: Computed, factors: Factors) -> None:
-        """See `Replica.count`; weights are averaged with the gradients."""
-        super().count(computed, factors)
-        if self._weight is not None:
-            self.gradients.is_weighted = True
-            self.gradients.weight.add_(self._weight)
-            self._weight = None
 
     def _check_gradients(self) -> None:
         if not self.gradients.is_touched:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 from torch import nn
 
 from flowdp.device.streams import Lane, open_lanes
+from flowdp.device.torch_modes import Autocast
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.factories import build_models
-from flowdp.replica.replica import AUTOCAST, casting, loss_function
+from flowdp.replica.loss import loss_function
 
 __all__ = ["InferenceReplica", "build_inference"]
 
@@ -26,8 +26,7 @@ class InferenceReplica:
         module: Model on its device, the rank's own.
         function: The user's loss; an evaluation without a step calls it.
         lane: Lane of the device.
-        autocast: Type of autocast; None: there is none.
-        caches_casts: See `ReplicaParts.caches_casts`.
+        casting: Autocast of forward and loss.
 
     Threads:
         The thread of this rank, once it runs.
@@ -36,17 +35,12 @@ class InferenceReplica:
     module: nn.Module
     function: Callable[..., Any]
     lane: Lane
-    autocast: torch.dtype | None = None
-    caches_casts: bool = True
+    casting: Autocast
 
     @property
     def device(self) -> torch.device:
         """Device of the rank."""
         return self.lane.device
-
-    def casting(self) -> AbstractContextManager[object]:
-        """Autocast, if any."""
-        return casting(self.device, self.autocast, self.caches_casts)
 
 
 def build_inference(
@@ -77,8 +71,7 @@ def build_inference(
                 module=module,
                 function=function,
                 lane=lane,
-                autocast=AUTOCAST[config.precision],
-                caches_casts=len(lanes) == 1,
+                casting=Autocast.of(lane.device, config.precision, caches=len(lanes) == 1),
             )
         )
     return replicas

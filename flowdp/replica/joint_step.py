@@ -144,7 +144,7 @@ class JointStep:
         donor = next((member for member in outcome.members if outcome.steps[member]), rank)
         if donor != rank:
             self._replicas[rank].copy_from(self._replicas[donor])
-        self._replicas[rank].left_out = False
+        self._replicas[rank].end_alone()
         self._meet(rank)
         averaging = Averaging((perf_counter() - start_s) * 1e3, None)
         return lambda: averaging

@@ -21,8 +21,8 @@ from flowdp.device.trees import tree_map
 from flowdp.modules.comparison import is_close
 from flowdp.modules.constant_draws import ConstantDraws, still
 from flowdp.policy.formats import format_error
+from flowdp.replica.loss import Loss, unpack_loss
 from flowdp.replica.model_copy import copy_module
-from flowdp.replica.replica import Loss, unpack_loss
 
 __all__ = ["check_mean"]
 

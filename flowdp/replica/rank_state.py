@@ -68,7 +68,7 @@ def capture(
         On `compute`, which must be the current one. The host goes on at once, but for the scale of "fp16",
         and for what is more than a block holds.
     """
-    scaler = replica._scaler
+    scaler = replica.update.scaler
     state: dict[str, Any] = {
         "optimizers": replica.optimizer_states(),
         "scaler": None if scaler is None else scaler.state_dict(),
@@ -162,8 +162,8 @@ def restore(
             if replica.average is not None:
                 replica.average.restore(ema or {})
             _restore_optimizers(replica, state["optimizers"])
-            if replica._scaler is not None and state["scaler"] is not None:
-                replica._scaler.load_state_dict(state["scaler"])
+            if replica.update.scaler is not None and state["scaler"] is not None:
+                replica.update.scaler.load_state_dict(state["scaler"])
             replica.learning_rate.load_state_dict(state["learning_rate"])
         if state["generator"] is not None and has_generator(replica.device):
             device_generator(replica.device).set_state(state["generator"])

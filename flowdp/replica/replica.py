@@ -2,274 +2,176 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import chain
-from threading import Semaphore
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import min_part_size, plain_layers
 from flowdp.data.batches import Portion, cuts
 from flowdp.device.accelerator import device_generator, is_accelerator
-from flowdp.device.compiled import frees_at_once, uses_compile
+from flowdp.device.compiled import frees_at_once
 from flowdp.device.draws import OwnDraws
 from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
 from flowdp.device.frozen_parameters import FrozenCheck
 from flowdp.device.gathered import made
-from flowdp.device.streams import Lane, StreamLane
+from flowdp.device.streams import Lane
+from flowdp.device.torch_modes import Autocast
 from flowdp.device.weight_average import WeightAverage
 from flowdp.device.worker_context import CurrentWorker, Steps
 from flowdp.errors import DataError
 from flowdp.graphs.base import Capturable, Computed, Factors, shared
-from flowdp.graphs.captured_step import Captured
-from flowdp.options import Precision
 from flowdp.policy.schedule import Recheck
 from flowdp.protocol.messages import Checksum, Outcome, SampleRange
-from flowdp.replica.captured_update import CapturedUpdate
-from flowdp.replica.factories import Optimizers, all_of, each_of
-from flowdp.replica.flat_optimizer import FlatOptimizer, obstacle
-from flowdp.replica.learning_rate import LearningRate
+from flowdp.replica.factories import all_of, each_of
+from flowdp.replica.flat_optimizer import obstacle
+from flowdp.replica.loss import NOT_OURS, RunningLoss, unpack_loss
 from flowdp.replica.optimizer_state import load_state
+from flowdp.replica.parts import ReplicaParts
+from flowdp.replica.update import Update
 
-__all__ = [
-    "AUTOCAST",
-    "Capture",
-    "Loss",
-    "LossOption",
-    "Replica",
-    "ReplicaParts",
-    "casting",
-    "loss_function",
-    "unpack_loss",
-    "whole_batch",
-]
-
-LossOption = Callable[..., Any] | nn.Module
-Loss = Callable[[nn.Module, Any], Any]
-Capture = Callable[[Capturable], Captured]
-"""Makes the captured steps of a replica."""
-
-AUTOCAST: Mapping[Precision, torch.dtype | None] = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Type of autocast for each precision; None: there is none."""
-
-NOT_OURS = "the loss does not depend on a parameter of the replica: use the model that is passed in"
-
-
-def loss_function(loss: LossOption, device: torch.device) -> Loss:
-    """The loss as a function of (module, batch); a criterion is copied to the device."""
-    if not isinstance(loss, nn.Module):
-        return loss
-    criterion = copy.deepcopy(loss).to(device)
-
-    def apply(model: nn.Module, batch: Any) -> Any:
-        # Not by trying: a tensor of two samples can be taken apart, too.
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise TypeError(
-                f"a criterion is called as criterion(model(x), y) and needs batches of two parts, not "
-                f"{type(batch).__name__}; give a function instead: loss=lambda model, batch: ..."
-            )
-        inputs, target = batch
-        return criterion(model(inputs), target)
-
-    return apply
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaParts:
-    """Objects and settings that every kind of replica is made of.
-
-    Attributes:
-        module: Model on its device, flattened.
-        flat: Flat memory of the module.
-        optimizers: Optimizers of its parameters.
-        learning_rate: Sets the optimizers' rates.
-        lane: Lane of the device where all of it lies.
-        precision: "bf16" and "fp16" run forward and loss under autocast, "fp16" with a scaled loss.
-        max_grad_norm: Gradients are clipped to this 2-norm between backward and step; None: not.
-        max_grad_value: Each element of the gradients is clipped to this absolute value; None: not.
-        width: Batches of the source in a micro-batch.
-        caches_casts: Whether autocast casts a weight that is used twice only once. Torch's cache of casts is
-            the process's, and each rank that leaves autocast empties it: of several ranks none has it, or
-            the rounding of their gradients would be a matter of chance.
-        shares_generator: Whether other ranks draw from the device's generator, too.
-        launching: Held during the loss, where only some ranks may be in theirs at once; None: all may.
-        capture: Makes the captured steps of the replica; None: they run eagerly.
-        ema_decay: Part of the parameters' moving average that stays in a step; None: there is no average.
-        frozen_remedy: Remedy for writes to frozen parameters, for the error; None: they are allowed.
-    """
-
-    module: nn.Module
-    flat: FlatReplica
-    optimizers: Optimizers
-    learning_rate: LearningRate
-    lane: Lane
-    precision: Precision = "32"
-    max_grad_norm: float | None = None
-    max_grad_value: float | None = None
-    width: int = 1
-    caches_casts: bool = True
-    shares_generator: bool = False
-    launching: Semaphore | None = None
-    capture: Capture | None = None
-    ema_decay: float | None = None
-    frozen_remedy: str | None = None
+__all__ = ["Replica", "whole_batch"]
 
 
 class Replica(Capturable):
     """Model and optimizers of one rank with their training step: here, a loss and its optimizer.
 
-    A step is `add` for each of its micro-batches, then `step`; after each meeting of the ranks comes `meet`.
+    A step is `begin`, then `add` for each of its micro-batches, then `step`; after each meeting of the ranks
+    comes `meet`.
 
     Args:
         parts: Objects and settings of this rank.
         function: The user's, which a step calls: here, a loss of (module, batch).
 
     Attributes:
-        averaged: Flat memory that the ranks average.
+        module, flat, optimizers, learning_rate, lane, width, launching, shares_generator: See `ReplicaParts`.
+        function: As given.
+        casting: Autocast of forward and loss.
         average: Moving average of the parameters; None: there is none.
-        watched: Memory that must stay finite; None: none.
         frozen: Check of the frozen parameters; None: they may be written to, or there are none.
+        gradients: Gradients as flat memory; None where each parameter has its own, or none.
+        update: Clips the gradients and steps the optimizer.
+        loss: The loss of the step under way.
+        captured: Its captured steps; None: all are eager.
         pieces: Least number of pieces of a micro-batch, since the device has run out of memory.
         least: Samples that a forward must have.
-        meets: Whether forwards and backwards are made together with the other ranks (SyncBatchNorm in exact).
-        part: Part of the step, where all ranks share one (exact).
-        optimizer: The only optimizer, or the first one.
-        casts: Type of autocast; None: there is none.
-        trained: The parameters that the optimizer steps.
+        part: Part of the step under way, where all ranks share one (exact).
         has_stepped: Whether the first micro-batch has been checked.
-        is_compiled: Whether functions of torch.compile have a part in it.
-        captured: Its captured steps; None: all are eager.
-        gradients: Gradients as flat memory; None where each parameter has its own, or none.
-        steps_at_gate: Whether the optimizer steps behind the gate, in `meet` (exact).
         may_be_flat: Whether the optimizer may step the flat memory, not parameter by parameter.
-        steps_flat: Whether it does.
         can_repeat: Whether forward and backward of a step can be done once more.
-        steps: Operations for a `train_step`; None with a loss.
-        loss_weight: Weight of the last step's loss, per sample, where losses name one. Shape [].
-        left_out: A step since the last meeting was not taken, for its gradient is not finite (exact).
+        steps_at_gate: Whether the optimizer steps behind the gate, in `meet` (exact).
 
     Threads:
         The worker of this rank, once it runs.
     """
 
-    averaged: FlatTensors
-    average: WeightAverage | None = None
-    watched: FlatTensors | None
-    frozen: FrozenCheck | None
-    can_repeat = True
-    steps: Steps | None = None
-    loss_weight: Tensor | None = None
-    meets = False
-    part: SampleRange | None = None
-    gradients: FlatGradients | None = None
     may_be_flat = True
+    can_repeat = True
     steps_at_gate = False
-    left_out = False
 
     def __init__(self, parts: ReplicaParts, function: Callable[..., Any]) -> None:
-        module, flat = self.module, self.flat = parts.module, parts.flat
+        module, flat, lane = self.module, self.flat, self.lane = parts.module, parts.flat, parts.lane
         self.function = function
-        self.averaged = self.watched = flat
-        if parts.ema_decay is not None:
-            self.averaged = self.average = WeightAverage(flat, module, parts.ema_decay)
+        self.optimizers, self.learning_rate = parts.optimizers, parts.learning_rate
+        self.casting = Autocast.of(lane.device, parts.precision, caches=parts.caches_casts)
+        self.average = None if parts.ema_decay is None else WeightAverage(flat, module, parts.ema_decay)
         self.frozen = None
         if parts.frozen_remedy is not None and any(
             not parameter.requires_grad for parameter in module.parameters()
         ):
             self.frozen = FrozenCheck(module, parts.frozen_remedy)
-        self.width = parts.width
-        self.optimizers = parts.optimizers
-        self.learning_rate = parts.learning_rate
-        self.lane = parts.lane
-        self.device = parts.lane.device
-        self.launching = parts.launching
-        self.shares_generator = parts.shares_generator
-        self.pieces = 1
-        self.least = min_part_size(plain_layers(module))
-        self.optimizer = all_of(parts.optimizers)[0]
-        self.casts = AUTOCAST[parts.precision]
-        self._caches_casts = parts.caches_casts
-        self._scaler = torch.amp.GradScaler(self.device.type) if parts.precision == "fp16" else None
-        self._max_grad_norm = parts.max_grad_norm
-        self._max_grad_value = parts.max_grad_value
-        self._clips = parts.max_grad_norm is not None or parts.max_grad_value is not None
-        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._trainable = [*self.trained, *flat.thawable]
-        self._grad_norms: list[Tensor] = []  # of the gradients, before they were clipped
-        self.has_stepped = False
-        self.is_compiled = uses_compile(module, function)
+        self.width, self.pieces, self.least = parts.width, 1, min_part_size(plain_layers(module))
+        self.launching, self.shares_generator = parts.launching, parts.shares_generator
         self._redraws = Recheck()  # where the generator is shared
-        self._value: Tensor | None = None  # of the loss, over the micro-batches of the step so far
-        self._weight: Tensor | None = None  # of the step's losses, per sample, where one named it
-        self._unnamed = 0.0  # part of the samples whose losses named none
-        self._generator = device_generator(self.device) if is_accelerator(self.device) else None
-        self._random: Tensor | None = None  # state of the generator
-        self._is_marked = False
-        self.steps_flat = self.may_be_flat and obstacle(self.optimizer, module, flat) is None
-        self.gradients = self._open_gradients()
-        self._flat_optimizer: FlatOptimizer | None = None
-        if self.steps_flat and self.gradients is not None:
-            self._flat_optimizer = FlatOptimizer(self.optimizer, flat, self.gradients)
+        self.part: SampleRange | None = None
+        self.has_stepped = False
+        self.loss = RunningLoss()
+        self._start = _Start(flat, lane.device)
+        is_flat = self.may_be_flat and obstacle(all_of(parts.optimizers)[0], module, flat) is None
+        self.gradients: FlatGradients | None = self._open_gradients(is_flat)
+        average = None if self.steps_at_gate else self.average
+        self.update = Update(parts, self.gradients, average, is_flat=is_flat)
         self.captured = None if parts.capture is None else parts.capture(self)
-        self._captured_update: CapturedUpdate | None = None
-        if self.captured is not None and self._flat_optimizer is not None and self._scaler is None:
-            assert isinstance(self.lane, StreamLane)
-            self._captured_update = CapturedUpdate(self._flat_optimizer, self.lane, self._recorded)
 
     @property
-    def clips_norm(self) -> bool:
-        """Whether the gradients are clipped by their norm."""
-        return self._max_grad_norm is not None
+    def device(self) -> torch.device:
+        """Device of the rank."""
+        return self.lane.device
+
+    @property
+    def averaged(self) -> FlatTensors:
+        """Flat memory that the ranks average."""
+        return self.flat if self.average is None else self.average
+
+    @property
+    def watched(self) -> FlatTensors | None:
+        """Memory that must stay finite; None: none."""
+        return self.flat
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer steps."""
+        return self.update.trained
+
+    @property
+    def casts(self) -> torch.dtype | None:
+        """Type of autocast; None: there is none."""
+        return self.casting.dtype
+
+    @property
+    def steps(self) -> Steps | None:
+        """Operations for a `train_step`; None with a loss."""
+        return None
+
+    @property
+    def meets(self) -> bool:
+        """Whether forwards and backwards are made together with the other ranks (SyncBatchNorm in exact)."""
+        return False
 
     @property
     def has_begun(self) -> bool:
         """See `Capturable`."""
-        return self._value is not None
+        return self.loss.value is not None
 
     @property
     def obstacle(self) -> str | None:
         """Why none of its steps can be captured; None: nothing stands in the way."""
         return "its forwards meet those of the other ranks (SyncBatchNorm)" if self.meets else None
 
-    def mark(self, *, is_late: bool = False) -> None:
-        """Begin a step, or another piece of work, that `undo` can undo.
+    def begin(self, part: SampleRange | None = None) -> None:
+        """Begin a step, which `undo` can undo where it can be repeated.
 
         Args:
-            is_late: The state is noted when the step first runs eagerly: a captured one is not repeated.
+            part: Part of it, where all ranks share one (exact).
         """
-        self._is_marked = False
-        if not is_late:
-            self._note()
+        self.part = part
+        self._start.is_noted = False
 
-    def _note(self) -> None:
-        """Note the state that a repetition of the step's forward and backward starts from."""
-        self._is_marked = True
-        if self.flat.has_buffers:
-            self.flat.keep_buffers()
-        if self._generator is not None:
-            self._random = self._generator.get_state()
+    def mark(self) -> None:
+        """Begin another piece of work, which `undo` can undo."""
+        self._start.note()
 
     def undo(self) -> None:
-        """Forget forward and backward since the last `mark`.
+        """Forget forward and backward since the last `begin` or `mark`.
 
         Streams:
             As `add`.
         """
-        self._clear()
-        self._value, self._weight, self._unnamed = None, None, 0.0
-        if not self._is_marked:
-            return
-        if self.flat.has_buffers:
-            self.flat.put_back_buffers()
-        if self._generator is not None and self._random is not None:
-            self._generator.set_state(self._random)
+        self.update.clear()
+        self.loss.clear()
+        self._start.put_back()
+
+    def is_finite(self) -> bool:
+        """Whether the memory that must stay finite is so; reads it."""
+        return self.watched is None or self.watched.is_finite()
+
+    def halve(self) -> None:
+        """Compute micro-batches in twice as many pieces from here on."""
+        self.pieces *= 2
 
     def add(self, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:
         """Forward and backward of a micro-batch.
@@ -306,84 +208,14 @@ class Replica(Capturable):
         Streams:
             As `add`; but optimizers that a gradient scaler has to ask (all not fused) are waited for.
         """
-        weight, unnamed, self._weight, self._unnamed = self._weight, self._unnamed, None, 0.0
-        if weight is None:
-            self.loss_weight = None
-        else:
-            weight = weight + unnamed
-            self.loss_weight = weight * factor
-            # The gradients are those of loss x weight; a mean over nothing has none.
-            factor = 1.0 / torch.where(weight == 0, 1.0, weight)
-        self._update(factor)
-        return self._take_value()
-
-    def _update(self, factor: float | Tensor) -> None:
-        is_scaled = isinstance(factor, Tensor) or factor != 1.0  # a tensor is not read back
-        if self._flat_optimizer is not None and self.gradients is not None:
-            touched = self.gradients.collect()
-            if is_scaled:
-                self._rescale(factor)
-            self._step_flat(touched)
-            return
-        if is_scaled:
-            self._rescale(factor)
-        self._optimize(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        self._clear()  # of parameters, too, that it does not have: the next norm is of the next gradients
-        if self.average is not None:
-            self.average.update()
-
-    def _step_flat(self, touched: Sequence[bool]) -> None:
-        """Step the flat memory, and begin another sum of gradients; captured behind captured backwards."""
-        assert self._flat_optimizer is not None
-        assert self.gradients is not None
-        if self._captured_update is not None and self.captured is not None and self.captured.is_running:
-            norms = self._captured_update.run(touched)
-            if norms is not None:
-                self._grad_norms += norms
-                self.gradients.forget()
-                return
-        self._take_step(self._flat_optimizer.prepare(touched))
-        self._flat_optimizer.finish()
-        self.gradients.clear()
-
-    def _take_step(self, optimizer: Optimizer) -> None:
-        self._optimize(optimizer)
-        if self.average is not None and not self.steps_at_gate:
-            self.average.update()
-
-    def _recorded(self, optimizer: Optimizer) -> list[Tensor]:
-        """Take a step that is recorded; returns the norms."""
-        before, self._grad_norms = self._grad_norms, []
-        try:
-            self._take_step(optimizer)
-            return self._grad_norms
-        finally:
-            self._grad_norms = before
-
-    def _optimize(self, optimizer: Optimizer) -> None:
-        """Clip and step; in "fp16" unless a gradient overflowed, and the scale follows."""
-        scaler = self._scaler
-        if self._clips:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            self._clip(self._trainable)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        loss, factor = self.loss.end(factor)
+        captured = self.captured
+        self.update.step(factor, replays=captured is not None and captured.is_running)
+        return loss
 
     def step_alone(self) -> Tensor | None:
         """See `ExactReplica.step_alone`: elsewhere every step is."""
         return self.step()
-
-    def take_norms(self) -> Sequence[Tensor]:
-        """The 2-norms of the gradients that were clipped since the last call, before that. Shape [] each."""
-        if not self._grad_norms:
-            return ()
-        norms, self._grad_norms = self._grad_norms, []
-        return norms
 
     def forwards(self, batch: Any, samples: int) -> int:
         """Number of forwards for a micro-batch of this many samples."""
@@ -427,9 +259,8 @@ class Replica(Capturable):
                 load_state(own, other.state_dict(), with_groups=False)
             if self.average is not None and donor.average is not None:
                 self.average.copy_from(donor.average)
-            if self._scaler is not None and donor._scaler is not None:
-                self._scaler.load_state_dict(donor._scaler.state_dict())
-            self._clear()
+            self.update.copy_scale(donor.update)
+            self.update.clear()
         _after(donor.lane, self.lane)
 
     def close(self) -> None:
@@ -438,7 +269,8 @@ class Replica(Capturable):
         Threads:
             Any, once the worker has left.
         """
-        self.captured = self._captured_update = None
+        self.captured = None
+        self.update.close()
 
     def optimizer_states(self) -> Any:
         """The `state_dict()` of each optimizer, in the form in which the user gave them."""
@@ -448,17 +280,8 @@ class Replica(Capturable):
         """Have the parameters in the module with which it is evaluated: their moving average, if any."""
         return nullcontext() if self.average is None else self.average.applied()
 
-    def _open_gradients(self) -> FlatGradients | None:
-        return FlatGradients(self.flat) if self.steps_flat else None
-
-    def _clear(self) -> None:
-        if self.gradients is None:
-            for parameter in self._trainable:
-                parameter.grad = None
-            return
-        self.gradients.clear()
-        if self._flat_optimizer is not None:
-            self._flat_optimizer.drop_strays()
+    def _open_gradients(self, is_flat: bool) -> FlatGradients | None:
+        return FlatGradients(self.flat) if is_flat else None
 
     def _add_pieces(self, batch: Any, worker: CurrentWorker, share: float) -> None:
         batch = made(batch)
@@ -473,15 +296,17 @@ class Replica(Capturable):
         """Forward and backward of a micro-batch, or a piece of one: by a recorded graph, or eagerly."""
         computed = None
         if self.captured is not None:
-            if factors.share != 1.0 and self.can_repeat and not self._is_marked:
-                self._note()  # a later one of the step may be eager
+            if factors.share != 1.0 and self.can_repeat and not self._start.is_noted:
+                self._start.note()  # a later one of the step may be eager
             computed = self.captured.run(batch, worker, factors)
-        self.count(self.compute(made(batch), worker, factors) if computed is None else computed, factors)
+        if computed is None:
+            computed = self.compute(made(batch), worker, factors)
+        self.loss.add(computed, factors.share)
 
     def compute(self, batch: Any, worker: CurrentWorker, factors: Factors) -> Computed:
         """Forward and backward by the user's loss; see `add`."""
-        if self.can_repeat and not self._is_marked:
-            self._note()
+        if self.can_repeat and not self._start.is_noted:
+            self._start.note()
         if self.gradients is not None:
             self.gradients.begin()
         options = {}
@@ -502,7 +327,7 @@ class Replica(Capturable):
         Raises:
             ValueError: The loss, or the weight that it names, is not one number.
         """
-        if self.casts is None:
+        if self.casting.dtype is None:
             result = self.function(self.module, batch)
         else:
             with self.casting():
@@ -532,20 +357,8 @@ class Replica(Capturable):
 
     def scale(self, loss: Tensor) -> Tensor:
         """A loss as its backward begins, scaled in "fp16"."""
-        return loss if self._scaler is None else self._scaler.scale(loss)
-
-    def count(self, computed: Computed, factors: Factors) -> None:
-        """Add a micro-batch's loss, and the weight that it names, to those of the step."""
-        value = computed.loss
-        self._value = value if self._value is None else self._value + value
-        if computed.weight is None:
-            self._unnamed += factors.share
-        else:
-            self._weight = computed.weight if self._weight is None else self._weight + computed.weight
-
-    def casting(self) -> AbstractContextManager[object]:
-        """Autocast, if any. It is a state of the thread: entered where the step runs, and per step."""
-        return casting(self.device, self.casts, self._caches_casts)
+        scaler = self.update.scaler
+        return loss if scaler is None else scaler.scale(loss)
 
     def _differentiate(self, loss: Tensor, **options: Any) -> None:
         if not self.shares_generator:
@@ -554,32 +367,6 @@ class Replica(Capturable):
         with OwnDraws() if self._redraws.is_due else nullcontext():
             loss.backward(**options)
         self._redraws.passed()
-
-    def _rescale(self, factor: float | Tensor) -> None:
-        if self.gradients is None:
-            torch._foreach_mul_([p.grad for p in self._trainable if p.grad is not None], factor)
-        else:
-            self.gradients.scale(factor)
-        if self._value is not None:
-            self._value = self._value * factor
-
-    def _take_value(self) -> Tensor | None:
-        value, self._value = self._value, None
-        return value
-
-    def _clip(self, parameters: Sequence[Tensor]) -> None:
-        """Clip the gradients of these parameters: by value or by norm, which is kept."""
-        if self._max_grad_value is not None:
-            if self.gradients is None:
-                nn.utils.clip_grad_value_(parameters, self._max_grad_value)
-            else:
-                self.gradients.clamp(self._max_grad_value)
-        if self._max_grad_norm is not None:
-            if self.gradients is None:
-                norm = nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
-            else:
-                norm = self.gradients.clip(self._max_grad_norm)
-            self._grad_norms.append(norm)
 
     def _check_first(self) -> None:
         """Check once for mistakes that would otherwise go unnoticed."""
@@ -597,41 +384,35 @@ class Replica(Capturable):
             raise ValueError(NOT_OURS)
 
 
-def casting(device: torch.device, dtype: torch.dtype | None, caches: bool) -> AbstractContextManager[object]:
-    """Autocast to a type, if any; see `ReplicaParts.caches_casts`."""
-    if dtype is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=caches)
+class _Start:
+    """The state from which forward and backward of a step are repeated: buffers, and a card's generator.
 
+    It is noted when the step first runs eagerly: a captured one is not repeated.
 
-def unpack_loss(result: object) -> tuple[Tensor, Any, Mapping[str, Any]]:
-    """The loss in the return value of the user's function, the weight that it names, and its scalars.
-
-    Raises:
-        TypeError: There is no loss.
+    Attributes:
+        is_noted: Whether it is that of the step, or other work, under way.
     """
-    if isinstance(result, Tensor):
-        return result, None, {}
-    loss: object = result
-    weight: Any = None
-    scalars: object = {}
-    if isinstance(result, Mapping):
-        scalars = {name: value for name, value in result.items() if name not in ("loss", "weight")}
-        loss, weight = result.get("loss"), result.get("weight")
-    elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        loss, scalars = result
-    if not isinstance(loss, Tensor) or not isinstance(scalars, Mapping):
-        raise TypeError(
-            f"the loss must return a scalar tensor, (loss, scalars) or a mapping with 'loss', not "
-            f"{_describe(result)}"
-        )
-    return loss, weight, scalars
 
+    def __init__(self, flat: FlatReplica, device: torch.device) -> None:
+        self.is_noted = False
+        self._flat = flat if flat.has_buffers else None
+        self._generator = device_generator(device) if is_accelerator(device) else None
+        self._random: Tensor | None = None  # state of the generator
 
-def _describe(result: object) -> str:
-    if isinstance(result, Mapping):
-        return f"a mapping with {', '.join(map(repr, result)) or 'nothing'}"
-    return type(result).__name__
+    def note(self) -> None:
+        self.is_noted = True
+        if self._flat is not None:
+            self._flat.keep_buffers()
+        if self._generator is not None:
+            self._random = self._generator.get_state()
+
+    def put_back(self) -> None:
+        if not self.is_noted:
+            return
+        if self._flat is not None:
+            self._flat.put_back_buffers()
+        if self._generator is not None and self._random is not None:
+            self._generator.set_state(self._random)
 
 
 def whole_batch(batch: Any, samples: int) -> Portion | None:

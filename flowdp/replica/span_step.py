@@ -100,13 +100,13 @@ class SpanStep:
                 if outcome.lr is not None:
                     replica.learning_rate.scale(outcome.lr)
                 replica.gradients.divide(is_weighted=is_weighted)
-                if replica.clips_norm:
+                if replica.update.clips_norm:
                     replica.gradients.measure()
-        if first.clips_norm:
+        if first.update.clips_norm:
             squares = [replica.gradients.square for replica in self._replicas]
             for replica, total in zip(self._replicas, self._collective.add_up(squares), strict=True):
                 replica.gradients.sum_of_squares = total
         for replica in self._replicas:
             with replica.lane.on(replica.lane.comm):
-                replica.step_span(touched)
+                replica.update.step_span(touched)
         self._collective.spread([replica.flat for replica in self._replicas])

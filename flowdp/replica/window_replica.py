@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flowdp.data.batches import Portion, cuts
-from flowdp.device.compiled import as_written
+from flowdp.device.compiled import as_written, uses_compile
 from flowdp.device.draws import OwnDraws, SeededCalls
 from flowdp.device.gathered import Gathered, made
 from flowdp.device.trees import tensors_of
@@ -22,8 +22,10 @@ from flowdp.device.worker_context import CurrentWorker
 from flowdp.graphs.base import Computed, Factors
 from flowdp.policy.schedule import Recheck, is_due_at
 from flowdp.protocol.messages import SampleRange
+from flowdp.replica.loss import Loss
 from flowdp.replica.loss_check import check_mean
-from flowdp.replica.replica import Loss, Replica, ReplicaParts, whole_batch
+from flowdp.replica.parts import ReplicaParts
+from flowdp.replica.replica import Replica, whole_batch
 
 __all__ = ["LoneReplica", "WindowReplica"]
 
@@ -51,6 +53,7 @@ class WindowReplica(Replica):
     ) -> None:
         super().__init__(parts, loss)
         self._seed = seed if self.device.type == "cpu" else None  # a card has a generator of its own
+        self._is_compiled = uses_compile(self.module, loss)
         self._checks = checks
         self._drawing: AbstractContextManager[object] = nullcontext()  # of each forward and backward
         self._has_looked = False
@@ -72,7 +75,7 @@ class WindowReplica(Replica):
             # By the window, so that a run that goes on from a checkpoint draws as one that did not end.
             if self._seed is not None:
                 self.draws = self._drawing = OwnDraws(self._seed, self.flat.rank, worker.global_step)
-                if not (self.is_compiled or self._looks.is_due):  # a look for draws in the backward
+                if not (self._is_compiled or self._looks.is_due):  # a look for draws in the backward
                     self._drawing = SeededCalls(self.draws)
             for start, stop in cuts(samples, pieces):
                 worker.samples = stop - start

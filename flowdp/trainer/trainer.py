@@ -51,7 +51,7 @@ from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.custom_step import TrainStep
 from flowdp.replica.factories import ModelOption, OptimizerOption
 from flowdp.replica.learning_rate import SchedulerOptions, check_scheduler
-from flowdp.replica.replica import LossOption
+from flowdp.replica.loss import LossOption
 from flowdp.trainer.config import DatasetOption, RunConfig
 from flowdp.trainer.description import describe_run
 from flowdp.trainer.inference import PredictStep, StateOption, predict, validate

@@ -21,7 +21,8 @@ from flowdp.engine.evaluation import EvalSums, Evaluator
 from flowdp.engine.shared_batches import to_lane
 from flowdp.errors import DataError
 from flowdp.policy.tally import evaluation_means
-from flowdp.replica.replica import Replica, loss_function
+from flowdp.replica.loss import loss_function
+from flowdp.replica.replica import Replica
 from tests.data.opening import evaluated
 from tests.fakes import FakeCuda
 from tests.parts import parts_of

@@ -410,7 +410,7 @@ class Alone:
 
     def step(self, *batches: Any) -> None:
         """A step as a worker does it."""
-        self.replica.mark()
+        self.replica.begin()
         for batch in batches:
             self.batcher.micros.append(MicroBatch(batch, len(batch[0]), 1 / len(batches)))
             self.batcher.add(self.batcher.micros[-1])

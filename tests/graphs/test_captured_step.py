@@ -77,7 +77,7 @@ class Rank:
 
     def step(self, number: int) -> Tensor | None:
         start = number % 2 * 4
-        self.replica.mark(is_late=True)
+        self.replica.begin()
         with self.lane.on(self.lane.compute):
             self.replica.add((X[start : start + 4], Y[start : start + 4]), self.worker)
             return self.replica.step()
@@ -103,7 +103,9 @@ def test_a_step_is_two_launches_of_graphs(options: dict[str, Any]) -> None:
     norms = []
     for number in range(20):
         losses = [rank.step(number) for rank in (eager, captured)]
-        norms.append([[norm.clone() for norm in rank.replica.take_norms()] for rank in (eager, captured)])
+        norms.append(
+            [[norm.clone() for norm in rank.replica.update.take_norms()] for rank in (eager, captured)]
+        )
         assert torch.equal(*losses)
         before = captured.replays
     assert equal(eager, captured)
@@ -200,7 +202,7 @@ def test_a_batch_that_lies_on_the_device_is_gathered_by_the_graph() -> None:
     for number in range(20):
         index = (torch.arange(4) * (number + 1)) % 8
         for rank in (eager, captured):
-            rank.replica.mark(is_late=True)
+            rank.replica.begin()
             with rank.lane.on(rank.lane.compute):
                 batch = gather(index) if rank is eager else Gathered(index, gather, 4)
                 rank.replica.add(batch, rank.worker)
@@ -232,7 +234,7 @@ def test_an_eager_step_behind_captured_ones_begins_with_zeros() -> None:
     for number in range(30):
         for rank in (eager, captured):
             size = 3 if number % 5 == 4 else 4
-            rank.replica.mark(is_late=True)
+            rank.replica.begin()
             rank.worker.samples = size
             with rank.lane.on(rank.lane.compute):
                 rank.replica.add((X[:size], Y[:size]), rank.worker)
@@ -261,7 +263,7 @@ def test_an_optimizer_makes_the_state_of_a_parameter_eagerly() -> None:
     for number in range(30):
         for rank in (eager, captured):
             # The second head's first gradient comes in the first micro-batch of a step, which is eager.
-            rank.replica.mark(is_late=True)
+            rank.replica.begin()
             with rank.lane.on(rank.lane.compute):
                 rank.replica.add((X[:4], Y[:4], number == 12), rank.worker, 0.5)
                 rank.replica.add((X[4:], Y[4:], number > 12), rank.worker, 0.5)
@@ -281,7 +283,7 @@ def test_writes_of_a_recording_touch_no_parameter(monkeypatch: pytest.MonkeyPatc
     eager, captured = Rank(capture=False, module=Heads, loss=of_heads), Rank(module=Heads, loss=of_heads)
     for number in range(20):
         for rank in (eager, captured):
-            rank.replica.mark(is_late=True)
+            rank.replica.begin()
             with rank.lane.on(rank.lane.compute):
                 rank.replica.add((X[:4], Y[:4], number == 0), rank.worker)
                 rank.replica.step()

@@ -66,12 +66,12 @@ class Rank:
     def run(self, graph: CudaStepGraph, batch: Any, factors: Factors = ONE) -> None:
         """Forward and backward of a micro-batch by the graph."""
         computed = graph.run(list(tensors_of(batch)), factors)
-        self.replica.count(computed, factors)
+        self.replica.loss.add(computed, factors.share)
         for (name, weight), value in zip(graph.records, computed.scalars, strict=True):
             self.worker.sink(name, value, weight)
 
     def eager(self, batch: Any, factors: Factors = ONE) -> None:
-        self.replica.count(self.replica.compute(batch, self.worker, factors), factors)
+        self.replica.loss.add(self.replica.compute(batch, self.worker, factors), factors.share)
 
     def is_clean(self) -> bool:
         """Whether nothing of a capture is left: no stream in it, no diverted allocator, no pool, no lock."""
@@ -241,7 +241,7 @@ def test_a_trial_changes_nothing() -> None:
         gradients = [parameter.grad for parameter in rank.module.parameters()]
         values = [gradient.clone() for gradient in gradients if gradient is not None]
         trial = graph.trial(list(tensors_of(second)), ONE)
-        eager.replica._clear()  # the graph is that of a step's first micro-batch
+        eager.replica.update.clear()  # the graph is that of a step's first micro-batch
         eager.eager(second)
     assert all(torch.equal(before[name], tensor) for name, tensor in rank.module.state_dict().items())
     assert all(p.grad is own for p, own in zip(rank.module.parameters(), gradients, strict=True))

@@ -388,7 +388,7 @@ def test_an_overflow_on_one_rank_is_one_on_all() -> None:
     run = exact(model, momentum, 3, loss, precision="fp16", max_grad_norm=1.0)
     check_equal(run)
     assert all(value.isfinite().all() for value in model.state_dict().values())
-    scales = [replica._scaler.get_scale() for replica in run._engine.replicas if replica._scaler]
+    scales = [replica.update.scaler.get_scale() for replica in run._engine.replicas if replica.update.scaler]
     assert scales == [2.0**15] * 3
 
 

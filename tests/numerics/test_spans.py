@@ -136,8 +136,8 @@ def test_the_state_is_there_once(name: str) -> None:
     length = replicas[0].flat.flats[0].split
     names = ELEMENTWISE[type(replicas[0].optimizer)]
     for replica in replicas:
-        assert not replica.optimizer.state
-        twin = replica._flat_optimizer._twin
+        assert not replica.update.optimizer.state
+        twin = replica.update.flat._twin
         for each in names & {key for state in twin.state.values() for key in state}:
             assert sum(state[each].numel() for state in twin.state.values()) <= length // 3
     state = result.optimizer_state["state"]

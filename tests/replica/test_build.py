@@ -129,7 +129,7 @@ def test_each_parameter_group_lies_in_one_piece_on_every_rank(policy: str) -> No
     made = build_replicas(settings(policy, model=Alternating, optimizer=by_kind), [CPU, CPU])
     made[0].flat.check_like(made[1].flat)
     for replica in made:
-        assert replica.steps_flat
+        assert replica.update.flat is not None
         assert [one.dim() for one, _ in replica.flat.parameters()] == [2, 2, 1, 1]
     for name, tensor in made[0].module.state_dict().items():
         assert torch.equal(tensor, made[1].module.state_dict()[name])
@@ -138,7 +138,7 @@ def test_each_parameter_group_lies_in_one_piece_on_every_rank(policy: str) -> No
 def test_a_step_of_the_users_own_finds_parameters_where_they_were_and_gradients_as_torch_has_them() -> None:
     options: dict[str, Any] = {"loss": None, "train_step": lambda *_: None}
     for replica in build_replicas(settings(model=Alternating, optimizer=by_kind, **options), [CPU, CPU]):
-        assert not replica.steps_flat
+        assert replica.update.flat is None
         assert replica.gradients is None
         assert [one.dim() for one, _ in replica.flat.parameters()] == [2, 1, 2, 1]
         assert all(one.grad is None for one in replica.module.parameters())

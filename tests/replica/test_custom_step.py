@@ -161,7 +161,7 @@ def replica(
     model = Gan()
     own = CustomStepReplica(parts_of(model, optimizers(model), precision=precision, max_grad_norm=clip), step)
     if precision == "fp16":
-        own._scaler = torch.amp.GradScaler("cpu", init_scale=16.0)  # so low that nothing overflows here
+        own.update.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)  # so low that nothing overflows here
     worker = CurrentWorker(0, CPU, model, samples=6, sink=lambda *_: None, steps=own)
     return own, worker
 
@@ -221,8 +221,8 @@ def test_an_overflow_leaves_that_optimizers_parameters_alone() -> None:
     before = copy.deepcopy(mine.module)
     mine.add((REAL[:6], NOISE[:6]), worker)
     mine.step()
-    assert mine._scaler is not None
-    assert mine._scaler.get_scale() == 8.0
+    assert mine.update.scaler is not None
+    assert mine.update.scaler.get_scale() == 8.0
     assert isinstance(before, Gan)
     assert isinstance(mine.module, Gan)
     assert torch.equal(mine.module.makes[0].weight, before.makes[0].weight)
@@ -237,7 +237,7 @@ def test_one_optimizer_may_step_several_times_a_call() -> None:
         model: Any = worker.model
         for _ in range(3):
             worker.backward(judge_loss(model, batch[0], model.makes(batch[1]).detach()))
-            scales.append(mine._scaler.get_scale() if mine._scaler else 0.0)
+            scales.append(mine.update.scaler.get_scale() if mine.update.scaler else 0.0)
             worker.step(worker.optimizers["judge"])
         judge = judge_loss(model, batch[0], model.makes(batch[1]).detach())
         worker.backward(judge)
@@ -246,12 +246,12 @@ def test_one_optimizer_may_step_several_times_a_call() -> None:
         worker.step(worker.optimizers["make"])
 
     mine, worker = replica(step, "fp16")
-    assert mine._scaler is not None
-    mine._scaler.set_growth_interval(1)
+    assert mine.update.scaler is not None
+    mine.update.scaler.set_growth_interval(1)
     mine.add((REAL[:6], NOISE[:6]), worker)
     mine.step()
     assert scales == [16.0, 32.0, 64.0]
-    assert mine._scaler.get_scale() == 256.0
+    assert mine.update.scaler.get_scale() == 256.0
     assert all(parameter.isfinite().all() for parameter in mine.module.parameters())
 
 

@@ -93,8 +93,8 @@ def test_a_micro_batch_of_no_weight_has_no_part_in_it() -> None:
     mine.add(part(), worker)
     value = mine.step()
     assert value is not None
-    assert mine.loss_weight is not None
-    assert mine.loss_weight.item() == pytest.approx(4 / 7)  # of 7 samples
+    assert mine.loss.step_weight is not None
+    assert mine.loss.step_weight.item() == pytest.approx(4 / 7)  # of 7 samples
     torch.testing.assert_close(value.float(), mse(mine.module, (X[3:], Y[3:])).detach())
     before = mine.module.weight.detach().clone()
     expected = torch.autograd.grad(mse(mine.module, (X[3:], Y[3:])), mine.module.weight)[0]
@@ -108,8 +108,8 @@ def test_a_part_without_any_weight_counts_for_nothing() -> None:
     mine.add(part(), worker)
     value = mine.step()
     assert value is not None
-    assert mine.loss_weight is not None
-    assert (value.item(), mine.loss_weight.item()) == (0.0, 0.0)
+    assert mine.loss.step_weight is not None
+    assert (value.item(), mine.loss.step_weight.item()) == (0.0, 0.0)
 
 
 def test_fp16_unscales_gradients_and_neither_weight_nor_buffer() -> None:
@@ -144,7 +144,7 @@ def test_a_part_that_begins_again_leaves_nothing_behind(named: bool) -> None:
 
     (mine, worker), (twin, other) = replica(loss), replica(loss)
     for _ in range(2):
-        mine.mark()
+        mine.begin()
         mine.add(part(0, 5), worker)
         mine.undo()
         assert not any(parameter.grad.any() for parameter in mine.module.parameters())

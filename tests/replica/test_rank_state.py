@@ -189,7 +189,7 @@ def test_a_checkpoint_passes_between_flat_memory_and_parameters(
     def made(is_flat: bool, seed: int) -> Replica:
         monkeypatch.setattr(Replica, "may_be_flat", is_flat)
         replica = make(OPTIMIZERS[name], seed=seed)
-        assert replica.steps_flat is is_flat
+        assert (replica.update.flat is not None) is is_flat
         return replica
 
     first, second, straight = made(flat_first, 0), made(not flat_first, 1), made(flat_first, 0)
@@ -223,15 +223,15 @@ def test_several_optimizers_keep_their_form(tmp_path: Path, form: str) -> None:
 def test_the_scale_of_fp16_is_kept(tmp_path: Path) -> None:
     original = make(SGD, precision="fp16")
     train(original, 0, 3)
-    assert original._scaler is not None
-    original._scaler.update(2.0**7)
+    assert original.update.scaler is not None
+    original.update.scaler.update(2.0**7)
     saved = through_a_file(tmp_path, [capture(original, shared=True)()])
     other = make(SGD, seed=1, precision="fp16")
     resume(other, saved)
     train(other, 3, 5)
     train(original, 3, 5)
-    assert other._scaler is not None
-    assert other._scaler.state_dict() == original._scaler.state_dict()
+    assert other.update.scaler is not None
+    assert other.update.scaler.state_dict() == original.update.scaler.state_dict()
     assert bits(other.module.state_dict()) == bits(original.module.state_dict())
 
 
@@ -387,7 +387,7 @@ def test_the_generator_of_an_accelerator_is_the_ranks_own(kind: str, monkeypatch
     replica = make(lambda p: SGD(p, 0.1))
     taken = plain(capture(replica, shared=True)())
     assert taken["generator"] is None  # of the CPU: it is the process's
-    replica.device = torch.device(kind, 0)
+    replica.lane.device = torch.device(kind, 0)
     before = capture_generator(replica)()["generator"]
     first = torch.rand(3, generator=generator)
     restore(replica, {**taken, "generator": before}, taken["model"], taken["buffers"])

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from flowdp.device.streams import HostLane, StreamLane
 from flowdp.device.worker_context import CurrentWorker
-from flowdp.replica.replica import Replica, loss_function
+from flowdp.replica.loss import loss_function
+from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda
 from tests.parts import parts_of
 
@@ -149,11 +150,11 @@ def test_an_overflow_in_fp16_leaves_the_parameters_alone_and_lowers_the_scale() 
     before = module.weight.detach().clone()
     step(mine)
     assert torch.equal(module.weight, before)
-    assert mine._scaler is not None
-    assert mine._scaler.get_scale() == 2.0**15
+    assert mine.update.scaler is not None
+    assert mine.update.scaler.get_scale() == 2.0**15
     for _ in range(15):
         step(mine)
-    assert mine._scaler.get_scale() == 1.0
+    assert mine.update.scaler.get_scale() == 1.0
 
 
 # ---------------------------------------------------------------- retried steps
@@ -223,7 +224,7 @@ def test_a_head_that_a_batch_leaves_out_is_not_stepped(
         scaler.step(plain)
         scaler.update()
         plain.zero_grad()
-    assert mine.steps_flat is is_flat
+    assert (mine.update.flat is not None) is is_flat
     for one, other in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     for key, state in plain.state_dict()["state"].items():
@@ -241,9 +242,9 @@ def test_each_element_is_clipped_by_value(is_flat: bool) -> None:
     gradient = torch.tensor([[3.0, -2.0], [0.25, -0.5]])
     mine.add(gradient, CurrentWorker(0, CPU, module, samples=2, sink=lambda *_: None))
     mine.step()
-    assert mine.steps_flat is is_flat
+    assert (mine.update.flat is not None) is is_flat
     torch.testing.assert_close(before - module.weight, torch.tensor([[0.5, -0.5], [0.25, -0.5]]))
-    assert mine.take_norms() == ()
+    assert mine.update.take_norms() == ()
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
@@ -257,8 +258,8 @@ def test_a_norm_is_of_the_gradients_of_one_step(is_flat: bool) -> None:
     for _ in range(3):
         mine.add((torch.ones(3, 4), [0, 1]), CurrentWorker(0, CPU, module, samples=3, sink=lambda *_: None))
         mine.step()
-    first, *others = mine.take_norms()
-    assert mine.steps_flat is is_flat
+    first, *others = mine.update.take_norms()
+    assert (mine.update.flat is not None) is is_flat
     assert [float(norm) for norm in others] == [float(first)] * 2
 
 
