@@ -27,7 +27,7 @@ from flowdp.ddp.distributed import DistributedDataParallel
 from flowdp.ddp.manual import Ddp
 from flowdp.ddp.synchronizer import GradientSynchronizer
 from flowdp.device.discovery import devices
-from flowdp.device.seeding import seed_everything
+from flowdp.device.draws import seed_everything
 from flowdp.device.worker_context import current_worker, record_scalar
 from flowdp.engine.evaluation import EvaluationOptions
 from flowdp.errors import (

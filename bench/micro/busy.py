@@ -25,8 +25,7 @@ from torch.optim import SGD
 
 from bench.harness import Comparison, options, report
 from bench.models import MODELS, classify, images
-from flowdp.device.cores import pool_sizes, usable_cores
-from flowdp.device.openmp import set_own_threads
+from flowdp.device.cores import pool_sizes, set_own_threads, usable_cores
 from flowdp.device.process_tuning import tuned_process
 from flowdp.options import ProcessTuning
 from flowdp.threads.crew import Crew

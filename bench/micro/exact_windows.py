@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import flowdp
 from bench.harness import options, report
 from bench.models import Gpt, classify, images, predict_next, small_cnn, texts
-from flowdp.device.openmp import set_own_threads
+from flowdp.device.cores import set_own_threads
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

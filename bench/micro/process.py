@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bench.harness import Comparison, compare, options, report, step_ms
-from flowdp.device.cores import usable_cores
-from flowdp.device.openmp import pause_openmp
+from flowdp.device.cores import pause_openmp, usable_cores
 from flowdp.device.process_tuning import SWITCH_INTERVAL_S, keep_freed_memory
 
 Measured = tuple[float, float]  # ms per step, page faults per step

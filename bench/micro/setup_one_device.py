@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import flowdp
 from bench.harness import Comparison, compare, options, report
 from bench.models import MODELS, Batch, classify, images
-from flowdp.device.openmp import pause_openmp
+from flowdp.device.cores import pause_openmp
 from flowdp.device.process_tuning import keep_freed_memory
 
 WARM_UP = 20

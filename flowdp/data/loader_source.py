@@ -27,7 +27,7 @@ from flowdp.data.epoch_order import KEPT_BATCHES, NOTHING_TRAINED, BatchOrder, S
 from flowdp.data.limit import UNLIMITED, Limit
 from flowdp.data.processes import GRACE_S, Processes, SentAttributes, starting
 from flowdp.data.source import Batch, Source
-from flowdp.device.openmp import set_own_threads
+from flowdp.device.cores import set_own_threads
 from flowdp.device.trees import tree_map
 from flowdp.errors import DataError, ProtocolError
 from flowdp.policy.formats import format_error, format_indices

@@ -35,9 +35,8 @@ from flowdp.data.moving import is_plain
 from flowdp.data.source import Batch, Source
 from flowdp.data.staging import CopySpans, Staging
 from flowdp.data.tensor_source import TensorSource
-from flowdp.device.failed_device import keep_memory
-from flowdp.device.memory import read_memory
-from flowdp.device.openmp import set_own_threads
+from flowdp.device.cores import set_own_threads
+from flowdp.device.memory import keep_memory, read_memory
 from flowdp.device.streams import QUIET, Event, Lane
 from flowdp.errors import ProtocolError
 from flowdp.policy.budget import USAGE, Memory, RingBudget, payload_depth

@@ -28,11 +28,10 @@ from flowdp.data_parallel.layout import Callee
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.compiled import Uncompiled
 from flowdp.device.copies import move
-from flowdp.device.seeding import generators_kept, seed_everything
+from flowdp.device.draws import generators_kept, seed_everything
 from flowdp.device.trees import tensors_of, tree_map, walk
 from flowdp.errors import FlowdpError
-from flowdp.modules.comparison import compare
-from flowdp.modules.constant_draws import TF32, ConstantDraws
+from flowdp.modules.comparison import TF32, ConstantDraws, compare
 from flowdp.modules.shallow import SHARED
 from flowdp.policy.schedule import is_due_at
 

@@ -13,7 +13,7 @@ from flowdp.data.moving import keep_for
 from flowdp.data.processes import starting
 from flowdp.data.staging import Staging
 from flowdp.data_parallel.windows import Piece, Window
-from flowdp.device.failed_device import keep_memory
+from flowdp.device.memory import keep_memory
 from flowdp.device.streams import Lane
 from flowdp.device.trees import batch_length, flatten, tensors_of, unflatten
 from flowdp.errors import DataError

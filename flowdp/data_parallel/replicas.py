@@ -27,13 +27,13 @@ from flowdp.data.moving import keep_for
 from flowdp.data_parallel.gradient_sum import GradientSum
 from flowdp.device.compiled import FirstCalls, warn_of_draws
 from flowdp.device.copies import carry, copied
+from flowdp.device.cores import set_own_threads
 from flowdp.device.draws import OwnDraws, SeededCalls, draw_seed, share_generator
-from flowdp.device.openmp import set_own_threads
 from flowdp.device.stopwatch import Stopwatch
 from flowdp.device.streams import Lane, Stream
 from flowdp.device.torch_modes import caller_modes, unhooked
 from flowdp.device.trees import tensors_of
-from flowdp.modules.constant_draws import still
+from flowdp.modules.comparison import still
 from flowdp.modules.shallow import ShallowReplicas
 from flowdp.policy.schedule import Recheck
 from flowdp.threads.crew import Crew

@@ -19,10 +19,9 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.collective.select import open_loop
 from flowdp.device.compiled import FirstCalls, make_room
 from flowdp.device.copies import carry
-from flowdp.device.cores import pool_sizes
+from flowdp.device.cores import pool_sizes, set_own_threads
 from flowdp.device.discovery import resolve_devices
 from flowdp.device.dispatch import prepare_torch
-from flowdp.device.openmp import set_own_threads
 from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.device.structure import check_same_structure, check_separate_memory, structure

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from flowdp.device.accelerator import accelerator_devices, device_module, is_accelerator, obstacle, untried
-from flowdp.device.peer_copies import check_copies
+from flowdp.device.copies import check_copies
 from flowdp.device.streams import QUIET
 from flowdp.errors import OptionError
 from flowdp.validators import is_int

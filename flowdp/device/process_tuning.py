@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 
-from flowdp.device.openmp import pause_openmp
+from flowdp.device.cores import pause_openmp
 from flowdp.errors import OptionError
 from flowdp.options import ProcessTuning
 

@@ -15,7 +15,7 @@ from flowdp.collective.select import open_collective
 from flowdp.data.open_feeds import open_feeds
 from flowdp.device.compiled import make_room
 from flowdp.device.cores import pool_sizes, thread_budget
-from flowdp.device.failed_device import keep_memory
+from flowdp.device.memory import keep_memory
 from flowdp.device.process_tuning import as_tuning
 from flowdp.engine.coordinator_thread import EngineParts
 from flowdp.engine.diagnostics import Diagnostics
@@ -32,9 +32,8 @@ from flowdp.options import Backend, FailureOptions, OuterOptions, RuntimeOptions
 from flowdp.policy.stall import StallWatch
 from flowdp.protocol.messages import Order
 from flowdp.replica.exact_replica import ExactReplica
-from flowdp.replica.joint_step import JointStep
+from flowdp.replica.joint_step import JointStep, SpanStep, cut_gradients
 from flowdp.replica.replica import Replica
-from flowdp.replica.span_step import SpanStep, cut_gradients
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 

@@ -14,7 +14,7 @@ from typing import Any
 from flowdp.checkpoint.writer import CapturedState
 from flowdp.device.discovery import device_names
 from flowdp.device.dispatch import prepare_torch
-from flowdp.device.failed_device import keep_memory
+from flowdp.device.memory import keep_memory
 from flowdp.device.process_tuning import tuned_process
 from flowdp.engine import active_runs
 from flowdp.engine.coordinator_thread import CoordinatorShell, EngineParts

@@ -22,9 +22,8 @@ from flowdp.network.channel import Channel
 from flowdp.network.team import Team
 from flowdp.observe.records import Records
 from flowdp.protocol.messages import BatchReady, Order
-from flowdp.replica.joint_step import JointStep
+from flowdp.replica.joint_step import JointStep, SpanStep
 from flowdp.replica.replica import Replica
-from flowdp.replica.span_step import SpanStep
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 from flowdp.timeline.timeline import Timeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowdp.device.openmp import set_own_threads
+from flowdp.device.cores import set_own_threads
 
 __all__ = ["RankPool"]
 

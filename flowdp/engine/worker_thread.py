@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowdp.collective.base import NOTHING
 from flowdp.device import worker_context
-from flowdp.device.failed_device import keep_memory
+from flowdp.device.memory import keep_memory
 from flowdp.engine.barrier_tasks import BarrierTasks, described
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter, OrderSums, RankActivity

@@ -26,7 +26,7 @@ from flowdp.modules.stand_in import StandInModule
 from flowdp.modules.training_mode import start_training
 from flowdp.network.machines import Machines
 from flowdp.replica.model_copy import CopyError, copy_module
-from flowdp.replica.optimizer_rebuild import rebuild
+from flowdp.replica.optimizer_copy import rebuild
 
 __all__ = [
     "ModelOption",

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from flowdp.device.compiled import Uncompiled, uses_compile
 from flowdp.device.trees import tree_map
-from flowdp.modules.comparison import is_close
-from flowdp.modules.constant_draws import ConstantDraws, still
+from flowdp.modules.comparison import ConstantDraws, is_close, still
 from flowdp.policy.formats import format_error
 from flowdp.replica.loss import Loss, unpack_loss
 from flowdp.replica.model_copy import copy_module

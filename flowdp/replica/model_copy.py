@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flowdp.device.compiled import compile_alike
 from flowdp.device.trees import tensors_of
 from flowdp.policy.formats import format_error
-from flowdp.replica.optimizer_rebuild import leaves
+from flowdp.replica.optimizer_copy import leaves
 
 __all__ = ["CopyError", "copy_module"]
 

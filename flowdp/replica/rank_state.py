@@ -24,7 +24,7 @@ from flowdp.device.structure import difference, tensor_form
 from flowdp.errors import CheckpointError
 from flowdp.policy.formats import format_error
 from flowdp.replica.factories import all_of
-from flowdp.replica.optimizer_state import load_state
+from flowdp.replica.optimizer_copy import load_state
 from flowdp.replica.replica import Replica
 
 __all__ = [

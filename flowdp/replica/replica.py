@@ -30,7 +30,7 @@ from flowdp.protocol.messages import Checksum, Outcome, SampleRange
 from flowdp.replica.factories import all_of, each_of
 from flowdp.replica.flat_optimizer import obstacle
 from flowdp.replica.loss import NOT_OURS, RunningLoss, unpack_loss
-from flowdp.replica.optimizer_state import load_state
+from flowdp.replica.optimizer_copy import load_state
 from flowdp.replica.parts import ReplicaParts
 from flowdp.replica.update import Update
 

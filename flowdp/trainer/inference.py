@@ -18,12 +18,11 @@ from flowdp.data.open_source import loader_generators, open_evaluation
 from flowdp.data.source import Batch
 from flowdp.device import worker_context
 from flowdp.device.compiled import FirstCalls, make_room
-from flowdp.device.cores import pool_sizes
+from flowdp.device.cores import pool_sizes, set_own_threads
 from flowdp.device.dispatch import prepare_torch
-from flowdp.device.failed_device import keep_memory
-from flowdp.device.openmp import set_own_threads
+from flowdp.device.draws import generators_kept
+from flowdp.device.memory import keep_memory
 from flowdp.device.process_tuning import as_tuning, tuned_process
-from flowdp.device.seeding import generators_kept
 from flowdp.device.streams import Lane
 from flowdp.device.trees import concatenated, described, flatten, is_cut, tree_map, unflatten
 from flowdp.device.worker_context import CurrentWorker

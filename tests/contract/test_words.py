@@ -18,7 +18,7 @@ NO_BEGINNING = {
 
 # The field's word stands behind each.
 RETIRED = {
-    "adoption": "optimizer_rebuild",
+    "adoption": "optimizer_copy",
     "assembly": "build",
     "care": "process options",
     "duties": "barrier tasks",

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import flowdp
-from flowdp.device.seeding import generators_kept
+from flowdp.device.draws import generators_kept
 from tests.docs.preambles import PREAMBLES, small
 
 ROOT = Path(__file__).resolve().parents[2]

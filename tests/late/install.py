@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flowdp.collective import nccl, nccl_loop
-from flowdp.device import discovery, peer_copies, streams
+from flowdp.device import copies, discovery, streams
 from flowdp.device.streams import StreamLane
 from flowdp.policy.worth import LaunchWatch
 from tests.fakes import hide_modes
@@ -61,7 +61,7 @@ def installed(cuda: LateCuda) -> Iterator[LateCuda]:
         _patch_groups(patch)
         _patch_lanes(patch, cuda)
         _patch_nccl(patch, cuda)
-        for module in (discovery, peer_copies):
+        for module in (discovery, copies):
             patch.setattr(module, "_fine", set())
         start = threading.Thread.start
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 import flowdp
 from flowdp.errors import StepError
 from flowdp.replica.flat_optimizer import ELEMENTWISE
-from flowdp.replica.span_step import SpanStep
+from flowdp.replica.joint_step import SpanStep
 from tests.data.cards import Card, put_on_streams
 from tests.numerics.test_exact import apart, check_equal
 from tests.numerics.test_owners import OPTIMIZERS, STEPS, Make, Unlike, exact, mse, net, plain
@@ -65,7 +65,7 @@ def weighted(model: nn.Module, batch: Any) -> Any:
 def train(make: Make, model: nn.Module, ratios: Any = UNEQUAL, **options: Any) -> flowdp.Run:
     """Train on cards: those of torch's optimizers that step flat memory step spans, others everything."""
     run = exact(make, len(ratios), model, **shared(ratios), **options).start()
-    has_spans = type(run._engine.replicas[0].optimizer) in ELEMENTWISE
+    has_spans = type(run._engine.replicas[0].update.optimizer) in ELEMENTWISE
     assert isinstance(run._engine._parts.workers[0]._meeting.joint, SpanStep) is has_spans
     assert run.join().global_step == STEPS
     check_equal(run)
@@ -134,7 +134,7 @@ def test_the_state_is_there_once(name: str) -> None:
     result = run.join()
     replicas = run._engine.replicas
     length = replicas[0].flat.flats[0].split
-    names = ELEMENTWISE[type(replicas[0].optimizer)]
+    names = ELEMENTWISE[type(replicas[0].update.optimizer)]
     for replica in replicas:
         assert not replica.update.optimizer.state
         twin = replica.update.flat._twin

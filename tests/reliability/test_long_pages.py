@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flowdp
-from flowdp.device.seeding import generators_kept
+from flowdp.device.draws import generators_kept
 from flowdp.observe.callbacks import METHODS
 from tests.vision import mend_torchvision
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from flowdp.data.open_source import loader_generators
-from flowdp.device.seeding import generators_kept
+from flowdp.device.draws import generators_kept
 from flowdp.errors import OptionError
 from flowdp.observe.callbacks import Callback
 from flowdp.trainer.config import RunConfig

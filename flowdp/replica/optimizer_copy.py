@@ -1,4 +1,4 @@
-"""Optimizers for a replica's parameters, rebuilt from the user's; and what containers hold."""
+"""Copies of the user's optimizer for a replica's parameters, and of its state, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flowdp.errors import OptionError
 from flowdp.policy.formats import format_error
 
-__all__ = ["leaves", "rebuild"]
+__all__ = ["leaves", "load_state", "rebuild"]
 
 
 def rebuild(optimizer: Optimizer, module: nn.Module, source: nn.Module) -> Optimizer:
@@ -102,3 +103,42 @@ def _own_hooks(optimizer: Optimizer) -> list[Any]:
     hooks = [hook for held in dicts for hook in held.values()]
     modules = (getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks)
     return [hook for hook, name in zip(hooks, modules, strict=True) if not name.startswith("flowdp.")]
+
+
+def load_state(optimizer: Optimizer, saved: Mapping[str, Any], *, with_groups: bool) -> None:
+    """Load a state, with which nothing is shared; the groups stay the objects that they are.
+
+    Args:
+        optimizer: Optimizer whose state is replaced.
+        saved: `state_dict()` of another optimizer of the same parameters in the same order.
+        with_groups: Whether the options of the groups are loaded, too, the rates among them.
+
+    Streams:
+        Enqueued on the current ones of both devices.
+    """
+    groups = optimizer.param_groups
+    optimizer.load_state_dict(dict(saved))
+    loaded, optimizer.param_groups = optimizer.param_groups, groups
+    for group, options in zip(groups, loaded, strict=True) if with_groups else ():
+        for name, value in options.items():
+            # A captured step reads the tensor that is there.
+            if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
+    # Torch has put the state where it belongs, in the dtype of the parameter. Now each value becomes the
+    # saved one, and this optimizer's alone.
+    parameters = dict(enumerate(parameter for group in groups for parameter in group["params"]))
+    for key, entry in saved["state"].items():
+        placed = optimizer.state[parameters.get(key, key)]
+        for name in entry.keys() & placed.keys():
+            placed[name] = _as_saved(entry[name], placed[name])
+
+
+def _as_saved(value: Any, placed: Any) -> Any:
+    devices = [leaf.device for leaf in tree_leaves(placed) if isinstance(leaf, Tensor)]
+
+    def copied(leaf: Any) -> Any:
+        return leaf.to(devices[0], copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+    return tree_map(copied, value)
