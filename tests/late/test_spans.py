@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from flowdp.device.flat_parameters import Flat
+from flowdp.device.streams import Lane
 from flowdp.replica.exact_replica import ExactReplica
+from flowdp.replica.flat_optimizer import FlatOptimizer
+from flowdp.replica.update import Update
 from tests.late.edges import edges
 from tests.late.orders import LATE, first
 from tests.late.runs import Case
@@ -21,13 +24,18 @@ CASES = [Case("exact", "local", (0, 0)), Case("exact", "local", (0, 1)), Case("e
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_owner_that_steps_before_its_sum_is_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = ExactReplica.step_span
+    step, own_span, lanes = Update.step_span, ExactReplica.own_span, dict[Update, Lane]()
 
-    def early(replica: ExactReplica, touched: Sequence[bool]) -> None:
-        with replica.lane.on(replica.lane.compute):
-            step(replica, touched)
+    def noted(replica: ExactReplica) -> FlatOptimizer:
+        lanes[replica.update] = replica.lane
+        return own_span(replica)
 
-    monkeypatch.setattr(ExactReplica, "step_span", early)
+    def early(update: Update, touched: Sequence[bool]) -> None:
+        with lanes[update].on(lanes[update].compute):
+            step(update, touched)
+
+    monkeypatch.setattr(ExactReplica, "own_span", noted)
+    monkeypatch.setattr(Update, "step_span", early)
     assert any(is_wrong((case, order), frozenset()) for order in ORDERS)
 
 
