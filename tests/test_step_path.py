@@ -14,7 +14,7 @@ from torch import nn
 import flowdp
 
 STEPS = 400
-MOST = 72
+MOST = 68
 """Calls of flowdp's functions in a step of one CPU device. A function more on that path needs a reason."""
 
 ROOT = str(Path(flowdp.__file__).parent)

@@ -106,7 +106,8 @@ class FlatGradients:
 
         A gradient that was set to None counts as zero, and as not touched.
         """
-        self.begin()
+        if self.is_void:
+            self.clear()
         own = self.views
         touched = list(map(ne, map(_version, own), self._versions))
         if not all(map(is_, map(_grad, self.parameters), own)):

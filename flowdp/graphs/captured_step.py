@@ -8,24 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowdp.device.accelerator import device_generator
+from flowdp.device.accelerator import device_generator, untried
 from flowdp.device.gathered import Gathered, made
+from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.trees import flatten
+from flowdp.errors import OptionError
 from flowdp.graphs.base import Capturable, Computed, Factors, NotCaptured, TrialStep
 from flowdp.graphs.cuda_graph import CudaGraphs, CudaStepGraph
-from flowdp.graphs.decisions import Decisions, Form
+from flowdp.graphs.decisions import Decisions, Form, LogOnce
 from flowdp.graphs.guards import Guards
 from flowdp.graphs.trials import Pair, first_difference, spec_of
 from flowdp.options import CaptureOptions
 from flowdp.policy.formats import format_error
 from flowdp.policy.worth import LaunchWatch
 
-__all__ = ["CAPTURED", "Captured"]
+__all__ = ["CAPTURED", "Capture", "Captured", "capture_steps"]
 
 CAPTURED = "captured"
 """State of steps that run as graphs."""
@@ -199,6 +202,47 @@ class Captured(Decisions[CudaStepGraph]):
         for (name, buffer), mine in zip(module.named_buffers(), trial.buffers, strict=False):
             pairs.append((f"buffer {name!r}", mine, buffer))
         return first_difference(pairs, self._graphs.bound)
+
+
+Capture = Callable[[Capturable], Captured]
+"""Makes the captured steps of a replica."""
+
+
+def capture_steps(
+    modules: Sequence[nn.Module],
+    losses: Sequence[Callable[..., Any]],
+    lanes: Sequence[Lane],
+    options: CaptureOptions,
+    *,
+    is_chosen: bool,
+) -> list[Capture | None]:
+    """Makers of the captured steps of each rank's replica, of its model and its loss; None on other devices.
+
+    Args:
+        modules: The model of each rank.
+        losses: The loss of each rank.
+        lanes: The lane of each rank.
+        options: Options of all ranks.
+        is_chosen: Whether the user has asked for it; else steps are captured where that makes them faster.
+
+    Raises:
+        OptionError: It was asked for, and no rank's steps can be captured.
+    """
+    fit = [isinstance(lane, StreamLane) and untried(lane.device.type) is None for lane in lanes]
+    if is_chosen and not any(fit):
+        devices = ", ".join(dict.fromkeys(str(lane.device) for lane in lanes))
+        raise OptionError(
+            f"capture=True records steps as CUDA graphs, and the devices are {devices}; capture='auto' (the "
+            "default) records them where there is a CUDA device and it pays"
+        )
+    tell = LogOnce(is_chosen)
+
+    def make(model: nn.Module, loss: Callable[..., Any], step: Capturable) -> Captured:
+        watch = None if is_chosen else LaunchWatch()
+        return Captured(step, options, partial(Guards, model, loss), tell, watch)
+
+    parts = zip(fit, modules, losses, strict=True)
+    return [partial(make, model, loss) if is_fit else None for is_fit, model, loss in parts]
 
 
 def _tensors(batch: Any) -> list[Tensor]:

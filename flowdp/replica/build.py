@@ -22,13 +22,13 @@ from flowdp.device.compiled import uses_compile, warn_of_draws
 from flowdp.device.draws import share_generator
 from flowdp.device.streams import Lane, open_lanes
 from flowdp.errors import OptionError
+from flowdp.graphs.captured_step import Capture, capture_steps
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.rounds import Averages
 from flowdp.network.team import Team
 from flowdp.options import CaptureOptions, Policy, Precision
 from flowdp.policy.schedule import lr_factor
 from flowdp.replica.batch_sizes import Sizes
-from flowdp.replica.captured_steps import capture_steps
 from flowdp.replica.custom_step import CustomStepReplica, TrainStep
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.factories import (
@@ -47,7 +47,7 @@ from flowdp.replica.factories import (
 )
 from flowdp.replica.learning_rate import LearningRate, SchedulerOptions
 from flowdp.replica.loss import LossOption, loss_function
-from flowdp.replica.parts import Capture, ReplicaParts
+from flowdp.replica.parts import ReplicaParts
 from flowdp.replica.replica import Replica
 from flowdp.replica.window_replica import LoneReplica
 

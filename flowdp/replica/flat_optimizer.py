@@ -193,7 +193,8 @@ class FlatOptimizer:
 
     def finish(self) -> None:
         """Bring the optimizer's step to the module, to autograd and to schedulers."""
-        self.drop_strays()
+        if self._strays:
+            self.drop_strays()
         if self._twin is None:
             return
         for at in self._moved:

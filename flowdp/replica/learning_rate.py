@@ -222,9 +222,10 @@ class LearningRate:
             metrics: Losses of the epochs before, that of the last one behind them, for a scheduler that
                 watches them; None: one that it does not see.
         """
-        warm_up, self._warm_up = self._warm_up, warm_up_factor(position, self._warmup_steps)
-        if self._warm_up != warm_up:
-            self._write()
+        if self._warmup_steps:
+            warm_up, self._warm_up = self._warm_up, warm_up_factor(position, self._warmup_steps)
+            if self._warm_up != warm_up:
+                self._write()
         if self._lambda is not None:
             factor = float(self._lambda(position))
             self._plain = [base * factor for base in self._base]

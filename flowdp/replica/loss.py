@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flowdp.graphs.base import Computed
 
-__all__ = ["NOT_OURS", "Loss", "LossOption", "RunningLoss", "is_factor", "loss_function", "unpack_loss"]
+__all__ = ["NOT_OURS", "Loss", "LossOption", "RunningLoss", "loss_function", "unpack_loss"]
 
 LossOption = Callable[..., Any] | nn.Module
 Loss = Callable[[nn.Module, Any], Any]
@@ -114,19 +114,16 @@ class RunningLoss:
             The loss over the step's samples, the mean by their weights where losses name some; and the factor
             on the gradients that goes with it.
         """
-        value, weight, unnamed = self.take()
+        value, weight = self.value, self._weight
+        self.value = None
         if weight is None:
             self.step_weight = None
         else:
-            weight = weight + unnamed
+            weight = weight + self._unnamed
             self.step_weight = weight * factor
             # The gradients are those of loss x weight; a mean over nothing has none.
             factor = 1.0 / torch.where(weight == 0, 1.0, weight)
-        if value is not None and is_factor(factor):
+        self._weight, self._unnamed = None, 0.0
+        if value is not None and (isinstance(factor, Tensor) or factor != 1.0):  # a tensor is not read back
             value = value * factor
         return value, factor
-
-
-def is_factor(factor: float | Tensor) -> bool:
-    """Whether a factor changes anything; one on a device is not read back."""
-    return isinstance(factor, Tensor) or factor != 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Semaphore
 
@@ -10,16 +9,12 @@ from torch import nn
 
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import Lane
-from flowdp.graphs.base import Capturable
-from flowdp.graphs.captured_step import Captured
+from flowdp.graphs.captured_step import Capture
 from flowdp.options import Precision
 from flowdp.replica.factories import Optimizers
 from flowdp.replica.learning_rate import LearningRate
 
-__all__ = ["Capture", "ReplicaParts"]
-
-Capture = Callable[[Capturable], Captured]
-"""Makes the captured steps of a replica."""
+__all__ = ["ReplicaParts"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,7 +149,7 @@ class Replica(Capturable):
             part: Part of it, where all ranks share one (exact).
         """
         self.part = part
-        self._start.is_noted = False
+        self._start.is_noted = self._start.is_empty
 
     def mark(self) -> None:
         """Begin another piece of work, which `undo` can undo."""
@@ -390,13 +390,14 @@ class _Start:
     It is noted when the step first runs eagerly: a captured one is not repeated.
 
     Attributes:
+        is_empty: Whether there is nothing to note.
         is_noted: Whether it is that of the step, or other work, under way.
     """
 
     def __init__(self, flat: FlatReplica, device: torch.device) -> None:
-        self.is_noted = False
         self._flat = flat if flat.has_buffers else None
         self._generator = device_generator(device) if is_accelerator(device) else None
+        self.is_empty = self.is_noted = self._flat is None and self._generator is None
         self._random: Tensor | None = None  # state of the generator
 
     def note(self) -> None:

@@ -14,7 +14,6 @@ from flowdp.device.weight_average import WeightAverage
 from flowdp.replica.captured_update import CapturedUpdate
 from flowdp.replica.factories import all_of
 from flowdp.replica.flat_optimizer import FlatOptimizer
-from flowdp.replica.loss import is_factor
 from flowdp.replica.parts import ReplicaParts
 
 __all__ = ["Update"]
@@ -78,13 +77,14 @@ class Update:
             replays: Whether the step may run as a graph: forward and backward have.
         """
         gradients = self.gradients
+        is_scaled = isinstance(factor, Tensor) or factor != 1.0  # a tensor is not read back
         if self.flat is not None and gradients is not None:
             touched = gradients.collect()
-            if is_factor(factor):
+            if is_scaled:
                 gradients.scale(factor)
             self.step_flat(touched, replays=replays)
             return
-        if is_factor(factor):
+        if is_scaled:
             torch._foreach_mul_([p.grad for p in self._trainable if p.grad is not None], factor)
         self.take(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
