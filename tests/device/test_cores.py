@@ -237,7 +237,7 @@ def test_omp_num_threads_is_the_users_number() -> None:
     assert child.stdout == "1\n", child.stderr
 
 
-pytestmark = pytest.mark.usefixtures("three_threads")
+# ---------------------------------------------------------------- pools
 NONE = ProcessTuning(openmp=False, malloc=False, switch_interval=False)
 POOL = ProcessTuning(malloc=False, switch_interval=False)
 
