@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 
 import flowdp
 from flowdp.errors import StepError
-from flowdp.replica.flat_optimizer import ELEMENTWISE
+from flowdp.replica.flat_twin import ELEMENTWISE
 from flowdp.replica.joint_step import SpanStep
 from tests.data.cards import Card, put_on_streams
 from tests.numerics.test_exact import apart, check_equal
@@ -137,7 +137,7 @@ def test_the_state_is_there_once(name: str) -> None:
     names = ELEMENTWISE[type(replicas[0].update.optimizer)]
     for replica in replicas:
         assert not replica.update.optimizer.state
-        twin = replica.update.flat._twin
+        twin = replica.update.flat._twin.optimizer
         for each in names & {key for state in twin.state.values() for key in state}:
             assert sum(state[each].numel() for state in twin.state.values()) <= length // 3
     state = result.optimizer_state["state"]

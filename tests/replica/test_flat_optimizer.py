@@ -15,7 +15,8 @@ from flowdp.device.flat_gradients import FlatGradients
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane
 from flowdp.replica.factories import flatten
-from flowdp.replica.flat_optimizer import ELEMENTWISE, FUSED, LARGE, FlatOptimizer, obstacle
+from flowdp.replica.flat_optimizer import LARGE, FlatOptimizer, obstacle
+from flowdp.replica.flat_twin import ELEMENTWISE, FUSED
 
 STEPS = 20
 
