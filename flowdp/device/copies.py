@@ -13,10 +13,10 @@ from torch import Tensor
 from flowdp.device.streams import QUIET
 from flowdp.errors import OptionError
 
-__all__ = ["aligned", "carry", "check_copies", "copied", "dense_strides", "move"]
+__all__ = ["ALIGNMENT", "aligned", "carry", "check_copies", "copied", "dense_strides", "move"]
 
 ALIGNMENT = 64
-"""Bytes: a tensor of any dtype may begin there, and no two share a cache line."""
+"""Bytes: a tensor of any dtype may begin there, and no two share a cache line, or a vector of AVX-512."""
 
 T = TypeVar("T", Tensor, Tensor | None)
 

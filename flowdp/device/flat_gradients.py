@@ -20,7 +20,8 @@ from operator import add, attrgetter, is_, ne, sub
 import torch
 from torch import Tensor, nn
 
-from flowdp.device.flat_parameters import ALIGNMENT, Flat, FlatReplica, FlatTensors
+from flowdp.device.copies import ALIGNMENT
+from flowdp.device.flat_parameters import Flat, FlatReplica, FlatTensors
 
 __all__ = ["FlatGradients", "SharedGradients"]
 

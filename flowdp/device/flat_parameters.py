@@ -16,15 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from flowdp.device.copies import dense_strides
+from flowdp.device.copies import ALIGNMENT, dense_strides
 from flowdp.device.frozen_parameters import frozen_sums
 from flowdp.device.structure import check_same, tensor_form
 from flowdp.errors import CollectiveError, OptionError
 
-__all__ = ["ALIGNMENT", "Flat", "FlatReplica", "FlatTensors", "memory_key"]
-
-ALIGNMENT = 64
-"""Bytes on which every tensor starts: a cache line, and a vector of AVX-512."""
+__all__ = ["Flat", "FlatReplica", "FlatTensors", "memory_key"]
 
 _COUNTS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 """Integer dtypes with a maximum in torch; the wider unsigned integers have none."""

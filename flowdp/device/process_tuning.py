@@ -32,12 +32,7 @@ from flowdp.device.cores import pause_openmp
 from flowdp.errors import OptionError
 from flowdp.options import ProcessTuning
 
-__all__ = [
-    "as_tuning",
-    "keep_freed_memory",
-    "pause_openmp",
-    "tuned_process",
-]
+__all__ = ["as_tuning", "keep_freed_memory", "tuned_process"]
 
 SWITCH_INTERVAL_S = 5e-4
 

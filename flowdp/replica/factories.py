@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 log = logging.getLogger("flowdp")
+
+T = TypeVar("T")
 
 WRAPPERS = (StandInModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 """Modules that stand for another one on several devices."""
@@ -267,14 +269,14 @@ def build_optimizers(option: OptimizerOption, module: nn.Module, source: nn.Modu
                 "an optimizer instance belongs to the parameters of one model: with a model factory, give an "
                 "optimizer factory: optimizer=lambda params: ..."
             )
-        return _each(option, lambda one: rebuild(one, module, source))
+        return each_of(option, lambda optimizer: rebuild(optimizer, module, source))
     made: Any
     if "model" in _parameters(option):
         made = option(model=module)
     else:
         made = option([parameter for parameter in module.parameters() if parameter.requires_grad])
     own = set(module.parameters())
-    return _each(made, lambda one: _check_made(one, own))
+    return each_of(made, lambda optimizer: _check_made(optimizer, own))
 
 
 def all_of(optimizers: Optimizers) -> list[Optimizer]:
@@ -282,20 +284,13 @@ def all_of(optimizers: Optimizers) -> list[Optimizer]:
     return list(optimizers.values() if isinstance(optimizers, Mapping) else optimizers)
 
 
-def each_of(optimizers: Optimizers, take: Callable[[Optimizer], Any]) -> Any:
-    """Result of `take` for every optimizer, in the form in which they are."""
-    if isinstance(optimizers, Mapping):
+def each_of(optimizers: object, take: Callable[[Any], T]) -> list[T] | dict[Any, T]:
+    """The result of `take` for every optimizer, in the form in which they were given; of one alone a list."""
+    if isinstance(optimizers, Mapping) and optimizers:
         return {name: take(optimizer) for name, optimizer in optimizers.items()}
-    return [take(optimizer) for optimizer in optimizers]
-
-
-def _each(given: object, build: Callable[[Any], Optimizer]) -> Optimizers:
-    """The result of `build` for every optimizer, in the form in which they were given."""
-    if isinstance(given, Mapping) and given:
-        return {name: build(one) for name, one in given.items()}
-    if isinstance(given, Sequence) and given:
-        return [build(one) for one in given]
-    return [build(given)]
+    if isinstance(optimizers, Sequence) and optimizers:
+        return [take(optimizer) for optimizer in optimizers]
+    return [take(optimizers)]
 
 
 def _check_made(made: object, own: set[nn.Parameter]) -> Optimizer:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from flowdp.device.copies import ALIGNMENT
 from flowdp.device.flat_gradients import FlatGradients
-from flowdp.device.flat_parameters import ALIGNMENT, FlatReplica
+from flowdp.device.flat_parameters import FlatReplica
 
 __all__ = ["ELEMENTWISE", "FUSED", "FlatMemory", "FlatTwin", "Run", "groups_form", "picks_fused"]
 

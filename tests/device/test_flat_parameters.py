@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from flowdp.device.flat_parameters import ALIGNMENT, FlatReplica
+from flowdp.device.copies import ALIGNMENT
+from flowdp.device.flat_parameters import FlatReplica
 from flowdp.errors import CollectiveError, OptionError
 
 
