@@ -7,7 +7,7 @@ The shell asks `next()` between any two steps, takes that action, and reports ba
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flowdp.errors import ProtocolError
 from flowdp.policy.schedule import position
@@ -269,7 +269,7 @@ class WorkerMachine:
         if not is_over and (in_step or self._sync_now < sync.round + held):
             return self._step(under_way, position(before, under_way.in_round, sync.steps, planned))
         is_inner = sync.inner and held < sync.count - 1
-        arrival = Arrival(
+        return Arrival(
             self.rank,
             sync.round + held,
             # Of the order, where its rounds may be cut and are counted by the gates.
@@ -278,16 +278,32 @@ class WorkerMachine:
             self.samples,
             left=self._left(under_way, sync, planned, is_inner=is_inner) + under_way.left,
             drift=sync.drift and not is_inner,
+            bad=self.is_bad,
             inner=is_inner,
             window=self._window(under_way, sync),
         )
-        return self.judged(arrival)
 
     def judged(self, arrival: Arrival, touched: bytes = b"") -> Arrival:
         """An arrival with all that is known by now of the replica's numbers, and of its gradients."""
-        if touched and arrival.window is not None:
-            arrival = replace(arrival, window=replace(arrival.window, touched=touched))
-        return replace(arrival, bad=True) if self.is_bad else arrival
+        window = arrival.window
+        if window is not None and window.touched != touched:
+            window = Window(window.alone, window.compare, touched)
+        elif arrival.bad == self.is_bad:
+            return arrival
+        # Once a window of exact, where `replace` would take twice as long.
+        return Arrival(
+            arrival.rank,
+            arrival.round,
+            arrival.global_step,
+            arrival.steps,
+            arrival.samples,
+            arrival.left,
+            arrival.drift,
+            self.is_bad,
+            arrival.inner,
+            arrival.earlier,
+            window,
+        )
 
     def trained(self, samples: int) -> None:
         """The step that `next` named is done."""
