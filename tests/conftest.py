@@ -49,14 +49,17 @@ def _join(thread: threading.Thread, deadline: float) -> None:
         return
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_compute_thread() -> None:
+@pytest.fixture(autouse=True)
+def _one_compute_thread() -> Iterator[None]:
     """Compute with one thread in the plain loops of tests, and so in all runs that they start.
 
-    Their tensors are small: more threads would wait for each other, and spin on busy cores.
+    Bits depend on the number of threads. Tensors of tests are small: more threads would wait for each other,
+    and spin on busy cores.
     """
     import torch
 
+    torch.set_num_threads(1)
+    yield
     torch.set_num_threads(1)
 
 

@@ -246,10 +246,10 @@ class FakeCuda:
         span = tensor.numel()
         if not tensor.is_contiguous():
             span = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        access = Access(stream, stream.time, start, start + span * tensor.itemsize, what)
+        stop = start + span * tensor.itemsize
         for watched in self.watched:
-            if start < watched.stop and watched.start < access.stop:
-                self.check(watched, access, is_write=is_write)
+            if start < watched.stop and watched.start < stop:
+                self.check(watched, Access(stream, stream.time, start, stop, what), is_write=is_write)
 
     def check(self, watched: Watched, access: Access, *, is_write: bool) -> None:
         """Check an access to watched memory, under the lock."""
@@ -284,7 +284,7 @@ class _Recorder(RankMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        roles = _roles(func)
+        name, roles = _roles(func)
         if (capture := self._cuda.captures.of(self._cuda.current_stream())) is not None:
             return capture.take(func, args, kwargs, is_view=roles is None)
         out = func(*args, **kwargs)
@@ -292,21 +292,21 @@ class _Recorder(RankMode):
             return out
         reads: list[Tensor] = []
         writes: list[Tensor] = []
-        for place, name, is_write in roles:
-            value = args[place] if place < len(args) else kwargs.get(name)
+        for place, argument, is_write in roles:
+            value = args[place] if place < len(args) else kwargs.get(argument)
             (writes if is_write else reads).extend(_tensors(value))
         writes += _tensors(out)
-        self._cuda.access(self._cuda.current_stream(), str(func), reads, writes)
+        self._cuda.access(self._cuda.current_stream(), name, reads, writes)
         return out
 
 
 @cache
-def _roles(func: Any) -> list[tuple[int, str, bool]] | None:
-    """Position and name of the tensor arguments, and whether they are written; None for a view."""
+def _roles(func: Any) -> tuple[str, list[tuple[int, str, bool]] | None]:
+    """Name of an operation, and position and name of its tensors, and which are written; None for a view."""
     schema = func._schema
     if any(made.alias_info is not None and not made.alias_info.is_write for made in schema.returns):
-        return None
-    return [
+        return str(func), None
+    return str(func), [
         (place, argument.name, argument.alias_info is not None and argument.alias_info.is_write)
         for place, argument in enumerate(schema.arguments)
         if "Tensor" in str(argument.type)

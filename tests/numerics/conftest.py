@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -64,19 +64,6 @@ class StepRecorder:
 @pytest.fixture(autouse=True)
 def on_both(lanes: str, kept_replicas: None) -> None:
     """Run every test of numerics on the CPU and on streams, and keep its replicas."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread per worker, where a run is set not to change that.
-
-    Bits depend on the number of threads, and a pool of several threads spins on a busy machine: a step of
-    microseconds then takes milliseconds.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

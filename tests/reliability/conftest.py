@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from flowdp.engine import active_runs
 from flowdp.protocol.messages import Requested
 from tests.numerics.conftest import StepRecorder
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Bits depend on the number of threads, and steps of microseconds are slower with several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

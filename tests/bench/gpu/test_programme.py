@@ -50,14 +50,6 @@ SIGNED = re.compile("rest of|first step|a mean under")
 """Figures that are differences."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_every_part_is_rehearsed() -> None:
     assert WANTED.keys() | PROCESSES == PARTS.keys()
 
