@@ -19,7 +19,7 @@ from flowdp.collective.host import HostMean
 from flowdp.collective.machines_mean import PACKS
 from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import open_lanes
+from flowdp.device.streams import Lane, open_lanes
 from flowdp.network.machines import find_machines
 from flowdp.network.team import Team
 from flowdp.options import MachineOptions, OuterOptions, Payload
@@ -51,41 +51,64 @@ class World:
     """The ranks of this process, of machines of these sizes, and the mean of all."""
 
     def __init__(
-        self, sizes: Sequence[int], payload: str = "full", outer: OuterOptions | None = None, **options: Any
+        self,
+        sizes: Sequence[int],
+        payload: str = "full",
+        outer: OuterOptions | None = None,
+        rounds: int = 1,
+        **options: Any,
     ) -> None:
         self.machines = find_machines(timeout_s=60.0)
         assert self.machines is not None
-        self.team = Team(tuple(sizes), self.machines, MachineOptions(payload=payload))
+        self.team = Team(tuple(sizes), self.machines, MachineOptions(payload=payload, rounds=rounds))
         self.modules = [module_of(rank) for rank in self.team.ranks]
         self.replicas = [
             FlatReplica(module, rank) for module, rank in zip(self.modules, self.team.ranks, strict=True)
         ]
-        self.barrier = threading.Barrier(len(self.modules), timeout=60.0)
-        lanes = open_lanes([CPU] * len(self.modules))
-        self.mean = HostMean(self.replicas, lanes, lambda _: self.barrier.wait(), outer, self.team, **options)
+        self.lanes = self.open_lanes(len(self.modules))
+        self.mean = self.open_mean(outer, **options)
         self.round = 0
 
+    def open_lanes(self, count: int) -> Sequence[Lane]:
+        return open_lanes([CPU] * count)
+
+    def open_mean(self, outer: OuterOptions | None, **options: Any) -> Any:
+        """The mean of all machines, by default in the hosts' memory."""
+        barrier = threading.Barrier(len(self.modules), timeout=60.0)
+        return HostMean(self.replicas, self.lanes, lambda _: barrier.wait(), outer, self.team, **options)
+
     def train(self, ranks: Sequence[int]) -> None:
-        for module, rank in zip(self.modules, self.team.ranks, strict=True):
+        for lane, module, rank in zip(self.lanes, self.modules, self.team.ranks, strict=True):
             if rank in ranks:
-                for parameter in module.parameters():
-                    parameter.data += noise(parameter, rank, self.round)
+                with lane.on(lane.compute):
+                    for parameter in module.parameters():
+                        parameter.data += noise(parameter, rank, self.round)
 
     def spoil(self, rank: int) -> None:
         """Let nothing of a rank's floating-point memory be a number."""
         if rank in self.team.ranks:
-            for memory in self.replicas[rank - self.team.ranks.start].memories:
-                if memory.dtype.is_floating_point:
-                    memory.fill_(torch.nan)
+            place = rank - self.team.ranks.start
+            with self.lanes[place].on(self.lanes[place].compute):
+                for memory in self.replicas[place].memories:
+                    if memory.dtype.is_floating_point:
+                        memory.fill_(torch.nan)
 
     def hold(self, samples: Sequence[int], **more: Any) -> list[Averaging]:
         members = tuple(self.team.ranks if more.get("inner") else range(self.team.world_size))
         outcome = Outcome(self.round, 0, members, (1,) * len(samples), tuple(samples), **more)
         places = range(len(self.modules))
-        for place in places:
-            self.mean.prepare(place)
+        for place, lane in enumerate(self.lanes):
+            with lane.on(lane.compute):
+                self.mean.prepare(place)
         self.mean.launch(outcome)
-        found = in_threads(places, lambda place: self.mean.average(place, outcome)())
+
+        def average(place: int) -> Averaging:
+            lane = self.lanes[place]
+            with lane.on(lane.compute):
+                read = self.mean.average(place, outcome)
+            return read()
+
+        found = in_threads(places, average)
         self.round += 1
         assert all(isinstance(one, Averaging) for one in found), found
         return found

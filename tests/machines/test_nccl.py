@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,26 +9,18 @@ import pytest
 import torch
 
 from flowdp.collective import nccl
-from flowdp.collective.base import Averaging
-from flowdp.collective.host import HostMean
 from flowdp.collective.nccl import NcclMean, open_nccl_machines
-from flowdp.device.flat_parameters import FlatReplica
-from flowdp.device.streams import QUIET
+from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import CollectiveError
-from flowdp.network.machines import Machines, find_machines
-from flowdp.network.team import Team
-from flowdp.options import MachineOptions, OuterOptions
-from flowdp.protocol.messages import Outcome
+from flowdp.options import OuterOptions
 from tests.collective.fake_nccl import FakeNcclOfMachines
-from tests.collective.fake_world import FakeLane, in_threads
+from tests.collective.fake_world import FakeLane
 from tests.collective.test_machines_mean import (
     DILOCO,
-    State,
+    World,
     check_close,
     check_equal,
     every,
-    module_of,
-    noise,
     packed,
     unpacked,
     weighted,
@@ -49,81 +40,30 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def machines() -> Machines:
-    found = find_machines(timeout_s=60.0)
-    assert found is not None
-    return found
-
-
-class World:
+class NcclWorld(World):
     """The ranks of this process on fake lanes, and the mean of all machines: by NCCL, or on the host."""
 
     def __init__(
-        self,
-        sizes: Sequence[int] = (2, 1),
-        outer: OuterOptions | None = None,
-        *,
-        rounds: int = 1,
-        by: str = "nccl",
-        loads: Any = None,
+        self, sizes: Sequence[int] = (2, 1), *, by: str = "nccl", loads: Any = None, **options: Any
     ) -> None:
-        self.cuda = FakeCuda()
-        self.team = Team(tuple(sizes), machines(), MachineOptions(rounds=rounds))
-        ranks = self.team.ranks
-        self.lanes = [FakeLane(torch.device("cuda", place), self.cuda) for place in range(len(ranks))]
-        self.modules = [module_of(rank) for rank in ranks]
-        self.replicas = [FlatReplica(one, rank) for one, rank in zip(self.modules, ranks, strict=True)]
-        for replica in self.replicas:
-            self.cuda.watch(f"rank {replica.rank}", *replica.memories)
-        self.nccl = FakeNcclOfMachines(self.cuda, self.lanes, ranks, self.team.world_size)
-        self.round = 0
-        self.mean: Any
-        if by == "host":
-            barrier = threading.Barrier(len(ranks), timeout=60.0)
-            self.mean = HostMean(self.replicas, self.lanes, lambda _: barrier.wait(), outer, self.team)
-        else:
-            nccl.load = lambda: self.nccl
-            if loads is not None:
-                self.nccl = loads(self)
-            self.mean = open_nccl_machines(self.replicas, self.lanes, self.team, outer)
-
+        self.by, self.loads = by, loads
+        super().__init__(sizes, **options)
         self.opened = len(self.nccl.groups)  # sums of the start, with no other thread of the run yet
 
-    def train(self, samples: Sequence[int], bad: Sequence[int] = ()) -> None:
-        """A step of the ranks with samples; those that are bad end with no number."""
-        for lane, module, replica in zip(self.lanes, self.modules, self.replicas, strict=True):
-            with lane.on(lane.compute):
-                if samples[replica.rank]:
-                    for parameter in module.parameters():
-                        parameter.data += noise(parameter, replica.rank, self.round)
-                if replica.rank in bad:
-                    for memory in replica.memories:
-                        if memory.dtype.is_floating_point:
-                            memory.fill_(torch.nan)
+    def open_lanes(self, count: int) -> Sequence[Lane]:
+        self.cuda = FakeCuda()
+        for replica in self.replicas:
+            self.cuda.watch(f"rank {replica.rank}", *replica.memories)
+        return [FakeLane(torch.device("cuda", place), self.cuda) for place in range(count)]
 
-    def hold(self, samples: Sequence[int], **more: Any) -> list[Averaging]:
-        ranks = self.team.ranks
-        members = tuple(ranks if more.get("inner") else range(self.team.world_size))
-        outcome = Outcome(self.round, 0, members, (1,) * len(samples), tuple(samples), **more)
-        places = range(len(ranks))
-        for place, lane in zip(places, self.lanes, strict=True):
-            with lane.on(lane.compute):
-                self.mean.prepare(place)
-        self.mean.launch(outcome)
-
-        def average(place: int) -> Averaging:
-            lane = self.lanes[place]
-            with lane.on(lane.compute):
-                read = self.mean.average(place, outcome)
-            return read()
-
-        found = in_threads(places, average)
-        self.round += 1
-        assert all(isinstance(one, Averaging) for one in found), found
-        return found
-
-    def states(self) -> list[State]:
-        return [{k: v.clone() for k, v in module.state_dict().items()} for module in self.modules]
+    def open_mean(self, outer: OuterOptions | None, **options: Any) -> Any:
+        self.nccl = FakeNcclOfMachines(self.cuda, self.lanes, self.team.ranks, self.team.world_size)
+        if self.by == "host":
+            return super().open_mean(outer, **options)
+        nccl.load = lambda: self.nccl
+        if self.loads is not None:
+            self.nccl = self.loads(self)
+        return open_nccl_machines(self.replicas, self.lanes, self.team, outer)
 
     def close(self) -> None:
         self.mean.close()
@@ -135,11 +75,13 @@ class World:
 
 
 def plain(case: dict[str, Any], by: str) -> dict[str, Any]:
-    world = World(case.get("sizes", (2, 1)), case.get("outer"), by=by)
+    world = NcclWorld(case.get("sizes", (2, 1)), by=by, outer=case.get("outer"))
     samples = case.get("samples", FULL)
     found: dict[str, Any] = {}
     for _ in range(2):  # the second one is of an outer step that the first has moved
-        world.train([1] * len(samples), case.get("bad", ()))
+        world.train(range(len(samples)))
+        for rank in case.get("bad", ()):
+            world.spoil(rank)
         found["before"] = world.states()
         found["averagings"] = world.hold(samples, drift=True, earlier=case.get("earlier", ()))
         found["after"] = world.states()
@@ -149,14 +91,14 @@ def plain(case: dict[str, Any], by: str) -> dict[str, Any]:
 
 def inner(by: str) -> dict[str, Any]:
     """Two inner rounds, of which the second has no mean on machine 1, and one of all."""
-    world = World(rounds=3, outer=DILOCO, by=by)
-    world.train(FULL)
+    world = NcclWorld(rounds=3, outer=DILOCO, by=by)
+    world.train(range(3))
     world.hold(FULL, inner=True)
     after = world.states()
-    world.train((40, 0, 24))
+    world.train((0, 2))
     world.hold((40, 0, 24), inner=True, drift=True)
     world.hold((0, 0, 0))  # of nothing
-    world.train(FULL)
+    world.train(range(3))
     world.hold(FULL, earlier=(80, 8, 48))
     found = {"inner": after, "all": world.states()}
     world.close()
@@ -165,7 +107,7 @@ def inner(by: str) -> dict[str, Any]:
 
 def refusal(**options: Any) -> str:
     try:
-        World(**options)
+        NcclWorld(**options)
     except CollectiveError as error:
         return str(error)
     return "none"
@@ -182,18 +124,18 @@ def refusals(index: int) -> dict[str, Any]:
     """A start where NCCL works on machine 0 and not on machine 1, twice, each while another run lives."""
     made: list[Broken] = []
 
-    def absent(world: World) -> Any:
+    def absent(world: NcclWorld) -> Any:
         nccl.load = refuse
         return world.nccl
 
     def refuse() -> Any:
         raise CollectiveError("cupy is not there")
 
-    def broken(world: World) -> Broken:
+    def broken(world: NcclWorld) -> Broken:
         made.append(Broken(world.cuda, world.lanes, world.team.ranks, world.team.world_size))
         return made[0]
 
-    whole = World()
+    whole = NcclWorld()
     texts = {
         "absent": refusal(loads=absent if index else None),
         "broken": refusal(loads=broken if index else None),
