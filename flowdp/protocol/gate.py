@@ -66,6 +66,11 @@ class Arrival:
     earlier: tuple[int, int] = (0, 0)
     window: Window | None = None
 
+    @property
+    def is_alone(self) -> bool | None:
+        """Whether one rank has taken the steps of all windows (exact); None elsewhere."""
+        return None if self.window is None else self.window.alone
+
 
 @dataclass(frozen=True, slots=True)
 class Directives:
@@ -188,15 +193,14 @@ def decide(
     for arrival in arrivals.values():
         if (arrival.round, arrival.global_step) != (first.round, first.global_step):
             raise ProtocolError(f"ranks meet in different rounds: {first} and {arrival}")
-        kinds = {(one.window and one.window.alone, one.inner) for one in (first, arrival)}
-        if len(kinds) > 1:
+        if (arrival.inner, arrival.is_alone) != (first.inner, first.is_alone):
             raise ProtocolError(f"ranks meet for rounds of different kinds: {first} and {arrival}")
     steps, samples = [0] * world_size, [0] * world_size
     for rank in members:
         arrival = arrivals[rank]
         steps[rank], samples[rank] = arrival.steps, 0 if arrival.bad else arrival.samples
-    is_one_step = first.window is not None and not first.window.alone
-    taken = min(1, sum(steps)) if is_one_step else sum(steps)
+    # Of windows that all ranks share (exact), the steps of all are one step of the run.
+    taken = min(1, sum(steps)) if first.is_alone is False else sum(steps)
     taken += sum(arrival.earlier[0] for arrival in arrivals.values())
     earlier: tuple[int, ...] = ()
     if any(arrival.earlier[1] for arrival in arrivals.values()):
@@ -300,8 +304,9 @@ class GateState:
         outcome = decide(self.arrivals, self.directives, self.world_size, tuple(self._left))
         self.arrivals = {}
         self._left = []
-        # A stop holds until the run ends; the other wishes are fulfilled by one outcome.
-        self.directives = replace(self.directives, pause=False, halt=False, lr=None)
+        if self.directives.pause or self.directives.halt or self.directives.lr is not None:
+            # A stop holds until the run ends; the other wishes are fulfilled by one outcome.
+            self.directives = Directives(stop=self.directives.stop)
         return outcome
 
 
