@@ -168,6 +168,15 @@ def test_the_first_loss_gone_bad_is_remembered_and_not_counted(meter: Meter, bad
     assert closed(meter, 4).work.losses == (8.0, 4)
 
 
+def test_a_loss_gone_bad_stays_for_a_verdict_that_is_awaited(meter: Meter) -> None:
+    steps(meter, math.nan)
+    meter.look()
+    meter.end_round(0)
+    assert (meter.round, meter.bad) == (1, {0: STEP})
+    meter.end_round(None)
+    assert (meter.round, meter.bad) == (2, {})
+
+
 def test_norms_of_gradients_are_summed_but_those_of_a_scaled_loss_that_overflowed() -> None:
     sums = OrderSums()
     for value in (3.0, math.inf, 5.0, math.nan):

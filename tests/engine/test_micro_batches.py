@@ -115,6 +115,17 @@ def test_it_goes_on_where_it_was() -> None:
     assert batcher.is_last(step)
 
 
+def test_the_feed_follows_each_plan_once_from_the_batch_that_is_next() -> None:
+    batcher, feed = open_intake(1)
+    feed.there = {0}
+    batcher.next(Step(0, (0, 1), 0))
+    machine: Any = SimpleNamespace(plans=1, upcoming=lambda: [(0, 0), (0, 1), (0, 2)])
+    with pytest.raises(RuntimeError, match="the device is dead"):
+        batcher.follow(machine)
+    batcher.follow(machine)
+    assert feed.followed == [[(0, 1), (0, 2)]]
+
+
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_the_end_of_the_data_cuts_a_step_short(width: int) -> None:
     """The batches taken are trained, even if they are no whole micro-batch."""
