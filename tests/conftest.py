@@ -49,6 +49,16 @@ def _join(thread: threading.Thread, deadline: float) -> None:
         return
 
 
+@pytest.fixture
+def stopped_runs() -> Iterator[None]:
+    """End runs left by a failed test, so that the tests end, too."""
+    import flowdp
+
+    yield
+    for run in flowdp.runs():
+        run.stop()
+
+
 @pytest.fixture(autouse=True)
 def _one_compute_thread() -> Iterator[None]:
     """Compute with one thread in the plain loops of tests, and so in all runs that they start.

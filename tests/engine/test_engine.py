@@ -29,13 +29,11 @@ from flowdp import (
     current_worker,
 )
 from flowdp.collective.nccl import NcclMean
-from flowdp.engine import active_runs
 from flowdp.engine import build as build_module
 from flowdp.engine import engine as engine_module
-from flowdp.protocol.messages import Requested
 from tests.collective.fake_nccl import FakeNccl
 
-pytestmark = pytest.mark.usefixtures("lanes")
+pytestmark = pytest.mark.usefixtures("lanes", "stopped_runs")
 
 WAIT_S = 60.0
 
@@ -50,14 +48,6 @@ def trainer(loss: Any = mse, **options: Any) -> Trainer:
         "devices": 2
     } | options  # fmt: skip
     return Trainer(nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), loss, **given)
-
-
-@pytest.fixture(autouse=True)
-def stop_runs() -> Iterator[None]:
-    """End runs left by a failed test, so that the tests end, too."""
-    yield
-    for engine in list(active_runs._live):
-        engine.request(Requested("stop"))
 
 
 def threads() -> list[threading.Thread]:

@@ -6,7 +6,7 @@ import gc
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -26,8 +26,8 @@ from flowdp import (
     current_worker,
     runs,
 )
-from flowdp.engine import active_runs
-from flowdp.protocol.messages import Requested
+
+pytestmark = pytest.mark.usefixtures("stopped_runs")
 
 WAIT_S = 60.0
 POLICIES = ["sync", "cadence", "async"]
@@ -51,14 +51,6 @@ def trainer(loss: Callable[..., Any] = mse, **options: Any) -> Trainer:
         "cadence": cadence_for(options.get("policy", "cadence"), anchor=3, max_anchor=3),
     } | options
     return Trainer(loss=loss, **given)
-
-
-@pytest.fixture(autouse=True)
-def stop_runs() -> Iterator[None]:
-    """End runs left by a failed test, so that the tests end, too."""
-    yield
-    for engine in list(active_runs._live):
-        engine.request(Requested("stop"))
 
 
 class Steps:

@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from flowdp import (
     current_worker,
     record_scalar,
 )
-from flowdp.engine import active_runs
-from flowdp.protocol.messages import Requested
+
+pytestmark = pytest.mark.usefixtures("stopped_runs")
 
 POLICIES = ["sync", "cadence", "async"]
 SAMPLES = 60
@@ -55,14 +55,6 @@ def trainer(**options: Any) -> Trainer:
         "cadence": cadence_for(options.get("policy", "cadence"), anchor=3, max_anchor=3),
     } | options  # fmt: skip
     return Trainer(**given)
-
-
-@pytest.fixture(autouse=True)
-def stop_runs() -> Iterator[None]:
-    """End runs left by a failed test, so that the tests end, too."""
-    yield
-    for engine in list(active_runs._live):
-        engine.request(Requested("stop"))
 
 
 def threads() -> list[str]:
