@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flowdp.machine.async_rounds import AsyncRounds
+from flowdp.machine.async_rounds import AsyncRank, AsyncRounds
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.rounds import Constraints
@@ -328,3 +328,12 @@ def test_what_was_measured_goes_on() -> None:
     other.machine.resume(Position(3, global_step=40, round=7, anchor=20, pace_ms=(5.0, 10.0, 10.0)))
     assert other.machine.global_step == 40
     assert other.machine.pace_ms == (0.0, 0.0)
+
+
+def test_an_order_is_reported_in_parts_and_the_rest_is_dealt_anew() -> None:
+    rank = AsyncRank()
+    rank.give(StartEpoch(0, 0, (0, 1, 2, 3, 4), group=2))
+    assert rank.report(StepsDone(0, 0, Work(0, 1, 16), is_last=False)) == (0, 1)
+    assert (rank.trained, rank.dealt) == (1, 3)
+    assert rank.report(StepsDone(0, 0, Work(0, 1, 16))) == (2, 3, 4)
+    assert (rank.trained, rank.dealt, rank.reported) == (2, 2, 0)

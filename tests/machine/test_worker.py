@@ -396,6 +396,17 @@ def test_a_bad_replica_says_so_at_the_next_meeting() -> None:
     assert not machine.is_bad
 
 
+def test_what_is_known_at_the_gate_alone_comes_into_the_arrival() -> None:
+    machine = WorkerMachine(0)
+    machine.handle(windows(4))
+    step(machine, samples=4)
+    arrival = enter(machine)
+    assert machine.judged(arrival) is arrival
+    machine.is_bad = True
+    assert machine.judged(arrival) == replace(arrival, bad=True)
+    assert machine.judged(arrival, b"ab") == replace(arrival, bad=True, window=Window(touched=b"ab"))
+
+
 def test_the_schedule_goes_on_where_the_run_before_stood() -> None:
     machine = WorkerMachine(0, 40)
     machine.handle(StartEpoch(0, 0, (0, 1), pace=Pace(4, 2)))
