@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +47,42 @@ SPENT = (
     "backward a second time through a captured call with compiled functions, whose first one writes over "
     "what it has used; give flowdp.setup(..., capture=False)"
 )
+
+
+class _Place(int):
+    """The place of a leaf among the outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What a call returns.
+
+    Attributes:
+        tensors: Its tensors, each once.
+        places: Of each leaf: the place of its tensor, or its value.
+        tree: How the leaves make it.
+    """
+
+    tensors: list[Tensor]
+    places: list[Any]
+    tree: Form
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors, in words."""
+        names: dict[int, str] = {}
+        for place, path in zip(self.places, self.tree.paths(), strict=True):
+            if type(place) is _Place:
+                names.setdefault(place, f"output {path}".strip())
+        return [names[place] for place in range(len(self.tensors))]
+
+    def of(self, tensors: Sequence[Tensor]) -> Any:
+        """The same, of other tensors."""
+        leaves = [tensors[place] if type(place) is _Place else place for place in self.places]
+        return unflatten(leaves, self.tree)
+
+
+_NOTHING = _Outputs([], [], Form())
 
 
 class _Use:
@@ -88,15 +125,13 @@ class CallGraphs:
         self._inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
         own = iter(self._inputs)
         given = [next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._args, self._kwargs = unflatten(given, tree)
+        self._arguments = unflatten(given, tree)
         self._pool = GraphPool(lane)  # its own: what lies there until a backward is written over by no other
         self._forward: Graph | None = None
         self._backward: Graph | None = None
-        self._outputs: list[Tensor] = []  # each once
+        self._outputs = _NOTHING
         self._gradients: list[Tensor | None] = []  # of the outputs; None: it has none
         self._found: list[Tensor | None] = []  # gradients of the parameters
-        self._places: list[Any] = []  # of each leaf of the output: the place of its tensor, or its value
-        self._tree = Form()
         self._needs: list[set[int]] = []  # of each output: the parameters that it depends on
         # Its memory stays where a graph reads it, also where the module gets other tensors meanwhile.
         self._memory = [parameter.detach() for parameter in (*module.buffers(), *module.parameters())]
@@ -111,11 +146,7 @@ class CallGraphs:
     @property
     def names(self) -> list[str]:
         """The outputs, in words."""
-        found: dict[int, str] = {}
-        for place, path in zip(self._places, self._tree.paths(), strict=True):
-            if type(place) is _Place:
-                found.setdefault(place, f"output {path}".strip())
-        return [found[place] for place in range(len(self._outputs))]
+        return self._outputs.names
 
     # ------------------------------------------------------------ recording
     def record(self) -> None:
@@ -135,10 +166,11 @@ class CallGraphs:
         with self._standing_in() as leaves:
             self._call()
             self._trace_back(leaves)
-            for one in self._differentiate([torch.zeros_like(output) for output in self._outputs]):
-                if one is not None and one.layout is not torch.strided:
+            zeros = [torch.zeros_like(output) for output in self._outputs.tensors]
+            for gradient in self._differentiate(zeros):
+                if gradient is not None and gradient.layout is not torch.strided:
                     raise NotCaptured("it has sparse gradients, which have no fixed memory")
-        self._outputs = []  # with their graph
+        self._outputs = _NOTHING  # they have their graph
 
     def _capture(self) -> None:
         with self._standing_in():
@@ -146,7 +178,8 @@ class CallGraphs:
             outputs = self._outputs
             try:
                 self._gradients = [
-                    torch.zeros_like(output.detach()) if output.requires_grad else None for output in outputs
+                    torch.zeros_like(output.detach()) if output.requires_grad else None
+                    for output in outputs.tensors
                 ]
 
                 def backward() -> None:
@@ -155,15 +188,16 @@ class CallGraphs:
                 if any(gradient is not None for gradient in self._gradients):
                     self._backward = self._pool.capture(backward)
             finally:
-                self._outputs = [output.detach() for output in outputs]
+                self._outputs = replace(outputs, tensors=[output.detach() for output in outputs.tensors])
 
     def _call(self) -> None:
         """Forward of the inputs."""
         torch.clear_autocast_cache()  # casts of parameters may lie there from before, and would stay
-        made, self._tree = flatten(self._module(*self._args, **self._kwargs))
+        args, kwargs = self._arguments
+        made, tree = flatten(self._module(*args, **kwargs))
         torch.clear_autocast_cache()
-        self._outputs = unique_tensors(made)
-        places = {id(output): _Place(place) for place, output in enumerate(self._outputs)}
+        tensors = unique_tensors(made)
+        places = {id(output): _Place(place) for place, output in enumerate(tensors)}
         for leaf in made:
             if isinstance(leaf, Tensor):
                 if leaf.layout is not torch.strided or leaf.device != self._lane.device:
@@ -172,11 +206,11 @@ class CallGraphs:
                 raise NotCaptured(
                     f"it returns a {type(leaf).__name__}, which is neither tensor nor plain value"
                 )
-        self._places = [places.get(id(leaf), leaf) for leaf in made]
+        self._outputs = _Outputs(tensors, [places.get(id(leaf), leaf) for leaf in made], tree)
 
     def _differentiate(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The gradients of the parameters, by those of all outputs that have some."""
-        pairs = zip(self._outputs, gradients, strict=True)
+        pairs = zip(self._outputs.tensors, gradients, strict=True)
         chosen = [(one, own) for one, own in pairs if one.requires_grad and own is not None]
         if not chosen:
             return ()
@@ -197,7 +231,7 @@ class CallGraphs:
         """
         known = {id(leaf): place for place, leaf in enumerate(leaves)}
         found: list[set[int]] = []
-        for output in self._outputs:
+        for output in self._outputs.tensors:
             ends = [output] if output.requires_grad and output.is_leaf else list(_ends(output.grad_fn))
             if any(id(end) not in known for end in ends):
                 raise NotCaptured(
@@ -242,9 +276,7 @@ class CallGraphs:
             made = _CallNode.apply(self, tensors, *self.parameters)  # type: ignore[no-untyped-call]
         else:
             made = self.forward(tensors)
-        return unflatten(
-            [made[place] if type(place) is _Place else place for place in self._places], self._tree
-        )
+        return self._outputs.of(made)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, each once, without a graph; buffers change."""
@@ -253,7 +285,7 @@ class CallGraphs:
         if self._inputs:
             torch._foreach_copy_(self._inputs, list(tensors))
         self._forward.replay()
-        return [output.clone() for output in self._outputs]
+        return [output.clone() for output in self._outputs.tensors]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the parameters, in new memory; None where no output with a gradient needs one.
@@ -288,17 +320,13 @@ class CallGraphs:
         Args:
             gradients: Of each output.
         """
-        kept = self._outputs, self._places, self._tree
+        kept = self._outputs
         try:
             with self._standing_in():
                 self._call()
                 return list(self._differentiate(gradients))
         finally:
-            self._outputs, self._places, self._tree = kept
-
-
-class _Place(int):
-    """The place of a leaf among the outputs."""
+            self._outputs = kept
 
 
 class _CallNode(torch.autograd.Function):
