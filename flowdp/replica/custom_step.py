@@ -90,7 +90,7 @@ class CustomStepReplica(Replica):
         """See `CurrentWorker.backward`."""
         # As torch advises: backward runs in the types that forward has chosen.
         with torch.autocast(self.device.type, enabled=False):
-            if all(parameter.grad is None for parameter in self.trained):
+            if self._has_scaled and all(parameter.grad is None for parameter in self.trained):
                 self._update_scale()  # else the gradients there would be of another scale
             self._differentiate(self.scale(loss), **options)
 
@@ -113,14 +113,14 @@ class CustomStepReplica(Replica):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         with torch.autocast(self.device.type, enabled=False):
             self.update.optimize(optimizer, parameters)
-        self._has_scaled = True
+        self._has_scaled = self.update.scaler is not None
         optimizer.zero_grad(set_to_none=True)
 
     def _check_gradients(self) -> None:
         """Check nothing: a call may step some optimizers only, and has cleared their gradients."""
 
     def _update_scale(self) -> None:
-        if self.update.scaler is not None and self._has_scaled:
+        if self._has_scaled and self.update.scaler is not None:
             self.update.scaler.update()
             self._has_scaled = False
 
