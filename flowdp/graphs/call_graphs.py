@@ -55,7 +55,7 @@ class _Place(int):
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """What a call returns.
+    """The return value of a call.
 
     Attributes:
         tensors: Its tensors, each once.
