@@ -1,15 +1,12 @@
-"""Checkpoints, snapshots and the best state of a run, from the states that ranks save at a barrier.
-
-The ranks copy to the host and train on; one thread writes. Where the disk is slower than the run, only the
-newest checkpoint and the best one are written.
-"""
+"""The writer of checkpoints, from the states that ranks have saved at a barrier."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,11 +21,9 @@ from flowdp.errors import CheckpointError, CollectiveError
 from flowdp.policy.formats import format_error
 from flowdp.policy.monitor import number_of
 from flowdp.policy.tally import EpochMetrics
-from flowdp.protocol.commands import Save
 from flowdp.protocol.position import Position
-from flowdp.threads.inbox import LISTEN_S
 
-__all__ = ["CapturedState", "Checkpoint", "Job", "Saver"]
+__all__ = ["CapturedState", "Checkpoint", "Job", "Outlet", "PendingState", "Writer"]
 
 log = logging.getLogger("flowdp")
 
@@ -162,41 +157,93 @@ class Job:
         capture: Number of the capture.
         captured: Contents of the checkpoint, as far as this machine has them.
         best: Reads the best model at that moment; None where there is none.
-        value: Value of the metric that `keep_best` names; None without one.
+        value: Value of the metric that `keep_best` names, set by the writer; None without one.
     """
 
     version: int
     capture: int
     captured: CapturedState
     best: Callable[[], Weights | None]
-    value: float | None
+    value: float | None = None
 
 
-class Saver:
-    """Receives the ranks' saved states, and makes checkpoints and snapshots of them.
-
-    Args:
-        folder: The folder; None: there is none.
-        describe: Fingerprint of the run.
-        saved: Called with each checkpoint, on the writer's thread; None: no listener.
-        failed: Called where none can ever be written, as the run's state is not plain.
-        best: The best weights so far, where the run keeps it.
-        evaluates: Whether the run has an evaluation.
-        orders: Gives the checksums of the orders that a sampler drew for the epochs that are open at a
-            position; None: they are not known.
-        written: Called on the writer's thread with the number of each checkpoint that it is done with,
-            written or not. One that is dropped for a newer one is not among them.
-        keeps_ranks: Whether the states of all ranks of this machine are of use to it. Where all ranks have
-            the same ones, that of the rank with the model is enough.
-        keeps_generators: Whether the random numbers of this machine's ranks are, where nothing else is.
-        collector: On machine 0, the states of the other machines; None: they are not needed.
+class Outlet(ABC):
+    """The way of checkpoints out of this machine: jobs that wait, and one thread that takes them.
 
     Attributes:
+        folder: Folder that they are written to; None: there is none.
         problems: Failed writes, as text.
-        orders: As given.
-        thread: Thread of the writer; None without one.
-        keeps_ranks: As given.
-        keeps_generators: As given.
+        thread: The thread.
+    """
+
+    folder: CheckpointFolder | None = None
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.thread = threading.Thread(target=self._run, name="flowdp-checkpoint", daemon=True)
+        self._changed = threading.Condition()  # guards what follows
+        self._pending: list[Job] = []
+        self._is_at_work = self._is_closed = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is being done, or waits to be."""
+        with self._changed:
+            return self._is_at_work or bool(self._pending)
+
+    @abstractmethod
+    def queue(self, job: Job) -> None:
+        """Take a job. Does not wait.
+
+        Threads:
+            The coordinator.
+        """
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Do the jobs that wait, and end the thread; False where it is not done in time.
+
+        Threads:
+            The coordinator, when no job comes any more.
+        """
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self.thread.ident is None:
+            return True
+        self.thread.join(timeout_s)
+        return not self.thread.is_alive()
+
+    @abstractmethod
+    def close_transfer(self) -> None:
+        """Give the way of the states between machines back, where there is one; once, behind `close`.
+
+        Threads:
+            The coordinator's.
+        """
+
+    def let_go(self) -> None:
+        """Drop what a run that is over has left."""
+        self._is_closed, self._pending = True, []
+
+    @abstractmethod
+    def _run(self) -> None:
+        """The body of the thread."""
+
+
+class Writer(Outlet):
+    """Writes checkpoints to the run's folder, and tells of them.
+
+    Where the disk is slower than the run, only the newest and the best of those that wait are written.
+
+    Args:
+        folder: The folder; None: they are told of alone.
+        describe: Fingerprint of the run.
+        saved: Called with each checkpoint, on this thread; None: no listener.
+        failed: Called where none can ever be written, as the run's state is not plain.
+        written: Called on this thread with the number of each checkpoint that it is done with, written or
+            not. One that is dropped for a newer one is not among them.
+        evaluates: Whether the run has an evaluation.
+        collector: On machine 0, the states of the other machines; None: they are not needed.
     """
 
     def __init__(
@@ -205,172 +252,46 @@ class Saver:
         describe: Mapping[str, Any],
         saved: Callable[[Checkpoint], object] | None,
         failed: Callable[[CheckpointError], object],
-        best: Weights | None = None,
-        evaluates: bool = False,
-        orders: Callable[[Position], Mapping[int, int] | None] = lambda _: None,
         written: Callable[[int], object] = lambda _: None,
         *,
-        keeps_ranks: bool = True,
-        keeps_generators: bool = False,
+        evaluates: bool = False,
         collector: StateCollector | None = None,
     ) -> None:
-        self.problems: list[str] = []
-        self.orders = orders
-        self.keeps_ranks, self.keeps_generators = keeps_ranks, keeps_generators
-        self._collector = collector
-        self._folder = folder
+        super().__init__()
+        self.folder = folder
         self._describe = describe
-        self._saved = saved
-        self._failed = failed
-        self._written = written
+        self._saved, self._failed, self._written = saved, failed, written
         self._evaluates = evaluates
-        self._best: Callable[[], Weights | None] = lambda: best
+        self._collector = collector
         self._is_warned = False  # of a metric that is not there
-        self.thread: threading.Thread | None = None
-        if self.writes:
-            self.thread = threading.Thread(target=self._run, name="flowdp-checkpoint", daemon=True)
 
-        self._changed = threading.Condition()  # guards everything below
-        self._states: dict[int, PendingState] = {}
-        self._pending: list[Job] = []
-        self._is_writing = self._is_closed = self._is_over = False
-        self._snapshot: CapturedState | None = None
-        self._answered = 0
-
-    def start(self) -> None:
-        """Start the writer's thread, where there is anything to write or to tell.
-
-        Threads:
-            The one that starts the run.
-        """
-        if self.thread is not None:
-            self.thread.start()
-
-    @property
-    def writes(self) -> bool:
-        """Whether a checkpoint goes anywhere."""
-        return self._folder is not None or self._saved is not None
-
-    @property
-    def has_folder(self) -> bool:
-        """Whether checkpoints are written into a folder of this machine."""
-        return self._folder is not None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is being written, or waits to be."""
+    def queue(self, job: Job) -> None:
+        """Take a checkpoint; it replaces those that wait, but for the best. See `Outlet.queue`."""
+        job = replace(job, value=self._value(job.captured))
         with self._changed:
-            return self._is_writing or bool(self._pending)
-
-    @property
-    def last(self) -> Path | None:
-        """The newest file in the folder, of this run or of the one it continues; None while there is none."""
-        there = [] if self._folder is None else self._folder.paths()
-        return there[0] if there else None
-
-    @property
-    def best(self) -> Weights | None:
-        """The weights of the best epoch, where the run keeps them and there was one."""
-        return self._best()
-
-    def put(self, rank: int, state: PendingState) -> None:
-        """Take a rank's saved state.
-
-        Threads:
-            The worker of the rank, at a barrier.
-        """
-        with self._changed:
-            self._states[rank] = state
-
-    def save(self, command: Save, history: Sequence[EpochMetrics]) -> None:
-        """Make the checkpoint or snapshot of a command, once all ranks have saved. Does not wait.
-
-        Threads:
-            The coordinator.
-        """
-        with self._changed:
-            states, self._states = self._states, {}
-            position = command.position
-            # Now, for a writer that comes late may find that the sampler has long gone on.
-            orders = self.orders(position)
-            # A machine that follows has the best model alone, from its own first rank.
-            is_own = command.model in states or not command.is_best
-            model = command.model if is_own else min(states)
-            captured = CapturedState(states, model, position, history[: position.done], orders)
-            if command.is_best:
-                self._best = lambda: captured.weights
-            if command.snapshots > self._answered:
-                self._snapshot, self._answered = captured, command.snapshots
-            if command.version is not None and self.thread is not None:
-                job = Job(command.version, command.capture, captured, self._best, self._value(captured))
-                self._queue(job)
+            waiting = [*self._pending, job]
+            valued = [(other.value, other) for other in waiting]
+            best = [] if self.folder is None else [other for _, other in self.folder.best_of(valued)]
+            self._pending = [other for other in waiting if other is job or other in best]
+            dropped = [other for other in waiting if other not in self._pending]
             self._changed.notify_all()
-
-    def wait_for_snapshot(self, wish: int) -> CapturedState | None:
-        """Answer to a request for a snapshot; None where the run ends before.
-
-        Threads:
-            The user's.
-        """
-        with self._changed:
-            while self._answered < wish:
-                if self._is_over:
-                    return None
-                self._changed.wait(LISTEN_S)
-            return self._snapshot
-
-    def end(self) -> None:
-        """Note the end of the run: no snapshot is given any more.
-
-        Threads:
-            The coordinator.
-        """
-        if self._folder is not None:
-            self._folder.lock.end()
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Write pending checkpoints, and end the thread; False where it is not done in time.
-
-        Threads:
-            The coordinator, when no rank saves its state any more.
-        """
-        with self._changed:
-            self._is_closed = True
-            self._states.clear()
-            self._changed.notify_all()
-        if self.thread is None or self.thread.ident is None:
-            return True
-        self.thread.join(timeout_s)
-        return not self.thread.is_alive()
+        for other in dropped:
+            log.info("checkpoint %d is not written: a newer one is there", other.version)
+        if self._collector is not None:
+            self._collector.drop([other.capture for other in dropped])
 
     def close_transfer(self) -> None:
-        """Give the way of the states between machines back, where there is one; once, behind `close`.
-
-        Threads:
-            The coordinator's.
-        """
+        """See `Outlet.close_transfer`."""
         if self._collector is not None:
             self._collector.give_back()
 
-    def give_back(self) -> None:
-        """Let another run have the folder: this one writes no more."""
-        if self._folder is not None:
-            self._folder.lock.give_back()
-
     def let_go(self) -> None:
-        """Drop the saved states of a run that is over, but for the best model and the answers given."""
-        self._is_closed = self._is_over = True
-        self._states, self._pending, self._snapshot, self._answered = {}, [], None, 0
-        self.orders = lambda _: None
-        self._saved = None
-        self._failed = lambda _: None
-        self._written = lambda _: None
+        """See `Outlet.let_go`."""
+        super().let_go()
+        self._saved, self._failed, self._written = None, lambda _: None, lambda _: None
 
     def _run(self) -> None:
-        """The body of the writer's thread."""
+        """See `Outlet`."""
         while (job := self._next()) is not None:
             try:
                 self._write(job)
@@ -386,26 +307,14 @@ class Saver:
 
     def _next(self) -> Job | None:
         with self._changed:
-            self._is_writing = False
+            self._is_at_work = False
             self._changed.wait_for(lambda: self._pending or self._is_closed)
-            self._is_writing = bool(self._pending)
+            self._is_at_work = bool(self._pending)
             return self._pending.pop(0) if self._pending else None
-
-    def _queue(self, job: Job) -> None:
-        """Queue a job; it replaces those that wait, but for the best."""
-        waiting = [*self._pending, job]
-        valued = [(other.value, other) for other in waiting]
-        best = [] if self._folder is None else [other for _, other in self._folder.best_of(valued)]
-        self._pending = [other for other in waiting if other is job or other in best]
-        dropped = [other for other in waiting if other not in self._pending]
-        for other in dropped:
-            log.info("checkpoint %d is not written: a newer one is there", other.version)
-        if self._collector is not None:
-            self._collector.drop([other.capture for other in dropped])
 
     def _value(self, captured: CapturedState) -> float | None:
         """Value of the metric that `keep_best` names, at the end of an epoch."""
-        keep_best = None if self._folder is None else self._folder.options.keep_best
+        keep_best = None if self.folder is None else self.folder.options.keep_best
         if keep_best is None or not captured.history or captured.position.open:
             return None
         last = captured.history[-1]
@@ -442,9 +351,9 @@ class Saver:
             "top": [],
         }
         path = None
-        if self._folder is not None:
+        if self.folder is not None:
             step = position.global_step
-            path = self._folder.save(state, version=job.version, global_step=step, value=job.value)
+            path = self.folder.save(state, version=job.version, global_step=step, value=job.value)
             log.info("checkpoint %d: %s", job.version, path)
         if self._saved is not None:
             self._saved(Checkpoint(state, path))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flowdp.checkpoint.following_saver import FollowingSaver
 from flowdp.checkpoint.machine_states import DroppedStates, WantedStates
+from flowdp.checkpoint.state_sender import StateSender
 from flowdp.engine.metrics import RankMetrics
 from flowdp.engine.parts import Services
 from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError, MachineLostError
@@ -328,7 +328,7 @@ class FollowerLink(_Link):
     def __init__(self, services: Services, posts: Posts) -> None:
         super().__init__(services)
         self._posts = posts
-        self._saver = services.saver
+        self._outlet = services.saver.outlet
 
     def ask(self, arrivals: tuple[Arrival, ...]) -> None:
         """Send the arrivals of this machine's ranks to the gate of all."""
@@ -363,16 +363,16 @@ class FollowerLink(_Link):
             case RemoteError():
                 self._failures.add(message.error(machine))
             case WantedStates() | DroppedStates():
-                assert isinstance(self._saver, FollowingSaver)
-                self._saver.take(message)
+                assert isinstance(self._outlet, StateSender)
+                self._outlet.take(message)
             case _:
                 self._is_over |= isinstance(message, Relayed) and isinstance(message.command, Finish)
                 self._post(message)
 
     def _ended(self, machine: int, error: CollectiveError | None) -> None:
         """End the run where machine 0 is lost, or leaves before the end: nothing more is decided."""
-        if isinstance(self._saver, FollowingSaver):
-            self._saver.lose()
+        if isinstance(self._outlet, StateSender):
+            self._outlet.lose()
         error = error or self._early_end(machine)
         if error is not None:
             self._post(_Orphaned(self._failures.add(error)))

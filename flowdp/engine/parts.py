@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowdp.checkpoint.writer import Saver
+from flowdp.checkpoint.saver import Saver
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import Collective
 from flowdp.collective.outer import OuterMomentum

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
-from flowdp.checkpoint.following_saver import FollowingSaver
 from flowdp.checkpoint.machine_states import StateCollector
-from flowdp.checkpoint.writer import Saver
+from flowdp.checkpoint.saver import Saver
+from flowdp.checkpoint.state_sender import StateSender
+from flowdp.checkpoint.writer import Outlet, Writer
 from flowdp.checks import check_checkpoints
 from flowdp.data.identity import check_identities
 from flowdp.data.open_source import dataset_length, loader_order
@@ -214,28 +214,33 @@ def _prepare(config: RunConfig, undo: ExitStack) -> _Prepared:
 
 
 def _open_saver(config: RunConfig, prepared: _Prepared, records: Records, requests: Requests) -> Saver:
-    leads, has_listeners = config.team.leads, config.has_checkpoint_listeners and config.team.leads
-    transfer = _open_transfer(config, writes=has_listeners or prepared.folder is not None)
-    options: dict[str, Any] = {
-        "failed": requests.fail,
-        "best": None if prepared.resumed is None else prepared.resumed.best,
-        "orders": partial(orders, prepared.source),
-        "keeps_ranks": _has_own(config) and (leads or transfer is not None),
-    }
-    collector = None
-    if transfer is not None and prepared.channel is not None:
-        if not leads:
-            return FollowingSaver(transfer, **options)
-        collector = StateCollector(transfer, prepared.channel.tell_all)
+    leads = config.team.leads
+    has_listeners = config.has_checkpoint_listeners and leads
+    writes = has_listeners or prepared.folder is not None
+    transfer, channel = _open_transfer(config, writes=writes), prepared.channel
+    outlet: Outlet | None = None
+    collector: StateCollector | None = None
+    if transfer is not None and channel is not None:
+        if leads:
+            collector = StateCollector(transfer, channel.tell_all)
+        else:
+            outlet = StateSender(transfer)
+    if writes and outlet is None:
+        outlet = Writer(
+            prepared.folder,
+            prepared.fingerprint,
+            records.add if has_listeners else None,
+            requests.fail,
+            requests.written,
+            evaluates=prepared.evaluator is not None,
+            collector=collector,
+        )
     return Saver(
-        prepared.folder,
-        prepared.fingerprint,
-        records.add if has_listeners else None,
-        evaluates=prepared.evaluator is not None,
-        written=requests.written,
-        keeps_generators=leads,
-        collector=collector,
-        **options,
+        outlet,
+        None if prepared.resumed is None else prepared.resumed.best,
+        partial(orders, prepared.source),
+        keeps_ranks=_has_own(config) and (leads or transfer is not None),
+        keeps_generators=leads or transfer is not None,
     )
 
 

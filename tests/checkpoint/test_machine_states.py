@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from flowdp.checkpoint.following_saver import FollowingSaver
 from flowdp.checkpoint.machine_states import DroppedStates, StateCollector, WantedStates
+from flowdp.checkpoint.saver import Saver
+from flowdp.checkpoint.state_sender import StateSender
 from flowdp.errors import CheckpointError, CollectiveError
 from flowdp.protocol.commands import Save
 from flowdp.protocol.position import Position
@@ -47,9 +48,10 @@ class Pair:
 
     def __init__(self) -> None:
         self.road = Road()
-        self.sender = FollowingSaver(cast(Any, self.road), failed=lambda _: None)
+        self.sender = StateSender(cast(Any, self.road))
+        self.saver = Saver(self.sender)
         self.collector = StateCollector(cast(Any, self.road), self.sender.take)
-        self.sender.start()
+        self.saver.start()
 
     def keep(self, capture: int, *ranks: str, error: Exception | None = None) -> None:
         def read(name: str) -> dict[str, Any]:
@@ -58,8 +60,8 @@ class Pair:
             return {"name": name}
 
         for rank, name in enumerate(ranks):
-            self.sender.put(1 + rank, partial(read, name))
-        self.sender.save(Save(capture, Position(2, capture), version=capture, snapshots=0), [])
+            self.saver.put(1 + rank, partial(read, name))
+        self.saver.save(Save(capture, Position(2, capture), version=capture, snapshots=0), [])
 
     def collect(self, capture: int) -> list[Any]:
         return [state["name"] for state in self.collector.collect(capture)]

@@ -14,10 +14,11 @@ from torch import nn
 
 from flowdp.checkpoint.file import read
 from flowdp.checkpoint.folder import CheckpointFolder
-from flowdp.checkpoint.following_saver import FollowingSaver
 from flowdp.checkpoint.machine_states import DroppedStates, WantedStates
+from flowdp.checkpoint.saver import Saver
+from flowdp.checkpoint.state_sender import StateSender
 from flowdp.checkpoint.weights import Weights
-from flowdp.checkpoint.writer import CapturedState, Checkpoint, PendingState, Saver
+from flowdp.checkpoint.writer import CapturedState, Checkpoint, PendingState, Writer
 from flowdp.errors import CheckpointError, CollectiveError
 from flowdp.options import CheckpointOptions
 from flowdp.policy.tally import EpochMetrics, RankMetrics, Work
@@ -58,9 +59,11 @@ class Desk:
         kept = {name: options.pop(name) for name in ("keep_best", "top_k") if name in options}
         store = None if folder is None else CheckpointFolder(CheckpointOptions(folder, keep_last=9, **kept))
         self.store = store
-        self.saver = Saver(
-            store, {"seed": 0}, self.told.append if listens else None, self.failed.append, **options
-        )
+        saved = self.told.append if listens else None
+        writes = store is not None or listens
+        collector = options.pop("collector", None)
+        writer = Writer(store, {"seed": 0}, saved, self.failed.append, collector=collector)
+        self.saver = Saver(writer if writes else None, **options)
         self.saver.start()
 
     def put(self, epoch: int, *, model: int = 0, is_open: bool = False, **command: Any) -> None:
@@ -92,7 +95,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def wait_until_writing(saver: Saver) -> None:
-    while not saver._is_writing:
+    assert saver.outlet is not None
+    while not saver.outlet._is_at_work:
         threading.Event().wait(0.001)
 
 
@@ -129,7 +133,6 @@ def test_a_checkpoint_is_written_and_told(tmp_path: Path) -> None:
 
 def test_without_folder_and_listener_there_is_no_thread() -> None:
     desk = Desk(None, listens=False)
-    assert not desk.saver.writes
     assert desk.saver.thread is None
     desk.put(1)
     assert desk.saver.close()
@@ -328,7 +331,8 @@ class Road:
 
 def test_a_machine_that_follows_sends_its_states_and_keeps_the_best_model() -> None:
     road: Any = Road()
-    saver = FollowingSaver(road, failed=lambda _: None)
+    sender = StateSender(road)
+    saver = Saver(sender)
     saver.start()
     # The rank with the model of all is on machine 0; here the first one has it where it is the best.
     for epoch, is_best in ((1, True), (2, False)):
@@ -339,8 +343,8 @@ def test_a_machine_that_follows_sends_its_states_and_keeps_the_best_model() -> N
     assert saver.best is not None
     assert saver.best.model["weight"].item() == 1.0
     assert saver.is_busy
-    saver.take(DroppedStates((1,)))
-    saver.take(WantedStates(2))
+    sender.take(DroppedStates((1,)))
+    sender.take(WantedStates(2))
     assert saver.close(WAIT_S)
     assert road.sent == [(0, 2, [[{"rank": 2}], [{"rank": 3}]])]
     assert not saver.is_busy

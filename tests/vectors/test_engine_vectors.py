@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 from flowdp import OptionError, SchedulerOptions, Trainer, current_worker, record_scalar
-from flowdp.checkpoint.writer import Saver
+from flowdp.checkpoint.saver import Saver
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.host import HostMean
 from flowdp.data.open_feeds import open_feeds
@@ -239,7 +239,7 @@ class Rank:
             records=records,
             failures=failures,
             requests=requests,
-            saver=Saver(None, {}, None, requests.fail),
+            saver=Saver(),
         )
         meeting = MeetingPoint(gate=gate, collective=self.mean, snapshots=self.snapshots)
         pool = RankPool(1, 1)

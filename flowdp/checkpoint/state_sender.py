@@ -1,38 +1,41 @@
-"""The saver of a machine that follows: what its ranks have saved goes to machine 0 when that asks for it."""
+"""The outlet of a machine that follows: what its ranks have saved goes to machine 0 when that asks for it."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
-from typing import Any
 
 from flowdp.checkpoint.machine_states import DroppedStates, SentStates, WantedStates
-from flowdp.checkpoint.writer import Job, Saver
+from flowdp.checkpoint.writer import Job, Outlet
 from flowdp.errors import CollectiveError
 from flowdp.network.transfer import Transfer
 from flowdp.policy.formats import format_error
 
-__all__ = ["FollowingSaver"]
+__all__ = ["StateSender"]
 
 log = logging.getLogger("flowdp")
 
 
-class FollowingSaver(Saver):
+class StateSender(Outlet):
     """Keeps what the ranks of this machine have saved until machine 0 asks for it, or drops it.
 
     Args:
         transfer: The way to machine 0.
-        options: `failed`, `best`, `orders` and `keeps_ranks` of `Saver`.
     """
 
-    def __init__(self, transfer: Transfer, **options: Any) -> None:
-        super().__init__(None, {}, None, keeps_generators=True, **options)
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__()
         self._transfer = transfer
         self._wanted: deque[int] = deque()
         self._dropped: set[int] = set()  # before they were kept
         self._is_lost = False
-        self.thread = threading.Thread(target=self._run, name="flowdp-checkpoint", daemon=True)
+
+    def queue(self, job: Job) -> None:
+        """Keep a job until it is asked for. See `Outlet.queue`."""
+        with self._changed:
+            if job.capture not in self._dropped and not self._is_lost:
+                self._pending.append(job)
+            self._changed.notify_all()
 
     def take(self, message: WantedStates | DroppedStates) -> None:
         """Take a message of machine 0.
@@ -60,15 +63,11 @@ class FollowingSaver(Saver):
             self._changed.notify_all()
 
     def close_transfer(self) -> None:
-        """See `Saver.close_transfer`."""
+        """See `Outlet.close_transfer`."""
         self._transfer.close()
 
-    def _queue(self, job: Job) -> None:
-        if job.capture not in self._dropped and not self._is_lost:
-            self._pending.append(job)
-
     def _run(self) -> None:
-        """The body of the thread."""
+        """See `Outlet`."""
         while (capture := self._next_wanted()) is not None:
             with self._changed:
                 job = next((job for job in self._pending if job.capture == capture), None)
