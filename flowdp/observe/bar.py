@@ -15,6 +15,7 @@ import torch
 from flowdp.device.discovery import devices as find_devices
 from flowdp.errors import OptionError
 from flowdp.observe.callbacks import Callback
+from flowdp.observe.notebook import is_in_notebook
 from flowdp.observe.tables import device_table, epoch_table
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import RoundEnded
@@ -67,8 +68,7 @@ def wants_progress(progress: bool | Literal["auto"]) -> bool:
 
 
 def _is_watched() -> bool:
-    in_notebook = "ipykernel" in sys.modules
-    return in_notebook or (sys.stderr is not None and sys.stderr.isatty())
+    return is_in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
 class ProgressBar(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,18 @@ from flowdp.validators import check_installed
 if TYPE_CHECKING:
     from ipywidgets import Widget
 
-__all__ = ["display_live", "run_dashboard"]
+__all__ = ["display_live", "is_in_notebook", "run_dashboard"]
 
 log = logging.getLogger("flowdp")
 
 EVERY_S = 0.5
 """Time between two drawings."""
+
+
+def is_in_notebook() -> bool:
+    """Whether cells of a notebook run in this process. A script may have imported IPython and its kernel."""
+    shell = sys.modules.get("IPython")
+    return shell is not None and getattr(shell.get_ipython(), "kernel", None) is not None
 
 
 def display_live(html: Callable[[], str], text: Callable[[], str], wait: Callable[[float], bool]) -> None:
@@ -32,15 +39,13 @@ def display_live(html: Callable[[], str], text: Callable[[], str], wait: Callabl
     Raises:
         ImportError: IPython is not installed.
     """
-    from IPython import get_ipython
     from IPython.display import display
 
     def bundle() -> dict[str, str]:
         return {"text/plain": text(), "text/html": html()}
 
     handle = display(bundle(), raw=True, display_id=True)  # type: ignore[no-untyped-call]
-    has_page = getattr(get_ipython(), "kernel", None) is not None
-    if has_page and handle is not None and not wait(0.0):
+    if is_in_notebook() and handle is not None and not wait(0.0):
         _redraw(lambda: handle.update(bundle(), raw=True), wait)
 
 

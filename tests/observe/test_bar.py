@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,9 +65,12 @@ def test_auto_is_for_a_terminal_or_a_notebook(monkeypatch: pytest.MonkeyPatch) -
     assert not wants_progress("auto")
     assert wants_progress(True)
     assert not wants_progress(False)
-    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    shell = SimpleNamespace(kernel=None)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert not wants_progress("auto")  # a script that has imported it
+    shell.kernel = "a notebook's"
     assert wants_progress("auto")
-    monkeypatch.delitem(sys.modules, "ipykernel")
+    monkeypatch.delitem(sys.modules, "IPython")
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert wants_progress("auto")
     monkeypatch.setattr(sys, "stderr", None)  # pythonw, and other processes without a console

@@ -591,10 +591,11 @@ def the_last_epoch_does_not_wait_for_its_rounds(ended, self, *now, is_idle):
     return ended(self, *now)
 
 
-@advice("S5", 50, Cadence, "quotas")
-def a_slow_rank_gets_no_quota(quotas, self):
-    fair = quotas(self)
-    return fair if len(set(fair)) == 1 else tuple(0 if q == min(fair) else q for q in fair)
+@advice("S5", 50, Cadence, "_fit")
+def a_slow_rank_gets_no_quota(fit, self):
+    fit(self)
+    fair = self.quotas
+    self.quotas = fair if len(set(fair)) == 1 else tuple(0 if q == min(fair) else q for q in fair)
 
 
 mutant("a_short_round_stretches_all_others", "S5", SHORT_LAST_ROUNDS, instead(Cadence, "round_ms", 0.0))
