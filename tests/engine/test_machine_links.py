@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flowdp.checkpoint.saver import Saver
 from flowdp.engine.failures import Failures
 from flowdp.engine.machine_links import (
     Follower,
@@ -86,7 +87,7 @@ class Machine:
             requests=self.requests,
             failures=self.failures,
             evaluator=None,
-            saver=SimpleNamespace(sender=None),
+            saver=Saver(),
         )
         posts = {rank: inbox.post for rank, inbox in self.inboxes.items()}
         self.link: LeaderLink | FollowerLink = (
