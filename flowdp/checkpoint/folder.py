@@ -95,9 +95,8 @@ class FolderLock:
         """Let another run have the folder; a second time does nothing."""
         with _lock:
             if _held.get(self._key) is self:
-                if (
-                    self._file is not None
-                ):  # before it leaves the table: closing it ends any lock of the process
+                # Before it leaves the table: closing it ends any lock of the process.
+                if self._file is not None:
                     self._file.close()
                 del _held[self._key]
             self._is_free.set()

@@ -148,7 +148,7 @@ class DemandReader(Reader):
 
     def expect(self, rank: int, upcoming: Sequence[tuple[int, int, SampleRange | None]]) -> None:
         """Read these; see `Source.expect`."""
-        keys = dict.fromkeys(self._key(*one) for one in upcoming)
+        keys = dict.fromkeys(self._key(*batch) for batch in upcoming)
         with self._changed:
             if self._closing or self._error is not None:
                 return

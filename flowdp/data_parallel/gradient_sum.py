@@ -92,7 +92,7 @@ class GradientSum:
         rows = [rank.rows for rank in ranks if rank.rows is not None]
         if any(is_there):
             self._loop.reduce([rank_rows.memories for rank_rows in rows])
-            sums = [view if is_one else None for view, is_one in zip(rows[0].views, is_there, strict=True)]
+            sums = [view if has else None for view, has in zip(rows[0].views, is_there, strict=True)]
         return add_up([sums, *(rank.rest for rank in ranks if any(t is not None for t in rank.rest))])
 
 

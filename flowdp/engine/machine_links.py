@@ -129,9 +129,8 @@ class RemoteError:
         """
         made: BaseException = FlowdpError(self.text)
         if self.content is not None:
-            with suppress(
-                Exception
-            ):  # a class of the user's, or an attribute, that this machine does not have
+            # This machine may not have a class of the user's, or an attribute.
+            with suppress(Exception):
                 kind, attributes = pickle.loads(self.content)
                 known = kind.__new__(kind, self.text)
                 known.__dict__.update(attributes)

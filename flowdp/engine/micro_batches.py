@@ -94,9 +94,8 @@ class MicroBatcher:
         self._open: list[Batch] = []  # of them, those of the next micro-batch
         self._sizes: list[int] = []  # samples of each
         self._planned = 0  # samples of the step, if all micro-batches were as large as the first
-        self._trained: list[
-            tuple[int, int]
-        ] = []  # batches that no mean holds yet, where the source keeps them
+        # Batches that no mean holds yet, where the source keeps them.
+        self._trained: list[tuple[int, int]] = []
 
     @property
     def factor(self) -> float:
