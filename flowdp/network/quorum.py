@@ -29,7 +29,7 @@ from flowdp.errors import CollectiveError, MachineLostError, OptionError
 from flowdp.network.machines import backend_here
 from flowdp.policy.formats import format_error
 
-__all__ = ["Member", "Quorum", "World", "check_place", "is_elastic", "next_world"]
+__all__ = ["Member", "Quorum", "World", "check_place", "next_world"]
 
 log = logging.getLogger("flowdp")
 
@@ -51,15 +51,6 @@ FORM_S = 30.0
 
 TELL_S = 10.0
 """Seconds for which a machine that has failed waits until the others have read of it."""
-
-
-_groups: list[object] = []
-"""The default process group that a quorum has made, while there is one."""
-
-
-def is_elastic() -> bool:
-    """Whether the machines of now come from a quorum, so that they go on without one of them."""
-    return bool(_groups) and dist.group.WORLD is _groups[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +264,6 @@ class Quorum:
             dist.init_process_group(
                 backend_here(), store=part, rank=rank, world_size=len(world.members), timeout=within
             )
-            _groups[:] = [dist.group.WORLD]
             # A machine that does not come within it is lost; the user's own calls may take longer.
             dist.distributed_c10d._set_pg_timeout(dist.distributed_c10d.default_pg_timeout)
         except Exception as error:
@@ -285,7 +275,6 @@ class Quorum:
 
     def end_group(self) -> None:
         """Destroy the default group, whoever of it is left."""
-        _groups.clear()
         if dist.is_initialized():
             with suppress(Exception):  # a machine that is gone breaks its connections
                 dist.destroy_process_group()

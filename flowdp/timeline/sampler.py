@@ -27,15 +27,13 @@ class GpuReading:
     Attributes:
         utilisation: Fraction of the time in which a kernel ran; NaN where it cannot be read.
         memory_bytes: Memory in use; NaN where it cannot be read.
-        total_bytes: All of its memory; NaN where it cannot be read.
     """
 
     utilisation: float
     memory_bytes: float
-    total_bytes: float
 
 
-UNKNOWN = GpuReading(math.nan, math.nan, math.nan)
+UNKNOWN = GpuReading(math.nan, math.nan)
 """Reading where NVML gives none; a 0 would say that the device is idle."""
 
 
@@ -74,7 +72,7 @@ class GpuSensor:
                 self._is_warned = True
                 log.info("the use of %s is not sampled: %s", self._uuid, error)
             return UNKNOWN
-        return GpuReading(rates.gpu / 100.0, float(memory.used), float(memory.total))
+        return GpuReading(rates.gpu / 100.0, float(memory.used))
 
     def _open(self) -> None:
         import pynvml

@@ -28,12 +28,12 @@ class Nvml:
         return SimpleNamespace(gpu=40)
 
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
-        return SimpleNamespace(used=3, total=8)
+        return SimpleNamespace(used=3)
 
 
 def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
-    assert GpuSensor("GPU-7").read() == GpuReading(0.4, 3.0, 8.0)
+    assert GpuSensor("GPU-7").read() == GpuReading(0.4, 3.0)
     assert math.isnan(GpuSensor("GPU-8").read().utilisation)
 
 
@@ -41,7 +41,7 @@ def test_without_nvml_the_use_is_unknown(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "pynvml", None)
     reading = GpuSensor("GPU-7").read()
     assert math.isnan(reading.utilisation)
-    assert math.isnan(reading.total_bytes)
+    assert math.isnan(reading.memory_bytes)
 
 
 def test_it_samples_until_it_is_closed_and_once_more() -> None:
