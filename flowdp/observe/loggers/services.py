@@ -16,6 +16,7 @@ from typing import Any
 from flowdp.errors import OptionError
 from flowdp.observe.loggers.files import check_folder, free_path
 from flowdp.observe.loggers.log import Every, Log, Number, Setting
+from flowdp.policy.formats import format_error
 from flowdp.validators import check_installed
 
 __all__ = ["MLflowLogger", "TensorBoardLogger", "WandbLogger"]
@@ -155,11 +156,12 @@ class MLflowLogger(Log):
     Args:
         experiment: Name of the experiment; made where it is not there.
         run_name: Name of the run; None: MLflow draws one, and a resumed run is a new one.
-        tracking_uri: Address of the store; None: MLflow's own choice (`MLFLOW_TRACKING_URI`).
+        tracking_uri: Address of the store; None: MLflow's own choice, which is `MLFLOW_TRACKING_URI`, else
+            `mlflow.db` or `mlruns` in the working directory, by its version.
         every: See `Log`.
 
     Raises:
-        OptionError: MLflow is not installed.
+        OptionError: MLflow is not installed, or refuses the store.
     """
 
     def __init__(
@@ -171,9 +173,19 @@ class MLflowLogger(Log):
         every: Every = "epoch",
     ) -> None:
         check_installed("MLflowLogger", "mlflow", "mlflow")
-        from mlflow import MlflowClient
+        from mlflow import MlflowClient, get_tracking_uri
+        from mlflow.exceptions import MlflowException
 
-        self._client = MlflowClient(tracking_uri=None if tracking_uri is None else os.fspath(tracking_uri))
+        store = get_tracking_uri() if tracking_uri is None else os.fspath(tracking_uri)
+        try:
+            self._client = MlflowClient(tracking_uri=store)
+        except (MlflowException, ImportError) as error:
+            raise OptionError(
+                f"MLflow refuses the store {store!r} ({format_error(error):.200}): give "
+                "MLflowLogger(tracking_uri='sqlite:///mlflow.db'), which needs SQLAlchemy and Alembic (pip "
+                "install 'flowdp[mlflow]'), or the address of a server, 'http://localhost:5000'; a folder, "
+                "'./mlruns', is taken with MLFLOW_ALLOW_FILE_STORE=true in the environment"
+            ) from error
         super().__init__(self, every=every)
         self._experiment, self._name = experiment, run_name
         self._id = ""

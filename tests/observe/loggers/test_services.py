@@ -130,6 +130,53 @@ def test_mlflow_reads_the_history(store: Any, tmp_path: Path) -> None:
     assert len(store.search_runs([store.get_experiment_by_name("x").experiment_id])) == 2
 
 
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory, and nothing in the environment that MLflow reads."""
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+MLFLOW = """
+import flowdp
+from tests.observe.loggers.test_services import trainer
+
+run = trainer(flowdp.MLflowLogger("x", run_name="a")).start()
+run.join()
+assert run.status().problems == (), run.status().problems
+
+from mlflow import MlflowClient
+client = MlflowClient()
+[found] = client.search_runs([client.get_experiment_by_name("x").experiment_id])
+history = client.get_metric_history(found.info.run_id, "train/loss")
+assert found.info.status == "FINISHED"
+assert [(one.step, one.value) for one in history] == [(6 * (e.epoch + 1), e.loss) for e in run.history]
+"""
+
+
+def test_mlflow_logs_to_its_own_default_store(empty: Path) -> None:
+    """In a process of its own, which opens a database."""
+    pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed (flowdp[mlflow])")
+    child = subprocess.run(
+        [sys.executable, "-c", MLFLOW],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+
+
+def test_a_store_that_mlflow_refuses_is_named_with_what_to_set(empty: Path) -> None:
+    with pytest.raises(
+        flowdp.OptionError, match=r"refuses the store 'odd://x'.*sqlite:///.*flowdp\[mlflow\]"
+    ):
+        flowdp.MLflowLogger(tracking_uri="odd://x")
+
+
 # ------------------------------------------------------------------ W&B
 WANDB = """
 import sys
