@@ -123,14 +123,14 @@ def test_imports_have_no_circle() -> None:
     assert not circle(ROOT / "flowdp")
 
 
-def test_import_flowdp_needs_no_extra() -> None:
+def test_public_names_need_no_extra() -> None:
     program = """
 import sys
 for extra in ("cupy", "matplotlib", "safetensors"):
     sys.modules[extra] = None       # `import cupy` raises ImportError from here on
 import torch                        # what torch loads on its own account is not ours
 before = set(sys.modules)
-import flowdp
+import flowdp.api
 loaded = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(loaded & {"cupy", "cupyx", "tqdm", "sklearn", "tensorboard", "wandb", "mlflow"}))
 """

@@ -83,7 +83,7 @@ def refuse(*_, **__):
 torch.accelerator.current_accelerator = refuse
 for module in (torch.cuda, torch.xpu):
     module._lazy_init = module.device_count = module.current_device = refuse
-import flowdp, flowdp.trainer.tuning, flowdp.observe.loggers
+import flowdp.api
 print("imported")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -50,7 +50,8 @@ def test_every_method_and_every_callback_is_in_a_table() -> None:
     page = text_of("callbacks.md")
     for method in METHODS:
         assert f"| `{method}(" in page
-    for name, one in vars(flowdp).items():
+    for name in flowdp.__all__:
+        one = getattr(flowdp, name)
         if isinstance(one, type) and issubclass(one, flowdp.Callback) and one is not flowdp.Callback:
             assert re.search(rf"^\| .*`{name}\(", page, re.MULTILINE), name
 
