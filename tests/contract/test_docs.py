@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import flowdp
+from tests.docs.programs import CONTINUES, FENCE, programs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -75,6 +77,25 @@ def test_page(file: Path) -> None:
     if file.name != "CHANGELOG.md":  # it may speak of names that are gone
         assert unknown_names(page) == []
         assert [path for path in CODE_PATH.findall(page) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_the_code_of_a_page_is_whole(file: Path) -> None:
+    """`docs/test_pages.py` runs it; here is what a reader sees at once."""
+    for program in programs(str(file.relative_to(ROOT))):
+        placeholders = [
+            node.lineno
+            for node in ast.walk(ast.parse(program.code))
+            if isinstance(node, ast.Call) and any(is_ellipsis(argument) for argument in node.args)
+        ]
+        assert placeholders == [], "`...` as an argument: a reader cannot run it"
+    for language, block in FENCE.findall(file.read_text(encoding="utf-8")):
+        if language == "python" and not block.startswith(CONTINUES):
+            assert "import " in block, f"no import, and not {CONTINUES!r}:\n{block}"
+
+
+def is_ellipsis(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...
 
 
 def test_the_page_of_the_api_has_every_public_name() -> None:

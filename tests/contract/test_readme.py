@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import flowdp
+from tests.docs.programs import programs
 
 PAGE = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 Devices = list[str]
@@ -25,7 +26,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_setup_is_a_diff_of_two_lines_with_the_result_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    [diff] = blocks("diff")
+    diff, *_ = blocks("diff")
     lines = diff.splitlines()
     assert [line[0] for line in lines].count("+") == 2
     assert {line[0] for line in lines} == {"+", " "}
@@ -51,31 +52,14 @@ def test_setup_is_a_diff_of_two_lines_with_the_result_of_one_device(monkeypatch:
         torch.testing.assert_close(several, one, rtol=0, atol=1e-11)
 
 
-def test_the_trainer_has_15_lines_and_goes_on_in_three(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, resume = blocks("python")
-    lines = [line for line in run.splitlines() if line]
-    assert len(lines) <= 15
+def test_the_trainer_has_15_lines_and_goes_on_with_two_more() -> None:
+    """`docs/test_pages.py` runs them."""
+    [run] = blocks("python")
+    assert len([line for line in run.splitlines() if line]) <= 15
     assert set(re.findall(r"^(?:import|from) (\w+)", run, re.MULTILINE)) == {"torch", "flowdp"}
-    assert len(resume.splitlines()) == 3
-    given: dict[str, Any] = {}
-
-    def cut_short(*same: object, trainer: Any = flowdp.Trainer, **options: Any) -> flowdp.Trainer:
-        """Make a Trainer for a few steps; `...` stands for the options of the one before."""
-        assert same in ((), (...,))
-        given.update(options, progress=False)
-        return trainer(**given, max_steps=10 if same else 5)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(flowdp, "Trainer", cut_short)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(run, names)
-    names["run"].join()
-    assert "epoch 1/6" in capsys.readouterr().out
-    exec(resume, names)
-    exec(resume, names)
-    assert capsys.readouterr().out == "10\n10\n"
+    [resumed] = [program for program in programs("README.md") if "resume=True" in program.code]
+    assert run.startswith(resumed.code.lstrip()[:100])
+    assert len(resumed.code.strip().splitlines()) == len(run.splitlines()) + 2
 
 
 def test_the_sample_runs_are_of_the_code_above_them() -> None:

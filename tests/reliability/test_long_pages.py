@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import flowdp
 from flowdp.device.draws import generators_kept
 from flowdp.observe.callbacks import METHODS
+from tests.docs.programs import programs
 from tests.vision import mend_torchvision
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -22,21 +24,21 @@ def text_of(page: str) -> str:
     return (DOCS / page).read_text(encoding="utf-8")
 
 
-def run(page: str) -> dict[str, Any]:
-    """The names that the code of a page has made."""
-    names: dict[str, Any] = {}
+def run(page: str, folder: Path) -> dict[str, Any]:
+    """The names that the program of a page has made."""
+    [program] = programs(f"docs/{page}")
+    script = folder / "train.py"
+    script.write_text(program.code, encoding="utf-8")
     with generators_kept():
         torch.manual_seed(0)
-        for block in re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL):
-            exec(compile(block, page, "exec"), names)
-    return names
+        return runpy.run_path(str(script), run_name="__main__")
 
 
 def test_callbacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run("callbacks.md")
+    run("callbacks.md", tmp_path)
     with Path("runs/a/metrics.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["0", "1", "2"]
@@ -56,17 +58,17 @@ def test_every_method_and_every_callback_is_in_a_table() -> None:
             assert re.search(rf"^\| .*`{name}\(", page, re.MULTILINE), name
 
 
-def test_tuning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("sklearn")
-    names = run("tuning.md")
+    names = run("tuning.md", tmp_path)
     assert 1e-3 < names["curve"].suggestion < 1.0
     assert all(run.error is None and run.loss < 1.5 for run in names["found"].runs)
     assert capsys.readouterr().out.endswith("\n0.02\n")
 
 
-def test_evaluation() -> None:
+def test_evaluation(tmp_path: Path) -> None:
     mend_torchvision()
     pytest.importorskip("torchmetrics")
-    names = run("evaluation.md")
+    names = run("evaluation.md", tmp_path)
     assert names["confusion"].sum() == len(names["held_out"][0])
