@@ -29,7 +29,7 @@ def read_memory(lane: Lane) -> Memory | None:
     never per batch.
 
     Threads:
-        The rank's worker or, before the run, the one that starts it; never at the gate.
+        A prefetch thread, under `QUIET`; before the run the one that starts it.
     """
     if not isinstance(lane, StreamLane):
         return None

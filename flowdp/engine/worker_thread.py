@@ -303,8 +303,11 @@ class Worker:
                 return
         else:
             self._advance_rates(arrival)
-            if outcome.lr is not None:
-                self._set_lr(outcome.lr, outcome.global_step)
+            if outcome.lr:
+                self._rescale(outcome, outcome.global_step)
+        if outcome.lr:  # behind the step of exact: a new scheduler begins with the next one
+            self.replica.learning_rate.reschedule(outcome, self.current.epoch)
+            self.current.lr = self.replica.learning_rate.value
         self.activity.moved()
         done = self.machine.met(outcome)
         self._batcher.settle()
@@ -369,8 +372,8 @@ class Worker:
     def _step_together(self, arrival: Arrival, outcome: Outcome) -> None:
         """Step the optimizer, on all ranks alike: with the rates of the window's position, and the gate's."""
         replica = self.replica
-        if outcome.lr is not None:
-            self._set_lr(outcome.lr, arrival.global_step)
+        if outcome.lr:
+            self._rescale(outcome, arrival.global_step)
         loss, self._part_loss = self._part_loss, None
         self.current.lr = replica.learning_rate.value
         if not any(outcome.samples):
@@ -386,9 +389,9 @@ class Worker:
         if self._services.step_callbacks:
             self._call_back(loss, arrival.samples)
 
-    def _set_lr(self, lr: float, position: int) -> None:
-        self.replica.learning_rate.set(lr, position, self.current.epoch)
-        self.current.lr = self.replica.learning_rate.value
+    def _rescale(self, outcome: Outcome, position: int) -> None:
+        self.replica.learning_rate.advance(position, self.current.epoch)
+        self.replica.learning_rate.rescale(outcome)
 
     def _serve(self, task: BarrierTask) -> None:
         """Execute a barrier task."""

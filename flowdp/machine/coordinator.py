@@ -92,7 +92,7 @@ class Coordinator:
         self._wants_stop = False
         self._end_ms: float | None = None  # the run is stopped then
         self._wants_pause = False
-        self._new_lr: float | None = None  # not yet at the gate
+        self._new_lr: tuple[Requested, ...] = ()  # not yet at the gate
         self._wants_meeting = False  # so that an outcome tells the learning rate soon
         self._directives = Directives()
         # Ranks with NaN or inf parameters that are to be healed -> (epoch, batch) of the first, if known.
@@ -209,8 +209,8 @@ class Coordinator:
                 self._wants_pause = True
             case "unpause":
                 self._wants_pause = False
-            case "set_lr":
-                self._new_lr = fact.value
+            case "set_lr" | "scale_lr" | "set_scheduler":
+                self._new_lr += (fact,)
             case "checkpoint" | "snapshot":
                 self.barrier.wish(fact.what)
 
@@ -358,13 +358,13 @@ class Coordinator:
             commands.append(Paused(False))
         halt = self.barrier.is_wanted and not self.rounds.is_idle
         wanted = Directives(self._ends, self._wants_pause and not self.is_paused, halt=halt)
-        if wanted != self._directives or self._new_lr is not None:
+        if wanted != self._directives or self._new_lr:
             self._directives = wanted
-            # A learning rate is sent once: an outcome may have carried it before the coordinator hears of
-            # that, and sent again it would undo the scheduler's steps since.
+            # A change of the rates is sent once: an outcome may have carried it before the coordinator
+            # hears of that.
             commands.append(Direct(replace(wanted, lr=self._new_lr)))
-            self._wants_meeting = self._wants_meeting or self._new_lr is not None
-            self._new_lr = None
+            self._wants_meeting = self._wants_meeting or bool(self._new_lr)
+            self._new_lr = ()
         return commands
 
     def _stand_still(self) -> list[Command]:

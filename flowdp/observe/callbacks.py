@@ -66,7 +66,7 @@ class Callback:
     Threads:
         The observer's. There the run's `join()`, `metrics()` and `paused()` raise. `snapshot()` gives the
         averaged weights: those of the end of the round under way, for training goes on meanwhile. `stop()`,
-        `pause()`, `set_lr()`, `checkpoint()` and `status()` do not wait.
+        `pause()`, `set_lr()`, `scale_lr()`, `set_scheduler()`, `checkpoint()` and `status()` do not wait.
 
     Attributes:
         ends_run: An exception of a method ends the run: `join()` raises a FlowdpError with it as its cause.

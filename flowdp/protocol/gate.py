@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
+from typing import Any, Literal
 
 from flowdp.errors import CollectiveAborted, ProtocolError
 
-__all__ = ["Arrival", "Directives", "GateState", "Outcome", "PartState", "Window", "decide"]
+__all__ = ["Arrival", "Directives", "GateState", "Outcome", "PartState", "Requested", "Window", "decide"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +74,34 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
+class Requested:
+    """The user asked for something.
+
+    Attributes:
+        what: Action that is asked for.
+        value: The learning rate of "set_lr", the factor of "scale_lr", the `SchedulerOptions` of
+            "set_scheduler", which leave this process for no other; None otherwise.
+    """
+
+    what: Literal["stop", "pause", "unpause", "set_lr", "scale_lr", "set_scheduler", "checkpoint", "snapshot"]
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class Directives:
     """Contents of the next outcome.
 
     Attributes:
         stop: End the run with this round. Stays until the run ends.
         pause: Stand still after this round. Consumed by the outcome.
-        lr: New learning rate of the first parameter group. Consumed by the outcome.
+        lr: Requests that change the learning rates, in their order. Consumed by the outcome.
         halt: Stop at a barrier after this round, for an evaluation or a checkpoint. Consumed by the
             outcome.
     """
 
     stop: bool = False
     pause: bool = False
-    lr: float | None = None
+    lr: tuple[Requested, ...] = ()
     halt: bool = False
 
 
@@ -106,7 +121,7 @@ class Outcome:
             nothing all the same: the next outcome tells, or the work that the rank acknowledges.
         stop: The run ends here.
         pause: All ranks stop after it.
-        lr: New learning rate, or None.
+        lr: Requests that change the learning rates, in their order.
         hurried: Some member came with fewer steps than planned.
         left: Ranks that left the gate since the last outcome.
         drift: The distance from the mean is measured.
@@ -126,7 +141,7 @@ class Outcome:
     samples: tuple[int, ...]
     stop: bool = False
     pause: bool = False
-    lr: float | None = None
+    lr: tuple[Requested, ...] = ()
     hurried: bool = False
     left: tuple[int, ...] = ()
     drift: bool = False
@@ -293,10 +308,8 @@ class GateState:
             self.arrivals.clear()
 
     def direct(self, directives: Directives) -> None:
-        """Replace the directives of the next outcome; a learning rate stays until an outcome has it."""
-        if directives.lr is None:
-            directives = replace(directives, lr=self.directives.lr)
-        self.directives = directives
+        """Replace the directives of the next outcome; changes of the rates stay until an outcome has them."""
+        self.directives = replace(directives, lr=self.directives.lr + directives.lr)
 
     def _complete(self) -> Outcome | None:
         if self.error is not None or not self.arrivals or len(self.arrivals) < len(self.members):
@@ -304,7 +317,7 @@ class GateState:
         outcome = decide(self.arrivals, self.directives, self.world_size, tuple(self._left))
         self.arrivals = {}
         self._left = []
-        if self.directives.pause or self.directives.halt or self.directives.lr is not None:
+        if self.directives.pause or self.directives.halt or self.directives.lr:
             # A stop holds until the run ends; the other wishes are fulfilled by one outcome.
             self.directives = Directives(stop=self.directives.stop)
         return outcome

@@ -8,10 +8,9 @@ comes back as an `Outcome`. Durations are milliseconds.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from flowdp.policy.tally import MetricArray, Work
-from flowdp.protocol.gate import Arrival, Directives, Outcome, Window
+from flowdp.protocol.gate import Arrival, Directives, Outcome, Requested, Window
 
 __all__ = [
     "Abort",
@@ -498,19 +497,6 @@ class Failed:
 
     error: str
     ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Requested:
-    """The user asked for something.
-
-    Attributes:
-        what: Action that is asked for.
-        value: The learning rate of "set_lr"; None otherwise.
-    """
-
-    what: Literal["stop", "pause", "unpause", "set_lr", "checkpoint", "snapshot"]
-    value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

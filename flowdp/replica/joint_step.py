@@ -94,8 +94,8 @@ class JointStep:
         start_s = perf_counter()
         assert self._owner is not None
         owner = self._replicas[self._owner]
-        if outcome.lr is not None:
-            owner.learning_rate.scale(outcome.lr)
+        if outcome.lr:
+            owner.learning_rate.rescale(outcome)
         owner.meet(outcome)
         self._give()
         for replica in self._replicas:
@@ -240,8 +240,8 @@ class SpanStep:
             touched, is_weighted = first.gradients.look(window.touched)
         for replica in self._replicas:
             with replica.lane.on(replica.lane.comm):
-                if outcome.lr is not None:
-                    replica.learning_rate.scale(outcome.lr)
+                if outcome.lr:
+                    replica.learning_rate.rescale(outcome)
                 replica.gradients.divide(is_weighted=is_weighted)
                 if replica.update.clips_norm:
                     replica.gradients.measure()

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from flowdp.errors import CheckpointError, OptionError
 from flowdp.options import SchedulerUnit
 from flowdp.policy.schedule import LrScaling, warm_up_factor
+from flowdp.protocol.gate import Outcome
 from flowdp.replica.factories import Optimizers, all_of
 from flowdp.validators import check_function, check_int, check_number, one_of
 
@@ -175,7 +176,7 @@ class LearningRate:
         options: SchedulerOptions | None = None,
         factor: float = 1.0,
     ) -> None:
-        own = all_of(optimizers)
+        self._optimizers = own = all_of(optimizers)
         self._names = _group_names(optimizers)
         self._groups = [group for optimizer in own for group in optimizer.param_groups]
         for optimizer in own:
@@ -192,6 +193,7 @@ class LearningRate:
         self._factor = factor
         self._warmup_steps = options.warmup_steps
         self._warm_up = warm_up_factor(0, options.warmup_steps)
+        self._rescaled = -1  # round whose wishes were obeyed last
         self._is_set = False  # the factor is the user's wish, and no more the world size's
         self._schedulers = [] if scheduler is None else [_twin(scheduler, one) for one in own]
         for twin in self._schedulers:
@@ -235,19 +237,68 @@ class LearningRate:
             if count > self._count:
                 self._step_schedulers(count, metrics)
 
-    def set(self, lr: float, position: int, epoch: int) -> None:
-        """Scale all groups so that the first one with a rate has `lr` at this position, and keep that scale.
+    def rescale(self, outcome: Outcome) -> None:
+        """Obey the wishes of an outcome that change the factor, once, at the position advanced to."""
+        if outcome.round == self._rescaled:  # by the thread that took the step for all ranks (exact)
+            return
+        self._rescaled = outcome.round
+        for wish in outcome.lr:
+            if wish.what == "set_lr":
+                self.set(wish.value)
+            elif wish.what == "scale_lr":
+                self._factor *= wish.value
+                self._is_set = True
+                self._write()
+
+    def reschedule(self, outcome: Outcome, epoch: int) -> None:
+        """Obey the wishes of an outcome for another scheduler, which begins here at the present rates."""
+        for wish in outcome.lr:
+            if wish.what == "set_scheduler":
+                self._write(plain=True)
+                self._unit, self._lambda = wish.value.unit, wish.value.lr_lambda
+                self._schedulers = self._made(wish.value, self._optimizers)
+                self._count = outcome.global_step if self._unit == "step" else epoch
+                self._plain = [float(group["lr"]) for group in self._groups]
+                self._write()
+
+    def check_scheduler(self, options: SchedulerOptions) -> bool:
+        """Try the scheduler that is to replace this one's, on a copy of the groups.
+
+        Returns:
+            Whether it needs the loss of the epoch before.
+
+        Raises:
+            OptionError: See `SchedulerOptions`.
+
+        Threads:
+            Any.
+        """
+        copies = [copy.copy(optimizer) for optimizer in self._optimizers]
+        for optimizer in copies:
+            optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+        return any(map(_watches, self._made(options, copies)))
+
+    @staticmethod
+    def _made(options: SchedulerOptions, optimizers: Sequence[Optimizer]) -> list[Any]:
+        """Schedulers of optimizers, which begin at the rates of their groups."""
+        if options.scheduler is None:
+            return []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group.pop("initial_lr", None)  # of a scheduler before
+        made = [_twin(options.scheduler, optimizer) for optimizer in optimizers]
+        for twin in made:
+            _check_unit(twin, options.unit)
+        return made
+
+    def set(self, lr: float) -> None:
+        """Scale all groups so that the first one with a rate has `lr` here, and keep that scale.
 
         A group that is held still by a rate of 0 stays so.
 
         Raises:
             OptionError: See `check_set`.
         """
-        self.advance(position, epoch)
-        self.scale(lr)
-
-    def scale(self, lr: float) -> None:
-        """See `set`, at the position to which it has been advanced."""
         self.check_set()
         if lead := self._lead():
             self._factor = lr / (lead * self._warm_up)

@@ -157,7 +157,7 @@ class Gate:
         self._launch = None
 
     def direct(self, directives: Directives) -> None:
-        """Replace the directives of the next outcome; a learning rate stays until an outcome has it."""
+        """Replace the directives of the next outcome; changes of the rates stay until an outcome has them."""
         with self._lock:
             self._state.direct(directives)
 

@@ -24,6 +24,7 @@ from flowdp.policy.formats import format_error, format_text
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.protocol.messages import Requested
+from flowdp.replica.learning_rate import SchedulerOptions, check_scheduler
 from flowdp.timeline.timeline import Timeline
 from flowdp.trainer.result import Results, Status, TrainedState
 from flowdp.validators import check_number, is_int
@@ -109,14 +110,7 @@ class Run:
         Raises:
             OptionError: ipywidgets is not installed.
         """
-        return run_dashboard(self, self._repr_html_, self._is_over_in, self._lr())
-
-    def _lr(self) -> float:
-        """Learning rate of the last round, or of the first step; 0.0 of a run that ended before both."""
-        last, replicas = self._engine.records.last_round, self._engine.replicas
-        if last is not None:
-            return last.lr
-        return replicas[0].learning_rate.value if replicas else 0.0
+        return run_dashboard(self, self._repr_html_, self._is_over_in, self.lr)
 
     def _is_over_in(self, seconds: float) -> bool:
         return self._engine.records.wait(over=True, timeout_s=seconds)
@@ -142,6 +136,17 @@ class Run:
         """Steps of all ranks before this run: those of the checkpoint that it continues, else 0."""
         start = self._engine.config.start
         return 0 if start is None else start.global_step
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group in the last round, or of the first step; 0.0 without both.
+
+        Those of all groups, by name, are `group_lrs` of a round's or an epoch's record.
+        """
+        last, replicas = self._engine.records.last_round, self._engine.replicas
+        if last is not None:
+            return last.lr
+        return replicas[0].learning_rate.value if replicas else 0.0
 
     @property
     def history(self) -> tuple[EpochMetrics, ...]:
@@ -339,6 +344,58 @@ class Run:
         for replica in self._engine.replicas:
             replica.learning_rate.check_set()
         self._engine.request(Requested("set_lr", float(lr)))
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply the learning rates of all groups; a scheduler continues from there.
+
+        It takes effect for all ranks at the same round, and two calls multiply twice.
+
+        Raises:
+            OptionError: `factor` is not a number above 0.
+        """
+        check_number("factor", factor, above=True)
+        self._engine.request(Requested("scale_lr", float(factor)))
+
+    def set_scheduler(self, scheduler: SchedulerOptions | None) -> None:
+        """Replace the scheduler of the learning rate, for all ranks at the same round.
+
+        ::
+
+            run.set_scheduler(SchedulerOptions(lambda opt: CosineAnnealingLR(opt, 1000), unit="step"))
+
+        The new one begins there, at the rates of its groups without the factor of `set_lr` and `scale_lr`,
+        which goes on multiplying them. An `lr_lambda` is a function of the run's steps, as from the start.
+        Checkpoints hold its state: resume with it as the Trainer's scheduler.
+
+        Args:
+            scheduler: With a factory, which is called for each rank, or an `lr_lambda`. None: the rates stay
+                as they are.
+
+        Raises:
+            OptionError: The options are wrong; have what belongs to a run's start (`lr_scaling`,
+                `warmup_steps`, a scheduler instance, one that watches the loss); count epochs under "async",
+                whose ranks are in different ones; or the run has several machines.
+        """
+        engine, options = self._engine, check_scheduler(scheduler, None, grows=True)
+        if self.world_size > len(self.devices):
+            raise OptionError(
+                "set_scheduler() reaches one machine, and this run has several: stop(), and resume with "
+                "Trainer(scheduler=...)"
+            )
+        if options.lr_scaling or options.warmup_steps:
+            raise OptionError(
+                "set_scheduler(): lr_scaling and warmup_steps are of a run's start; scale_lr(factor) "
+                "multiplies the rates"
+            )
+        if options.unit == "epoch" and engine.config.policy == "async":
+            raise OptionError("set_scheduler(): under 'async' ranks are in different epochs: unit='step'")
+        watches = [replica.learning_rate.check_scheduler(options) for replica in engine.replicas]
+        if any(watches) and not engine.config.wait_for_metric:
+            raise OptionError(
+                "set_scheduler(): a scheduler that watches the loss needs a run that waits for it: give "
+                "Trainer(scheduler=...) one"
+            )
+        engine.request(Requested("set_scheduler", options))
 
     # ------------------------------------------------------------------ keeping
     def checkpoint(self) -> None:

@@ -56,6 +56,7 @@ from flowdp.protocol.messages import (
     Exiting,
     Fact,
     Failed,
+    Requested,
     SyncNow,
     Tick,
     WorkerReady,
@@ -119,7 +120,7 @@ def rounds(rank: int) -> dict[str, Any]:
     machine = Machine()
     link = machine.link
     found: dict[str, Any] = {}
-    link.direct(Directives(lr=0.5))  # of a follower it stays where it is
+    link.direct(Directives(lr=(Requested("scale_lr", 0.5),)))  # of a follower it stays where it is
     machine.tick()
     found["outcomes"] = [machine.enter(0, 0), machine.enter(1, 4)]
     if isinstance(link, LeaderLink):
@@ -154,7 +155,7 @@ def test_rounds_orders_facts_and_signs_of_three_machines(tmp_path: Path) -> None
         assert len(outcomes) == 4
         assert outcomes == [outcomes[0]] * 4
         assert (outcomes[0].round, outcomes[0].global_step) == (number, 4 + 4 * number)
-        assert outcomes[0].lr == (None if number else 0.5)
+        assert outcomes[0].lr == (() if number else (Requested("scale_lr", 0.5),))
     assert leader["heard"] == [WorkerReady(2), WorkerReady(3)]
     assert leader["signs"] == [Sign(10, 5.0, True), Sign(100, 10.0, False)]
     for rank, one in enumerate(followers, 2):

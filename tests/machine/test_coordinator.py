@@ -58,6 +58,8 @@ from flowdp.sim.world import VirtualRank, World
 from tests.planned import sync_now
 from tests.simulator.positions import check_position
 
+RATE = Requested("set_lr", 0.1)
+
 
 def coordinator(policy: Policy = "cadence", **given: Any) -> Coordinator:
     return Coordinator(
@@ -184,21 +186,21 @@ def test_a_pause_stands_still_after_the_round_and_goes_on_from_there() -> None:
 
 def test_a_learning_rate_is_told_once() -> None:
     machine, _ = started("sync", batches=100)
-    assert machine.handle(Requested("set_lr", 0.1), 5.0) == [Direct(Directives(lr=0.1))]
+    assert machine.handle(RATE, 5.0) == [Direct(Directives(lr=(RATE,)))]
     # An outcome may have delivered it in the middle of a block, without an acknowledgment; the next request
     # must not repeat it.
     assert machine.handle(Requested("pause"), 6.0) == [Direct(Directives(pause=True))]
     # The same rate, requested again, is a new request.
-    assert machine.handle(Requested("set_lr", 0.1), 7.0) == [Direct(Directives(pause=True, lr=0.1))]
+    assert machine.handle(RATE, 7.0) == [Direct(Directives(pause=True, lr=(RATE,)))]
 
 
 def test_a_learning_rate_calls_one_meeting_under_async() -> None:
     machine, commands = started("async", batches=100)
-    commands = machine.handle(Requested("set_lr", 0.1), 5.0)
-    assert others(commands) == [Direct(Directives(lr=0.1)), *sync_now(0)]
+    commands = machine.handle(RATE, 5.0)
+    assert others(commands) == [Direct(Directives(lr=(RATE,))), *sync_now(0)]
     order = StartEpoch
     # The meeting is over; none is due.
-    outcome = Outcome(0, 0, (0, 1), (0, 0), (0, 0), lr=0.1, hurried=True)
+    outcome = Outcome(0, 0, (0, 1), (0, 0), (0, 0), lr=(RATE,), hurried=True)
     machine.handle(SyncAck(0, outcome, Work(0, 0, 0)), 6.0)
     commands = machine.handle(SyncAck(1, outcome, Work(0, 0, 0)), 6.0)
     assert others(commands) == []

@@ -10,7 +10,9 @@ import pytest
 
 from flowdp.errors import CollectiveAborted, ProtocolError
 from flowdp.protocol import messages
-from flowdp.protocol.gate import Arrival, Directives, GateState, Outcome, PartState, Window, decide
+from flowdp.protocol.gate import Arrival, Directives, GateState, Outcome, PartState, Requested, Window, decide
+
+FASTER, SLOWER = Requested("set_lr", 0.2), Requested("scale_lr", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -156,26 +158,26 @@ def test_an_abort_is_for_ever_and_the_first_reason_stays() -> None:
 
 def test_a_wish_is_told_by_one_outcome_and_a_stop_by_all() -> None:
     gate = GateState(1)
-    gate.direct(Directives(stop=True, pause=True, lr=0.1))
+    gate.direct(Directives(stop=True, pause=True, lr=(FASTER,)))
     first, second = gate.enter(arrival(0)), gate.enter(arrival(0, round=1))
     assert first is not None
     assert second is not None
-    assert (first.stop, first.pause, first.lr) == (True, True, 0.1)
-    assert (second.stop, second.pause, second.lr) == (True, False, None)
+    assert (first.stop, first.pause, first.lr) == (True, True, (FASTER,))
+    assert (second.stop, second.pause, second.lr) == (True, False, ())
 
 
 def test_a_learning_rate_stays_until_it_is_told() -> None:
     gate = GateState(1)
-    gate.direct(Directives(lr=0.1))
+    gate.direct(Directives(lr=(FASTER,)))
     # Another request comes before an outcome: the rate still waits, the pause has its last value.
     gate.direct(Directives(pause=True))
     gate.direct(Directives())
-    assert gate.directives == Directives(lr=0.1)
-    # A newer rate replaces it.
-    gate.direct(Directives(lr=0.2))
+    assert gate.directives == Directives(lr=(FASTER,))
+    # Another one follows it.
+    gate.direct(Directives(lr=(SLOWER,)))
     outcome = gate.enter(arrival(0))
     assert outcome is not None
-    assert (outcome.pause, outcome.lr) == (False, 0.2)
+    assert (outcome.pause, outcome.lr) == (False, (FASTER, SLOWER))
     # It was delivered: a later request does not repeat it.
     gate.direct(Directives(pause=True))
     assert gate.directives == Directives(pause=True)

@@ -132,7 +132,8 @@ def test_a_rate_that_was_set_stays_and_the_factor_of_the_world_does_not() -> Non
     three = rate_of([sgd()], lr_lambda=lambda step: 1.0, factor=3.0)
     three.load_state_dict(checkpoint_file.plain(two.state_dict()))
     assert three.value == pytest.approx(0.3)
-    two.set(0.05, 4, 0)
+    two.advance(4, 0)
+    two.set(0.05)
     three.load_state_dict(checkpoint_file.plain(two.state_dict()))
     for position in (4, 9):
         three.advance(position, 0)
@@ -162,7 +163,8 @@ def test_a_rate_that_is_set_scales_all_groups_and_the_scheduler_goes_on_from_it(
     optimizer = SGD([{"params": parameters[0], "lr": 0.1}, {"params": parameters[1], "lr": 0.4}])
     rate = rate_of([optimizer], lambda opt: StepLR(opt, 10, 0.1), "step")
     rate.advance(9, 0)
-    rate.set(0.02, 10, 0)  # at the position after the scheduler's first step: 0.01, 0.04
+    rate.advance(10, 0)
+    rate.set(0.02)  # at the position after the scheduler's first step: 0.01, 0.04
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.02, 0.08])
     rate.advance(20, 0)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.002, 0.008])
@@ -181,7 +183,8 @@ def test_a_group_that_is_held_still_stays_so_where_a_rate_is_set(options: dict[s
     rates = rate_of([optimizer], **options)
     for position, lr in enumerate((0.05, 0.0, 0.2, 0.3, 0.1, 0.2)):
         rates.check_set()
-        rates.set(lr, position, 0)
+        rates.advance(position, 0)
+        rates.set(lr)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0, lr, 4 * lr])
 
 

@@ -233,7 +233,8 @@ def test_the_schedule_goes_on_in_the_groups_that_are_stepped(tmp_path: Path) -> 
 
     original = make(lambda p: SGD(p, 0.1, momentum=0.9), scheduler=schedule)
     train(original, 0, 4)
-    original.learning_rate.set(0.3, 4, 0)
+    original.learning_rate.advance(4, 0)
+    original.learning_rate.set(0.3)
     saved = through_a_file(tmp_path, [capture(original, shared=True)()])
     other = make(lambda p: SGD(p, 0.1, momentum=0.9), seed=1, scheduler=schedule)
     resume(other, saved)

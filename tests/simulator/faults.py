@@ -413,5 +413,6 @@ def _draw_wishes(rng: random.Random, span_ms: float) -> tuple[Wish, ...]:
         elif kind == "stop":
             wishes.append(Wish(at_ms, Requested("stop")))
         else:
-            wishes.append(Wish(at_ms, Requested("set_lr", rng.choice((0.1, 0.01)))))
+            value = rng.choice((0.1, 0.01))
+            wishes.append(Wish(at_ms, Requested("set_lr" if value == 0.1 else "scale_lr", value)))
     return tuple(sorted(wishes, key=lambda wish: wish.at_ms))

@@ -62,7 +62,7 @@ class Levels:
         self._inner[machine] += 1
         if list(outcome.members) != self.ranks_of(machine):
             raise Violation("S27", f"{outcome} is not one of the ranks {self.ranks_of(machine)}")
-        if outcome.voids or outcome.stop or outcome.pause or outcome.halt or outcome.lr is not None:
+        if outcome.voids or outcome.stop or outcome.pause or outcome.halt or outcome.lr:
             raise Violation("S27", f"{outcome} decides for one machine alone")
         if self._inner[machine] >= self._inner_rounds:
             raise Violation("S27", f"{outcome} is inner round {self._inner[machine]} in a row")

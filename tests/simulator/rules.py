@@ -41,6 +41,8 @@ from tests.simulator.windows import Windows
 
 __all__ = ["Rules", "Violation"]
 
+RATES = ("set_lr", "scale_lr")
+
 AT_ONCE = 10_000
 """Things that may happen without a moment between them."""
 
@@ -104,7 +106,6 @@ class Rules:
         self._wished: Counter[str] = Counter()
         self._obeyed: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()  # wish -> rounds since
-        self._lr: float | None = None
         self._now_ms = 0.0
         self._at_once = 0
         self._ends: dict[int, list[DataEnded]] = {}  # by epoch, as the coordinator knows
@@ -123,12 +124,11 @@ class Rules:
         self._wished[request.what] += 1
         if request.what == "unpause":
             self._waiting.pop("pause", None)
-        elif request.what in ("pause", "set_lr"):
+        elif request.what in ("pause", *RATES):
             self._waiting[request.what] = 0
         elif request.what == "stop":
             self.standing.is_stopped = True
             self._reasons.append("stop")
-        self._lr = request.value if request.what == "set_lr" else self._lr
         is_open = coordinator.phase in (Phase.STARTING, Phase.RUNNING)
         if request.what in ("checkpoint", "snapshot") and is_open:
             self.standing.wishes(request.what)
@@ -551,12 +551,12 @@ class Rules:
         return self.effect.uncredited(rank)
 
     def _obeys(self, outcome: Outcome) -> None:
-        for wish, is_obeyed in (("pause", outcome.pause), ("set_lr", outcome.lr is not None)):
-            self._obeyed[wish] += is_obeyed
+        for wish in ["pause"] * outcome.pause + [one.what for one in outcome.lr]:
+            self._obeyed[wish] += 1
             if self._obeyed[wish] > self._wished[wish]:
                 raise Violation("S12", f"{outcome} obeys {wish} again")
-        if outcome.lr is not None and outcome.lr == self._lr:
-            self._waiting.pop("set_lr", None)
+            if wish in RATES and self._obeyed[wish] == self._wished[wish]:
+                self._waiting.pop(wish, None)
 
     def _same_round(self, rank: int, other: int) -> bool:
         return len(self.outcomes[rank]) == len(self.outcomes[other])

@@ -771,14 +771,14 @@ mutant("directives_are_not_consumed", "S12", 300, during(GateState, "_complete",
 @advice("S12", 300, Coordinator, "handle")
 def a_learning_rate_is_told_with_every_wish(handle, self, fact, now_ms):
     if isinstance(fact, Requested):
-        self.lr = fact.value or getattr(self, "lr", None)
+        self.lr = (fact,) if fact.what in ("set_lr", "scale_lr") else getattr(self, "lr", ())
         self._new_lr = self.lr
     return handle(self, fact, now_ms)
 
 
 @advice("L4", 300, GateState, "direct")
 def a_learning_rate_is_forgotten(direct, self, directives):
-    return direct(self, replace(directives, lr=None))
+    return direct(self, replace(directives, lr=()))
 
 
 @advice("S10", 100, Coordinator, "_run")

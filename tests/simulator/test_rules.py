@@ -182,7 +182,7 @@ def test_a_sound_run_passes() -> None:
         wish_for(judge, wish)
     held(judge)
     judge.reported(record(4, (2, 2)), (2, 2))
-    told = outcome((0, 0), (0, 0), 1, lr=0.1)
+    told = outcome((0, 0), (0, 0), 1, lr=(Requested("set_lr", 0.1),))
     judge.met(0, told)
     judge.met(1, told)
     for _ in range(5):  # nothing waits any more: the rate was told, the pause taken back

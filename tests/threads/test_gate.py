@@ -18,7 +18,7 @@ import pytest
 
 from flowdp.errors import CollectiveAborted, ProtocolError
 from flowdp.protocol.gate import GateState
-from flowdp.protocol.messages import Arrival, Directives, Outcome
+from flowdp.protocol.messages import Arrival, Directives, Outcome, Requested
 from flowdp.threads.gate import Gate, Waiting
 
 STRESS_ROUNDS = int(os.environ.get("FLOWDP_GATE_ROUNDS", "30000"))
@@ -215,11 +215,11 @@ def test_a_rank_that_is_taken_out_in_finish_is_released_with_an_error() -> None:
 
 def test_directives_are_told_by_the_next_outcome() -> None:
     gate = Gate(1)
-    gate.direct(Directives(pause=True, lr=0.5))
+    gate.direct(Directives(pause=True, lr=(Requested("set_lr", 0.5),)))
     outcome = gate.enter(arrival(0))
-    assert (outcome.pause, outcome.lr) == (True, 0.5)
+    assert (outcome.pause, outcome.lr) == (True, (Requested("set_lr", 0.5),))
     gate.finish(0)
-    assert gate.enter(arrival(0, 1, 1)).lr is None
+    assert gate.enter(arrival(0, 1, 1)).lr == ()
 
 
 # ---------------------------------------------------------------- stress
@@ -263,11 +263,10 @@ class Episode:
 
     def _direct(self, lr: float) -> None:
         self.directed.append(lr)
-        self.gate.direct(Directives(lr=lr, pause=True))
+        self.gate.direct(Directives(lr=(Requested("set_lr", lr),), pause=True))
 
     def _launch(self, outcome: Outcome) -> None:
-        if outcome.lr is not None:
-            self.told.append(outcome.lr)
+        self.told += [wish.value for wish in outcome.lr]
         if outcome.round == self.fails_at:
             raise OSError("the launch failed")
 

@@ -8,17 +8,22 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from bench.cadences import cadence_for
 from flowdp import (
+    CheckpointError,
+    OptionError,
     ReadingOptions,
     Run,
+    SchedulerOptions,
     StateError,
     StepError,
     TrainedState,
@@ -218,6 +223,116 @@ def test_a_new_rate_comes_to_all_ranks_in_the_same_round(policy: str, devices: i
     assert {lr for _, _, _, lr in steps.seen} == {0.001, 0.004}
     last = list(run.metrics("round"))[-1]
     assert last.lr == 0.004
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "exact"])
+def test_a_factor_multiplies_the_rates_of_all_ranks_once(policy: str) -> None:
+    steps = Steps()
+    run = trainer(steps, policy=policy, devices=3, **ENDLESS).start()
+    assert run.lr == 1e-3
+    steps.wait_for_more(30)
+    with run.paused():
+        run.scale_lr(0.5)
+        run.set_lr(0.016)
+        run.scale_lr(0.5)
+        run.scale_lr(0.5)
+    steps.wait_until(lambda: {rank for rank, _, _, lr in steps.seen if lr == 0.004} == {0, 1, 2})
+    assert {lr for _, _, _, lr in steps.seen} == {0.001, 0.004}
+    run.scale_lr(2.0)
+    steps.wait_until(lambda: {rank for rank, _, _, lr in steps.seen if lr == 0.008} == {0, 1, 2})
+    with run.paused():
+        assert [replica.learning_rate.value for replica in run._engine.replicas] == [0.008] * 3
+        assert run.lr == 0.008
+    run.stop()
+    run.join()
+
+
+def halving(every: int) -> SchedulerOptions:
+    return SchedulerOptions(lambda optimizer: StepLR(optimizer, every, 0.5), unit="step")
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "exact"])
+def test_another_scheduler_begins_at_the_rates_of_its_moment_on_all_ranks(policy: str) -> None:
+    steps = Steps()
+    before = SchedulerOptions(lr_lambda=lambda step: 1.0 if step < 40 else 0.1)
+    run = trainer(steps, policy=policy, devices=3, scheduler=before, **ENDLESS).start()
+    steps.wait_until(lambda: bool(steps.seen) and steps.seen[-1][2] > 80)
+    assert steps.seen[-1][3] == pytest.approx(1e-4)
+    with run.paused():
+        known = len(steps.seen)
+        run.scale_lr(2.0)
+        run.set_scheduler(halving(50))
+    ranks = {0, 1, 2} if policy != "exact" else {0}  # there a rank may have no part of a step
+    steps.wait_until(lambda: {seen[0] for seen in steps.seen[known:] if seen[3] < 6e-5} >= ranks)
+    run.stop()
+    run.join()
+    for rank in ranks:
+        rates = [lr for who, _, _, lr in steps.seen[known:] if who == rank]
+        assert max(rates) == pytest.approx(2e-4)
+        rates = rates[rates.index(max(rates)) :]  # the round before obeys, with its own rate
+        assert all(following <= rate for rate, following in pairwise(rates))
+    if policy != "async":  # there each rank has a position of its own
+        rates_at: dict[int, set[float]] = {}
+        for _, _, position, lr in steps.seen[known:]:
+            rates_at.setdefault(position, set()).add(lr)
+        assert all(len(rates) == 1 for rates in rates_at.values())
+
+
+@pytest.mark.parametrize("policy", ["cadence", "exact"])
+def test_a_scheduler_that_was_set_is_resumed_with_itself(policy: str, tmp_path: Path) -> None:
+    steps = Steps()
+    options: dict[str, Any] = {"policy": policy, "checkpoint": tmp_path, "resume": True, **ENDLESS}
+    run = trainer(steps, **options).start()
+    steps.wait_for_more(30)
+    with run.paused():
+        known = len(steps.seen)
+        run.set_scheduler(halving(40))
+        run.scale_lr(3.0)
+    steps.wait_until(lambda: steps.seen[-1][3] < 1e-3)
+    run.stop()
+    run.join()
+    known = next(at for at, seen in enumerate(steps.seen) if at >= known and seen[3] != 1e-3)
+    begin = steps.seen[known][2]
+    with pytest.raises(CheckpointError, match="resume with the same scheduler"):
+        trainer(**options).start()
+    again = Steps()
+    run = trainer(again, scheduler=halving(40), **options).start()
+    again.wait_for_more(100)
+    run.stop()
+    run.join()
+    for _, _, position, lr in steps.seen[known:] + again.seen:
+        assert lr == pytest.approx(3e-3 * 0.5 ** ((position - begin) // 40))
+
+
+def test_wishes_that_cannot_be_met_raise_where_they_are_made() -> None:
+    steps = Steps()
+    run = trainer(steps, policy="async", **ENDLESS).start()
+    made = StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), 1)
+    plateau = SchedulerOptions(lambda optimizer: ReduceLROnPlateau(optimizer), unit="epoch")
+    wrong: list[tuple[Any, str]] = [
+        (made, "scheduler must be SchedulerOptions"),
+        (SchedulerOptions(made, unit="step"), "give a scheduler factory"),
+        (SchedulerOptions(lambda optimizer: None, unit="step"), "the scheduler factory returned None"),
+        (SchedulerOptions(lr_lambda=lambda step: 1.0, warmup_steps=3), "of a run's start"),
+        (SchedulerOptions(lr_lambda=lambda step: 1.0, lr_scaling="linear"), "of a run's start"),
+        (plateau, "unit='step'"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(OptionError, match=message):
+            run.set_scheduler(options)
+    for factor in (0, -1.0, float("nan"), "2", True):
+        with pytest.raises(OptionError, match="factor must be a number above 0"):
+            run.scale_lr(factor)  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        run.set_scheduler(SchedulerOptions(lambda optimizer: 1 / 0, unit="step"))  # type: ignore[arg-type,return-value]
+    steps.wait_for_more(30)
+    run.stop()
+    assert run.join().interrupted
+    other = trainer(policy="cadence", **ENDLESS).start()
+    with pytest.raises(OptionError, match=r"watches the loss needs a run that waits for it"):
+        other.set_scheduler(plateau)
+    other.stop()
+    other.join()
 
 
 # ---------------------------------------------------------------- Ctrl-C
