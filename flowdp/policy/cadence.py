@@ -125,7 +125,7 @@ class Cadence:
             Reason of the guard's action; "" while all is well.
         """
         stable = GuardDecision(GuardAction.STABLE)
-        decision = stable if drifts is None else self.guard.report(drifts)
+        decision = stable if drifts is None else self.guard.report(drifts, sum(steps) / rounds)
         self.action = decision.action
         hold = self.action is not GuardAction.STABLE
         # Read once, as each reading copies the times of all ranks; forgetting one changes no other's.

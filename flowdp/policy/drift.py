@@ -19,8 +19,10 @@ from heapq import nsmallest
 
 __all__ = ["DivergenceGuard", "GuardAction", "GuardDecision", "Overshoot", "largest_drift", "lead_limits"]
 
-_HISTORY = 5
+_HISTORY = 8
 _RISES = 3
+_SHORT = 0.5
+"""Rounds of less than this part of the steps of the one at hand say nothing about its drift."""
 
 
 class GuardAction(enum.Enum):
@@ -58,8 +60,12 @@ def largest_drift(drifts: Sequence[float]) -> float:
 class DivergenceGuard:
     """Watches the largest drift, and holds or halves the anchor of the cadence.
 
-    Three strictly rising values with the last over the threshold hold the anchor, over twice the threshold
-    they halve it. A drift that is NaN or infinite halves it at once.
+    Three rising values with the last over the threshold hold the anchor, over twice the threshold they halve
+    it. A drift that is NaN or infinite halves it at once, and the comparison begins anew behind it.
+
+    Drifts are noisy: one of six draws of three values rises. So a rise has to leave the drifts before it
+    behind, by more than their spread. And a longer round may drift further in proportion to its steps, which
+    is no rise either.
 
     Args:
         threshold: Relative distance from the mean.
@@ -70,32 +76,45 @@ class DivergenceGuard:
     def __init__(self, threshold: float = 0.05, enabled: bool = True, history: Sequence[float] = ()) -> None:
         self._threshold = threshold
         self._enabled = enabled
-        self._history: deque[float] = deque(history, maxlen=_HISTORY)
+        # With the steps of their rounds: those of an earlier run were as long as any that follows.
+        self._history = deque(((drift, math.inf) for drift in history), maxlen=_HISTORY)
 
     @property
     def history(self) -> tuple[float, ...]:
-        """The last largest drifts, at most five, oldest first."""
-        return tuple(self._history)
+        """The last largest drifts, at most eight, oldest first."""
+        return tuple(drift for drift, _ in self._history)
 
-    def report(self, drifts: Sequence[float]) -> GuardDecision:
-        """Take in the drift of each rank in one averaging, and decide."""
+    def report(self, drifts: Sequence[float], steps: float = 1.0) -> GuardDecision:
+        """Take in the drift of each rank in one averaging, and decide.
+
+        Args:
+            drifts: Relative distances from the mean.
+            steps: Steps of all ranks in the round.
+        """
         drift = largest_drift(drifts)
         if not self._enabled:
             return GuardDecision(GuardAction.STABLE)
-        self._history.append(drift)
         if not math.isfinite(drift):
+            self._history.clear()
             text = f"the drift is {drift}: a replica has NaN or inf parameters"
             return GuardDecision(GuardAction.TIGHTEN, text)
-        if not self._is_rising() or drift <= self._threshold:
+        self._history.append((drift, max(1.0, steps)))
+        if drift <= self._threshold or not self._is_rising(steps):
             return GuardDecision(GuardAction.STABLE)
         risen = f"the drift rose three times in a row, to {drift:.4g}, over"
         if drift > 2.0 * self._threshold:
             return GuardDecision(GuardAction.TIGHTEN, f"{risen} twice the threshold {self._threshold:g}")
         return GuardDecision(GuardAction.HOLD, f"{risen} the threshold {self._threshold:g}")
 
-    def _is_rising(self) -> bool:
-        last = self.history[-_RISES:]
-        return len(last) == _RISES and all(a < b for a, b in itertools.pairwise(last))
+    def _is_rising(self, steps: float) -> bool:
+        """Whether the last drifts rise beyond the noise of those before, in rounds of so many steps."""
+        known = [
+            drift * max(1.0, steps / length) for drift, length in self._history if length >= _SHORT * steps
+        ]
+        before, last = known[:-_RISES], known[-_RISES:]
+        if len(last) < _RISES or not all(a < b for a, b in itertools.pairwise(last)):
+            return False
+        return not before or last[-1] > 2.0 * max(before) - min(before)
 
 
 def lead_limits(done: Sequence[int], movable: Sequence[bool], max_batch_diff: int) -> list[int | None]:

@@ -18,6 +18,8 @@ __all__ = ["ElChe", "fitted_quotas"]
 
 _DEFAULT_MAX_ANCHOR = 200
 _DEAD_ZONE = 0.10
+_FULL = 0.97
+"""Part of a round in steps, on average over the ranks, that is worth no longer round."""
 
 
 def _round_half_up(value: float) -> int:
@@ -163,7 +165,8 @@ class ElChe:
         A rank without steps, and a time that is not positive and finite, is no measurement. The pace is an
         average whose weight is the relative error of the prediction, within 0.1..0.8: jitter is nearly
         ignored, a real change is adopted in a report or two. The anchor grows by the factor that the
-        overhead exceeds its target, and falls one step at a time below half of it.
+        overhead exceeds its target, and falls one step at a time below half of it. One that was nudged
+        below the first anchor comes back to it one step at a time.
 
         Args:
             wall_ms: Time in steps per rank. Shape (world_size,).
@@ -190,8 +193,8 @@ class ElChe:
     def nudge_anchor_down(self, factor: float) -> None:
         """Meet sooner: multiply the anchor by `factor`, clamped to 0.1..1, and round up.
 
-        It may go below the first anchor, because replicas that drift apart weigh more than overhead; an
-        overhead above its target raises it again.
+        It may go below the first anchor, because replicas that drift apart weigh more than overhead; later
+        reports raise it again.
         """
         self._anchor = max(1, min(self._anchor, math.ceil(self._anchor * min(max(factor, 0.1), 1.0))))
         if max(self._ms) > 0.0:
@@ -254,6 +257,11 @@ class ElChe:
             if not hold:
                 wanted = math.ceil(self._anchor * (overhead / self._overhead_target))
                 self._anchor = min(max(wanted, self._min_anchor), self._max_anchor)
+        elif self._anchor < self._min_anchor:
+            if not hold:
+                self._anchor += (
+                    1  # back to the first one: a rise that has passed costs no more than it has to
+                )
         elif overhead < self._overhead_target * 0.5 and self._anchor > self._min_anchor:
             # Growth is fast and decay slow, so that the two cannot swing against each other.
             self._anchor -= 1
@@ -280,8 +288,9 @@ def fitted_quotas(
 
     Rounding a fast rank's time to whole steps leaves devices idle, and how many depends on the anchor; so
     the anchors up to a quarter above the one asked for are tried and the one whose quotas fill the round
-    best is taken, the nearest one on ties. `ElChe.batch_counts` would not do: their dead zone leaves up to a
-    tenth of each round idle.
+    best is taken, the nearest one on ties. A small anchor, where rounding costs most, may grow by two steps
+    while more than 3 % are idle. `ElChe.batch_counts` would not do: their dead zone leaves up to a tenth of
+    each round idle.
 
     Args:
         ms_per_step: Milliseconds per step per rank; one that is not measured (0) counts as the slowest.
@@ -297,7 +306,8 @@ def fitted_quotas(
     """
     slowest = max(ms_per_step)
     paces = [ms if ms > 0.0 else slowest for ms in ms_per_step] if slowest > 0.0 else [1.0] * len(ms_per_step)
-    last = -(-5 * anchor // 4)
+    near = -(-5 * anchor // 4)
+    last = max(near, anchor + 2)
     if max_anchor is not None:
         last = min(last, max_anchor)
     if max_lead is not None:
@@ -305,6 +315,8 @@ def fitted_quotas(
     best: list[int] = []
     best_fill = 0.0
     for candidate in _candidates(anchor, last):
+        if candidate > near and best_fill >= _FULL * len(paces):
+            break
         wall_ms = candidate * max(paces)
         quotas = [max(1, int(wall_ms / pace + 0.5)) for pace in paces]
         if max_lead is not None:

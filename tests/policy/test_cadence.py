@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
+from statistics import fmean
+
 import pytest
 
 from flowdp.errors import OptionError
@@ -95,6 +99,8 @@ def test_a_limited_lead_limits_the_quotas() -> None:
 
 def test_rising_drifts_hold_the_anchor_and_halve_it() -> None:
     cadence = Cadence(2, CadenceOptions())
+    # The first round is too short for its drift to say something about that of later ones.
+    assert measured(cadence, (10.0, 10.0), drifts=(0.001, 0.0)) == ""
     assert measured(cadence, (10.0, 10.0), drifts=(0.01, 0.0)) == ""
     assert measured(cadence, (10.0, 10.0), drifts=(0.0, 0.02)) == ""
     # Over the threshold: averaging is expensive, but the anchor does not grow.
@@ -106,9 +112,23 @@ def test_rising_drifts_hold_the_anchor_and_halve_it() -> None:
     assert "over twice the threshold" in reason
     assert (cadence.action, cadence.anchor) == (GuardAction.TIGHTEN, 5)
     assert cadence.quotas == (5, 5)
-    # Below it again.
-    assert measured(cadence, (10.0, 10.0), drifts=(0.1, 0.0)) == ""
+    # Below it again: the anchor comes back.
+    assert measured(cadence, (10.0, 10.0), sync_ms=1.0, drifts=(0.1, 0.0)) == ""
     assert cadence.action is GuardAction.STABLE
+    measured(cadence, (10.0, 10.0), sync_ms=1.0, drifts=(0.1, 0.0))
+    assert cadence.anchor == 6
+
+
+def test_a_drift_that_is_high_and_noisy_leaves_the_rounds_as_they_are() -> None:
+    """Random labels: replicas are always far apart, and no further from round to round."""
+    draw = random.Random(1)
+    cadence, anchors, reasons = Cadence(2, CadenceOptions()), [], []
+    for _ in range(400):
+        drift = 0.2 * math.exp(draw.gauss(0.0, 0.2)) * math.sqrt(sum(cadence.quotas) / 20)
+        reasons.append(measured(cadence, (10.0, 10.0), sync_ms=1.0, drifts=(drift, 0.0)))
+        anchors.append(cadence.anchor)
+    assert sum(map(bool, reasons)) <= 8
+    assert fmean(anchors) >= 9.5
 
 
 def test_it_begins_with_what_another_run_had_found_out() -> None:

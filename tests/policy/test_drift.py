@@ -1,6 +1,9 @@
 """Tests of drifts and their guard, and of leads."""
 
+import itertools
 import math
+import random
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -36,6 +39,52 @@ def test_three_rises_over_the_threshold(drifts, expected):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_drift_that_is_no_number_tightens_at_once_and_is_no_part_of_a_rise(bad):
     assert answers([0.01, bad, 0.2, 0.3, 0.4]) == [STABLE, TIGHTEN, STABLE, STABLE, TIGHTEN]
+
+
+NOISY = [0.20, 0.24, 0.19, 0.22, 0.18]
+
+
+@pytest.mark.parametrize(
+    ("drifts", "expected"),
+    [
+        ([0.20, 0.22, 0.25], STABLE),  # three in a row, within the spread of those before
+        ([0.20, 0.25, 0.29], STABLE),  # above all of them, by less than their spread
+        ([0.22, 0.26, 0.31], TIGHTEN),
+    ],
+)
+def test_a_rise_leaves_the_noise_of_the_rounds_before_behind(drifts, expected):
+    assert answers(NOISY + drifts)[-1] is expected
+
+
+def test_noise_is_seldom_a_rise_and_a_rise_is_soon_seen_in_it():
+    draw = random.Random(0)
+    false, delays = 0, []
+    for _ in range(100):
+        guard = DivergenceGuard()
+        for _ in range(50):
+            false += guard.report((0.1 * math.exp(draw.gauss(0.0, 0.1)),)).action is not STABLE
+        drifts = (0.1 * math.exp(draw.gauss(0.0, 0.1)) * 1.3**at for at in itertools.count(1))
+        delays.append(next(at for at, drift in enumerate(drifts) if guard.report((drift,)).action is TIGHTEN))
+    assert false <= 0.02 * 100 * 50  # 16 % of them rise three times in a row
+    assert median(delays) <= 2
+
+
+def actions(*rounds):
+    guard = DivergenceGuard()
+    return [guard.report((drift,), steps).action for drift, steps in rounds]
+
+
+def test_a_longer_round_drifts_further_and_a_short_one_says_nothing():
+    longer = [(0.10, 20), (0.13, 26), (0.17, 34), (0.22, 44)]
+    assert actions(*longer) == [STABLE] * 4
+    assert actions(*((drift, 20) for drift, _ in longer))[-1] is TIGHTEN
+    # The rest of an epoch is a short round: it hides no rise, and begins none.
+    assert actions((0.06, 20), (0.09, 20), (0.02, 4), (0.13, 20)) == [STABLE] * 3 + [TIGHTEN]
+    assert actions((0.02, 4), (0.09, 20), (0.13, 20)) == [STABLE] * 3
+
+
+def test_drifts_of_an_earlier_run_are_those_of_rounds_as_long():
+    assert DivergenceGuard(history=(0.06, 0.09)).report((0.13,), 400).action is TIGHTEN
 
 
 def test_a_request_says_why():

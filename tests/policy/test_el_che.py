@@ -86,6 +86,16 @@ def test_a_nudge_goes_below_the_first_anchor_and_overhead_brings_it_back():
     assert che.anchor == 10
 
 
+def test_a_nudged_anchor_comes_back_step_by_step_while_nothing_holds_it():
+    che = calibrated()
+    che.nudge_anchor_down(0.5)
+    seen = []
+    for hold in (False, True, False, False, False, False, False):
+        che.report_timing([100.0, 100.0], [10, 5], 1.0, hold=hold)
+        seen.append(che.anchor)
+    assert seen == [6, 6, 7, 8, 9, 10, 10]
+
+
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=6), st.integers(0, 400))
 def test_a_clamped_total_is_passed_only_by_ranks_that_would_be_empty(speeds, total):
     che = calibrated([60.0 / speed for speed in speeds])
@@ -117,7 +127,7 @@ def test_quotas_of_random_mixes_keep_the_devices_busy(ranks):
 def test_quotas_are_near_the_time_of_the_slowest(ms, anchor):
     quotas = fitted_quotas(ms, anchor)
     slowest = quotas[ms.index(max(ms))]
-    assert anchor <= slowest <= math.ceil(1.25 * anchor)
+    assert anchor <= slowest <= max(math.ceil(1.25 * anchor), anchor + 2)
     for quota, pace in zip(quotas, ms, strict=True):
         assert quota >= 1
         assert abs(quota * pace - slowest * max(ms)) <= 0.51 * pace
@@ -130,6 +140,17 @@ def test_no_quota_leads_by_more_than_asked(ms, anchor, max_lead):
     free = fitted_quotas(ms, anchor)
     if max(free) <= max_lead + 1:
         assert sum(quotas) >= sum(free) * 0.79  # not more than with another anchor
+
+
+def test_a_small_anchor_is_left_where_whole_steps_cost_more_than_three_percent():
+    # Steps of 4, 4, 8 and 16 ms with 0.6 ms or more around each: 3.5 to one of the slowest.
+    ms = [4.7, 4.7, 8.7, 16.6]
+    assert efficiency(ms, (4, 4, 2, 1)) < 0.96
+    assert fitted_quotas(ms, 1) == (11, 11, 6, 3)
+    assert efficiency(ms, (11, 11, 6, 3)) > 0.97
+    # Whole steps fit, or no more is allowed.
+    assert fitted_quotas([4.0, 4.0, 8.0, 16.0], 1) == (4, 4, 2, 1)
+    assert fitted_quotas(ms, 1, max_anchor=1) == (4, 4, 2, 1)
 
 
 @pytest.mark.parametrize(
