@@ -6,9 +6,11 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +34,17 @@ from flowdp.options import (
 from flowdp.policy.shares import normalised_ratios
 from flowdp.replica.batch_sizes import Sizes
 from flowdp.replica.factories import several_optimizers
-from flowdp.validators import check_flag, check_int, check_number, is_int, is_number, one_of
+from flowdp.replica.loss import of_model_and_batch
+from flowdp.validators import (
+    check_flag,
+    check_function,
+    check_int,
+    check_number,
+    is_int,
+    is_number,
+    one_of,
+    takes,
+)
 
 __all__ = [
     "check_backend",
@@ -132,8 +144,8 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
     Raises:
         OptionError: They are neither instances nor factories, or do not belong together.
     """
-    if not isinstance(model, nn.Module) and not callable(model):
-        raise OptionError(f"model must be a torch.nn.Module or a factory of one, not {model!r}")
+    if not isinstance(model, nn.Module):
+        _check_model_factory(model)
     named: list[object] = [optimizer]
     if isinstance(optimizer, Mapping):
         named = list(optimizer.values())
@@ -145,10 +157,31 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
             raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {given!r}")
     if not named:
         raise OptionError(f"optimizer={optimizer!r} holds none")
+    if is_factory:
+        _check_optimizer_factory(optimizer)
     if not is_factory and not isinstance(model, nn.Module):
         raise OptionError(
             "an optimizer instance belongs to the parameters of one model: with a model factory, give an "
             "optimizer factory: optimizer=lambda params: ..."
+        )
+
+
+def _check_optimizer_factory(factory: Any) -> None:
+    if not takes(factory, 1) and (takes(factory, 0) or not takes(factory, 0, "model")):
+        raise OptionError(
+            f"optimizer={factory!r} takes {signature(factory)}, and is called with the parameters of one "
+            "model alone: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
+        )
+
+
+def _check_model_factory(model: object) -> None:
+    if not callable(model):
+        raise OptionError(f"model must be a torch.nn.Module or a factory of one, not {model!r}")
+    if not (takes(model, 0, "device") or takes(model, 1)):
+        name = getattr(model, "__name__", "make_model")
+        raise OptionError(
+            f"model={model!r} takes {signature(model)}, and a factory is called with a device or nothing: "
+            f"give an instance, model={name}(...), or model=lambda: {name}(...)"
         )
 
 
@@ -161,8 +194,7 @@ def check_step(
         OptionError: Neither or both are given, or the policy cannot have the user's own.
     """
     if train_step is None:
-        if not callable(loss):
-            raise OptionError(f"loss must be a function of (model, batch) or a criterion, not {loss!r}")
+        _check_loss(loss)
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             raise OptionError("loss is a criterion with parameters to train: make it a part of the model")
         if isinstance(optimizer, Mapping | Sequence) and len(optimizer) > 1:
@@ -170,8 +202,7 @@ def check_step(
         return
     if loss is not None:
         raise OptionError("loss and train_step each define a step: give one of them")
-    if not callable(train_step):
-        raise OptionError(f"train_step must be a function of (worker, batch), not {train_step!r}")
+    check_function("train_step", train_step, "(worker, batch)", 2)
     if ROUNDS[policy].averages == "gradients":
         raise OptionError(
             "policy='exact' averages the gradient of one loss before the one step of its optimizer, and a "
@@ -182,6 +213,19 @@ def check_step(
             "gradient_accumulation_steps cannot be kept with a train_step: one call gets one batch and is "
             "one step. Split the batch inside of it, and call worker.step after the last backward"
         )
+
+
+def _check_loss(loss: object) -> None:
+    if isinstance(loss, type):
+        raise OptionError(f"loss={loss.__name__} is a class: give an instance, loss={loss.__name__}()")
+    if isinstance(loss, nn.Module):
+        return
+    inner = loss.func if isinstance(loss, partial) else loss
+    if callable(inner) and str(getattr(inner, "__module__", "")).startswith("torch."):
+        raise OptionError(of_model_and_batch(loss))
+    check_function("loss", loss, "(model, batch) or a criterion", 2)
+    if loss is None:
+        raise OptionError("loss must be a function of (model, batch) or a criterion, and is missing")
 
 
 def check_backend(backend: Backend, policy: Policy, devices: Sequence[torch.device]) -> None:

@@ -3,7 +3,7 @@
 ```
 FlowdpError
   OptionError (ValueError)   an argument is wrong; raised before any thread starts
-  DataError                  the dataset broke its contract    .epoch .indices
+  DataError                  the dataset broke its contract    .epoch .indices .sample
   StepError                  the user's code raised in a step  .rank .device .epoch .step .indices
   DeviceError                a device cannot be used
     OutOfDeviceMemory        it has no room for one more step    .rank
@@ -64,12 +64,21 @@ class DataError(FlowdpError):
     Attributes:
         epoch: Epoch of the batch that was being read, from 0; None outside an epoch.
         indices: Dataset indices of that batch, empty where they are not known.
+        sample: Dataset index of the sample whose `__getitem__` raised; None where it was not that.
     """
 
-    def __init__(self, message: str, *, epoch: int | None = None, indices: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        epoch: int | None = None,
+        indices: Sequence[int] = (),
+        sample: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.epoch = epoch
         self.indices = tuple(indices)
+        self.sample = sample
 
 
 class StepError(FlowdpError):

@@ -292,7 +292,7 @@ class ReadingOptions:
         """
         check_flag("reading.shuffle", self.shuffle, optional=True)
         check_flag("reading.drop_last", self.drop_last, optional=True)
-        check_function("reading.collate_fn", self.collate_fn, "a list of samples")
+        check_function("reading.collate_fn", self.collate_fn, "a list of samples", 1)
         check_int("reading.num_workers", self.num_workers, least=0, optional=True)
 
 

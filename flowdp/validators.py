@@ -6,8 +6,10 @@ Each raises `OptionError` with the name of the argument, the kind of value that 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TypeGuard, get_args
+from inspect import signature
+from typing import Any, TypeGuard, get_args
 
 from flowdp.errors import OptionError
 
@@ -21,6 +23,7 @@ __all__ = [
     "is_int",
     "is_number",
     "one_of",
+    "takes",
 ]
 
 
@@ -92,19 +95,44 @@ def check_flag(name: str, value: object, *, optional: bool = False) -> None:
         raise OptionError(f"{name} must be {words}, not {value!r}")
 
 
-def check_function(name: str, value: object, of: str) -> None:
+def check_function(name: str, value: object, of: str, count: int | None = None, *named: str) -> None:
     """Check a function; None passes.
 
     Args:
         name: Name of the argument.
         value: As given.
         of: The function's parameters, for the message.
+        count: Number of positional arguments with which it is called; None: not checked.
+        named: Names of arguments that it gets besides, if it has them.
 
     Raises:
-        OptionError: It cannot be called.
+        OptionError: It cannot be called, or not so.
     """
-    if value is not None and not callable(value):
+    if value is None:
+        return
+    if not callable(value):
         raise OptionError(f"{name} must be a function of {of}, not {value!r}")
+    if count is not None and not takes(value, count, *named):
+        raise OptionError(f"{name} must be a function of {of}, and {value!r} takes {signature(value)}")
+
+
+def takes(function: Callable[..., Any], count: int, *named: str) -> bool:
+    """Whether a function can be called with so many positional arguments; True where it does not say.
+
+    Args:
+        function: Function, class or other callable.
+        count: Number of positional arguments.
+        named: Names of arguments that it gets besides, if it has them.
+    """
+    try:
+        own = signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return True
+    try:
+        own.bind(*range(count), **{name: None for name in named if name in own.parameters})
+    except TypeError:
+        return False
+    return True
 
 
 def check_installed(purpose: str, package: str, extra: str) -> None:

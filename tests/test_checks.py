@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from flowdp.checks import (
@@ -46,6 +48,48 @@ def test_a_step_is_one_of_two() -> None:
     with pytest.raises(OptionError, match="steps as it likes"):
         check_step(None, print, "exact", 1, SGD)
     assert "gives 3 optimizers" in several_optimizers(3)
+
+
+def output_and_target(output: Any, target: Any) -> Any:
+    return F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        (F.cross_entropy, r"loss=lambda model, batch: F.cross_entropy\(model\(batch\[0\]\), batch\[1\]\)"),
+        (partial(F.cross_entropy, label_smoothing=0.1), "F.cross_entropy seems to be one of an output"),
+        (nn.CrossEntropyLoss, r"is a class: give an instance, loss=CrossEntropyLoss\(\)"),
+        (lambda batch: batch, r"takes \(batch\)"),
+        ("mse", "a function of .model, batch. or a criterion, not 'mse'"),
+    ],
+)
+def test_a_loss_that_cannot_be_called_as_one(loss: Any, match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        check_step(loss, None, "exact", 1, SGD)
+    check_step(output_and_target, None, "exact", 1, SGD)  # its arguments may have any names
+    check_step(nn.CrossEntropyLoss(), None, "exact", 1, SGD)
+
+
+def test_a_train_step_has_two_arguments() -> None:
+    with pytest.raises(OptionError, match=r"a function of \(worker, batch\), and .* takes \(batch\)"):
+        check_step(None, lambda batch: None, "sync", 1, SGD)
+
+
+def made_for(*, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def test_a_factory_is_one_that_can_be_called() -> None:
+    for factory in (lambda: SGD, lambda params, lr: SGD):
+        with pytest.raises(OptionError, match=r"optimizer=<.*> takes .*optimizer=lambda params: "):
+            check_model_and_optimizer(MODEL, factory)
+    with pytest.raises(OptionError, match=r"model=Linear\(...\), or model=lambda: Linear\(...\)"):
+        check_model_and_optimizer(nn.Linear, torch.optim.SGD)
+    for optimizer in (torch.optim.SGD, partial(torch.optim.SGD, lr=0.1), made_for, lambda model: SGD):
+        check_model_and_optimizer(MODEL, optimizer)
+    for model in (lambda: MODEL, lambda device: MODEL, lambda *, device: MODEL, nn.Identity):
+        check_model_and_optimizer(model, torch.optim.SGD)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from flowdp.data.batches import Portion, cloned, makes_new
 from flowdp.data.epoch_order import KEPT_BATCHES, NOTHING_TRAINED, BatchOrder, Stride
 from flowdp.data.limit import UNLIMITED, Limit
 from flowdp.data.processes import GRACE_S, Processes, SentAttributes, starting
+from flowdp.data.samples import told
 from flowdp.data.source import Batch, Source
 from flowdp.device.cores import set_own_threads
 from flowdp.device.trees import tree_map
@@ -33,6 +34,7 @@ from flowdp.errors import DataError, ProtocolError
 from flowdp.policy.formats import format_error, format_indices
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import Position
+from flowdp.threads.stacks import folded
 from flowdp.threads.turns import Turns
 
 __all__ = ["NOTHING", "LoaderSource", "ReadPlan"]
@@ -448,14 +450,14 @@ class LoaderSource(Source):
     def _describe(self, key: _Key, cause: BaseException) -> DataError:
         epoch, batch = key[:2]
         indices = self._indices_of(key)
-        shown = format_indices(indices)
-        samples = f" (samples {shown})" if indices else ""
-        error = DataError(
-            f"reading batch {batch} of epoch {epoch}{samples} failed: {format_error(cause)}",
-            epoch=epoch,
-            indices=indices,
-        )
-        error.__cause__ = cause
+        sample, text = told(cause)
+        where = f"batch {batch} of epoch {epoch}"
+        if sample is not None:
+            where = f"sample {sample}, for {where},"
+        elif indices:
+            where += f" (samples {format_indices(indices)})"
+        error = DataError(f"reading {where} failed: {text}", epoch=epoch, indices=indices, sample=sample)
+        error.__cause__ = folded(cause)
         return error
 
     def _indices_of(self, key: _Key) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import ALL, BatchOrder, Stride
 from flowdp.data.loader_source import LoaderSource, ReadPlan
-from flowdp.data.processes import begin
+from flowdp.data.samples import Samples, begin_process
 from flowdp.data.source import Batch
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
@@ -59,7 +59,10 @@ class Reader(LoaderSource):
     ) -> None:
         self._lists = _Lists()
         made: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=self._lists, worker_init_fn=partial(begin, worker_init_fn), **loader
+            Samples(dataset),
+            batch_sampler=self._lists,
+            worker_init_fn=partial(begin_process, worker_init_fn),
+            **loader,
         )
         super().__init__(order, made, plan, is_counted=is_counted, stride=stride or plan.stride)
         self._most = max(1, made.num_workers * (made.prefetch_factor or 2))  # as many as torch takes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -231,6 +231,11 @@ def _rows_of_tensors(dataset: Any) -> tuple[TensorDataset, Tensor | None] | None
 
 def _length(dataset: object) -> int:
     reads = any(hasattr(dataset, name) for name in ("__getitem__", "__getitems__", "get_batch"))
+    if isinstance(dataset, Iterator):
+        raise OptionError(
+            f"dataset={dataset!r} can be read only once: give the DataLoader or dataset behind it, or a "
+            "torch IterableDataset whose __iter__ begins anew in each epoch"
+        )
     if isinstance(dataset, (str, bytes)) or not reads or not hasattr(dataset, "__len__"):
         raise OptionError(
             f"dataset must be tensors of equal length, a dataset with __len__ and __getitem__ (or "

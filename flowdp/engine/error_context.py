@@ -17,6 +17,7 @@ from flowdp.errors import (
 )
 from flowdp.machine.worker import Step
 from flowdp.policy.formats import format_error, format_indices, format_text
+from flowdp.threads.stacks import folded
 
 __all__ = ["ErrorContext"]
 
@@ -26,10 +27,12 @@ class ErrorContext:
 
     Attributes:
         step: Step of the rank; None before the first.
+        call: Sentences on the call of the user's code that has failed; empty: none.
     """
 
     def __init__(self, current: CurrentWorker, lane: Lane, source: Source) -> None:
         self.step: Step | None = None
+        self.call = ""
         self._current = current
         self._lane = lane
         self._source = source
@@ -52,7 +55,7 @@ class ErrorContext:
         return f"in epoch {epoch}, at its step {self._current.local_step} (batch {batch}, indices {shown})"
 
     def explain(self, cause: BaseException, task: str = "") -> BaseException:
-        """Build the user's error from an exception of this rank.
+        """Build the user's error from an exception of this rank, whose traceback begins with the user's code.
 
         Args:
             cause: The exception.
@@ -71,14 +74,14 @@ class ErrorContext:
         notes = "".join(f"; {note}" for note in getattr(cause, "__notes__", ()))
         where = f"while it {task}" if task else str(self)
         error = StepError(
-            f"{who} failed {where}: {format_error(cause)}{notes}",
+            f"{who} failed {where}: {format_error(cause)}{notes}{'' if task else self.call}",
             rank=self._current.rank,
             device=str(self._lane.device),
             epoch=None if self.step is None else self.step.epoch,
             step=self._current.local_step,
             indices=() if task else self.indices,
         )
-        error.__cause__ = cause
+        error.__cause__ = folded(cause)
         return error
 
     def out_of_memory(self, cause: torch.OutOfMemoryError, why: str, task: str = "") -> OutOfDeviceMemory:

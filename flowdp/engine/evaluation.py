@@ -97,7 +97,7 @@ class EvaluationOptions:
         Raises:
             OptionError: A field is out of its range.
         """
-        check_function("evaluation.step", self.step, "(model, batch)")
+        check_function("evaluation.step", self.step, "(model, batch)", 2, "metrics")
         check_int("evaluation.every", self.every)
         one_of("evaluation.unit", self.unit, Literal["epoch", "step"])
         check_limit("evaluation.limit_batches", self.limit_batches)

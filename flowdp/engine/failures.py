@@ -39,7 +39,7 @@ class Failures:
         self.forgiven: dict[int, BaseException] = {}
 
     def add(self, error: BaseException, rank: int | None = None, *, is_awaited: bool = False) -> str:
-        """Keep an error and return it as text. A text that was reported before, by any rank, is dropped.
+        """Keep an error and return it as text. One of a cause that another rank has reported is dropped.
 
         Args:
             error: The error.
@@ -49,10 +49,11 @@ class Failures:
         """
         what = format_error(error)
         words = what if rank is None else f"rank {rank}: {what}"
+        cause = format_error(error.__cause__ or error)
         with self._lock:
-            if what in self._said:
+            if cause in self._said:
                 return words
-            self._said.add(what)
+            self._said.add(cause)
             is_late = self._is_concluded and not is_awaited
             if not is_late and self.first is None:
                 # The time first: a reader that sees the error without the lock reads its time.

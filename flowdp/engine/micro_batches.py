@@ -21,20 +21,26 @@ from dataclasses import dataclass
 
 import torch
 
-from flowdp.data.batches import joined
+from flowdp.data.batches import Portion, joined
 from flowdp.data.feed import Feed
 from flowdp.data.source import Batch, Source
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.gathered import made
+from flowdp.device.trees import described, flatten
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.engine.meter import Meter
 from flowdp.machine.worker import Step, WorkerMachine
+from flowdp.replica.loss import of_model_and_batch
 from flowdp.replica.replica import Replica
+from flowdp.threads.stacks import is_own
 
-__all__ = ["MicroBatch", "MicroBatcher", "without_frames"]
+__all__ = ["MicroBatch", "MicroBatcher", "first_call", "without_frames"]
 
 log = logging.getLogger("flowdp")
+
+SHOWN = 6
+"""Leaves of a batch that an error describes."""
 
 
 @dataclass(slots=True)
@@ -190,6 +196,10 @@ class MicroBatcher:
                 replica.add(micro.batch, current, micro.share)
         except torch.OutOfMemoryError as error:
             return without_frames(error)
+        except Exception as error:
+            if not replica.has_stepped and not is_own(error):
+                self._place.call = first_call(replica, micro, error)
+            raise
         return None
 
     def _halve(self, full: MicroBatch, error: torch.OutOfMemoryError) -> None:
@@ -232,6 +242,23 @@ class MicroBatcher:
         with suppress(Exception):  # of a device that is dead; its feed asks for nothing more all the same
             self._feed.follow(())
         self._source.reclaim(rank)
+
+
+def first_call(replica: Replica, micro: MicroBatch, error: Exception) -> str:
+    """Description of a step that fails before any has succeeded: the batch, and the loss to write."""
+    batch = made(micro.batch.rows(0, micro.samples) if isinstance(micro.batch, Portion) else micro.batch)
+    leaves, form = flatten(batch)
+    paths = [f"batch{path}" for path in form.paths()]
+    shown = [
+        f"{path} is {str(getattr(leaf, 'dtype', '')).removeprefix('torch.')} {described(leaf)}"
+        for path, leaf in zip(paths[:SHOWN], leaves, strict=False)
+    ]
+    text = f" ({', '.join(shown)}{', ...' if len(paths) > SHOWN else ''})"
+    # A function of an output and a target has used the model as though it were a tensor.
+    is_misused = isinstance(error, TypeError | AttributeError) and type(replica.module).__name__ in str(error)
+    if is_misused and replica.steps is None and len(paths) > 1:
+        text += f"; {of_model_and_batch(replica.function, *paths[:2])}"
+    return text
 
 
 def without_frames(error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:

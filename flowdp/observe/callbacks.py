@@ -13,7 +13,7 @@ from flowdp.errors import OptionError
 from flowdp.policy.monitor import Monitor
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
-from flowdp.validators import check_flag, is_number
+from flowdp.validators import check_flag, check_function, is_number
 
 __all__ = [
     "EMA",
@@ -227,8 +227,7 @@ class OnCheckpoint(Callback):
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:
-        if not callable(function):
-            raise OptionError(f"OnCheckpoint needs a function of the checkpoint, not {function!r}")
+        check_function("OnCheckpoint's function", function, "the checkpoint", 1)
         self._function = function
 
     def on_checkpoint(self, checkpoint: Any) -> None:

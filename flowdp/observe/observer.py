@@ -17,7 +17,7 @@ from flowdp.policy.formats import format_error
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.threads.inbox import LISTEN_S
-from flowdp.threads.stacks import stacks
+from flowdp.threads.stacks import folded, stacks
 
 __all__ = ["Observer"]
 
@@ -195,9 +195,9 @@ class Observer:
         if not self._records.complain(text, (id(callback), method)):
             return
         if not callback.ends_run:
-            log.error("%s; the run does not end by it", text, exc_info=error)
+            log.error("%s; the run does not end by it", text, exc_info=folded(error))
             return
-        log.error("%s; it ends the run", text, exc_info=error)
+        log.error("%s; it ends the run", text, exc_info=folded(error))
         failure = FlowdpError(text)
         failure.__cause__ = error
         self._fail(failure)

@@ -93,7 +93,7 @@ class SchedulerOptions:
         Raises:
             OptionError: They contradict each other, or a guess would be needed.
         """
-        check_function("scheduler.lr_lambda", self.lr_lambda, "the global step")
+        check_function("scheduler.lr_lambda", self.lr_lambda, "the global step", 1)
         if isinstance(self.lr_scaling, str):
             one_of("scheduler.lr_scaling", self.lr_scaling, Literal["linear", "sqrt"])
         else:

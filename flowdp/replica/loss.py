@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from flowdp.graphs.base import Computed
 
-__all__ = ["NOT_OURS", "Loss", "LossOption", "RunningLoss", "loss_function", "unpack_loss"]
+__all__ = [
+    "NOT_OURS",
+    "Loss",
+    "LossOption",
+    "RunningLoss",
+    "loss_function",
+    "of_model_and_batch",
+    "unpack_loss",
+]
 
 LossOption = Callable[..., Any] | nn.Module
 Loss = Callable[[nn.Module, Any], Any]
@@ -28,14 +36,34 @@ def loss_function(loss: LossOption, device: torch.device) -> Loss:
     def apply(model: nn.Module, batch: Any) -> Any:
         # Not by trying: a tensor of two samples can be taken apart, too.
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            names = [repr(key) for key in batch] if isinstance(batch, Mapping) else ["0"]
+            inputs, target = names[0], names[1] if len(names) > 1 else "1"
             raise TypeError(
                 f"a criterion is called as criterion(model(x), y) and needs batches of two parts, not "
-                f"{type(batch).__name__}; give a function instead: loss=lambda model, batch: ..."
+                f"{_described(batch)}; give a function instead: loss=lambda model, batch: "
+                f"criterion(model(batch[{inputs}]), batch[{target}])"
             )
         inputs, target = batch
         return criterion(model(inputs), target)
 
     return apply
+
+
+def of_model_and_batch(loss: object, inputs: str = "batch[0]", target: str = "batch[1]") -> str:
+    """Text of the error of a loss that is a function of an output and a target, with the one to write.
+
+    Args:
+        loss: As the user gave it.
+        inputs: Place of the model's inputs in a batch.
+        target: Place of the target.
+    """
+    function = getattr(loss, "func", loss)  # of a partial
+    name = getattr(function, "__name__", type(function).__name__)
+    name = f"F.{name}" if getattr(function, "__module__", "") == "torch.nn.functional" else name
+    return (
+        f"loss must be a function of (model, batch), and {name} seems to be one of an output and a target: "
+        f"loss=lambda model, batch: {name}(model({inputs}), {target})"
+    )
 
 
 def unpack_loss(result: object) -> tuple[Tensor, Any, Mapping[str, Any]]:
@@ -57,14 +85,25 @@ def unpack_loss(result: object) -> tuple[Tensor, Any, Mapping[str, Any]]:
     if not isinstance(loss, Tensor) or not isinstance(scalars, Mapping):
         raise TypeError(
             f"the loss must return a scalar tensor, (loss, scalars) or a mapping with 'loss', not "
-            f"{_describe(result)}"
+            f"{_described(result)}"
         )
     return loss, weight, scalars
 
 
-def _describe(result: object) -> str:
-    if isinstance(result, Mapping):
-        return f"a mapping with {', '.join(map(repr, result)) or 'nothing'}"
+def _described(result: object) -> str:
+    """The return value that is no loss, and its likely remedy."""
+    match result:
+        case None:
+            return "None: end it with return loss"
+        case int() | float():
+            return f"{result!r}: a number without a gradient; leave .item() out"
+        case Mapping():
+            return f"a mapping with {', '.join(map(repr, result)) or 'nothing'}"
+        case tuple() | list():
+            kinds = ", ".join(type(part).__name__ for part in result)
+            return (
+                f"{type(result).__name__} of ({kinds}): return the loss alone, or (loss, {{'name': number}})"
+            )
     return type(result).__name__
 
 

@@ -6,7 +6,6 @@ tokens or class weights, or a sum, and does not say so, trains something else th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -25,13 +24,11 @@ from flowdp.replica.model_copy import copy_module
 
 __all__ = ["check_mean"]
 
-log = logging.getLogger("flowdp")
-
 
 @torch.no_grad()
 def check_mean(
     module: nn.Module, loss: Loss, rows: Callable[[int, int], Any], samples: int, device: torch.device
-) -> bool:
+) -> str:
     """Compare the loss of a micro-batch with those of its parts.
 
     Each is computed with a copy of the module, without draws, with the statistics that batch norms have.
@@ -44,7 +41,7 @@ def check_mean(
         device: The replica's.
 
     Returns:
-        Whether it can be compared; if not, the log has said so.
+        Why it cannot be compared; empty where it can.
 
     Raises:
         ValueError: The parts, weighted, do not give the loss of the whole.
@@ -72,26 +69,24 @@ def check_mean(
     try:
         whole = of(0, samples)
     except Exception as error:  # the step itself raises it, or it needs a graph
-        log.warning("it could not be checked that the loss is a mean: %s", format_error(error))
-        return False
+        return format_error(error)
     parts = [of(start, stop) for start, stop in pairwise(bounds)]
     known = [part for part in parts if part is not None]
     if whole is None or len(known) < len(parts):  # the step says what is wrong with it
-        return True
+        return ""
     counted = [(value, weight) for value, weight in known if weight > 0]
     if not counted:
-        return True
+        return ""
     total = torch.stack([weight for _, weight in counted]).sum()
     mean = torch.stack([value * (weight / total) for value, weight in counted]).sum().to(whole[0].dtype)
     if is_same(whole[0], mean):
-        return True
+        return ""
     again = of(0, samples)
     if again is None or not is_same(whole[0], again[0]):
-        log.warning("it could not be checked that the loss is a mean: it differs from call to call")
-        return False
+        return "it differs from call to call"
     nudged = of(0, samples, partial(_nudged, loss))
     if nudged is not None and bool((whole[0] - mean).abs() <= 4 * (whole[0] - nudged[0]).abs()):
-        return True  # a small difference of large numbers, as a loss is at the end of a run
+        return ""  # a small difference of large numbers, as a loss is at the end of a run
     of_parts = ", ".join(f"{float(value):.6g}" for value, _ in known)
     sizes = ", ".join(str(stop - start) for start, stop in pairwise(bounds))
     raise ValueError(

@@ -7,6 +7,7 @@ for that.
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,6 +29,8 @@ from flowdp.replica.parts import ReplicaParts
 from flowdp.replica.replica import Replica, whole_batch
 
 __all__ = ["LoneReplica", "WindowReplica"]
+
+log = logging.getLogger("flowdp")
 
 IGNORED = -100
 """Label that torch's losses leave out by default."""
@@ -66,9 +69,10 @@ class WindowReplica(Replica):
         samples = batch.samples
         # By the window, which all ranks count alike: a slow one may have no part of some.
         is_due = not self._has_looked or is_due_at(worker.global_step + 1)
+        unchecked = ""
         if self._checks and samples > 1 and is_due:
             self._has_looked = True
-            self._check_loss(batch, worker)
+            unchecked = self._check_loss(batch, worker)
         part = self.part or SampleRange(0, samples)
         pieces = part.forwards or self.forwards(batch, samples)
         with self._beside_others(part, samples):
@@ -81,6 +85,9 @@ class WindowReplica(Replica):
                 worker.samples = stop - start
                 factors = Factors(worker.samples / samples, worker.samples)
                 self._compute(batch.rows(start, stop), worker, factors)
+        if unchecked:  # and the step has not failed for the same reason
+            self._checks = False
+            log.warning("it could not be checked that the loss is a mean: %s", unchecked)
         if not self.has_stepped:
             self._check_first()
         self._looks.passed()
@@ -98,13 +105,13 @@ class WindowReplica(Replica):
         with self._drawing:
             return super().compute(batch, worker, factors)
 
-    def _check_loss(self, batch: Portion | Gathered, worker: CurrentWorker) -> None:
+    def _check_loss(self, batch: Portion | Gathered, worker: CurrentWorker) -> str:
         samples = min(batch.samples, max(2, self._size))
         starts = (min(start, batch.samples - samples) for start in range(0, batch.samples, samples))
         # A mean that leaves labels out differs from one over samples only where there are such labels.
         at = next((start for start in starts if _ignores(made(batch.rows(start, start + samples)))), None)
         if at is None and self.part is not None and self.part.start:
-            return  # the rank with the first part looks at any other
+            return ""  # the rank with the first part looks at any other
         begin = at or 0
 
         def rows(start: int, stop: int) -> Any:
@@ -113,7 +120,7 @@ class WindowReplica(Replica):
 
         sink, worker.sink = worker.sink, lambda *_: None  # it is no step, and records nothing
         try:
-            self._checks = check_mean(self.module, self._under_autocast, rows, samples, self.device)
+            return check_mean(self.module, self._under_autocast, rows, samples, self.device)
         finally:
             worker.sink = sink
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from flowdp.errors import CollectiveAborted
 from flowdp.policy.formats import format_error
 from flowdp.threads.inbox import LISTEN_S
+from flowdp.threads.stacks import folded
 
 __all__ = ["Crew"]
 
@@ -197,7 +198,7 @@ def _raise_first(jobs: Sequence[_Job[Any]]) -> None:
         said.add(words)
         errors[0].add_note(f"at the same time: {words}")
     try:
-        raise errors[0]
+        raise folded(errors[0])
     finally:
         del errors  # it holds this frame, by its traceback
 

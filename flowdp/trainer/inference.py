@@ -83,7 +83,7 @@ def predict(
     batch_size: int | None,
 ) -> Any:
     """Outputs of the model for a dataset; see `Trainer.predict`."""
-    check_function("step", step, "(model, batch)")
+    check_function("step", step, "(model, batch)", 2)
     check_int("batch_size", batch_size, optional=True)
     if isinstance(dataset, DataLoader):
         if isinstance(dataset.sampler, RandomSampler):

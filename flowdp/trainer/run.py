@@ -25,6 +25,7 @@ from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.commands import EvaluationEnded, RoundEnded
 from flowdp.protocol.messages import Requested
 from flowdp.replica.learning_rate import SchedulerOptions, check_scheduler
+from flowdp.threads.stacks import Folding
 from flowdp.timeline.timeline import Timeline
 from flowdp.trainer.result import Results, Status, TrainedState
 from flowdp.validators import check_number, is_int
@@ -471,7 +472,8 @@ class Run:
             except KeyboardInterrupt:
                 self._interrupt()
                 raise
-        return self._collect()
+        with Folding():
+            return self._collect()
 
     def _unfinished(self, timeout: float | None) -> str:
         inside = self._observer.inside
@@ -562,7 +564,8 @@ class Run:
                 if before is not None and interrupts() > before:
                     self._interrupt()
                 raise
-        self._collect()
+        with Folding():
+            self._collect()
 
     def _is_called_back(self) -> bool:
         return self._observer.is_own_thread()

@@ -52,6 +52,7 @@ from flowdp.replica.custom_step import TrainStep
 from flowdp.replica.factories import ModelOption, OptimizerOption
 from flowdp.replica.learning_rate import SchedulerOptions, check_scheduler
 from flowdp.replica.loss import LossOption
+from flowdp.threads.stacks import Folding
 from flowdp.trainer.config import DatasetOption, RunConfig
 from flowdp.trainer.description import describe_run
 from flowdp.trainer.inference import PredictStep, StateOption, predict, validate
@@ -202,7 +203,7 @@ class Trainer:
     ) -> None:
         # First, so that an error of one machine alone finds the others, which wait for it.
         chosen, team = find_team(devices, machines)
-        with team.telling():
+        with Folding(), team.telling():
             one_of("policy", policy, Policy)
             one_of("precision", precision, Precision)
             max_ms = check_length(epochs, max_steps, max_time)
@@ -357,12 +358,13 @@ class Trainer:
             The model and optimizer factories, and the dataset's worker processes, run in the calling thread.
         """
         undo = ExitStack()
-        try:
-            with self.config.team.starting():
-                return start_run(self.config, undo)
-        except BaseException:
-            undo.close()
-            raise
+        with Folding():
+            try:
+                with self.config.team.starting():
+                    return start_run(self.config, undo)
+            except BaseException:
+                undo.close()
+                raise
 
     def fit(self) -> TrainedState:
         """Start and join."""

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from flowdp.engine.failures import Failures
-from flowdp.errors import StallError
+from flowdp.errors import StallError, StepError
 from flowdp.threads.stacks import stacks
 
 
@@ -31,6 +31,16 @@ def test_a_failure_that_several_threads_meet_is_told_once() -> None:
         failures.add(OSError("card gone"), rank)
     assert failures.first is not None
     assert failures.first.__notes__ == ["Then rank 0: OSError: card gone"]
+
+
+def test_an_error_of_the_users_code_on_every_device_is_told_once() -> None:
+    failures = Failures()
+    for rank in range(3):
+        error = StepError(f"rank {rank} failed: KeyError: 0", rank=rank, device="cpu")
+        error.__cause__ = KeyError(0)
+        failures.add(error, rank)
+    assert failures.first is not None
+    assert not hasattr(failures.first, "__notes__")
 
 
 def test_what_the_others_go_on_without_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from flowdp.threads.stacks import stacks
+import pytest
+import torch
+
+from flowdp.errors import OptionError, ProtocolError
+from flowdp.threads.stacks import OWN, Folding, folded, is_own, stacks
 
 
 @contextmanager
@@ -54,3 +61,69 @@ def test_asking_for_stacks_keeps_nothing_alive() -> None:
     found, gone = look()
     assert len(found) == 2
     assert gone() is None
+
+
+CALLING = "def call(function):\n    return function()\n"
+FAILING = "def fail():\n    raise ValueError('ours')\n"
+
+
+def defined(source: str, name: str) -> Callable[..., Any]:
+    """A function whose frames are flowdp's."""
+    names: dict[str, Any] = {}
+    exec(compile(source, f"{OWN}/engine/made.py", "exec"), names)
+    return names[name]  # type: ignore[no-any-return]
+
+
+def caught(function: Callable[[], object]) -> Exception:
+    try:
+        defined(CALLING, "call")(function)
+    except Exception as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # of this function
+        return error
+    raise AssertionError("it has not raised")
+
+
+def frames(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_a_users_error_begins_with_the_users_frame() -> None:
+    def loss() -> object:
+        return defined(CALLING, "call")(lambda: torch.ones(2).view(3))
+
+    error = caught(loss)
+    assert frames(error)[0] == "call"
+    assert frames(folded(error)) == ["loss", "call", "<lambda>"]  # those inside of it stay
+    assert not is_own(error)
+
+
+def test_an_error_without_a_users_frame_begins_with_torchs() -> None:
+    error = caught(partial(torch.nn.functional.cross_entropy, torch.ones(1, 2), torch.ones(2, 2)))
+    assert frames(error) == ["call", "cross_entropy"]
+    assert frames(folded(error)) == ["cross_entropy"]
+
+
+def test_an_error_of_flowdps_own_keeps_its_frames() -> None:
+    error = caught(defined(FAILING, "fail"))
+    assert is_own(error)
+    assert frames(folded(error)) == ["call", "fail"]
+
+
+def join(error: Exception) -> None:
+    with Folding():
+        raise_it(error)
+
+
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+def test_an_error_of_a_run_shows_the_users_call_alone() -> None:
+    error = OptionError("no")
+    for _ in range(2):  # raised again, it does not grow
+        with pytest.raises(OptionError) as raised:
+            join(error)
+        assert frames(raised.value) == ["test_an_error_of_a_run_shows_the_users_call_alone"]
+    with pytest.raises(ProtocolError) as bug:
+        join(ProtocolError("a bug of flowdp"))
+    assert frames(bug.value)[1:] == ["join", "raise_it"]

@@ -27,6 +27,7 @@ from flowdp import (
     ReadingOptions,
     RuntimeOptions,
     SchedulerOptions,
+    StepError,
     Trainer,
     current_worker,
     record_scalar,
@@ -172,6 +173,56 @@ def test_what_is_refused_before_a_thread_starts(
     with pytest.raises(OptionError, match=match):
         trainer(**options).start()
     assert started == []
+
+
+class Named(Dataset[Any]):
+    """Samples with names."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": DATA[0][index], "y": DATA[1][index]}
+
+
+@pytest.mark.parametrize("policy", ["exact", "sync"])
+def test_an_error_of_the_first_step_describes_the_batch(
+    policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StepError) as caught:
+        trainer(policy=policy, dataset=Named(), per_device_batch_size=4, epochs=1).fit()
+    text = str(caught.value)
+    assert "KeyError: 0 (batch['x'] is float32 tensor (4, 1), batch['y'] is float32 tensor (4, 1))" in text
+    assert "lambda" not in text
+    assert caught.value.__cause__ is not None
+    assert caught.value.__cause__.__traceback__ is not None
+    assert caught.value.__cause__.__traceback__.tb_frame.f_code is mse.__code__
+    assert "could not be checked" not in caplog.text
+
+
+def output_and_target(output: Any, target: Any) -> Tensor:
+    return ((output - target) ** 2).mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("policy", ["exact", "sync"])
+def test_a_loss_of_output_and_target_is_told_what_to_write(policy: str) -> None:
+    for dataset, places in ((DATA, ("0", "1")), (Named(), ("'x'", "'y'"))):
+        with pytest.raises(StepError, match=r"unsupported operand .*loss=lambda model, batch: ") as caught:
+            trainer(policy=policy, dataset=dataset, loss=output_and_target).fit()
+        call = "output_and_target(model(batch[{}]), batch[{}])".format(*places)
+        assert str(caught.value).endswith(call)
+
+
+def test_a_later_error_does_not_describe_the_batch() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        worker = current_worker()
+        assert worker is not None
+        if worker.local_step == 2:
+            raise KeyError(0)
+        return mse(model, batch)
+
+    with pytest.raises(StepError, match=r"KeyError: 0$"):
+        trainer(loss=loss).fit()
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer", "scheduler"])
