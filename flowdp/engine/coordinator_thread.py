@@ -33,6 +33,7 @@ from flowdp.protocol.commands import (
     CutEvaluation,
     Direct,
     EpochEnded,
+    EpochStarted,
     EvaluationEnded,
     Fail,
     Finish,
@@ -222,6 +223,8 @@ class CoordinatorShell:
                         log.info("rank %s has no part for now: it would hold the others up", names)
                 if command.reason:
                     log.debug("round %d: %s", command.round, command.reason)
+            case EpochStarted():
+                self._records.add(command)
             case EvaluationEnded():
                 self._records.add(command)
                 log.info("%s", command)

@@ -28,6 +28,7 @@ from flowdp.protocol.commands import (
     Command,
     Direct,
     EpochEnded,
+    EpochStarted,
     Fail,
     Finish,
     LeaveGate,
@@ -100,6 +101,7 @@ class Coordinator:
         if config.start is not None:
             self.epochs.resume(config.start)
             self.rounds.resume(config.start)
+        self._begun = self.epochs.done  # epochs whose beginning has been told; one in the middle begins, too
 
     @property
     def global_step(self) -> int:
@@ -254,6 +256,8 @@ class Coordinator:
         hold = self._ends or self._wants_pause or stands
         constraints = Constraints(hold, self._wants_meeting, self.barrier.limit)
         orders = self.rounds.decide(now_ms, constraints)
+        commands += map(EpochStarted, range(self._begun, self.epochs.opened))
+        self._begun = self.epochs.opened
         if self._wants_meeting and any(isinstance(c, Send) and _is_meeting(c.order) for c in orders):
             # Armed behind the directive, so its outcome will tell the learning rate if no earlier one did.
             self._wants_meeting = False

@@ -43,6 +43,7 @@ class Epochs:
         config: The run.
 
     Attributes:
+        opened: Epochs that have begun.
         done: Epochs that are over: complete, or as far as the run's limit goes.
         metrics: Losses of the complete epochs of this run, the last one behind them, where a scheduler waits
             for them, else empty; None: an epoch that it does not see.
@@ -53,7 +54,7 @@ class Epochs:
         self.done = 0
         self.metrics: tuple[float | None, ...] = ()
         self._open: deque[_Open] = deque()
-        self._opened = 0
+        self.opened = 0
         self._cut: list[_Open] = []  # complete ones, from the first that `max_steps` left a part out of
         self._group = max(config.groups or (1,))
         self._planned = 0  # steps of the opened epochs
@@ -86,23 +87,23 @@ class Epochs:
         length = max(self._next_length, dealt)
         ledger = self._ledger(length)
         self._planned += ledger.planned_steps(self._group)
-        whole = self._whole(self._opened)
-        tally = Tally(self._opened, self.config.world_size)
+        whole = self._whole(self.opened)
+        tally = Tally(self.opened, self.config.world_size)
         for early in self._early:
             tally.close_round(*early)
         self._early.clear()
         self._open.append(_Open(ledger, tally, now_ms, whole))
-        self._opened += 1
+        self.opened += 1
         return self._open[-1]
 
     def _ledger(self, length: int) -> EpochLedger:
         """Ledger of the next epoch."""
         if not self._streams:
-            return Ledger(self._opened, length, self.config.world_size, self.config.groups)
+            return Ledger(self.opened, length, self.config.world_size, self.config.groups)
         # Its own count of steps: the last one of each stream may have fewer batches.
         limit = None if self.config.max_steps is None else self.config.max_steps - self._planned
-        ledger = StreamsLedger(self._opened, limit, self._streams, self.config.groups)
-        for end in self._ends.get(self._opened, {}).values():
+        ledger = StreamsLedger(self.opened, limit, self._streams, self.config.groups)
+        for end in self._ends.get(self.opened, {}).values():
             ledger.end(end.batches, end.machine)
         return ledger
 
@@ -137,7 +138,7 @@ class Epochs:
 
         Where this run's limits lie before that, the batches dealt by then are trained, and no more.
         """
-        self.done = self._opened = position.done
+        self.done = self.opened = position.done
         self._planned = position.planned
         self.metrics = (position.metric,) if self.config.wait_for_metric else ()
         for stood in position.open:
@@ -181,7 +182,7 @@ class Epochs:
                     "yield the same in the same order on all: give its random numbers a seed; one that "
                     "splits itself by machine is for MachineOptions(stream='part')"
                 )
-        if end.epoch < self._opened:
+        if end.epoch < self.opened:
             one = self._find(end.epoch)
             one.whole = self._whole(end.epoch)
             planned = one.ledger.planned_steps(self._group)
@@ -263,9 +264,9 @@ class Epochs:
     @property
     def _next_length(self) -> int:
         """Batches of the epoch that would be opened next."""
-        if self.config.epochs is not None and self._opened >= self.config.epochs:
+        if self.config.epochs is not None and self.opened >= self.config.epochs:
             return 0
-        whole = self._whole(self._opened)
+        whole = self._whole(self.opened)
         length = ENDLESS if whole is None else whole
         if self.config.max_steps is None:
             return length

@@ -30,6 +30,7 @@ __all__ = [
 
 METHODS = (
     "on_train_start",
+    "on_epoch_start",
     "on_round",
     "on_evaluation",
     "on_epoch_end",
@@ -102,6 +103,16 @@ class Callback:
 
         Args:
             run: The `flowdp.Run`.
+        """
+
+    def on_epoch_start(self, epoch: int) -> None:
+        """The first batches of an epoch are about to be dealt; once for each, before its first step.
+
+        Rounds are dealt ahead, so the last steps of the epoch before may still be on their way, and its
+        `on_epoch_end` comes later. A run that resumes in the middle of an epoch begins with it.
+
+        Args:
+            epoch: Index of the epoch, from 0.
         """
 
     def on_round(self, record: RoundEnded) -> None:

@@ -15,7 +15,7 @@ from flowdp.observe.callbacks import METHODS, Callback, overrides
 from flowdp.observe.records import Record, Records
 from flowdp.policy.formats import format_error
 from flowdp.policy.tally import EpochMetrics
-from flowdp.protocol.commands import EvaluationEnded, RoundEnded
+from flowdp.protocol.commands import EpochStarted, EvaluationEnded, RoundEnded
 from flowdp.threads.inbox import LISTEN_S
 from flowdp.threads.stacks import folded, stacks
 
@@ -164,6 +164,8 @@ class Observer:
     def _tell(self, record: Record) -> None:
         if isinstance(record, RoundEnded):
             self._call("on_round", record)
+        elif isinstance(record, EpochStarted):
+            self._call("on_epoch_start", record.epoch)
         elif isinstance(record, EpochMetrics):
             self._call("on_epoch_end", record)
         elif isinstance(record, EvaluationEnded):

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from flowdp.checkpoint.writer import Checkpoint
 from flowdp.policy.tally import EpochMetrics
-from flowdp.protocol.commands import EvaluationEnded, Finish, RoundEnded
+from flowdp.protocol.commands import EpochStarted, EvaluationEnded, Finish, RoundEnded
 from flowdp.threads.inbox import LISTEN_S
 
 __all__ = ["Record", "RecordStream", "Records"]
@@ -26,7 +26,7 @@ KEPT_CHECKPOINTS = 4
 
 R = TypeVar("R")
 
-Record = EpochMetrics | EvaluationEnded | RoundEnded | Checkpoint
+Record = EpochStarted | EpochMetrics | EvaluationEnded | RoundEnded | Checkpoint
 
 
 class RecordStream:
@@ -124,7 +124,7 @@ class Records:
         return self._feed
 
     def add(self, record: Record) -> None:
-        """Append a record. Of checkpoints nothing is kept here: they go to the feed alone."""
+        """Append a record. Checkpoints and starts of epochs are not kept here: they go to the feed alone."""
         with self._changed:
             if isinstance(record, RoundEnded):
                 self._rounds.append(record)

@@ -22,6 +22,7 @@ __all__ = [
     "CutEvaluation",
     "Direct",
     "EpochEnded",
+    "EpochStarted",
     "EvaluationEnded",
     "Fail",
     "Finish",
@@ -123,6 +124,17 @@ class RoundEnded:
     param_norm: float | None = None
     share: tuple[float, ...] = ()
     group_lrs: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochStarted:
+    """An epoch begins, or a resumed run goes on in it: orders with its first batches follow.
+
+    Attributes:
+        epoch: Epoch index, from 0.
+    """
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +286,7 @@ Command = (
     | AbortGate
     | Average
     | RoundEnded
+    | EpochStarted
     | EpochEnded
     | EvaluationEnded
     | Paused

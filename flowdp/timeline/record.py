@@ -14,6 +14,7 @@ from flowdp.policy.formats import format_metric
 from flowdp.protocol.commands import (
     Command,
     EpochEnded,
+    EpochStarted,
     EvaluationEnded,
     LeaveGate,
     Paused,
@@ -237,6 +238,8 @@ class TimelineRecord:
         match command:
             case RoundEnded():
                 self._note_round(command)
+            case EpochStarted(epoch):
+                self._event("epoch", f"epoch {epoch + 1} begins")
             case EpochEnded(metrics):
                 loss = "" if metrics.loss is None else f", loss {format_metric(metrics.loss)}"
                 self._event("epoch", f"epoch {metrics.epoch + 1}{loss}")

@@ -21,6 +21,7 @@ from flowdp.protocol.commands import (
     CutEvaluation,
     Direct,
     EpochEnded,
+    EpochStarted,
     Fail,
     Finish,
     LeaveGate,
@@ -139,7 +140,8 @@ def end(commands: list[Command]) -> tuple[bool, int, int]:
 def test_nothing_begins_before_all_ranks_stand() -> None:
     _machine, commands = started()
     assert set(orders(commands)) == {0, 1}
-    assert others(commands) == []
+    assert others(commands) == [EpochStarted(0)]
+    assert commands[0] == EpochStarted(0)  # before any order
 
 
 def test_a_run_ends_when_nothing_is_left() -> None:

@@ -17,7 +17,7 @@ from flowdp.observe.callbacks import METHODS, Callback, EarlyStopping
 from flowdp.observe.observer import Observer
 from flowdp.observe.records import Records
 from flowdp.policy.tally import EpochMetrics, Tally
-from flowdp.protocol.commands import EvaluationEnded, Finish, RoundEnded
+from flowdp.protocol.commands import EpochStarted, EvaluationEnded, Finish, RoundEnded
 
 FINISH = Finish(None, False, 10, 2)
 
@@ -49,6 +49,9 @@ class Writes(Callback):
 
     def on_train_start(self, run: Any) -> None:
         self.write("on_train_start", run)
+
+    def on_epoch_start(self, epoch: int) -> None:
+        self.write("on_epoch_start", epoch)
 
     def on_round(self, record: RoundEnded) -> None:
         self.write("on_round", record.round)
@@ -120,6 +123,7 @@ class Case:
     def whole(self) -> None:
         """A whole run of one epoch."""
         self.start()
+        self.records.add(EpochStarted(0))
         self.records.add(round_record(0))
         self.records.add(EvaluationEnded(1, 0, {"loss": 1.0}))
         self.records.add(epoch_record(0))
@@ -142,7 +146,8 @@ def test_all_hear_everything_in_order_on_one_thread() -> None:
     case = Case(first, EarlyStopping(), second)
     case.records.add(round_record(0))  # training does not wait for the observer
     case.start()
-    for record in (epoch_record(0), Saved(1), round_record(1), round_record(2), epoch_record(1)):
+    rounds = [round_record(number) for number in (1, 2)]
+    for record in (epoch_record(0), Saved(1), EpochStarted(1), *rounds, epoch_record(1)):
         case.records.add(record)
     case.end()
     assert case.observer.close(10)
@@ -151,6 +156,7 @@ def test_all_hear_everything_in_order_on_one_thread() -> None:
         ("on_round", 0),
         ("on_epoch_end", 0),
         ("on_checkpoint", 1),
+        ("on_epoch_start", 1),
         ("on_round", 1),
         ("on_round", 2),
         ("on_epoch_end", 1),

@@ -22,6 +22,7 @@ from flowdp.protocol.commands import (
     Command,
     CutEvaluation,
     EpochEnded,
+    EpochStarted,
     EvaluationEnded,
     Fail,
     Finish,
@@ -215,6 +216,8 @@ class JudgedWorld(MachinesWorld):
                 self.rules.reported(command, () if cadence is None else cadence.quotas, now_ms)
             case EvaluationEnded():
                 self.rules.standing.evaluation_ended(command)
+            case EpochStarted():
+                self.rules.starts(command.epoch)
             case EpochEnded():
                 self.rules.ended(command)
             case Paused():

@@ -94,6 +94,7 @@ class Rules:
         self._again = None if memory.owed_epoch is None else memory.owed_epoch.epoch  # with its evaluation
         self._first_epoch = memory.epochs if self._again is None else self._again
         begun = config.start.open if config.start is not None else ()
+        self._started = 0 if config.start is None else config.start.done  # epochs whose start was told
         self._complete = 0  # epochs reported as complete, up to the first that is not
         self._rounds = Counter({one.epoch: one.rounds for one in begun})  # epoch -> averagings told
         self._here = set(range(world_size))
@@ -384,6 +385,8 @@ class Rules:
         if isinstance(order, StartEpoch) and order.pace is not None and order.pace.quota < 1:
             raise Violation("S5", f"{order} has a quota below 1")
         if isinstance(order, StartEpoch):
+            if order.batches and order.epoch >= self._started:
+                raise Violation("S29", f"{order} comes before its epoch begins")
             for end in self._ends.get(order.epoch, ()):
                 if not all(map(end.has, order.batches)):
                     raise Violation("S14", f"{order} goes beyond {end}")
@@ -441,6 +444,12 @@ class Rules:
             # Of a round: that of its machine, and its part of the one of all machines.
             averaging_ms += (scenario.sync_ms + scenario.links.mean_ms) / scenario.config.inner_rounds
         return math.ceil(1.01 * averaging_ms / step_ms)
+
+    def starts(self, epoch: int) -> None:
+        """The first batches of an epoch are about to be dealt."""
+        if epoch != self._started:
+            raise Violation("S29", f"epoch {epoch} begins, and {self._started} is the next one")
+        self._started += 1
 
     def ended(self, event: EpochEnded) -> None:
         """An epoch is complete."""

@@ -39,6 +39,7 @@ from flowdp.protocol.commands import (
     AbortGate,
     Command,
     EpochEnded,
+    EpochStarted,
     EvaluationEnded,
     Finish,
     Send,
@@ -779,6 +780,11 @@ def a_learning_rate_is_told_with_every_wish(handle, self, fact, now_ms):
 @advice("L4", 300, GateState, "direct")
 def a_learning_rate_is_forgotten(direct, self, directives):
     return direct(self, replace(directives, lr=()))
+
+
+@advice("S29", 100, Coordinator, "_run")
+def an_epoch_is_told_behind_its_orders(run, self, now_ms):
+    return sorted(run(self, now_ms), key=lambda command: isinstance(command, EpochStarted))
 
 
 @advice("S10", 100, Coordinator, "_run")

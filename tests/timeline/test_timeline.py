@@ -159,7 +159,7 @@ def test_the_spans_of_a_run_are_its_steps(policy: str, tmp_path: Path) -> None:
         inside = sorted(own, key=lambda span: span.start_ms)
         assert all(one.end_ms <= two.start_ms + 0.05 for one, two in pairwise(inside))
     assert sum(one.samples[0] + one.samples[1] for one in run.timeline.rounds) == 2 * 192
-    assert kinds(run.timeline).count("epoch") == 2
+    assert kinds(run.timeline).count("epoch") == 4
     assert kinds(run.timeline).count("checkpoint") == 2
     assert run.timeline.samples
 
