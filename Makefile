@@ -17,12 +17,13 @@ VENV    := .venv
 RUN     := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
 STAMP   := $(VENV)/.installed
 DEMO    := $(VENV)/.demo
-PIP     := $(RUN) -m pip --disable-pip-version-check -qq
+# With one line of progress; the first argument is its title.
+PIP     := -m pip --disable-pip-version-check --no-input install --progress-bar off -c $(CONSTRAINTS)
+INSTALL := $(PYTHON) .ci/install.py
 # Lightning and Accelerate are not what `make test` has, so they have an environment of their own.
 PEERS       := .venv-peers
 PEERS_RUN   := $(PEERS)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
 PEERS_STAMP := $(PEERS)/.installed
-PEERS_PIP   := $(PEERS_RUN) -m pip --disable-pip-version-check -qq
 
 BENCHES := $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard bench/micro/*.py bench/end_to_end/*.py))))
 
@@ -97,22 +98,19 @@ gpu:
 	@$(PYTHON) -m bench.gpu $(ARGS)
 
 # torch comes first and by its exact pin: a resolver that may choose takes a CUDA build of gigabytes. The demo needs
-# little more, so that a newcomer need not wait for the tools of development.
+# little more, so that a newcomer need not wait for the tools of development. Sizes are those of downloads on Linux.
 $(DEMO): pyproject.toml $(CONSTRAINTS)
-	@echo "Installing into $(VENV) (once; a minute or more)"
-	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
-	@$(PIP) install -c $(CONSTRAINTS) -e '.[demo]'
+	@test -x $(RUN) || { echo "Making $(VENV), once: a few minutes"; $(PYTHON) -m venv $(VENV); }
+	@$(INSTALL) "Installing torch, 190 MB" $(RUN) $(PIP) "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
+	@$(INSTALL) "Installing flowdp and the demo, 60 MB" $(RUN) $(PIP) -e '.[demo]'
 	@touch $@
 
 $(STAMP): $(DEMO)
-	@echo "Installing the tools of development (once; a few minutes)"
-	@$(PIP) install -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@$(INSTALL) "Installing the tools of development, 260 MB" $(RUN) $(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(PEERS_STAMP): pyproject.toml $(CONSTRAINTS)
-	@echo "Installing into $(PEERS) (once; a few minutes)"
-	@test -x $(PEERS_RUN) || $(PYTHON) -m venv $(PEERS)
-	@$(PEERS_PIP) install "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
-	@$(PEERS_PIP) install -c $(CONSTRAINTS) -e '.[peers]'
+	@test -x $(PEERS_RUN) || { echo "Making $(PEERS), once: a few minutes"; $(PYTHON) -m venv $(PEERS); }
+	@$(INSTALL) "Installing torch, 190 MB" $(PEERS_RUN) $(PIP) "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
+	@$(INSTALL) "Installing Lightning and Accelerate" $(PEERS_RUN) $(PIP) -e '.[peers]'
 	@touch $@
