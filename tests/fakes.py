@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from flowdp.device import torch_modes
 from flowdp.device.dispatch import RankMode
 from tests.fake_graphs import Captures, FakeGraph
+from tests.limits import HANG_S
 
 Clock = dict[int, int]
 
@@ -125,7 +126,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self.cuda.captures.unsafe(f"waited for {self.name}", event=self)
-        assert self.passed.wait(60)
+        assert self.passed.wait(HANG_S)
         with self.cuda.lock:
             merge(self.cuda.host, self.clock)
 

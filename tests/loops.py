@@ -17,7 +17,6 @@ from flowdp.data_parallel.replicas import Link, Replicas
 from flowdp.device.streams import HostLane, Lane
 
 CPU = torch.device("cpu")
-WAIT_S = 60.0
 
 
 def mlp() -> nn.Sequential:

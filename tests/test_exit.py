@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 pytestmark = pytest.mark.posix
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT_S = 200
-"""Time limit of a hanging process; on a busy machine one may take half a minute to import torch and train."""
 
 # `at_end` is registered before flowdp is imported, so it runs after flowdp has waited for the run.
 BEGIN = """
@@ -94,9 +94,9 @@ def run_script(body: str, *, interrupt: bool = False) -> tuple[int, str, str]:
             if interrupt:
                 assert child.stdout is not None
                 printed = child.stdout.readline()
-                assert printed == "going\n", child.communicate(timeout=TIMEOUT_S)
+                assert printed == "going\n", child.communicate(timeout=HANG_S)
                 child.send_signal(signal.SIGINT)
-            output, errors = child.communicate(timeout=TIMEOUT_S)
+            output, errors = child.communicate(timeout=HANG_S)
         finally:
             child.kill()
     return child.returncode, printed + output, errors
@@ -237,7 +237,7 @@ def test_a_forked_process_is_told_and_ends() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -11,10 +11,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-GRACE_S = 60.0
-"""Time for a process to end by itself when another one has failed."""
+from tests.limits import HANG_S
 
-IMPORTED = ["torch._dynamo", "flowdp"]
+IMPORTED = ["torch._dynamo", "flowdp.api"]
 """What the server of processes imports once, which would take each process three seconds."""
 
 
@@ -44,13 +43,13 @@ def in_processes(work: Callable[..., Any], folder: Path, size: int, *args: Any) 
             try:
                 answers[ours] = ours.recv()
             except EOFError:
-                process.join(60)
+                process.join(HANG_S)
                 if process.exitcode:  # the others may wait for it
                     _kill(left.values())
                     left.clear()
                     break
     for process in processes:
-        process.join(60)
+        process.join(HANG_S)
     assert [process.exitcode for process in processes] == [0] * size, "see what the processes wrote"
     return [answers.get(ours) for ours, _ in pipes]
 
@@ -58,7 +57,7 @@ def in_processes(work: Callable[..., Any], folder: Path, size: int, *args: Any) 
 def _kill(processes: Iterable[BaseProcess]) -> None:
     """Kill processes that do not end by themselves."""
     for process in processes:
-        process.join(GRACE_S)
+        process.join(HANG_S)
         process.kill()
 
 

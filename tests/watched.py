@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-WAIT_S = 60.0
+from tests.limits import HANG_S
 
 
 class Watched:
@@ -31,7 +31,7 @@ class Watched:
         self._lock.release()
 
     def await_second(self) -> None:
-        assert self._is_second.wait(WAIT_S), "no other thread asks for the lock"
+        assert self._is_second.wait(HANG_S), "no other thread asks for the lock"
 
 
 def both(work: object, *, times: int = 2) -> list[object]:
@@ -49,6 +49,6 @@ def both(work: object, *, times: int = 2) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_S)
+        thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in threads)
     return found

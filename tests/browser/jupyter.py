@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.limits import HANG_S
+
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
@@ -19,7 +21,6 @@ __all__ = ["jupyter_folders", "open_lab", "open_notebook", "run_all"]
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "flowdp"  # of a server that lives for one test and hears this machine alone
-GRACE_S = 60.0
 
 # No news, no look for updates: nothing but this machine is asked for anything.
 QUIET = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
@@ -69,7 +70,7 @@ def open_lab(notebooks: Path, own: Path) -> Iterator[str]:
         yield _address(server)
     finally:
         server.terminate()
-        server.communicate(timeout=GRACE_S)
+        server.communicate(timeout=HANG_S)
 
 
 def _address(server: subprocess.Popen[str]) -> str:

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 __all__ = ["Terminal", "open_terminal"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Terminal:
             ["tmux", "-f", os.devnull, "-S", str(self.socket), *words],
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=HANG_S,
             check=True,
         )
         return done.stdout
@@ -45,7 +46,7 @@ class Terminal:
 
     def wait_for(self, text: str) -> str:
         """Wait until the screen has a text; returns the screen."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + HANG_S
         while text not in (screen := self.screen()):
             assert time.monotonic() < deadline, screen
         return screen

@@ -11,6 +11,7 @@ import pytest
 
 from tests.browser.chromium import open_page
 from tests.browser.jupyter import jupyter_folders, open_lab, open_notebook, run_all
+from tests.limits import HANG_S
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -67,7 +68,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
     notebook = nbformat.read(EXAMPLE, as_version=4)
     assert not any(cell.outputs or cell.execution_count for cell in notebook.cells if "outputs" in cell)
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": tmp_path}}).execute()
+    NotebookClient(notebook, timeout=HANG_S, resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [cell.outputs for cell in notebook.cells if cell.get("outputs")]
     shown, dashboard, meanwhile, end, report, plot = outputs
     assert "<b>done</b>" in shown[0].data["text/html"]

@@ -23,6 +23,7 @@ from flowdp.checkpoint.folder import CheckpointFolder, FolderLock
 from flowdp.errors import CheckpointError
 from flowdp.options import CheckpointOptions
 from flowdp.protocol.position import Position
+from tests.limits import HANG_S
 
 
 def state(value: float = 0.0) -> dict[str, Any]:
@@ -289,7 +290,7 @@ def test_a_killed_process_holds_nothing_though_its_child_lives(tmp_path: Path) -
                 mine.take()
         finally:
             process.send_signal(signal.SIGKILL)
-            process.wait(60)
+            process.wait(HANG_S)
         os.kill(child, 0)  # it exists
         mine.take()
         mine.give_back()

@@ -15,8 +15,7 @@ from flowdp.checkpoint.state_sender import StateSender
 from flowdp.errors import CheckpointError, CollectiveError
 from flowdp.protocol.commands import Save
 from flowdp.protocol.position import Position
-
-WAIT_S = 60.0
+from tests.limits import HANG_S
 
 
 class Road:
@@ -40,7 +39,7 @@ class Road:
     def receive(self, machine: int) -> Any:
         if self.is_lost:
             raise CollectiveError(f"machine {machine} was lost")
-        return self.queue.get(timeout=WAIT_S)
+        return self.queue.get(timeout=HANG_S)
 
 
 class Pair:
@@ -72,7 +71,7 @@ def pair() -> Any:
     one = Pair()
     yield one
     one.sender.lose()
-    assert one.sender.close(WAIT_S)
+    assert one.sender.close(HANG_S)
 
 
 def test_the_states_of_a_capture_come_when_they_are_asked_for(pair: Pair) -> None:
@@ -81,7 +80,7 @@ def test_the_states_of_a_capture_come_when_they_are_asked_for(pair: Pair) -> Non
     assert pair.sender.is_busy
     assert pair.collect(0) == ["a0", "b0"]
     assert pair.collect(3) == ["a3", "b3"]
-    assert pair.sender.close(WAIT_S)
+    assert pair.sender.close(HANG_S)
     assert not pair.sender.is_busy
 
 
@@ -96,9 +95,9 @@ def test_the_order_to_keep_them_may_come_behind_the_wish(pair: Pair) -> None:
     pair.collector = StateCollector(cast(Any, pair.road), tell)
     asks = threading.Thread(target=lambda: found.append(pair.collect(1)))
     asks.start()
-    assert asked.wait(WAIT_S)
+    assert asked.wait(HANG_S)
     pair.keep(1, "a1")
-    asks.join(WAIT_S)
+    asks.join(HANG_S)
     assert found == [["a1"]]
 
 
@@ -116,7 +115,7 @@ def test_the_end_waits_for_a_capture_that_may_be_asked_for(pair: Pair) -> None:
     pair.keep(4, "a4")
     assert not pair.sender.close(timeout_s=0.01)
     assert pair.collect(4) == ["a4"]
-    assert pair.sender.close(WAIT_S)
+    assert pair.sender.close(HANG_S)
 
 
 def test_a_machine_0_that_is_gone_frees_the_sender(pair: Pair) -> None:
@@ -124,7 +123,7 @@ def test_a_machine_0_that_is_gone_frees_the_sender(pair: Pair) -> None:
     pair.sender.lose()
     pair.keep(5, "a5")
     assert not pair.sender.is_busy
-    assert pair.sender.close(WAIT_S)
+    assert pair.sender.close(HANG_S)
 
 
 def test_an_error_there_is_an_error_here_and_the_next_one_is_collected(pair: Pair) -> None:
@@ -158,6 +157,6 @@ def test_a_sender_whose_machine_0_is_lost_ends(pair: Pair) -> None:
     pair.road.fails = [CollectiveError("machine 0 was lost")]
     pair.sender.take(WantedStates(0))
     assert pair.sender.thread is not None
-    pair.sender.thread.join(WAIT_S)
+    pair.sender.thread.join(HANG_S)
     assert not pair.sender.thread.is_alive()
     assert not pair.sender.is_busy

@@ -24,8 +24,7 @@ from flowdp.options import CheckpointOptions
 from flowdp.policy.tally import EpochMetrics, RankMetrics, Work
 from flowdp.protocol.commands import Save
 from flowdp.protocol.position import OpenEpoch, Position
-
-WAIT_S = 60.0
+from tests.limits import HANG_S
 
 
 def metrics(epoch: int, loss: float) -> EpochMetrics:
@@ -74,7 +73,7 @@ class Desk:
 
     def close(self) -> list[int]:
         """Write all that waits; returns the epochs that listeners received."""
-        assert self.saver.close(WAIT_S)
+        assert self.saver.close(HANG_S)
         return [one.epoch for one in self.told]
 
 
@@ -86,7 +85,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def slowly(self: CheckpointFolder, *given: Any, **options: Any) -> Path:
         if next(held, False):
-            assert opened.wait(WAIT_S)
+            assert opened.wait(HANG_S)
         return save(self, *given, **options)
 
     monkeypatch.setattr(CheckpointFolder, "save", slowly)
@@ -218,7 +217,7 @@ def test_a_wish_is_answered_by_the_next_standing() -> None:
     assert desk.saver.wait_for_snapshot(1) is not None
     assert asking.is_alive()
     desk.put(2, version=None, snapshots=2)
-    asking.join(WAIT_S)
+    asking.join(HANG_S)
     [captured] = found
     assert captured is not None
     assert captured.position == at(2)
@@ -231,7 +230,7 @@ def test_nobody_waits_for_a_run_that_has_ended() -> None:
     asking = threading.Thread(target=lambda: found.append(desk.saver.wait_for_snapshot(1)))
     asking.start()
     desk.saver.end()
-    asking.join(WAIT_S)
+    asking.join(HANG_S)
     assert found == [None]
 
 
@@ -345,6 +344,6 @@ def test_a_machine_that_follows_sends_its_states_and_keeps_the_best_model() -> N
     assert saver.is_busy
     sender.take(DroppedStates((1,)))
     sender.take(WantedStates(2))
-    assert saver.close(WAIT_S)
+    assert saver.close(HANG_S)
     assert road.sent == [(0, 2, [[{"rank": 2}], [{"rank": 3}]])]
     assert not saver.is_busy

@@ -20,6 +20,7 @@ from torch import Tensor
 from flowdp.device.dispatch import RankMode
 from flowdp.device.streams import QUIET, Lane
 from tests.fakes import FakeCuda
+from tests.limits import HANG_S
 
 DTYPES = {
     0: np.int8,
@@ -143,7 +144,7 @@ class FakeNccl:
                 fake.aborted.append(self.rank)
                 if not fake.deaf:
                     fake.wake.set()
-                fake.wake.wait(60)
+                fake.wake.wait(HANG_S)
 
             def destroy(self) -> None:
                 if self.is_open:
@@ -176,7 +177,7 @@ class FakeNccl:
     def _end(self, group: _Group) -> None:
         if self.hangs == ("make" if group.made else "sum"):
             self.hanging.set()
-            assert self.wake.wait(60)
+            assert self.wake.wait(HANG_S)
             if self.fails:
                 raise NcclError("aborted")
         if group.made:

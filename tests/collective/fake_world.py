@@ -24,6 +24,7 @@ from flowdp.protocol.messages import Arrival, Outcome
 from flowdp.threads.gate import Gate
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda, FakeStream
+from tests.limits import HANG_S
 
 Make = Callable[["FakeWorld"], Collective]
 
@@ -73,7 +74,7 @@ def in_threads(ranks: Sequence[int], body: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     return [seen[rank] for rank in ranks]
 

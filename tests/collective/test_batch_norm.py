@@ -14,6 +14,7 @@ from flowdp.collective.batch_norm import SharedStatistics, min_part_size, plain_
 from flowdp.collective.local_group import local_groups
 from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError
 from tests.collective.fake_world import in_threads
+from tests.limits import HANG_S
 from tests.loops import assert_equal, numbers
 
 CHANNELS = 3
@@ -26,7 +27,7 @@ Body = Callable[[int, nn.Module, Tensor], Any]
 
 def each(sizes: Sequence[int], body: Body, model: nn.Module, x: Tensor) -> list[Any]:
     """Call the body for each rank in its thread; returns the results, or raises the first error."""
-    groups = local_groups(["cpu"] * len(sizes), timeout=60)
+    groups = local_groups(["cpu"] * len(sizes), timeout=HANG_S)
     parts = [part.detach().requires_grad_(x.requires_grad) for part in x.split(list(sizes))]
     models = [copy.deepcopy(model) for _ in sizes]
 
@@ -170,7 +171,7 @@ def test_losses_that_count_unequally() -> None:
     norm, x, sizes = nn.BatchNorm1d(CHANNELS).double(), numbers(9, CHANNELS), (2, 7)
     whole = x.clone().requires_grad_()
     norm(whole).sin().mean().backward()
-    groups, parts = local_groups(["cpu"] * 2, timeout=60), x.split(sizes)
+    groups, parts = local_groups(["cpu"] * 2, timeout=HANG_S), x.split(sizes)
 
     def run(rank: int) -> Tensor:
         model, part = convert(copy.deepcopy(norm)), parts[rank].clone().requires_grad_()

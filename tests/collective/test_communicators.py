@@ -14,6 +14,7 @@ from flowdp.device.streams import QUIET, StreamLane
 from flowdp.errors import CollectiveError
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.fakes import FakeCuda
+from tests.limits import HANG_S
 
 
 def flats(rank: int) -> list[Flat]:
@@ -40,7 +41,7 @@ class Group:
     def late_when_it_hangs(self, monkeypatch):
         """End the time for hanging calls as soon as one hangs."""
         mark = self.opening._is_made if self.nccl.hangs == "make" else self.opening._is_over
-        monkeypatch.setattr(mark, "wait", lambda _: not self.nccl.hanging.wait(60))
+        monkeypatch.setattr(mark, "wait", lambda _: not self.nccl.hanging.wait(HANG_S))
 
     def hang_on_the_device(self, monkeypatch):
         """Make sums that are enqueued and do not end before an abort."""
@@ -48,7 +49,7 @@ class Group:
 
         def distance(side, value, count):
             self.nccl.hanging.set()
-            assert self.nccl.wake.wait(60)
+            assert self.nccl.wake.wait(HANG_S)
             return real(side, value, count)
 
         monkeypatch.setattr(Side, "distance", distance)
@@ -67,7 +68,7 @@ def cut_flats(rank: int) -> list[Flat]:
 
 
 def wait_for_the_helper():
-    assert communicators._MAKING.acquire(timeout=60)
+    assert communicators._MAKING.acquire(timeout=HANG_S)
     communicators._MAKING.release()
 
 
@@ -156,7 +157,7 @@ def test_what_hangs_even_when_aborted_is_left_alone(monkeypatch):
             world.opening.wait()
         with pytest.raises(CollectiveError, match="still hangs"):
             later.opening.wait(making_s=0.05)
-        assert monotonic() - start_s < 30  # the fakes hang longer
+        assert monotonic() - start_s < HANG_S / 2  # the fakes hang longer
     finally:
         world.nccl.wake.set()
     wait_for_the_helper()  # the hung call releases the lock when it ends
@@ -167,7 +168,7 @@ def test_ctrl_c_leaves_no_communicator(monkeypatch):
     world.hang_on_the_device(monkeypatch)
 
     def wait(timeout):
-        world.nccl.hanging.wait(60)
+        world.nccl.hanging.wait(HANG_S)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(world.opening._is_over, "wait", wait)
@@ -206,7 +207,7 @@ def test_aborts_run_side_by_side(monkeypatch):
 
     class Comm:
         def abort(self):
-            both.wait(60)
+            both.wait(HANG_S)
 
     communicators.abort_all([Comm(), Comm()])
     assert not both.broken

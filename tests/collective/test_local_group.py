@@ -16,6 +16,7 @@ from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, OptionError
 from tests.collective.fake_world import in_threads
 from tests.fakes import FakeCuda
+from tests.limits import HANG_S
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,7 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
-def groups_of(size: int, timeout: float = 20.0) -> list[ProcessGroup]:
+def groups_of(size: int, timeout: float = HANG_S) -> list[ProcessGroup]:
     return local_groups(["cpu"] * size, timeout=timeout)
 
 
@@ -64,7 +65,7 @@ def test_all_reduce(size, op, dtype):
 def test_bits_do_not_depend_on_who_comes_last():
     def body(group: ProcessGroup, order: Sequence[int], turns: Sequence[threading.Event]) -> Tensor:
         tensor = values(group.rank, 5000)
-        turns[order.index(group.rank)].wait(60)
+        turns[order.index(group.rank)].wait(HANG_S)
         work = group.all_reduce(tensor, "sum", async_op=True)
         turns[order.index(group.rank) + 1].set()
         work.wait()
@@ -144,7 +145,7 @@ def test_calls_that_differ_are_an_error_for_all(second, said, late):
 
     def body(group: ProcessGroup) -> None:
         if group.rank == late:
-            assert came.wait(60)
+            assert came.wait(HANG_S)
         if group.rank == 1:
             second(group)
             return
@@ -181,7 +182,7 @@ def test_abort_releases_whoever_waits():
             is_under_way.set()
             work.wait()
         else:
-            assert is_under_way.wait(60)
+            assert is_under_way.wait(HANG_S)
             group.abort("no more data")
             group.abort("the first reason stays")
             group.barrier()
@@ -232,7 +233,7 @@ class Card:
     def __init__(self, places: Sequence[torch.device]) -> None:
         self.cuda = FakeCuda()
         self.lanes = [StreamLane(place, self.cuda) for place in places]
-        self.groups = group_lanes(self.lanes, timeout=20.0)
+        self.groups = group_lanes(self.lanes, timeout=HANG_S)
         self.tensors = [torch.zeros(101) for _ in places]
         for rank, tensor in enumerate(self.tensors):
             self.cuda.watch(f"rank {rank}", tensor)

@@ -25,6 +25,7 @@ from flowdp.network.team import Team
 from flowdp.options import MachineOptions, OuterOptions, Payload
 from flowdp.protocol.messages import Outcome
 from tests.collective.fake_world import in_threads, model
+from tests.limits import HANG_S
 from tests.torch_world import in_processes
 
 CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ class World:
         rounds: int = 1,
         **options: Any,
     ) -> None:
-        self.machines = find_machines(timeout_s=60.0)
+        self.machines = find_machines(timeout_s=HANG_S)
         assert self.machines is not None
         self.team = Team(tuple(sizes), self.machines, MachineOptions(payload=payload, rounds=rounds))
         self.modules = [module_of(rank) for rank in self.team.ranks]
@@ -74,7 +75,7 @@ class World:
 
     def open_mean(self, outer: OuterOptions | None, **options: Any) -> Any:
         """The mean of all machines, by default in the hosts' memory."""
-        barrier = threading.Barrier(len(self.modules), timeout=60.0)
+        barrier = threading.Barrier(len(self.modules), timeout=HANG_S)
         return HostMean(self.replicas, self.lanes, lambda _: barrier.wait(), outer, self.team, **options)
 
     def train(self, ranks: Sequence[int]) -> None:
@@ -224,7 +225,7 @@ def inner_rounds(_rank: int) -> dict[str, Any]:
 
 def exact(rank: int) -> dict[str, Any]:
     """A round of gradients: rank 1 alone uses the last layer, and its losses alone name a weight."""
-    machines = find_machines(timeout_s=60.0)
+    machines = find_machines(timeout_s=HANG_S)
     assert machines is not None
     found: dict[str, Any] = {}
     for payload in ("full", "bf16"):

@@ -18,6 +18,7 @@ from flowdp.errors import CollectiveError
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.collective.fake_world import FakeWorld, nccl_mean
 from tests.collective.test_communicators import wait_for_the_helper
+from tests.limits import HANG_S
 
 
 @pytest.fixture
@@ -232,9 +233,9 @@ def test_an_abort_releases_a_launch_that_hangs(world, monkeypatch):
     fake(world).hangs = "sum"
     hung = threading.Thread(target=world.hold, args=([1, 2, 3],))
     hung.start()
-    assert fake(world).hanging.wait(60)
+    assert fake(world).hanging.wait(HANG_S)
     world.mean.abort()
-    hung.join(60)
+    hung.join(HANG_S)
     assert not hung.is_alive()
     assert not QUIET.locked()
 

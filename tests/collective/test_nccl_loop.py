@@ -16,10 +16,10 @@ from flowdp.device.streams import QUIET, StreamLane
 from flowdp.errors import CollectiveError
 from tests.collective.fake_nccl import FakeNccl, NcclError
 from tests.fakes import FakeCuda
+from tests.limits import HANG_S
 from tests.loops import CPU
 
 SIZES = {torch.float32: 100, torch.bfloat16: 30}
-WAIT_S = 60.0
 
 
 class World:
@@ -114,7 +114,7 @@ def test_closing_under_a_launch_waits_for_nobody(world: World, monkeypatch: pyte
         loop.close()
         assert not world.nccl.destroyed
         (later,) = [thread for thread in threading.enumerate() if thread.name == "flowdp-nccl-close"]
-    later.join(WAIT_S)
+    later.join(HANG_S)
     assert world.nccl.destroyed == [0, 1, 2]
 
 

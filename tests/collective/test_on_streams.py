@@ -23,6 +23,7 @@ from tests.collective.fake_world import (
     device_mean,
     host_mean,
 )
+from tests.limits import HANG_S
 from tests.threads.test_gate import waits_in
 
 
@@ -253,7 +254,7 @@ def test_a_leave_that_makes_the_round_launches_from_any_thread(world, monkeypatc
     waiting.start()
     waits_in(world.gate, 2)
     world.gate.leave(1)
-    waiting.join(60)
+    waiting.join(HANG_S)
     assert seen == [(threading.current_thread(), (0, 2), (1,))]
     wanted = weighted([before[0], before[2]], [2, 5])
     after = world.states()

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = (
@@ -135,7 +137,7 @@ loaded = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(loaded & {"cupy", "cupyx", "tqdm", "sklearn", "tensorboard", "wandb", "mlflow"}))
 """
     child = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
     )
     assert child.returncode == 0, child.stderr
     assert child.stdout.strip() == "[]"

@@ -19,6 +19,7 @@ from flowdp.device.streams import QUIET, Event, StreamLane
 from flowdp.policy.worth import LaunchWatch
 from flowdp.replica import build, factories
 from tests.fakes import Access, FakeCuda, FakeEvent, FakeStream, Watched, merge
+from tests.limits import HANG_S
 
 NEAR = torch.device("cpu", 0)
 
@@ -82,7 +83,7 @@ class Card(FakeCuda):
     def until(self, happened: Callable[[], bool]) -> None:
         """Wait for a condition that becomes true when an event is recorded, or an allocation is refused."""
         with self.recorded:
-            assert self.recorded.wait_for(happened, timeout=60)
+            assert self.recorded.wait_for(happened, timeout=HANG_S)
 
     def _told(self) -> None:
         with self.recorded:

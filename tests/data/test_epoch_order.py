@@ -30,6 +30,7 @@ from flowdp.data.loader_source import ReadPlan
 from flowdp.errors import DataError, OptionError, ProtocolError
 from flowdp.protocol.position import OpenEpoch, Position
 from tests.data.opening import opened
+from tests.limits import HANG_S
 
 VECTORS: dict[str, dict[str, Any]] = {
     vector["id"]: vector
@@ -99,7 +100,7 @@ def test_an_epoch_is_drawn_once_however_many_threads_ask(monkeypatch):
     together = threading.Barrier(4)
 
     def rank(number: int) -> list[list[int]]:
-        together.wait(60)
+        together.wait(HANG_S)
         # Two ranks are an epoch ahead of the other two, as with the asynchronous policy.
         return [whole(order, epoch) for epoch in (number % 2, number % 2 + 1)]
 
@@ -165,7 +166,7 @@ def test_threads_in_several_epochs_share_one_sampler():
     together = threading.Barrier(4)
 
     def rank(number: int) -> list[int]:
-        together.wait(60)
+        together.wait(HANG_S)
         return whole(order, number % 2)
 
     with ThreadPoolExecutor(4) as pool:

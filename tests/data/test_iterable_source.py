@@ -19,8 +19,7 @@ from flowdp.data.loader_source import ReadPlan
 from flowdp.errors import DataError, ProtocolError
 from flowdp.protocol.position import Position
 from tests.data.test_loader_source import Watched
-
-WAIT_S = 60.0
+from tests.limits import HANG_S
 
 
 class Stream(IterableDataset[Any]):
@@ -65,12 +64,12 @@ class Run:
 
     def take(self, epoch: int, batch: int) -> Any:
         while (payload := self.reader.take(0, epoch, batch)) is None:
-            assert self.woken.get(timeout=WAIT_S) == (0, epoch, batch)
+            assert self.woken.get(timeout=HANG_S) == (0, epoch, batch)
         return payload
 
     def epoch(self, epoch: int, batches: int) -> list[Any]:
         taken = [self.take(epoch, batch) for batch in range(batches)]
-        assert self.ended.get(timeout=WAIT_S) == (epoch, batches)
+        assert self.ended.get(timeout=HANG_S) == (epoch, batches)
         return taken
 
 
@@ -127,7 +126,7 @@ def test_a_machine_has_every_nth_batch_of_the_stream(runs, num_workers):
             for batch in range(machine, count, 3):
                 taken += [(epoch, sample) for sample in run.take(epoch, batch)]
             assert run.reader.take(0, epoch, count + machine) is None
-            assert run.ended.get(timeout=WAIT_S) == (epoch, count)
+            assert run.ended.get(timeout=HANG_S) == (epoch, count)
     assert sorted((epoch, int(sample)) for epoch, sample in taken) == [
         *((0, sample) for sample in range(22)),
         (1, 0),
@@ -185,14 +184,14 @@ def test_a_rank_that_waited_beyond_the_end_does_not_drive_the_reader():
     dataset = Announced(8, at=8 + 12)
     run = Run(dataset, ahead=3, epochs=None).start()
     assert run.reader.take(0, 0, 9) is None  # dealt before the end was known
-    assert run.ended.get(timeout=WAIT_S) == (0, 2)
+    assert run.ended.get(timeout=HANG_S) == (0, 2)
     assert run.reader.take(1, 0, 7) is None  # and now
     assert not run.reader._waiting
     # Room for one more batch, of the next epoch, but not for two.
     assert run.take(0, 0).tolist() == [0, 1, 2, 3]
     assert run.take(0, 1).tolist() == [4, 5, 6, 7]
-    assert run.ended.get(timeout=WAIT_S) == (1, 2)
-    assert dataset.reached.wait(WAIT_S)
+    assert run.ended.get(timeout=HANG_S) == (1, 2)
+    assert dataset.reached.wait(HANG_S)
     assert run.reader.close()
     assert dataset.yielded == 20
     assert run.woken.empty()
@@ -214,7 +213,7 @@ def test_a_batch_given_back_is_taken_again_with_its_samples(runs):
 @pytest.mark.parametrize(("lengths", "epoch"), [((0,), 0), ((4, 0), 1)])
 def test_an_epoch_without_a_batch(runs, lengths, epoch, num_workers):
     run = runs(Stream(*lengths), num_workers=num_workers)
-    error = run.failed.get(timeout=WAIT_S)
+    error = run.failed.get(timeout=HANG_S)
     assert str(error).startswith(f"epoch {epoch} of Stream has no batch: its iterator ended at once")
     assert error.epoch == epoch
     with pytest.raises(DataError):
@@ -230,7 +229,7 @@ def test_a_dataset_that_raises_does_so_after_the_batches_before_it(runs, num_wor
             return sample
 
     run = runs(Breaks(20), num_workers=num_workers, collate_fn=list)
-    error = run.failed.get(timeout=WAIT_S)
+    error = run.failed.get(timeout=HANG_S)
     assert error.epoch == 0
     assert error.indices == ()
     assert isinstance(error.__cause__, KeyError)
@@ -287,6 +286,6 @@ def test_on_demand_it_is_iterated_when_somebody_waits():
     for epoch in range(3):
         watched.waits.clear()
         assert [batch.tolist()[0] for batch in run.epoch(epoch, 2)] == [epoch * 100, epoch * 100 + 4]
-        assert watched.waits.wait(WAIT_S)
+        assert watched.waits.wait(HANG_S)
         assert (dataset.told, dataset.yielded.item()) == (epoch, 6 * (epoch + 1))
     assert run.reader.close()

@@ -23,6 +23,7 @@ from flowdp.data.limit import UNLIMITED, Limit, check_limit
 from flowdp.data.open_source import Source
 from flowdp.errors import OptionError
 from tests.data import opening
+from tests.limits import HANG_S
 
 SAMPLES = 23
 NUMBERS = torch.arange(SAMPLES)
@@ -113,9 +114,9 @@ def test_a_stream_ends_at_its_limit_in_every_epoch(limit: int, left: int, worker
                     taken = source.take(0, epoch, batch)
                     if taken is not None:
                         break
-                    assert woken.wait(60.0)
+                    assert woken.wait(HANG_S)
                 assert taken.tolist() == list(range(4 * batch, min(SAMPLES, 4 * batch + 4)))
-        assert over.wait(60.0)
+        assert over.wait(HANG_S)
         assert ends == {0: left, 1: left, 2: left}
     finally:
         assert source.close()

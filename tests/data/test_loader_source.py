@@ -27,7 +27,7 @@ from flowdp.errors import DataError, ProtocolError
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import OpenEpoch, Position
 from tests.data.opening import evaluated, opened
-from tests.loops import WAIT_S
+from tests.limits import HANG_S
 
 SAMPLES = 103
 CLOSE_MS = 30_000.0  # the tests' own waits are longer
@@ -79,7 +79,7 @@ class Run:
     def take(self, rank: int, epoch: int, batch: int) -> Any:
         """Request the batch until it is there."""
         while (payload := self.reader.take(rank, epoch, batch)) is None:
-            assert self.woken[rank].get(timeout=60) == (epoch, batch)
+            assert self.woken[rank].get(timeout=HANG_S) == (epoch, batch)
         return payload
 
     def close(self) -> bool:
@@ -118,7 +118,7 @@ def in_threads(ranks: int, body: Any) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     for error in errors:
         raise error
@@ -163,7 +163,7 @@ def test_no_more_than_ahead_is_read_while_nobody_waits():
 
     dataset = Announced()
     run = Run(dataset, ahead=3, shuffle=False).start()
-    assert reached.wait(60)
+    assert reached.wait(HANG_S)
     assert run.close()
     assert dataset.counts.tolist() == [1] * 24 + [0] * (SAMPLES - 24)
 
@@ -188,14 +188,14 @@ def test_the_last_rank_that_asked_is_woken():
 
     class Held(Counted):
         def __getitem__(self, index):
-            assert begin.wait(60)
+            assert begin.wait(HANG_S)
             return super().__getitem__(index)
 
     run = Run(Held()).start()
     assert run.reader.take(0, 0, 1) is None
     assert run.reader.take(1, 0, 1) is None  # dealt again
     begin.set()
-    assert run.woken[1].get(timeout=60) == (0, 1)
+    assert run.woken[1].get(timeout=HANG_S) == (0, 1)
     assert run.reader.take(1, 0, 1) is not None
     assert run.close()
     assert run.woken[0].empty()
@@ -275,12 +275,12 @@ class Broken(Counted):
 def test_a_dataset_that_raises(runs, num_workers):
     run = runs(Broken(42), shuffle=False, num_workers=num_workers)  # sample 42 is in batch 5
     waits = run.reader.take(1, 1, 0)
-    error = run.failed.get(timeout=60)
+    error = run.failed.get(timeout=HANG_S)
     assert waits is None
     assert (error.epoch, error.indices) == (0, tuple(range(40, 48)))
     assert isinstance(error.__cause__, KeyError)
     assert "reading sample 42, for batch 5 of epoch 0, failed: KeyError" in str(error)
-    assert run.woken[1].get(timeout=60) == (1, 0)
+    assert run.woken[1].get(timeout=HANG_S) == (1, 0)
     for rank, key in ((1, (1, 0)), (0, (0, 0)), (2, (0, 5))):
         with pytest.raises(DataError) as later:
             run.reader.take(rank, *key)
@@ -300,7 +300,7 @@ def test_a_worker_process_that_dies(runs, collate_fn):
 
     run = runs(Dies(), shuffle=False, num_workers=2, collate_fn=collate_fn)
     assert run.reader.take(0, 1, 0) is None
-    error = run.failed.get(timeout=60)
+    error = run.failed.get(timeout=HANG_S)
     assert re.search(r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly", str(error))
     assert error.epoch == 0
     assert isinstance(error.__cause__, RuntimeError)
@@ -332,7 +332,7 @@ def test_a_sampler_that_raises_does_so_after_the_batches_before_it(num_workers):
     source = opened(loader, epochs=3)
     failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
     source.start(wake=lambda *key: None, failed=failed.put)
-    assert failed.get(timeout=60).epoch == 1
+    assert failed.get(timeout=HANG_S).epoch == 1
     assert dataset.counts.sum() == 12
     with pytest.raises(DataError, match="sampler BreaksLater failed in epoch 1: KeyError"):
         source.take(0, 1, 0)
@@ -388,11 +388,11 @@ def test_closing_while_the_reader_is_inside_the_dataset():
     class Stuck(Counted):
         def __getitem__(self, index):
             entered.set()
-            assert leave.wait(60)
+            assert leave.wait(HANG_S)
             return super().__getitem__(index)
 
     run = Run(Stuck()).start()
-    assert entered.wait(60)
+    assert entered.wait(HANG_S)
     assert not run.close()
     leave.set()
     assert run.close()  # that call ended it; no error was reported
@@ -414,7 +414,7 @@ def rows_of(run: Run, portion: Any, batch: int) -> list[int]:
 
 def wait_for(run: Run, rank: int, batch: int, start: int, stop: int) -> Portion:
     while (portion := cut(run, rank, batch, start, stop)) is None:
-        assert run.woken[rank].get(timeout=60) == (0, batch)
+        assert run.woken[rank].get(timeout=HANG_S) == (0, batch)
     return portion
 
 
@@ -456,7 +456,7 @@ def test_what_is_given_back_can_be_cut_anew(runs, early):
 def test_all_ranks_that_wait_for_a_batch_are_woken(runs):
     class Gated(Counted):
         def __getitem__(self, index: int) -> int:
-            is_open.wait(60)
+            is_open.wait(HANG_S)
             return super().__getitem__(index)
 
     is_open = threading.Event()
@@ -464,14 +464,14 @@ def test_all_ranks_that_wait_for_a_batch_are_woken(runs):
     for rank in (0, 1, 2, 1):
         assert cut(run, rank, 1, 4 * (rank % 2), 4) is None
     is_open.set()
-    assert [run.woken[rank].get(timeout=60) for rank in (0, 1, 2)] == [(0, 1)] * 3
+    assert [run.woken[rank].get(timeout=HANG_S) for rank in (0, 1, 2)] == [(0, 1)] * 3
     assert all(woken.empty() for woken in run.woken)
 
 
 def test_all_ranks_that_wait_hear_of_a_failure(runs):
     class Broken(Counted):
         def __getitem__(self, index: int) -> int:
-            is_open.wait(60)
+            is_open.wait(HANG_S)
             raise ZeroDivisionError("broken")
 
     is_open = threading.Event()
@@ -479,7 +479,7 @@ def test_all_ranks_that_wait_hear_of_a_failure(runs):
     for rank in (0, 3):
         assert cut(run, rank, 0, rank, rank + 1) is None
     is_open.set()
-    assert [run.woken[rank].get(timeout=60) for rank in (0, 3)] == [(0, 0)] * 2
+    assert [run.woken[rank].get(timeout=HANG_S) for rank in (0, 3)] == [(0, 0)] * 2
     with pytest.raises(DataError, match="broken"):
         cut(run, 3, 0, 3, 4)
 
@@ -576,7 +576,7 @@ def test_an_epoch_begins_when_somebody_waits_for_it(ahead):
         for batch in range(13):
             watched.waits.clear()
             run.take(0, epoch, batch)
-        assert watched.waits.wait(60)  # for the next epoch: all of this one were taken
+        assert watched.waits.wait(HANG_S)  # for the next epoch: all of this one were taken
         assert dataset.counts.tolist() == [epoch + 1] * SAMPLES
         assert thread.is_alive()
     assert run.close()
@@ -637,7 +637,7 @@ def read_all(sources: Sequence[Source], samples: int) -> list[list[int]]:
     def rank_of(number: int) -> None:
         for batch in range(samples // 4):
             while (payload := sources[number].take(0, 0, batch)) is None:
-                assert woken[number].get(timeout=60) == (0, 0, batch)
+                assert woken[number].get(timeout=HANG_S) == (0, 0, batch)
             read[number] += payload.tolist()
 
     in_threads(len(sources), rank_of)
@@ -670,7 +670,7 @@ class Hanging(Counted):
 
     def __getitem__(self, index: int) -> int:
         self.is_inside.set()
-        assert self.goes_on.wait(60)
+        assert self.goes_on.wait(HANG_S)
         return index
 
 
@@ -684,14 +684,14 @@ def test_a_reader_that_has_no_room_holds_no_other_up(runs: Any) -> None:
 def test_a_reader_that_is_left_inside_a_dataset_holds_no_later_run_up(runs: Any) -> None:
     hanging = Hanging()
     run = runs(hanging)
-    assert hanging.is_inside.wait(60)
+    assert hanging.is_inside.wait(HANG_S)
     waiting = runs(Counted())
     assert waiting.close()  # it waits for its turn, and gives up
     assert not run.close()
     later = runs(Counted(8))
     assert later.take(0, 0, 0).shape == (8,)
     hanging.goes_on.set()
-    run.reader.threads()[0].join(60)
+    run.reader.threads()[0].join(HANG_S)
 
 
 # ---------------------------------------------------------------- turns of readers that share an object
@@ -736,12 +736,12 @@ def test_a_reader_that_hangs_holds_up_no_other_dataset(runs: Any) -> None:
     class Hangs(Counted):
         def __getitem__(self, index: int) -> int:
             inside.set()
-            goes_on.wait(WAIT_S)
+            goes_on.wait(HANG_S)
             return super().__getitem__(index)
 
     try:
         runs(Hangs())
-        assert inside.wait(WAIT_S)
+        assert inside.wait(HANG_S)
         assert runs(Counted(), shuffle=False).take(0, 0, 0).tolist() == list(range(8))
     finally:
         goes_on.set()

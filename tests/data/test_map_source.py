@@ -25,6 +25,7 @@ from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import OpenEpoch, Position
 from tests.data.opening import opened
 from tests.data.test_loader_source import Broken, Counted
+from tests.limits import HANG_S
 
 SAMPLES, BATCH = 103, 8
 BATCHES = 13  # the last has 7 samples
@@ -56,7 +57,7 @@ class Machine:
     def take(self, rank: int, *key: Any) -> Any:
         """Take a batch, or a part of one, once it is there."""
         while (payload := self.feeds[rank].take(*key)) is None:
-            assert self.woken[rank].get(timeout=60) == key[:2]
+            assert self.woken[rank].get(timeout=HANG_S) == key[:2]
         return payload
 
     def samples(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> list[int]:
@@ -181,7 +182,7 @@ def test_no_more_than_ahead_is_read_while_no_rank_waits():
     source.ahead = 3
     source.start(wake=lambda *_: None, failed=lambda _: None)
     source.expect(0, whole(*range(BATCHES)))
-    assert reached.wait(60)
+    assert reached.wait(HANG_S)
     assert source.close()
     assert dataset.counts.tolist() == [1] * 24 + [0] * (SAMPLES - 24)
 
@@ -258,7 +259,7 @@ def test_a_dataset_that_raises(machine, num_workers):
     part = SampleRange(1, 4)  # samples 41, 42 and 43 are in it
     one.feeds[0].follow([(0, 5, part)])
     one.source.take(1, 2, 3)
-    error = one.failed.get(timeout=60)
+    error = one.failed.get(timeout=HANG_S)
     assert (error.epoch, error.indices) == (0, (41, 42, 43))
     assert "reading sample 42, for batch 5 of epoch 0, failed: KeyError" in str(error)
     for key in ((0, 5, part), (2, 4)):

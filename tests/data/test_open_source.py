@@ -35,6 +35,7 @@ from flowdp.errors import OptionError
 from flowdp.protocol.position import OpenEpoch, Position
 from tests.data import opening
 from tests.data.opening import evaluated
+from tests.limits import HANG_S
 
 X, Y = torch.arange(46.0).reshape(23, 2), torch.arange(23)
 
@@ -63,7 +64,7 @@ def read(source: Source, epochs: int = 1, batches: int | None = None) -> list[An
     for key in [(epoch, batch) for epoch in range(epochs) for batch in range(known)]:
         taken = source.take(0, *key)
         if taken is None:
-            assert woken.get(timeout=60) == (0, *key)
+            assert woken.get(timeout=HANG_S) == (0, *key)
             taken = source.take(0, *key)
         all_taken.append(taken)
     assert source.close()
@@ -455,7 +456,7 @@ def test_a_resumed_run_reads_on_where_it_stood(dataset):
     for batch in (2, 4):
         taken = source.take(0, 1, batch)
         if taken is None:
-            assert woken.get(timeout=60) == (0, 1, batch)
+            assert woken.get(timeout=HANG_S) == (0, 1, batch)
             taken = source.take(0, 1, batch)
         assert_same(taken, everything[5 + batch])
         assert source.samples_in(1, batch) == len(torch.utils._pytree.tree_leaves(taken)[0])
@@ -591,7 +592,7 @@ def read_evaluations(source: Source, epochs: int) -> list[list[float]]:
     batches = []
     for key in [(epoch, batch) for epoch in range(epochs) for batch in range(3)]:
         while (taken := source.take(0, *key)) is None:
-            assert woken.get(timeout=60) == (0, *key)
+            assert woken.get(timeout=HANG_S) == (0, *key)
         batches.append((taken[0] if isinstance(taken, tuple) else taken).tolist())
     assert source.close()
     return batches
@@ -639,7 +640,7 @@ def read_by(machine: int, machines: int, dataset: object, **options: Any) -> lis
     for _ in range(2):
         number = batches.begin(0)
         found.append([])
-        while (taken := batches.take(0, number, lambda: woken.get(timeout=60))) is not None:
+        while (taken := batches.take(0, number, lambda: woken.get(timeout=HANG_S))) is not None:
             batch, payload = taken
             assert batch % machines == machine
             assert source.samples_in(number, batch) == (3 if batch == 125 else 8)

@@ -26,6 +26,7 @@ from flowdp.policy.budget import Memory
 from flowdp.protocol.messages import SampleRange
 from tests.data.cards import Card, CardLane
 from tests.data.opening import opened
+from tests.limits import HANG_S
 
 Key = tuple[int, int]
 SAMPLES, BATCH, BATCHES = 43, 4, 11  # the last batch of an epoch has 3
@@ -135,7 +136,7 @@ class Rank:
     def take(self, key: Key) -> Batch:
         with self.lane.on(self.lane.compute):
             while (batch := self.ask(key)) is None:
-                self.notes.get(timeout=60)
+                self.notes.get(timeout=HANG_S)
         return batch
 
     def ask(self, key: Key, part: SampleRange | None = None) -> Batch | None:
@@ -168,7 +169,7 @@ def close() -> Iterator[Callable[[Any], Any]]:
     for thing in sorted(things, key=lambda thing: isinstance(thing, Source)):
         begin = time.perf_counter()
         assert (thing if isinstance(thing, Source) else thing.feed).close()
-        assert time.perf_counter() - begin < 30  # the tests' own waits are longer
+        assert time.perf_counter() - begin < HANG_S / 2  # the tests' own waits are longer
 
 
 def tensors(length: int = SAMPLES, **options: Any) -> TensorSource:
@@ -293,14 +294,14 @@ def test_the_batch_being_copied_is_given_back_at_once(close):
 
         def pinned(self, shape, dtype):
             self.inside.set()
-            assert self.go.wait(60)
+            assert self.go.wait(HANG_S)
             return super().pinned(shape, dtype)
 
     shelf, lane = Shelf(), Slow()
     shelf.put(0, 1, 2)
     rank = close(Rank(shelf, lane))
     rank.follow([(0, 0), (0, 1)])
-    assert lane.inside.wait(60)
+    assert lane.inside.wait(HANG_S)
     rank.follow([(0, 2)])
     assert shelf.returned == [(0, 0)]
     lane.go.set()
@@ -316,11 +317,11 @@ def test_it_asks_again_when_woken(close):
     shelf = Shelf()
     rank = close(Rank(shelf, CardLane()))
     rank.follow([(0, 0)])
-    assert shelf.asked.get(timeout=60) == (0, 0, 0)
+    assert shelf.asked.get(timeout=HANG_S) == (0, 0, 0)
     assert rank.ask((0, 0)) is None
     shelf.put(0)
     rank.feed.wake(0, 0)
-    assert rank.notes.get(timeout=60) == (0, 0)
+    assert rank.notes.get(timeout=HANG_S) == (0, 0)
     assert rank.train((0, 0)).tolist() == [0.0] * BATCH
 
 
@@ -341,7 +342,7 @@ def test_short_rings_and_a_short_reader_do_not_lock_up(close, ahead, lane_of):
                 ranks[who].follow(mine[i : i + 8])
                 for key in mine[i : i + 4]:
                     check(source, key, ranks[who].train(key))
-                everyone.wait(60)  # a round
+                everyone.wait(HANG_S)  # a round
         except BaseException as error:
             errors.append(error)
             everyone.abort()
@@ -350,7 +351,7 @@ def test_short_rings_and_a_short_reader_do_not_lock_up(close, ahead, lane_of):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     assert errors == []
     assert sorted(key for rank in ranks for key in rank.seen) == everything()
@@ -559,13 +560,13 @@ def test_it_closes_while_it_waits(close, waits_for):
     rank.feed._slots.depth = 2
     if waits_for == "the source":
         rank.follow([(0, 0)])
-        shelf.asked.get(timeout=60)
+        shelf.asked.get(timeout=HANG_S)
     if waits_for == "a slot":
         shelf.put(0, 1)
         rank.follow([(0, 0), (0, 1)])
         rank.take((0, 0))
-        assert shelf.asked.get(timeout=60) == (0, 0, 0)
-        assert shelf.asked.get(timeout=60) == (0, 0, 1)
+        assert shelf.asked.get(timeout=HANG_S) == (0, 0, 0)
+        assert shelf.asked.get(timeout=HANG_S) == (0, 0, 1)
     assert rank.feed.close()
     assert rank.feed.close()
 
@@ -575,7 +576,7 @@ def test_a_wait_for_the_device_that_never_ends_is_told():
 
     def synchronize() -> None:
         inside.set()
-        stuck.wait(60)
+        stuck.wait(HANG_S)
 
     class Stuck(CardLane):
         def event(self, *, timing: bool = False) -> Any:
@@ -587,7 +588,7 @@ def test_a_wait_for_the_device_that_never_ends_is_told():
     rank.follow(everything())
     for key in everything()[:HOST_SLOTS]:
         rank.train(key)
-    assert inside.wait(60)
+    assert inside.wait(HANG_S)
     assert not rank.feed.close()
     stuck.set()
     assert rank.feed.close()
@@ -688,7 +689,7 @@ def test_two_ranks_share_every_batch(close, source_of):
                 continue
             with rank.lane.on(rank.lane.compute):
                 while (portion := rank.ask(key, part)) is None:
-                    rank.notes.get(timeout=60)
+                    rank.notes.get(timeout=HANG_S)
                 batch = portion.rows(0, portion.samples)
                 assert torch.equal(batch["x"][:, 0, 0].long(), batch["y"])
                 seen += batch["y"].tolist()

@@ -13,6 +13,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.processes import Processes, begin
+from tests.limits import HANG_S
 
 
 class Numbers(Dataset[Any]):
@@ -56,10 +57,10 @@ def test_processes_inside_the_dataset_are_ended():
 
     iterator, processes = opened(Stuck())
     for _ in iterator._workers:
-        assert Stuck.inside.acquire(timeout=60)
+        assert Stuck.inside.acquire(timeout=HANG_S)
     processes.terminate()
     for process in iterator._workers:
-        process.join(60)
+        process.join(HANG_S)
         assert not process.is_alive()
     processes.shut_down()
 

@@ -18,6 +18,7 @@ from flowdp.timeline.spans import RankSpans
 from tests.data.cards import CardLane
 from tests.data.test_prefetch import BATCHES, tensors
 from tests.fakes import FakeCuda
+from tests.limits import HANG_S
 
 
 def leaves(number: int) -> list[Any]:
@@ -136,7 +137,7 @@ def test_a_feed_records_each_batch() -> None:
     feed.follow([(0, batch, None) for batch in range(BATCHES)])
     for batch in range(BATCHES):
         while feed.take(0, batch) is None:
-            notes.get(timeout=60)
+            notes.get(timeout=HANG_S)
         feed.release()
     assert feed.close()
     assert spans.read(Activity.TRANSFER)[:, 3].sum() == BATCHES

@@ -17,7 +17,8 @@ from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.errors import DataError
 from tests.accelerators import OnXpu
 from tests.data.cards import Card, CardLane
-from tests.loops import CPU, WAIT_S
+from tests.limits import HANG_S
+from tests.loops import CPU
 
 LANES: list[Lane] = [HostLane(CPU), HostLane(CPU)]
 CARDS: list[Lane] = [StreamLane(torch.device("cpu", 0), Card()) for _ in range(2)]
@@ -147,7 +148,7 @@ class Loader(list[Any]):
 
     def until(self, happened: Callable[[], bool]) -> None:
         with self.read:
-            assert self.read.wait_for(happened, WAIT_S)
+            assert self.read.wait_for(happened, HANG_S)
 
 
 @pytest.mark.parametrize("lanes", [LANES, CARDS])

@@ -30,8 +30,8 @@ from tests.data_parallel.pairs import (
     square,
     train,
 )
+from tests.limits import HANG_S
 
-WAIT_S = 60.0
 CHECKED = 8  # calls, after which a rule that compares calls 1, 2, 4, 8 has seen what they do
 
 
@@ -235,11 +235,11 @@ def test_a_second_thread_evaluates(shares: Shares, what: str) -> None:
         thread = threading.Thread(target=evaluate, args=(model,))
         thread.start()
         try:
-            assert began.wait(WAIT_S)
+            assert began.wait(HANG_S)
             return train(side, 20)
         finally:
             stop.set()
-            thread.join(WAIT_S)
+            thread.join(HANG_S)
             assert not thread.is_alive()
 
     check(loop, shares, mlp)

@@ -26,7 +26,8 @@ from flowdp import CadenceOptions, DataParallel, OptionError
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
 from tests.fakes import FakeCuda, hide_modes
-from tests.loops import WAIT_S, assert_equal, gradients, mlp, numbers
+from tests.limits import HANG_S
+from tests.loops import assert_equal, gradients, mlp, numbers
 
 Setup = Callable[..., DataParallel]
 
@@ -394,7 +395,7 @@ def test_collecting_it_ends_its_threads(count: int) -> None:
     gc.collect()
     assert gone() is None
     for thread in threads:
-        thread.join(WAIT_S)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     assert not any(replica() for replica in replicas), "the optimizer keeps the replicas"
     loss_of(model).backward()
@@ -426,7 +427,7 @@ def test_after_a_ctrl_c_the_next_call_works(setup: Setup) -> None:
         def forward(self, x: Tensor) -> Tensor:
             if slow and len(x) == 6:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                assert release.wait(WAIT_S)
+                assert release.wait(HANG_S)
             out: Tensor = self.inner(x)
             return out
 

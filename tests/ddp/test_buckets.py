@@ -9,6 +9,7 @@ from flowdp.ddp.buckets import GradientBucket, broadcast_all
 from flowdp.device.copies import dense_strides
 from flowdp.errors import OptionError
 from tests.collective.fake_world import in_threads
+from tests.limits import HANG_S
 
 
 def test_tensors_lie_one_behind_the_other():
@@ -82,7 +83,7 @@ def test_broadcast_of_many_tensors(bucket_bytes):
         return [torch.randn(7), torch.tensor(rank), torch.randn(3, 3).double(), image, flags, torch.empty(0)]
 
     held = [make(rank) for rank in range(3)]
-    groups = local_groups(["cpu"] * 3, timeout=60)
+    groups = local_groups(["cpu"] * 3, timeout=HANG_S)
     assert (
         in_threads(range(3), lambda rank: broadcast_all(groups[rank], held[rank], 1, bucket_bytes))
         == [None] * 3

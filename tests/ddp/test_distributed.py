@@ -16,6 +16,7 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.ddp.distributed import DistributedDataParallel
 from flowdp.errors import CollectiveAborted, OptionError
 from tests.collective.fake_world import in_threads
+from tests.limits import HANG_S
 from tests.torch_world import in_processes
 
 
@@ -123,7 +124,7 @@ def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert close, name
 
 
-def each(size: int, body: Callable[[ProcessGroup], Any], timeout: float = 20.0) -> list[Any]:
+def each(size: int, body: Callable[[ProcessGroup], Any], timeout: float = HANG_S) -> list[Any]:
     groups = local_groups(["cpu"] * size, timeout=timeout)
     return in_threads(range(size), lambda rank: body(groups[rank]))
 

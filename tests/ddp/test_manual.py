@@ -22,6 +22,7 @@ from flowdp.errors import OptionError
 from tests.accelerators import FakeXpu
 from tests.collective.fake_nccl import FakeNccl
 from tests.fakes import FakeCuda
+from tests.limits import HANG_S
 from tests.wired import fake_link
 
 torch.manual_seed(0)
@@ -280,7 +281,7 @@ def test_calls_run_at_once_and_answer_in_order():
     meeting = threading.Barrier(3)
 
     def work(rank: int, model: nn.Module, letter: str, number: int) -> tuple[Any, ...]:
-        meeting.wait(60)
+        meeting.wait(HANG_S)
         return rank, model, letter, number, threading.current_thread().name
 
     with Ddp.wrap(replicas(3)) as ddp:
@@ -331,7 +332,7 @@ def test_threads_end_with_the_object():
     del ddp
     gc.collect()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
         assert not thread.is_alive()
 
 

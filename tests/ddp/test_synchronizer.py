@@ -17,6 +17,7 @@ from flowdp.device.streams import StreamLane
 from flowdp.errors import CollectiveError, OptionError
 from tests.collective.fake_world import in_threads
 from tests.fakes import FakeCuda
+from tests.limits import HANG_S
 
 WAYS = [("synchronous", True), ("overlapped", True), ("overlapped", False)]
 
@@ -33,7 +34,7 @@ def data(rank: int, step: int = 0) -> Tensor:
 
 
 def each(size: int, body: Callable[[ProcessGroup], Any]) -> list[Any]:
-    groups = local_groups(["cpu"] * size, timeout=60)
+    groups = local_groups(["cpu"] * size, timeout=HANG_S)
 
     def run(rank: int) -> Any:
         try:
@@ -240,7 +241,7 @@ def test_on_streams(is_view):
     """On fake CUDA streams only these events order a rank's work with the averaging."""
     cuda = FakeCuda()
     lanes = [StreamLane(torch.device("cpu"), cuda) for _ in range(2)]
-    groups = group_lanes(lanes, timeout=20)
+    groups = group_lanes(lanes, timeout=HANG_S)
 
     def body(rank: int) -> None:
         with lanes[rank].on(lanes[rank].compute), torch.autograd.set_multithreading_enabled(False):

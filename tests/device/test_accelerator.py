@@ -22,6 +22,7 @@ from flowdp.device.accelerator import (
 )
 from tests.accelerators import XpuCard, pretend
 from tests.data.cards import put_on_streams
+from tests.limits import HANG_S
 
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 
@@ -86,7 +87,7 @@ for module in (torch.cuda, torch.xpu):
 import flowdp.api
 print("imported")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout == "imported\n", done.stderr
 
 

@@ -24,6 +24,7 @@ from flowdp.device.compiled import (
 from flowdp.device.dispatch import RankMode
 from flowdp.replica.model_copy import copy_module
 from flowdp.threads.crew import Crew
+from tests.limits import HANG_S
 
 RANKS = 10
 SAMPLES = 246
@@ -277,7 +278,7 @@ def test_first_calls_take_turns(backend: Backend) -> None:
         thread.start()
         with first.turn(8):  # not the first of its size
             assert not entered.is_set()
-    thread.join(60)
+    thread.join(HANG_S)
     assert entered.is_set()
 
 

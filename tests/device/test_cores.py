@@ -28,6 +28,7 @@ from flowdp.device.cores import (
 from flowdp.device.process_tuning import tuned_process
 from flowdp.options import Policy, ProcessTuning
 from tests.device.fresh_thread import in_thread
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.usefixtures("three_threads")
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
@@ -232,7 +233,7 @@ def test_omp_num_threads_is_the_users_number() -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert child.stdout == "1\n", child.stderr
 
@@ -259,7 +260,7 @@ class New:
         return len(set(os.listdir("/proc/self/task")) - self.before)
 
     def become(self, count: int) -> bool:
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + HANG_S
         while self() != count and time.monotonic() < end_s:
             pass
         return self() == count
@@ -280,7 +281,7 @@ class TestOwnThreads:
         seen: list[tuple[int, int]] = []
 
         def work(count: int) -> None:
-            start.wait(60)
+            start.wait(HANG_S)
             set_own_threads(count)
             seen.append((count, torch.get_num_threads()))
 
@@ -288,7 +289,7 @@ class TestOwnThreads:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(HANG_S)
         assert len(seen) == 8
         assert all(wanted == had for wanted, had in seen)
         assert in_thread(torch.get_num_threads) == 3

@@ -13,6 +13,7 @@ from torch import Tensor
 from flowdp.device.cuda_graphs import GraphPool
 from flowdp.device.streams import QUIET, StreamLane
 from tests.fakes import FakeCuda, FakeEvent
+from tests.limits import HANG_S
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ def elsewhere(work: Callable[[], Any]) -> list[Any]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(60)
+    thread.join(HANG_S)
     return answers
 
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flowdp.device import dispatch
 from flowdp.device.dispatch import RankMode, prepare_torch
 from flowdp.threads.crew import Crew
+from tests.limits import HANG_S
 from tests.watched import Watched, both
 
 PROGRAM = """
@@ -112,7 +113,7 @@ print(died)
 
 def output(program: str) -> list[str]:
     """The words of the last line of a new process, as torch makes the objects once per process."""
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S)
     assert child.returncode == 0, child.stderr
     return child.stdout.splitlines()[-1].split()
 

@@ -12,6 +12,7 @@ from flowdp.device.process_tuning import SWITCH_INTERVAL_S, as_tuning, keep_free
 from flowdp.errors import OptionError
 from flowdp.options import ProcessTuning
 from tests.device.fresh_thread import in_thread
+from tests.limits import HANG_S
 
 NONE = ProcessTuning(openmp=False, malloc=False, switch_interval=False)
 INTERVAL = ProcessTuning(openmp=False, malloc=False)
@@ -75,7 +76,7 @@ class TestMalloc:
             env={name: value for name, value in os.environ.items() if name not in chosen},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
         assert child.returncode == 0, child.stderr
         default, tuned = map(float, child.stdout.split())

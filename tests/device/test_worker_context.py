@@ -10,6 +10,7 @@ from torch import nn
 
 from flowdp.device import worker_context
 from flowdp.device.worker_context import CurrentWorker, bind, current_worker, record_scalar
+from tests.limits import HANG_S
 
 Recorded = dict[str, list[tuple[float, float]]]
 
@@ -46,7 +47,7 @@ def test_each_thread_has_its_own_worker() -> None:
 
     def body(mine: CurrentWorker, value: float) -> None:
         bind(mine)
-        both_bound.wait(60)
+        both_bound.wait(HANG_S)
         record_scalar("value", value)
         found.append(current_worker())
 
@@ -54,6 +55,6 @@ def test_each_thread_has_its_own_worker() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
     assert [recorded for _, recorded in workers] == [{"value": [(1.0, 1.0)]}, {"value": [(2.0, 1.0)]}]
     assert all(any(mine is one for one in found) for mine, _ in workers)

@@ -30,6 +30,7 @@ from torch import nn
 
 import flowdp
 from flowdp.protocol.messages import Averaged
+from tests.limits import HANG_S
 
 __all__ = ["EXAMPLES", "PAGE", "missing", "named", "output", "rewritten", "same"]
 
@@ -368,7 +369,7 @@ def output(name: str) -> str:
         finally:
             for thread in threading.enumerate():
                 if thread.name.startswith("flowdp-"):
-                    thread.join(60)
+                    thread.join(HANG_S)
             os.chdir(here)
             log.removeHandler(handler)
             log.propagate = is_loud

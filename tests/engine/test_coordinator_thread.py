@@ -25,8 +25,7 @@ from flowdp.collective.host import HostMean
 from flowdp.device.streams import HostLane
 from flowdp.machine.coordinator import Coordinator
 from flowdp.protocol.messages import SyncAck
-
-WAIT_S = 60.0
+from tests.limits import HANG_S
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def threads() -> list[threading.Thread]:
 def end(run: Run) -> None:
     """Wait until the run has no threads, without asking for its failure."""
     for thread in threads():
-        thread.join(WAIT_S)
+        thread.join(HANG_S)
     assert run.done
 
 
@@ -85,20 +84,20 @@ def test_a_rank_that_is_stuck_while_another_fails(policy: str, release: threadin
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         if current_worker().rank == 0:
             inside.set()
-            release.wait(WAIT_S)
+            release.wait(HANG_S)
         else:
-            inside.wait(WAIT_S)
+            inside.wait(HANG_S)
             failed_s.append(perf_counter())
             raise ValueError("the other one")
         return mse(model, batch)
 
     run = start(policy, loss=loss)
     with pytest.raises(StepError, match="the other one") as caught:
-        run.join(WAIT_S)
-    assert perf_counter() - failed_s[0] < WAIT_S / 2  # long before the stuck thread continues
+        run.join(HANG_S)
+    assert perf_counter() - failed_s[0] < HANG_S / 2  # long before the stuck thread continues
     [note] = caught.value.__notes__
     assert note.startswith("flowdp-worker-0 has not left yet")
-    assert "release.wait(WAIT_S)" in note
+    assert "release.wait(HANG_S)" in note
     assert run.status().phase == "failed"
     names = {thread.name for thread in threads()}
     assert "flowdp-worker-0" in names
@@ -117,15 +116,15 @@ def test_leaving_the_block_does_not_wait_for_a_stuck_rank(release: threading.Eve
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         if current_worker().rank == 0:
             inside.set()
-            release.wait(WAIT_S)
+            release.wait(HANG_S)
             return mse(model, batch)
-        inside.wait(WAIT_S)
+        inside.wait(HANG_S)
         raise ValueError("the other one")
 
     began = perf_counter()
     with pytest.raises(StepError, match="the other one"), start(loss=loss) as run:
         run.join()
-    assert perf_counter() - began < WAIT_S / 2
+    assert perf_counter() - began < HANG_S / 2
     release.set()
     end(run)
 
@@ -142,7 +141,7 @@ class Stuck(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         self.inside.set()
-        self.release.wait(WAIT_S)
+        self.release.wait(HANG_S)
         return torch.ones(1)
 
 
@@ -150,11 +149,11 @@ class Stuck(Dataset[Tensor]):
 def test_a_run_can_be_stopped_while_its_dataset_is_stuck(policy: str, release: threading.Event) -> None:
     dataset = Stuck(release)
     run = start(policy, dataset=dataset)
-    assert dataset.inside.wait(WAIT_S)
+    assert dataset.inside.wait(HANG_S)
     run.stop()
     began = perf_counter()
     state = run.join()
-    assert perf_counter() - began < WAIT_S / 2  # long before the stuck thread continues
+    assert perf_counter() - began < HANG_S / 2  # long before the stuck thread continues
     assert (state.interrupted, state.global_step) == (True, 0)
     assert [thread.name for thread in threads()] == ["flowdp-reader"]
     release.set()
@@ -164,7 +163,7 @@ def test_a_run_can_be_stopped_while_its_dataset_is_stuck(policy: str, release: t
 # ---------------------------------------------------------------- failures that are not collected
 def failing(gate: threading.Event) -> Any:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        gate.wait(WAIT_S)
+        gate.wait(HANG_S)
         raise ValueError("not collected")
 
     return loss
@@ -189,7 +188,7 @@ def test_a_failure_that_somebody_waits_for_is_not_printed(
     how: str, unhandled: list[threading.ExceptHookArgs], release: threading.Event
 ) -> None:
     def release_when_waited_for() -> None:
-        if run._engine.records.wait_for_reader(WAIT_S):
+        if run._engine.records.wait_for_reader(HANG_S):
             release.set()
 
     def fails() -> None:
@@ -210,7 +209,7 @@ def test_a_failure_that_somebody_waits_for_is_not_printed(
     watcher.start()
     with pytest.raises(StepError):
         fails()
-    watcher.join(WAIT_S)
+    watcher.join(HANG_S)
     end(run)
     assert unhandled == []
 
@@ -227,7 +226,7 @@ def test_a_bug_of_the_machine_frees_everybody(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Coordinator, "handle", broken)
     run = start("sync")
     with pytest.raises(ProtocolError, match="planted") as caught:
-        run.join(WAIT_S)
+        run.join(HANG_S)
     assert threads() == []
     assert any("WorkerReady" in line for line in caught.value.events)
     assert "The last events:" in str(caught.value)
@@ -240,7 +239,7 @@ def test_averaging_beside_the_training_that_fails(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("flowdp.collective.async_mean.SnapshotMean.average", broken)
     run = start("async")
     with pytest.raises(FlowdpError, match="MemoryError: planted") as caught:
-        run.join(WAIT_S)
+        run.join(HANG_S)
     assert isinstance(caught.value.__cause__, MemoryError)
     assert threads() == []
 
@@ -259,7 +258,7 @@ def test_a_device_that_never_comes_to_rest_does_not_hold_the_failure(
 
     def drain(lane: HostLane) -> None:
         if threading.current_thread().name == "flowdp-closing":
-            assert release.wait(WAIT_S)
+            assert release.wait(HANG_S)
             done.append("drained")
 
     monkeypatch.setattr(HostLane, "drain", drain)
@@ -268,10 +267,10 @@ def test_a_device_that_never_comes_to_rest_does_not_hold_the_failure(
     began = perf_counter()
     with caplog.at_level("WARNING", "flowdp"), pytest.raises(StepError):
         run.join()
-    assert perf_counter() - began < WAIT_S / 2  # long before the stuck thread continues
+    assert perf_counter() - began < HANG_S / 2  # long before the stuck thread continues
     assert done == ["aborted"]
     assert "does not come to rest" in caplog.text
     (closer,) = threads()
     release.set()
-    closer.join(WAIT_S)
+    closer.join(HANG_S)
     assert done == ["aborted", "drained", "drained"]

@@ -19,8 +19,7 @@ from flowdp.engine.diagnostics import Diagnostics
 from flowdp.machine.worker import Step
 from flowdp.protocol.messages import Arrival
 from flowdp.threads.gate import Gate
-
-WAIT_S = 60.0
+from tests.limits import HANG_S
 
 
 def worker(rank: int, **seen: Any) -> Any:
@@ -78,7 +77,7 @@ def gate() -> Iterator[Gate]:
         threading.Event().wait(0.001)
     yield made
     made.abort("the test is over")
-    thread.join(WAIT_S)
+    thread.join(HANG_S)
 
 
 def test_who_waits_in_the_gate_has_started(gate: Gate) -> None:
@@ -120,7 +119,7 @@ def test_the_stack_of_a_run_that_hangs_is_that_of_the_users_line() -> None:
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         inside.set()
-        assert opened.wait(WAIT_S)  # the hanging line
+        assert opened.wait(HANG_S)  # the hanging line
         return model(batch).mean()
 
     run = flowdp.Trainer(
@@ -129,11 +128,11 @@ def test_the_stack_of_a_run_that_hangs_is_that_of_the_users_line() -> None:
         epochs=1, devices=2, progress=False,
     ).start()  # fmt: skip
     try:
-        assert inside.wait(WAIT_S)
+        assert inside.wait(HANG_S)
         text = run.dump()
     finally:
         opened.set()
-        run.join(WAIT_S)
+        run.join(HANG_S)
     assert "# the hanging line" in text
     assert "in a step (epoch 0, batch" in text
     assert "flowdp-coordinator is here:" in text
@@ -151,7 +150,7 @@ class Hangs(torch.utils.data.Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         if index == self.sample:
-            self.opened.wait(WAIT_S)
+            self.opened.wait(HANG_S)
         return torch.ones(1)
 
 

@@ -32,10 +32,9 @@ from flowdp.collective.nccl import NcclMean
 from flowdp.engine import build as build_module
 from flowdp.engine import engine as engine_module
 from tests.collective.fake_nccl import FakeNccl
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.usefixtures("lanes", "stopped_runs")
-
-WAIT_S = 60.0
 
 
 def mse(model: nn.Module, batch: Any) -> Tensor:
@@ -78,7 +77,7 @@ def test_a_thread_of_the_run_cannot_wait_for_it(call: str) -> None:
     has_run = threading.Event()
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        assert has_run.wait(WAIT_S)
+        assert has_run.wait(HANG_S)
         with runs[0].paused() if call == "paused" else getattr(runs[0], call)():
             pass
         return mse(model, batch)
@@ -88,7 +87,7 @@ def test_a_thread_of_the_run_cannot_wait_for_it(call: str) -> None:
     with pytest.raises(
         StepError, match=rf"{call}\(\) cannot be called from a loss, a dataset or a callback"
     ) as caught:
-        runs[0].join(WAIT_S)
+        runs[0].join(HANG_S)
     assert isinstance(caught.value.__cause__, OptionError)
 
 
@@ -97,14 +96,14 @@ def test_a_thread_of_the_run_may_stop_it() -> None:
     has_run = threading.Event()
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        assert has_run.wait(WAIT_S)
+        assert has_run.wait(HANG_S)
         if current_worker().local_step == 3:
             runs[0].stop()
         return mse(model, batch)
 
     runs.append(trainer(loss, epochs=None, max_steps=10**9).start())
     has_run.set()
-    assert runs[0].join(WAIT_S).interrupted
+    assert runs[0].join(HANG_S).interrupted
 
 
 @pytest.mark.parametrize("lanes", ["streams"], indirect=True)
@@ -133,9 +132,9 @@ def test_a_collective_that_hangs_on_the_devices_ends_the_run(
     failures = FailureOptions(stall_timeout=0.5)
     run = trainer(policy=policy, epochs=None, max_steps=10**9, failures=failures).start()
     with pytest.raises(StallError):
-        run.join(WAIT_S)
+        run.join(HANG_S)
     for thread in threads():  # the error is there before the devices are released
-        thread.join(WAIT_S)
+        thread.join(HANG_S)
     assert sorted(made[0].aborted) == [0, 1]
     assert made[0].abused == []
     assert threads() == []

@@ -25,6 +25,7 @@ from flowdp.replica.loss import loss_function
 from flowdp.replica.replica import Replica
 from tests.data.opening import evaluated
 from tests.fakes import FakeCuda
+from tests.limits import HANG_S
 from tests.parts import parts_of
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ class Ranks:
     def rank(self, rank: int, own: Replica) -> EvalSums:
         def wait() -> bool:
             self.waits.put(self.moved[rank])
-            return self.inboxes[rank].get(timeout=60)
+            return self.inboxes[rank].get(timeout=HANG_S)
 
         def moved() -> None:
             self.moved[rank] += 1
@@ -204,7 +205,7 @@ class Held(Pairs):
         self.may = threading.Event()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        assert index < 5 or self.may.wait(60)
+        assert index < 5 or self.may.wait(HANG_S)
         return super().__getitem__(index)
 
 
@@ -214,7 +215,7 @@ def test_a_cut_ends_the_waiting_and_every_later_evaluation(ranks: Any) -> None:
     models = replica()
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(one.rank, 0, models)
-        while one.waits.get(timeout=60) < 1:
+        while one.waits.get(timeout=HANG_S) < 1:
             pass
         one.evaluator.batches.cut()
         assert [row[0] for row in result.result(10)] == [0]
@@ -365,7 +366,7 @@ def test_a_dataset_that_fails_is_heard_of_by_all(ranks: Any) -> None:
         for result in [pool.submit(many.rank, rank, models[rank]) for rank in (0, 1)]:
             with pytest.raises(DataError, match="batch 2 of epoch 0"):
                 result.result(10)
-    assert many.failed.get(timeout=60).epoch == 0
+    assert many.failed.get(timeout=HANG_S).epoch == 0
 
 
 # ---------------------------------------------------------------- on a card

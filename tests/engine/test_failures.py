@@ -10,6 +10,7 @@ import pytest
 from flowdp.engine.failures import Failures
 from flowdp.errors import StallError, StepError
 from flowdp.threads.stacks import stacks
+from tests.limits import HANG_S
 
 
 def test_the_first_stays_and_the_others_are_notes() -> None:
@@ -87,7 +88,7 @@ def test_a_thread_that_stays_is_named_with_its_stack() -> None:
     gone.start()
     while not "".join(stacks([stuck]).values()).endswith("release.acquire()\n"):
         assert stuck.is_alive()
-    gone.join(60)
+    gone.join(HANG_S)
     failures = Failures()
     failures.note_stuck([stuck, gone])  # no error to note it on
     failures.add(ValueError("one"))
@@ -97,7 +98,7 @@ def test_a_thread_that_stays_is_named_with_its_stack() -> None:
     stalled.add(StallError("still", stacks=stacks([stuck])))
     stalled.note_stuck([stuck])
     release.release()
-    stuck.join(60)
+    stuck.join(HANG_S)
     failures.note_stuck([stuck, gone])
     assert failures.first is not None
     [note] = failures.first.__notes__

@@ -64,6 +64,7 @@ from flowdp.protocol.messages import (
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 from tests.collective.fake_world import in_threads
+from tests.limits import HANG_S
 from tests.torch_world import in_processes
 
 HANG_MS = 60_000.0
@@ -74,7 +75,7 @@ class Machine:
     """The link, gate and inboxes of this process: machines of 2, 1 and 1 ranks."""
 
     def __init__(self) -> None:
-        machines = find_machines(timeout_s=60.0)
+        machines = find_machines(timeout_s=HANG_S)
         assert machines is not None
         self.machines = machines
         self.team = Team((2, 1, 1)[: machines.count], machines)

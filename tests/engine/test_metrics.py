@@ -16,6 +16,7 @@ from torch import nn
 from flowdp import EvaluationOptions, Trainer, current_worker
 from flowdp.engine import metrics
 from flowdp.engine.metrics import MetricPool, RankMetrics, States
+from tests.limits import HANG_S
 from tests.vision import mend_torchvision
 
 mend_torchvision()
@@ -24,7 +25,6 @@ from torchmetrics import classification, regression, wrappers  # noqa: E402
 
 torch.manual_seed(5)
 X, Y = torch.randn(52, 4), torch.randint(0, 3, (52,))
-WAIT_S = 60.0
 
 
 class Net(nn.Module):
@@ -66,7 +66,7 @@ def together(step: Callable[..., Any], ranks: int) -> Callable[..., Any]:
     def wrapped(*given: Any, **metrics: Any) -> Any:
         if (rank := current_worker().rank) not in seen:
             seen.add(rank)
-            meeting.wait(WAIT_S)
+            meeting.wait(HANG_S)
         return step(*given, **metrics)
 
     return wrapped

@@ -32,6 +32,7 @@ from flowdp.machine.worker import Step
 from flowdp.protocol.messages import SampleRange
 from flowdp.replica.replica import Replica
 from tests.data.cards import Card, put_on_streams
+from tests.limits import HANG_S
 from tests.loops import numbers
 from tests.parts import parts_of
 
@@ -337,7 +338,7 @@ def test_one_sample_that_has_no_room(policy: str) -> None:
         progress=False,
     ).start()
     with pytest.raises(OutOfDeviceMemory, match="cannot be cut into more parts than 4") as caught:
-        run.join(60)
+        run.join(HANG_S)
     error = caught.value
     assert isinstance(error.__cause__, torch.OutOfMemoryError)
     assert "raise full()" in error.__cause__.__notes__[0]
@@ -382,7 +383,7 @@ def test_what_is_not_tried_again(options: dict[str, Any], why: str) -> None:
         mlp, dataset=dataset, batch_size=4, epochs=1, devices=["cpu"], progress=False, **given
     ).start()
     with pytest.raises(OutOfDeviceMemory, match=why) as caught:
-        run.join(60)
+        run.join(HANG_S)
     assert caught.value.rank == 0
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert len(tried) == 1

@@ -26,6 +26,7 @@ from flowdp.engine.meter import Meter
 from flowdp.engine.nan_guard import NanGuard, note_nonfinite
 from flowdp.machine.worker import Step, WorkerMachine
 from flowdp.replica.replica import Replica
+from tests.limits import HANG_S
 from tests.loops import numbers
 from tests.parts import parts_of
 
@@ -233,7 +234,7 @@ def test_the_mean_does_without_a_replica_gone_bad(
 def test_it_ends_the_run_where_that_is_asked(policy: str, behind: bool) -> None:
     run = start(Trouble(13, behind=behind), policy=policy, failures=flowdp.FailureOptions(on_nan="raise"))
     with pytest.raises(StepError) as caught:
-        run.join(60)
+        run.join(HANG_S)
     error = caught.value
     what = "parameters or buffers have NaN or inf after the step" if behind else "the loss is not finite"
     assert what in str(error)
@@ -258,7 +259,7 @@ def test_the_device_leaves_it_out_wherever_it_happens(
 ) -> None:
     """In the first round, in the middle, and in the last one, which no gate follows."""
     run = start(Trouble(sample, behind=behind), epochs=epochs, optimizer=adam, **options)
-    state = run.join(60)
+    state = run.join(HANG_S)
     assert all(bool(tensor.isfinite().all()) for tensor in state.state_dict.values())
     [text] = told(caplog)
     assert f"batch {sample // (8 if options else 4)} of epoch 0" in text
@@ -269,11 +270,11 @@ def test_a_window_of_one_rank_that_is_bad_is_left_out(lanes: str, caplog: pytest
     """The others are not bad, and the run goes on from what it was."""
     data = {"dataset": (torch.cat([X, X])[:25], torch.cat([Y, Y])[:25])}
     data["dataset"][0][:, 0] = torch.arange(25.0)
-    found = start(Trouble(24, behind=True), optimizer=adam, epochs=1, **EXACT, **data).join(60).state_dict
+    found = start(Trouble(24, behind=True), optimizer=adam, epochs=1, **EXACT, **data).join(HANG_S).state_dict
     [text] = told(caplog)
     assert "batch 3 of epoch 0" in text
     without = {"dataset": tuple(part[:24] for part in data["dataset"])}
-    expected = start(mse, optimizer=adam, epochs=1, **EXACT, **without).join(60).state_dict
+    expected = start(mse, optimizer=adam, epochs=1, **EXACT, **without).join(HANG_S).state_dict
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor)
 
@@ -285,7 +286,7 @@ def test_under_exact_each_is_told_once_and_the_hosts_stay_ahead(
     """There is no replica to heal: the gradients of the others make all the same step."""
     run = start(Trouble(1, 13, 17, behind=True), optimizer=adam, epochs=2, **EXACT)
     guards = [worker._numbers for worker in run._engine._parts.workers]
-    run.join(60)
+    run.join(HANG_S)
     assert sorted(text.split(". ")[0][:6] for text in told(caplog)) == ["rank 0", "rank 0", "rank 1"]
     assert all(guard._is_late for guard in guards)
 
@@ -295,7 +296,7 @@ def test_under_exact_each_is_told_once_and_the_hosts_stay_ahead(
 def test_all_at_once_end_the_run(lanes: str, options: dict[str, Any]) -> None:
     run = start(Trouble(*range(SAMPLES), behind=True), epochs=5, optimizer=adam, **options)
     with pytest.raises(flowdp.FlowdpError, match="NaN or infinite numbers in every replica"):
-        run.join(60)
+        run.join(HANG_S)
 
 
 @on_streams
@@ -312,7 +313,7 @@ def test_an_error_that_is_late_names_its_step_and_has_spoilt_nothing(
         **options,
     )
     with pytest.raises(StepError, match="the mean of that round was taken without it") as caught:
-        run.join(60)
+        run.join(HANG_S)
     assert (13 if epochs == 2 else 21) in caught.value.indices
     assert "parameters or buffers have NaN or inf after the step" in str(caught.value)
     for replica in run._engine.replicas:
@@ -329,7 +330,7 @@ def test_where_the_others_go_on_an_error_comes_before_the_mean(lanes: str) -> No
         epochs=None,
     )
     with pytest.raises(StepError) as caught:
-        run.join(60)
+        run.join(HANG_S)
     assert "the mean of that round" not in str(caught.value)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from flowdp.engine.signals import SigtermStop, hearing_interrupts
 from flowdp.errors import OptionError
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +54,7 @@ class Wish:
         self.asked.release()
 
     def wait(self) -> None:
-        assert self.asked.acquire(timeout=60)
+        assert self.asked.acquire(timeout=HANG_S)
 
 
 def sigterm() -> None:
@@ -93,7 +94,7 @@ def test_an_end_in_another_thread_leaves_the_handler_before_in_charge(earlier: E
     run = Wish()
     closer = threading.Thread(target=run.stop.close)
     closer.start()
-    closer.join(60)
+    closer.join(HANG_S)
     assert signal.getsignal(signal.SIGTERM) is not earlier  # only the main thread can set it
     sigterm()
     assert (earlier.heard, run.by) == (1, [])
@@ -111,7 +112,7 @@ def test_only_the_main_thread_can(earlier: Earlier) -> None:
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    thread.join(60)
+    thread.join(HANG_S)
     assert len(said) == 1
     assert "main thread" in said[0]
 
@@ -137,7 +138,7 @@ signal.raise_signal(signal.SIGTERM)
 print("not reached")
 """
     child = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
     )
     assert child.stdout == f"{signal.SIGTERM:d} False\nTrue\n"
     assert child.returncode == -signal.SIGTERM

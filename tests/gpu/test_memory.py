@@ -25,6 +25,7 @@ from flowdp.device import streams
 from flowdp.device.memory import read_memory
 from flowdp.engine import barrier_tasks
 from flowdp.policy.budget import DEPTH_LIMIT
+from tests.limits import HANG_S
 
 MIB = 1 << 20
 
@@ -34,7 +35,7 @@ def free_by_nvidia_smi() -> int:
         pytest.skip("nvidia-smi is not installed")
     uuid = torch.cuda.get_device_properties(0).uuid
     asked = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
+    answer = subprocess.run(asked, capture_output=True, text=True, timeout=HANG_S, check=False)
     if answer.returncode != 0 or not answer.stdout.strip().isdigit():
         pytest.skip(f"nvidia-smi does not report this card: {answer.stdout}{answer.stderr}")
     return int(answer.stdout) * MIB
@@ -232,7 +233,7 @@ def test_batches_ahead_make_room_for_another_program_and_come_back():
     def await_(state: str) -> bool:
         waits_for[0] = state
         reached.clear()
-        return reached.wait(60)
+        return reached.wait(HANG_S)
 
     run = flowdp.Trainer(
         nn.Linear(8, 1),
@@ -259,7 +260,7 @@ def test_batches_ahead_make_room_for_another_program_and_come_back():
         assert await_("ahead")
     finally:
         run.stop()
-        run.join(60)
+        run.join(HANG_S)
 
 
 def test_a_step_without_room_gets_that_of_the_batches_ahead(device, has_streams, limited):
@@ -301,7 +302,7 @@ def test_a_step_without_room_gets_that_of_the_batches_ahead(device, has_streams,
     ).start()
     feeds += [worker.parts.feed for worker in run._engine._parts.workers]
     try:
-        run.join(60)
+        run.join(HANG_S)
     finally:
         pause.set()  # ends a step that still waits for batches
     assert sorted(int(i) for rows in seen for i in rows.tolist()) == sorted([*range(640)] * 3)
@@ -361,7 +362,7 @@ def start_and_stop(device: torch.device, number: int) -> None:
     ).start()
     if number % 3 == 0:
         run.stop()
-    state = run.join(60)
+    state = run.join(HANG_S)
     assert state.interrupted == (number % 3 == 0)
 
 

@@ -30,11 +30,11 @@ from tests.fakes import FakeCuda, FakeEvent
 from tests.gpu.conftest import Ranks, fake_streams
 from tests.gpu.test_memory import MIB
 from tests.gpu.test_memory import limited as limited  # a fixture
+from tests.limits import HANG_S
 from tests.parts import parts_of
 
 Hold = Callable[[Lane], Callable[[], bool]]
 
-WAIT_S = 60.0
 COUNT = 160
 
 
@@ -172,7 +172,7 @@ def test_a_batch_for_which_there_is_no_room_is_taken_in_pieces(device: torch.dev
     if device.type == "cuda":
         limited(24 * unit)
     run = trainer([device], loss, **plain).start()
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     assert run.status().pieces == (4,)
     assert sorted(int(i) for part in seen for i in part.tolist()) == sorted([*range(128)] * 3)
     assert {len(part) for part in seen} == {16}
@@ -201,7 +201,7 @@ def test_a_replica_that_leaves_the_numbers_is_left_out(
             ranks(2), loss, policy=policy, runtime=flowdp.RuntimeOptions(backend=backend), epochs=5
         ).start()
         replicas = run._engine.replicas
-        state = run.join(WAIT_S)
+        state = run.join(HANG_S)
     assert state.epochs_done == 5
     assert has_failed
     assert any("rank 1 on" in text and "had NaN or infinite numbers" in text for text in caplog.messages)

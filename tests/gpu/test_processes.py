@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 100.0
 
 DEVICES = [pytest.param("cuda:0", marks=pytest.mark.gpu(1)), "cpu"]
 
@@ -74,7 +75,7 @@ def test_a_label_out_of_range_is_an_error_and_not_a_hang(device: str) -> None:
     """On a card the kernel fails, and with it every later call of the process; join must return even so."""
     with start(device, WRONG_LABEL) as child:
         try:
-            printed, errors = child.communicate(timeout=TIMEOUT_S)
+            printed, errors = child.communicate(timeout=HANG_S)
         finally:
             child.kill()
     assert "Error: " in printed, printed + errors
@@ -89,9 +90,9 @@ def test_ctrl_c_stops_the_run_and_leaves_the_device_sound(device: str) -> None:
     with start(device, ENDLESS) as child:
         try:
             assert child.stdout is not None
-            assert child.stdout.readline() == "going\n", child.communicate(timeout=TIMEOUT_S)
+            assert child.stdout.readline() == "going\n", child.communicate(timeout=HANG_S)
             child.send_signal(signal.SIGINT)
-            printed, errors = child.communicate(timeout=TIMEOUT_S)
+            printed, errors = child.communicate(timeout=HANG_S)
         finally:
             child.kill()
     assert printed.splitlines() == ["stopped True", *(["1.0"] if device != "cpu" else [])], errors

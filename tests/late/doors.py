@@ -29,12 +29,12 @@ from tests.late.device import LateCuda, Site
 from tests.late.install import installed
 from tests.late.orders import LATE, Order
 from tests.late.runs import dataset_of, loss_of, samples
+from tests.limits import HANG_S
 
 __all__ = ["DOORS", "Door"]
 
 STEPS = 6
 RATE = 0.05
-WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,7 @@ def steered(_cuda: LateCuda) -> list[str]:
                 (value,) = late([host], str(replica.device))
                 parameter.data.copy_(value)
         is_written.set()
-    is_seen.wait(WAIT_S)
+    is_seen.wait(HANG_S)
     run.stop()
     run.join()
     steps = [value.cpu() for is_late, value in seen if is_late]

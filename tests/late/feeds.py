@@ -30,6 +30,7 @@ from flowdp.replica.factories import build_models
 from flowdp.timeline.spans import RankSpans
 from tests.late.device import LateCuda
 from tests.late.doors import Door, differences, late, perceptron
+from tests.limits import HANG_S
 
 __all__ = ["FEEDS"]
 
@@ -108,10 +109,10 @@ def shrunk(_cuda: LateCuda) -> list[str]:
         feed.follow([(0, batch, None) for batch in range(source.batches)])
         with lane.on(lane.compute):
             while (batch := feed.take(0, 0)) is None:
-                notes.get(timeout=60)
+                notes.get(timeout=HANG_S)
             rows = batch[0].clone()
             del batch
-            assert all(feed.slots.acquire(timeout=60) for _ in range(2))
+            assert all(feed.slots.acquire(timeout=HANG_S) for _ in range(2))
             feed.release()
         feed.resize(0)
         return read_after(lane, rows, source.index(0, 0), BATCH)

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flowdp
+from tests.limits import HANG_S
 from tests.machines.kills import (
     BATCH,
     EPOCHS,
@@ -65,7 +66,7 @@ def worker(kind: str, count: int, policy: Any) -> None:
 
     def train() -> flowdp.TrainedState:
         life = next(lives)
-        timeout_s = TIMEOUT_S if kind == "frozen" else 30.0
+        timeout_s = TIMEOUT_S if kind == "frozen" else 2 * HANG_S
         batch = BROKEN_BATCH if kind == "fails" else BATCH
         trainer = trainer_of(policy, timeout_s, partial(_loss, kind, place, folder), batch)
         run = trainer.start()
@@ -75,7 +76,7 @@ def worker(kind: str, count: int, policy: Any) -> None:
         return run.join()
 
     try:
-        state = flowdp.run_elastic(train, start_machines=count, host="127.0.0.1", timeout=100)
+        state = flowdp.run_elastic(train, start_machines=count, host="127.0.0.1", timeout=HANG_S)
     except flowdp.FlowdpError as error:
         report("failed", kind=type(error).__name__, text=str(error)[:500], lives=next(lives))
         raise

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORTED = ("torch._dynamo", "flowdp", "tests.machines.launch")
+IMPORTED = ("torch._dynamo", "flowdp.api", "tests.machines.launch")
 
 
 class Fork:

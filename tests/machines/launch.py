@@ -22,14 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.limits import HANG_S
 from tests.machines.forks import ROOT, Fork, fork
 
 PIPE = "FLOWDP_TEST_PIPE"
 RELEASE = "release"
 """Name of the pipe in a job's folder at which its processes wait."""
 
-WAIT_S = 150.0
-"""Seconds that end only a job that hangs."""
 
 Record = dict[str, Any]
 
@@ -197,10 +196,9 @@ class Job:
         assert not any(statuses), f"exit statuses {statuses}"
         return self.records
 
-    def wait_end(self, machine: int) -> float:
-        """Wait until a process that was started alone has ended; returns the time, on `time.monotonic`."""
+    def wait_end(self, machine: int) -> None:
+        """Wait until a process that was started alone has ended."""
         self._wait(lambda: self._processes[machine].poll() is not None, f"the end of machine {machine}")
-        return time.monotonic()
 
     def wait_until(self, is_done: Callable[[], bool], text: str) -> None:
         """Wait until something is so that no record tells.
@@ -211,7 +209,7 @@ class Job:
         self._wait(is_done, text, until_end=True)
 
     def _wait(self, is_done: Callable[[], bool], text: str, *, until_end: bool = False) -> None:
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + HANG_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._pipe, selectors.EVENT_READ)
             while True:
@@ -220,7 +218,7 @@ class Job:
                 if is_done():
                     return
                 assert not (until_end and is_over), f"the job ended without {text}"
-                assert time.monotonic() < deadline, f"waited {WAIT_S:g} s for {text}"
+                assert time.monotonic() < deadline, f"waited {HANG_S:g} s for {text}"
                 selector.select(0.02)
 
     def _read(self) -> None:

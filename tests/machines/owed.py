@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import flowdp
 from flowdp.engine.shared_batches import SharedBatches
+from tests.limits import HANG_S
 from tests.machines.launch import report
 from tests.machines.rounds import digest
 
 EPOCHS, STOPPED = 4, 1
-WAIT_S = 60.0
 
 
 def train(name: str, *, acts: bool = False, **options: Any) -> None:
@@ -44,8 +44,8 @@ def train(name: str, *, acts: bool = False, **options: Any) -> None:
 
     def judge(model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         if acts and flowdp.current_worker().epoch == STOPPED:
-            handle.result(WAIT_S).stop()
-            assert is_cut.wait(WAIT_S)  # this batch is not done before all machines know
+            handle.result(HANG_S).stop()
+            assert is_cut.wait(HANG_S)  # this batch is not done before all machines know
         return {"loss": nn.functional.mse_loss(model(batch[0]), batch[1])}
 
     SharedBatches.cut = noted  # type: ignore[method-assign]

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flowdp
+from tests.limits import HANG_S
 from tests.machines.launch import report
 
 SAMPLES, BATCH, EPOCHS, START = 400, 8, 6, 0.01
 NEW_LR = 0.004
 FAULT_STEP = 7
 """Steps of the rank that raises, before it does."""
-
-WAIT_S = 60.0
 
 
 class FaultError(Exception):
@@ -69,7 +68,7 @@ def steer(act: str, acts: bool) -> None:
         assert worker is not None
         if act != "stop" and worker.epoch == 2:
             # So that the request, which comes in epoch 1, is there before the run is over.
-            assert holds.wait(WAIT_S)
+            assert holds.wait(HANG_S)
         calls.append(worker.epoch)
         return mean_square(model, batch)
 

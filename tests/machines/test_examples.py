@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import flowdp
-from tests.machines.launch import ROOT, WAIT_S, below, free_port
+from tests.limits import HANG_S
+from tests.machines.launch import ROOT, below, free_port
 
 pytestmark = pytest.mark.posix
 
@@ -51,7 +52,7 @@ def started(commands: Sequence[Sequence[str]], **more: str) -> Iterator[list[sub
 
 def said(running: Sequence[subprocess.Popen[str]]) -> list[str]:
     """What processes wrote that must end well."""
-    outputs = [process.communicate(timeout=WAIT_S)[0] for process in running]
+    outputs = [process.communicate(timeout=HANG_S)[0] for process in running]
     assert [process.returncode for process in running] == [0] * len(running), "\n".join(outputs)
     return outputs
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.machines.launch import Job, Record
 from tests.machines.steering import BATCH, EPOCHS, FAULT_STEP, NEW_LR, SAMPLES, START
 
@@ -74,7 +75,7 @@ def test_an_error_reaches_join_on_all_machines(job: Job, machine: int) -> None:
         assert one["kind"] == "StepError"
         assert (one["rank"], one["step"]) == (rank, FAULT_STEP)
         assert f"of rank {rank}" in one["text"]
-        assert one["found"] - raised["at"] < NOTICED_S
+        assert one["found"] - raised["at"] < HANG_S / 2  # long before a silent machine is lost
     there = both[1 - machine]
     assert f"machine {machine} (" in there["text"]
     assert "FaultError" in there["trace"]

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from flowdp.errors import CollectiveError, OptionError
 from flowdp.network import quorum as module
 from flowdp.network.quorum import Member, Quorum, World, check_place, next_world
-
-HANG_S = 60.0
+from tests.limits import HANG_S
 
 ONE, TWO, THREE = (Member(name, f"host-{name}", f"{name}:1") for name in "abc")
 

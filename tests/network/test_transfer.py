@@ -15,11 +15,10 @@ import torch
 from flowdp.errors import CollectiveError
 from flowdp.network.machines import Machines
 from flowdp.network.transfer import Transfer
+from tests.limits import HANG_S
 from tests.torch_world import in_processes
 
 pytestmark = pytest.mark.posix
-
-WAIT_S = 120.0
 
 
 def values() -> dict[str, Any]:
@@ -44,7 +43,7 @@ def values() -> dict[str, Any]:
 
 
 def told(rank: int) -> Any:
-    machines = Machines(WAIT_S)
+    machines = Machines(HANG_S)
     transfer = Transfer(machines)
     assert list(transfer.others) == [1, 2]
     if rank:
@@ -75,7 +74,7 @@ def test_a_value_arrives_with_its_tensors_once_each_and_in_order(tmp_path: Path)
 
 
 def lost(rank: int, folder: str) -> Any:
-    machines = Machines(WAIT_S)
+    machines = Machines(HANG_S)
     transfer = Transfer(machines)
     pipe = Path(folder) / "pipe"
     if rank:
@@ -98,7 +97,7 @@ def test_a_lost_machine_is_named_without_waiting_for_the_timeout(tmp_path: Path)
     os.mkfifo(tmp_path / "pipe")
     in_processes(lost, tmp_path, 2, str(tmp_path))
     took_s, texts = json.loads((tmp_path / "found.json").read_text())
-    assert took_s < WAIT_S / 2
+    assert took_s < HANG_S / 2
     received, sent = texts
     assert re.match(r"receiving states from machine 1 \(.+\) failed: it was lost", received)
     assert re.match(r"sending states to machine 1 \(.+\) failed: it was lost", sent)

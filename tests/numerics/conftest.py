@@ -13,6 +13,7 @@ from torch import nn
 
 import flowdp
 from flowdp.device.worker_context import CurrentWorker
+from tests.limits import HANG_S
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -71,9 +72,6 @@ def recorder() -> StepRecorder:
     return StepRecorder()
 
 
-WAIT_S = 60.0
-
-
 class Door:
     """Holds every thread that enters it until a test has done something."""
 
@@ -83,4 +81,4 @@ class Door:
 
     def wait(self) -> None:
         self.reached.set()
-        assert self.opened.wait(WAIT_S)
+        assert self.opened.wait(HANG_S)

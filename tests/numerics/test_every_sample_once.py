@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import flowdp
-from tests.numerics.conftest import WAIT_S, Door
+from tests.limits import HANG_S
+from tests.numerics.conftest import Door
 
 TEAMS = pytest.mark.parametrize(
     ("policy", "devices"), [("sync", 3), ("cadence", 1), ("cadence", 3), ("async", 2), ("async", 4)]
@@ -125,10 +126,10 @@ def test_a_stop_in_the_middle_trains_nothing_twice_and_counts_everything(recorde
         door = Door()
         recorder.before = lambda _, count, at=at, door=door: door.wait() if count == at else None
         run = trainer(recorder, tensors(23), policy, devices, per_device_batch_size=4, epochs=10_000).start()
-        assert door.reached.wait(WAIT_S)
+        assert door.reached.wait(HANG_S)
         run.stop()
         door.opened.set()
-        state = run.join(WAIT_S)
+        state = run.join(HANG_S)
         assert state.interrupted
         assert len(recorder.steps) == state.global_step >= at
         assert len(state.history) == state.epochs_done
@@ -151,7 +152,7 @@ def test_pauses_lose_and_double_nothing(recorder, policy, devices):
     door = meet(3)
     run = trainer(recorder, tensors(23), policy, devices, per_device_batch_size=4, epochs=40).start()
     for further in (1, 8, 21):
-        assert door.reached.wait(WAIT_S)
+        assert door.reached.wait(HANG_S)
         run.pause()
         door.opened.set()
         with run.paused():
@@ -163,7 +164,7 @@ def test_pauses_lose_and_double_nothing(recorder, policy, devices):
             assert len(recorder.steps) == before
             door = meet(before + further)
     door.opened.set()
-    check(recorder, run.join(WAIT_S), Counter(range(23)), epochs=40)
+    check(recorder, run.join(HANG_S), Counter(range(23)), epochs=40)
 
 
 @TEAMS

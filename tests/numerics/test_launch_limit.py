@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from flowdp import FailureOptions, OptionError, RuntimeOptions, Trainer, current_worker
 from flowdp.device.worker_context import CurrentWorker
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.parametrize("lanes", ["cpu", "streams"], indirect=True)
 
-WAIT_S = 60.0
 ONE = RuntimeOptions(launch_limit=1)
 
 
@@ -81,7 +81,7 @@ def test_a_step_of_the_users_own_gives_its_place_away_for_its_backward() -> None
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            met.wait(WAIT_S)  # both ranks are in backward
+            met.wait(HANG_S)  # both ranks are in backward
             return gradient
 
     def step(worker: CurrentWorker, batch: Tensor) -> None:

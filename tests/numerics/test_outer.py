@@ -17,7 +17,8 @@ from flowdp import OuterOptions
 from flowdp.collective import host
 from flowdp.machine import planned_rounds
 from flowdp.replica.rank_state import named_momentum
-from tests.numerics.conftest import WAIT_S, StepRecorder
+from tests.limits import HANG_S
+from tests.numerics.conftest import StepRecorder
 from tests.numerics.test_mean_of_steps import ByHand, check_equal, network, rounds_of, train
 
 # On streams each rank has a momentum of its own, on the CPU all have one.
@@ -179,7 +180,7 @@ def expected(
 
 
 def check(run: flowdp.Run, wanted: Outer) -> None:
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     left = run._engine.failures.forgiven
     for rank, parts in enumerate(run._engine.ranks):
         if rank not in left:
@@ -239,7 +240,7 @@ def test_variances_stay_positive_in_means_beside_the_training(recorder: StepReco
     model[0].running_var.fill_(1e6)  # type: ignore[union-attr, operator]
     run = linear(recorder, 3, "async", model=model, outer=None).start()
     assert sum(record.reason != "meeting" for record in run.metrics("round")) >= 4
-    variance = run.join(WAIT_S).state_dict["0.running_var"]
+    variance = run.join(HANG_S).state_dict["0.running_var"]
     assert bool(((variance >= 0) & (variance < 1e3)).all())
 
 
@@ -294,7 +295,7 @@ def test_a_healed_replica_goes_on_with_the_others_momentum(recorder: StepRecorde
         return value * math.nan if worker.rank == 1 and worker.local_step == 4 else value
 
     run = linear(recorder, 3, policy, loss=poisoned).start()
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     assert any("NaN" in problem for problem in run.status().problems)
     assert all(bool(value.isfinite().all()) for value in (*state.state_dict.values(), *named(state).values()))
     check(run, expected(run, recorder, bad=(1, 4)))

@@ -17,7 +17,8 @@ from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
 from tests.collective.fake_world import in_threads
 from tests.fakes import FakeCuda, hide_modes
-from tests.loops import WAIT_S, assert_equal, gradients, numbers
+from tests.limits import HANG_S
+from tests.loops import assert_equal, gradients, numbers
 
 STEPS = 8
 SIZES = (22, 9, 3, 2)
@@ -179,7 +180,7 @@ def by_hand(world_size: int) -> nn.Module:
 
 @pytest.mark.parametrize("strategy", ["overlapped", "synchronous"])
 def test_ranks_that_wrap_their_own_module(strategy: Any) -> None:
-    groups = flowdp.local_groups(["cpu"] * 2, timeout=WAIT_S)
+    groups = flowdp.local_groups(["cpu"] * 2, timeout=HANG_S)
     models = [convert(network()) for _ in groups]
 
     def train_rank(rank: int) -> nn.Module:

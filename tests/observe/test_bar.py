@@ -23,6 +23,7 @@ from flowdp import Callback, EpochMetrics, StepError, Trainer, current_worker
 from flowdp.observe import bar
 from flowdp.observe.bar import ProgressBar, tell_devices, wants_progress
 from flowdp.protocol.commands import RoundEnded
+from tests.limits import HANG_S
 
 
 class Terminal(io.StringIO):
@@ -182,7 +183,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             patch.setattr(bar, "_told", set())
             yield seen
     finally:
-        reader.join(60)
+        reader.join(HANG_S)
         os.close(outside)
     screen = Screen(120)
     screen.take(b"".join(written).decode())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import flowdp
+from tests.limits import HANG_S
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is not installed")
 
@@ -21,7 +22,7 @@ def run() -> Any:
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         if flowdp.current_worker().local_step == 0:
-            assert is_asked.wait(60)
+            assert is_asked.wait(HANG_S)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     run = flowdp.Trainer(
@@ -40,7 +41,7 @@ def run() -> Any:
     yield run
     is_asked.set()
     run.stop()
-    run.join(60)
+    run.join(HANG_S)
 
 
 def threads() -> list[threading.Thread]:
@@ -65,9 +66,9 @@ def test_the_buttons_steer_the_run(run: Any) -> None:
         assert run.status().phase == "paused"
     pause.value = False
     stop.click()
-    assert run.join(60).interrupted
+    assert run.join(HANG_S).interrupted
     for thread in threads():
-        thread.join(60)
+        thread.join(HANG_S)
     assert "stopped" in view.value
     assert [control.disabled for control in (pause, stop, rate, apply)] == [True] * 4
     assert {one.lr for one in run.metrics("round")} >= {0.125}
@@ -76,9 +77,9 @@ def test_the_buttons_steer_the_run(run: Any) -> None:
 def test_a_board_of_a_run_that_is_over_ends_its_thread(run: Any) -> None:
     run.stop()
     run.is_asked.set()
-    run.join(60)
+    run.join(HANG_S)
     board = run.dashboard()
     for thread in threads():
-        thread.join(60)
+        thread.join(HANG_S)
     assert "stopped" in board.children[1].value
     assert board.children[0].children[1].disabled

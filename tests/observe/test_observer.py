@@ -18,6 +18,7 @@ from flowdp.observe.observer import Observer
 from flowdp.observe.records import Records
 from flowdp.policy.tally import EpochMetrics, Tally
 from flowdp.protocol.commands import EpochStarted, EvaluationEnded, Finish, RoundEnded
+from tests.limits import HANG_S
 
 FINISH = Finish(None, False, 10, 2)
 
@@ -95,7 +96,7 @@ class Stands(Callback):
 
     def on_epoch_end(self, metrics: EpochMetrics) -> None:
         self.stands.set()
-        assert self.go.wait(60)
+        assert self.go.wait(HANG_S)
 
 
 class Case:
@@ -230,10 +231,10 @@ def test_without_a_failure_callbacks_have_their_time() -> None:
         case.start()
         case.records.add(epoch_record(0))
         case.end()
-        assert stands.stands.wait(60)
+        assert stands.stands.wait(HANG_S)
         assert not case.observer.close(0.01)
         assert case.observer.inside == "Stands.on_epoch_end"
-        assert "self.go.wait(60)" in case.observer.stack
+        assert "self.go.wait(HANG_S)" in case.observer.stack
         stands.go.set()
         assert case.observer.close()
     assert case.observer.inside == ""
@@ -253,15 +254,15 @@ def test_after_a_failure_one_that_does_not_return_is_left_behind(
         case.start()
         case.records.add(epoch_record(0))
         case.end()
-        assert stands.stands.wait(60)
+        assert stands.stands.wait(HANG_S)
         assert not case.observer.close()
         assert caplog.records[-1].getMessage().startswith("Stands.on_epoch_end does not return")
-        assert "self.go.wait(60)" in caplog.text
+        assert "self.go.wait(HANG_S)" in caplog.text
         monkeypatch.setattr(observer_module, "GRACE_S", 1e9)  # a second close does not wait again
         assert not case.observer.close()
         stands.go.set()
         assert case.observer._thread is not None
-        case.observer._thread.join(60)
+        case.observer._thread.join(HANG_S)
     assert case.observer.close(0)
     assert book[-1] == ("a", "on_train_end", None)  # it is called at the end all the same
     assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1

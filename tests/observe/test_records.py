@@ -13,6 +13,7 @@ from flowdp.checkpoint.writer import Checkpoint
 from flowdp.observe.records import KEPT_CHECKPOINTS, KEPT_ROUNDS, Records
 from flowdp.policy.tally import EpochMetrics, Tally
 from flowdp.protocol.commands import Finish, RoundEnded
+from tests.limits import HANG_S
 
 FINISH = Finish(None, False, 10, 2)
 
@@ -37,7 +38,7 @@ def in_thread(function: Callable[[], object]) -> tuple[Future[object], threading
     pool = ThreadPoolExecutor(1)
     future = pool.submit(body)
     pool.shutdown(wait=False)
-    assert begun.wait(60)
+    assert begun.wait(HANG_S)
     return future, begun
 
 

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 import flowdp
 from bench.cadences import cadence_for
 from flowdp.device.worker_context import CurrentWorker
-from tests.numerics.conftest import WAIT_S, Door, StepRecorder
+from tests.limits import HANG_S
+from tests.numerics.conftest import Door, StepRecorder
 
 SAMPLES = 23
 BATCH = 4
@@ -84,7 +85,7 @@ def held_at(recorder: StepRecorder, step: int) -> Any:
 
     @contextmanager
     def inside() -> Any:
-        assert door.reached.wait(WAIT_S)
+        assert door.reached.wait(HANG_S)
         try:
             yield
         finally:
@@ -102,7 +103,7 @@ def stop(run: flowdp.Run) -> None:
     run.stop()
     engine, records = run._engine, run._engine.records
     with records._changed:
-        assert records._changed.wait_for(lambda: records._taken_requests >= engine._requests._count, WAIT_S)
+        assert records._changed.wait_for(lambda: records._taken_requests >= engine._requests._count, HANG_S)
 
 
 def stop_at(recorder: StepRecorder, step: int, job: flowdp.Trainer) -> flowdp.TrainedState:
@@ -111,7 +112,7 @@ def stop_at(recorder: StepRecorder, step: int, job: flowdp.Trainer) -> flowdp.Tr
         run = job.start()
         with inside():
             stop(run)
-    return run.join(WAIT_S)
+    return run.join(HANG_S)
 
 
 class Written:
@@ -128,7 +129,7 @@ class Written:
 
     def wait(self, condition: Callable[[list[flowdp.Checkpoint]], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: condition(self.all), WAIT_S)
+            assert self._changed.wait_for(lambda: condition(self.all), HANG_S)
 
     def wait_for_step(self, global_step: int) -> None:
         self.wait(lambda all: not global_step or any(one.global_step >= global_step for one in all))

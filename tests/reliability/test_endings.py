@@ -12,8 +12,9 @@ import pytest
 
 import flowdp
 from flowdp.checkpoint.file import read
+from tests.limits import HANG_S
 from tests.numerics.conftest import StepRecorder
-from tests.reliability.small import ENDLESS, SAMPLES, WAIT_S, Written, held_at, same, trainer
+from tests.reliability.small import ENDLESS, SAMPLES, Written, held_at, same, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
 
@@ -31,7 +32,7 @@ def test_stop_leaves_a_checkpoint_of_the_last_round(
         run = trainer(recorder, policy, 2, checkpoint=tmp_path, **ENDLESS).start()
         with inside():
             run.stop()
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     assert state.interrupted
     kept = newest(tmp_path)
     assert kept["global_step"] == state.global_step
@@ -44,7 +45,7 @@ def test_max_time_stops_a_run_that_goes_on_exactly_there(
     tmp_path: Path, recorder: StepRecorder, policy: str
 ) -> None:
     run = trainer(recorder, policy, 2, checkpoint=tmp_path, epochs=None, max_time=0.3).start()
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     assert state.interrupted
     assert newest(tmp_path)["global_step"] == state.global_step > 0
     epochs = state.epochs_done + 2
@@ -56,7 +57,7 @@ def test_max_time_stops_a_run_that_goes_on_exactly_there(
 def test_max_time_ends_a_pause(recorder: StepRecorder) -> None:
     run = trainer(recorder, "cadence", 2, max_time=timedelta(seconds=0.3), **ENDLESS).start()
     run.pause()
-    assert run.join(WAIT_S).interrupted
+    assert run.join(HANG_S).interrupted
 
 
 @pytest.mark.posix
@@ -74,7 +75,7 @@ def test_sigterm_stops_where_that_was_asked_for(tmp_path: Path, recorder: StepRe
         ).start()
         with inside():
             os.kill(os.getpid(), signal.SIGTERM)
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     assert state.interrupted
     assert newest(tmp_path)["global_step"] == state.global_step
     assert signal.getsignal(signal.SIGTERM) is before
@@ -106,7 +107,7 @@ def test_a_snapshot_is_of_one_moment(recorder: StepRecorder, policy: str, device
             paused = run.snapshot()
             same(dict(run.snapshot().state_dict), dict(paused.state_dict))
         run.stop()
-        ended = run.join(WAIT_S)
+        ended = run.join(HANG_S)
     assert paused.global_step <= ended.global_step
     assert run.snapshot() is ended
 
@@ -125,7 +126,7 @@ def test_a_checkpoint_on_demand(tmp_path: Path, recorder: StepRecorder, policy: 
         run.checkpoint()
         written.wait(lambda all: len(all) == 3)
     run.stop()
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     assert [one.version for one in written.all[:3]] == [1, 2, 3]
     last = written.all[-1]
     assert last.global_step == state.global_step

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import EarlyStopping, FlowdpError, StepError
+from tests.limits import HANG_S
 from tests.numerics.conftest import StepRecorder
-from tests.reliability.small import ENDLESS, WAIT_S, Door, count, stop, trainer
+from tests.reliability.small import ENDLESS, Door, count, stop, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
 NUMBERS = torch.randn(37, 3, generator=torch.Generator().manual_seed(8))
@@ -209,10 +210,10 @@ def test_stop_cuts_an_evaluation(tmp_path: Path, recorder: StepRecorder, policy:
         checkpoint=tmp_path,
         **ENDLESS,
     ).start()
-    assert door.reached.wait(WAIT_S)
+    assert door.reached.wait(HANG_S)
     stop(run)
     door.opened.set()
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     assert len(batches) <= 2 * devices
     assert state.interrupted
     assert (state.epochs_done, dict(state.history[0].eval)) == (1, {})
@@ -235,7 +236,7 @@ def test_a_failing_evaluation_ends_the_run(recorder: StepRecorder, policy: str, 
         evaluation=flowdp.EvaluationOptions((torch.arange(9),), step=step, sanity_check=0),
     ).start()
     with pytest.raises(StepError, match="failed while it evaluates after epoch 0: ValueError: mine"):
-        run.join(WAIT_S)
+        run.join(HANG_S)
 
 
 def test_a_callback_ends_the_run_only_where_it_says_so(recorder: StepRecorder) -> None:
@@ -247,9 +248,9 @@ def test_a_callback_ends_the_run_only_where_it_says_so(recorder: StepRecorder) -
         ends_run = True
 
     run = trainer(recorder, "sync", 2, callbacks=[Raises()]).start()
-    assert run.join(WAIT_S).epochs_done == 3
+    assert run.join(HANG_S).epochs_done == 3
     assert run.status().problems == ("Raises.on_epoch_end raised ValueError: mine (3 times)",)
     run = trainer(recorder, "sync", 2, callbacks=[Ends()], loss=count, **ENDLESS).start()
     with pytest.raises(FlowdpError, match=r"Ends.on_epoch_end raised ValueError: mine") as caught:
-        run.join(WAIT_S)
+        run.join(HANG_S)
     assert isinstance(caught.value.__cause__, ValueError)

@@ -15,7 +15,8 @@ import flowdp
 from flowdp import CheckpointOptions
 from flowdp.checkpoint.file import read
 from flowdp.policy.interval import SaveBudget
-from tests.reliability.small import WAIT_S, Written, same
+from tests.limits import HANG_S
+from tests.reliability.small import Written, same
 
 pytestmark = pytest.mark.usefixtures("kept_replicas")
 
@@ -81,7 +82,7 @@ def make(case: str, **options: Any) -> flowdp.Trainer:
 
 def everything(run: flowdp.Run) -> dict[str, Any]:
     """The whole state of every replica of a finished run, and its reported losses."""
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     return {
         "replicas": [
             {

@@ -12,8 +12,9 @@ import torch
 import flowdp
 from bench.cadences import cadence_for
 from flowdp import CheckpointError, EvaluationOptions, OptionError
+from tests.limits import HANG_S
 from tests.numerics.conftest import StepRecorder
-from tests.reliability.small import BATCH, WAIT_S, indices, stop_at, trainer
+from tests.reliability.small import BATCH, indices, stop_at, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
 
@@ -127,7 +128,7 @@ def test_a_trial_calls_everything_once(
         timeline=tmp_path / "run.html",
     )
     assert job.total_steps == (1 if policy == "exact" else devices)
-    state = job.start().join(WAIT_S)
+    state = job.start().join(HANG_S)
     ranks = Counter(step.rank for step in recorder.steps)
     assert set(ranks) == set(range(devices))
     if policy != "exact":

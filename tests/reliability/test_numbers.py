@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp import FlowdpError, StepError
+from tests.limits import HANG_S
 from tests.numerics.conftest import StepRecorder
-from tests.reliability.small import SAMPLES, WAIT_S, Written, count, trainer
+from tests.reliability.small import SAMPLES, Written, count, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
 
@@ -56,7 +57,7 @@ def test_one_replica_is_healed_and_the_run_goes_on(
         epochs=5,
     ).start()
     with caplog.at_level(logging.WARNING, "flowdp"):
-        state = run.join(WAIT_S)
+        state = run.join(HANG_S)
     assert (state.epochs_done, state.interrupted) == (5, False)
     for values in (*state.state_dict.values(), *tensors(state.optimizer_state)):
         assert values.isfinite().all()
@@ -98,7 +99,7 @@ def test_without_a_healthy_replica_the_run_ends_and_names_the_last_checkpoint(
         runtime=flowdp.RuntimeOptions(partition_ratios=ratios(policy, devices)),
     ).start()  # fmt: skip
     with pytest.raises(FlowdpError, match="NaN or infinite numbers in every replica") as caught:
-        run.join(WAIT_S)
+        run.join(HANG_S)
     [path] = tmp_path.glob("*.pt")
     assert f"the last checkpoint is {str(path)!r}" in str(caught.value)
     state = trainer(recorder, policy, devices, checkpoint=tmp_path, resume=True).fit()
@@ -118,6 +119,6 @@ def test_it_can_be_an_error_at_once(recorder: StepRecorder, policy: str) -> None
         runtime=flowdp.RuntimeOptions(partition_ratios=ratios(policy)),
     ).start()
     with pytest.raises(StepError, match="FloatingPointError: the loss is not finite") as caught:
-        run.join(WAIT_S)
+        run.join(HANG_S)
     assert (caught.value.rank, isinstance(caught.value.__cause__, FloatingPointError)) == (1, True)
     assert set(trouble.indices[0]) <= set(caught.value.indices)

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import flowdp
 from flowdp import CheckpointOptions, EvaluationOptions
 from flowdp.checkpoint.file import read
-from tests.reliability.small import WAIT_S, same, stop
+from tests.limits import HANG_S
+from tests.reliability.small import same, stop
 
 pytestmark = pytest.mark.usefixtures("kept_replicas")
 
@@ -96,7 +97,7 @@ class Life:
             )
         self.run = flowdp.Trainer(**given | options).start()
         self._handle.set_result(self.run)
-        self.state = self.run.join(WAIT_S)
+        self.state = self.run.join(HANG_S)
         self.replicas = [
             {
                 "model": dict(replica.module.state_dict()),
@@ -108,13 +109,13 @@ class Life:
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
         if self._in_step(flowdp.current_worker()):
-            stop(self._handle.result(WAIT_S))
+            stop(self._handle.result(HANG_S))
         return loss(model, batch)
 
     def _evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
         worker = flowdp.current_worker()
         if self._in_evaluation(worker):
-            stop(self._handle.result(WAIT_S))
+            stop(self._handle.result(HANG_S))
         self.places.add((worker.epoch, worker.lr))
         return {"loss": loss(model, batch)}
 

@@ -17,11 +17,11 @@ import flowdp
 from flowdp import CheckpointError, CheckpointOptions, OptionError, StepError
 from flowdp.checkpoint.file import read
 from flowdp.device.worker_context import CurrentWorker
+from tests.limits import HANG_S
 from tests.numerics.conftest import StepRecorder
 from tests.reliability.small import (
     ENDLESS,
     SAMPLES,
-    WAIT_S,
     Counts,
     Door,
     Written,
@@ -83,11 +83,11 @@ def test_batches_that_a_hurried_rank_left_are_not_forgotten(
 
     recorder.before = hold
     run = trainer(recorder, "cadence", 2, **options).start()
-    assert door.reached.wait(WAIT_S)
-    assert others.wait(WAIT_S)  # rank 0 has taken its part of the round, rank 1 is in its first step
+    assert door.reached.wait(HANG_S)
+    assert others.wait(HANG_S)  # rank 0 has taken its part of the round, rank 1 is in its first step
     stop(run)
     door.opened.set()
-    run.join(WAIT_S)
+    run.join(HANG_S)
     recorder.before = None
     [stood] = read(newest(tmp_path))["position"].open
     assert stood.missing == (3,)  # 5, the last one dealt, counts as not dealt
@@ -273,7 +273,7 @@ def test_a_full_disk_is_reported_and_the_run_goes_on(
         fsync(file)
 
     def patient(model: nn.Module, batch: Any) -> Tensor:
-        assert flowdp.current_worker().epoch == 0 or failed.wait(WAIT_S)
+        assert flowdp.current_worker().epoch == 0 or failed.wait(HANG_S)
         return count(model, batch)
 
     monkeypatch.setattr(os, "fsync", full)
@@ -287,7 +287,7 @@ def test_a_full_disk_is_reported_and_the_run_goes_on(
         callbacks=[flowdp.OnCheckpoint(written)],
         epochs=4,
     ).start()
-    check(recorder, run.join(WAIT_S), 4)
+    check(recorder, run.join(HANG_S), 4)
     [problem] = run.status().problems
     assert "No space left on device" in problem
     assert written.all[-1].epoch == 4

@@ -12,8 +12,9 @@ from torch import Tensor
 import flowdp
 from flowdp import StepError
 from flowdp.device.worker_context import CurrentWorker
+from tests.limits import HANG_S
 from tests.numerics.conftest import StepRecorder
-from tests.reliability.small import BATCH, SAMPLES, WAIT_S, trainer
+from tests.reliability.small import BATCH, SAMPLES, trainer
 
 POLICIES = ("sync", "cadence", "async", "exact")
 
@@ -78,6 +79,6 @@ class Fails(flowdp.Callback):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_exception_is_an_error_of_the_step(recorder: StepRecorder, policy: str) -> None:
     with pytest.raises(StepError, match=r"rank 1 .* KeyError: 'wrong'; in Fails\.on_step") as caught:
-        trainer(recorder, policy, 2, callbacks=[Fails()]).start().join(WAIT_S)
+        trainer(recorder, policy, 2, callbacks=[Fails()]).start().join(HANG_S)
     assert (caught.value.rank, caught.value.step) == (1, 1)
     assert isinstance(caught.value.__cause__, KeyError)

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import flowdp
 from bench.cadences import cadence_for
 from flowdp import StepError
+from tests.limits import HANG_S
 from tests.numerics.conftest import Step, StepRecorder
-from tests.reliability.small import BATCH, SAMPLES, WAIT_S, Counts, Written, count, trainer
+from tests.reliability.small import BATCH, SAMPLES, Counts, Written, count, trainer
 
 ALL = Counter(range(SAMPLES))
 POLICIES = ("sync", "cadence")
@@ -75,7 +76,7 @@ def test_the_others_train_what_was_lost(
         epochs=8,
     ).start()
     with caplog.at_level(logging.ERROR, "flowdp"):
-        state = run.join(WAIT_S)
+        state = run.join(HANG_S)
     assert (state.epochs_done, state.interrupted, run.error) == (8, False, None)
     for epoch in range(8):
         assert kept(recorder, epoch, rank) == ALL
@@ -102,7 +103,7 @@ def test_in_sync_every_step_has_left_its_mark_just_once(recorder: StepRecorder) 
         failures=flowdp.FailureOptions(on_failure="continue"),
         epochs=1,
     ).start()
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     weight = {index: 1 / 3 for step in recorder.steps if step.round < 1 for index in step.indices}
     third = [step for step in recorder.steps if step.round == 1 and step.rank != 1]
     weight |= {index: 1 / 2 for step in third for index in step.indices}
@@ -130,7 +131,7 @@ def test_one_after_the_other_and_the_last_one_ends_the_run(recorder: StepRecorde
         max_steps=10**6,
     ).start()
     with pytest.raises(StepError, match="mine, of rank") as caught:
-        run.join(WAIT_S)
+        run.join(HANG_S)
     told = [problem[:12] for problem in run.status().problems]
     assert told == [f"rank {rank} left:" for rank in range(3) if rank != caught.value.rank]
 
@@ -251,7 +252,7 @@ def test_what_was_read_is_trained_by_the_others(
         cadence=cadence_for(policy, anchor=2, max_anchor=2),
         runtime=flowdp.RuntimeOptions(partition_ratios=equal(policy, devices)),
     ).start()
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     assert (state.epochs_done, run.error) == (4, None)
     assert [problem[:12] for problem in run.status().problems] == [f"rank {rank} left:"]
     for epoch in range(4):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flowdp import EvaluationOptions, Trainer, current_worker
+from tests.limits import HANG_S
 from tests.vision import mend_torchvision
 
 mend_torchvision()
@@ -21,7 +22,6 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassConfusionMatr
 SAMPLES, CLASSES = 1003, 5
 torch.manual_seed(7)
 X, Y = torch.randn(SAMPLES, 4), torch.randint(0, CLASSES, (SAMPLES,))
-WAIT_S = 60.0
 
 
 class Sums(torchmetrics.Metric):  # type: ignore[misc]
@@ -54,7 +54,7 @@ def test_metrics_are_those_of_a_plain_loop(devices: int) -> None:
     def step(model: nn.Module, batch: Any, metrics: Any) -> Any:
         if (rank := current_worker().rank) not in seen:  # so that all evaluate a batch
             seen.add(rank)
-            meeting.wait(WAIT_S)
+            meeting.wait(HANG_S)
         logits = model(batch[0])
         for metric in metrics.values():
             metric.update(logits, batch[1])

@@ -13,8 +13,7 @@ from functools import partial
 import pytest
 
 from flowdp.threads.crew import Crew, _Job
-
-WAIT_S = 60.0
+from tests.limits import HANG_S
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def test_each_job_runs_in_the_thread_of_its_place(crew: Crew) -> None:
 
 def test_jobs_run_at_once(crew: Crew) -> None:
     met = threading.Barrier(3)
-    places = crew.run([partial(met.wait, WAIT_S)] * 3)
+    places = crew.run([partial(met.wait, HANG_S)] * 3)
     assert sorted(place or 0 for place in places) == [0, 1, 2]
 
 
@@ -49,7 +48,7 @@ def test_a_place_without_a_name_works_in_the_calling_thread() -> None:
     met = threading.Barrier(2)
 
     def meet() -> str:
-        met.wait(WAIT_S)
+        met.wait(HANG_S)
         return name()
 
     assert crew.run([meet, meet]) == [name(), "other"]
@@ -68,7 +67,7 @@ def test_the_first_error_in_order_of_places_is_raised_and_tells_the_others(crew:
     later = threading.Event()
 
     def first() -> None:
-        later.wait(WAIT_S)  # ends last, and is reported all the same
+        later.wait(HANG_S)  # ends last, and is reported all the same
         raise KeyError("first")
 
     def second() -> None:
@@ -87,7 +86,7 @@ def test_an_error_is_raised_when_all_have_ended(crew: Crew) -> None:
     failed = threading.Event()
 
     def slow() -> None:
-        failed.wait(WAIT_S)
+        failed.wait(HANG_S)
         ended.set()
 
     def quick() -> None:
@@ -117,7 +116,7 @@ class Interrupted:
 
     def _go_on(self) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        assert self.release.wait(WAIT_S)
+        assert self.release.wait(HANG_S)
         self.is_done = True
 
 
@@ -201,7 +200,7 @@ def test_two_callers_take_turns(crew: Crew) -> None:
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(WAIT_S)
+        caller.join(HANG_S)
     assert found == [["zero", "one", "two"]] * 100
 
 
@@ -221,7 +220,7 @@ def test_threads_end_when_the_crew_is_collected() -> None:
     del crew
     gc.collect()
     assert gone() is None
-    thread.join(WAIT_S)
+    thread.join(HANG_S)
     assert not thread.is_alive()
 
 

@@ -20,9 +20,9 @@ from flowdp.errors import CollectiveAborted, ProtocolError
 from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import Arrival, Directives, Outcome, Requested
 from flowdp.threads.gate import Gate, Waiting
+from tests.limits import HANG_S
 
 STRESS_ROUNDS = int(os.environ.get("FLOWDP_GATE_ROUNDS", "30000"))
-JOIN_S = 120.0
 
 
 def arrival(rank: int, round: int = 0, global_step: int = 0, left: int = 0) -> Arrival:
@@ -52,7 +52,7 @@ class Threads:
 
     def join(self) -> list[Any]:
         for thread in self._threads:
-            thread.join(JOIN_S)
+            thread.join(HANG_S)
         stuck = [t for t in self._threads if t.is_alive()]
         frames = sys._current_frames()
         stacks = ["".join(traceback.format_stack(frames[t.ident or 0])) for t in stuck if t.ident in frames]

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from flowdp.threads.inbox import Inbox
+from tests.limits import HANG_S
 
 
 def test_messages_come_in_their_order() -> None:
@@ -40,7 +41,7 @@ def test_a_message_wakes_the_reader(timeout_ms: float | None) -> None:
     reader = threading.Thread(target=lambda: heard.append(inbox.get(timeout_ms)))
     reader.start()
     inbox.post("wake up")
-    reader.join(60)
+    reader.join(HANG_S)
     assert heard == ["wake up"]
 
 
@@ -58,7 +59,7 @@ def test_many_writers_lose_nothing_and_keep_their_own_order() -> None:
     start = threading.Barrier(4)
 
     def write(writer: int) -> None:
-        start.wait(60)
+        start.wait(HANG_S)
         for number in range(1000):
             inbox.post((writer, number))
 
@@ -67,7 +68,7 @@ def test_many_writers_lose_nothing_and_keep_their_own_order() -> None:
         thread.start()
     heard = [inbox.get(10_000.0) for _ in range(4000)]
     for thread in writers:
-        thread.join(60)
+        thread.join(HANG_S)
     for writer in range(4):
         assert [m[1] for m in heard if m is not None and m[0] == writer] == list(range(1000))
     assert inbox.is_empty()

@@ -6,6 +6,7 @@ import threading
 from queue import SimpleQueue
 
 from flowdp.threads.latch import Latch
+from tests.limits import HANG_S
 
 
 def waiting(latch: Latch) -> tuple[threading.Thread, SimpleQueue[bool]]:
@@ -19,7 +20,7 @@ def test_the_first_decision_counts() -> None:
     latch = Latch()
     before, answers = waiting(latch)
     latch.open()
-    assert answers.get(timeout=60)
+    assert answers.get(timeout=HANG_S)
     assert not latch.shut()
     assert latch.wait()
     before.join()
@@ -29,7 +30,7 @@ def test_a_latch_that_is_shut_stays_shut() -> None:
     latch = Latch()
     before, answers = waiting(latch)
     assert latch.shut()
-    assert not answers.get(timeout=60)
+    assert not answers.get(timeout=HANG_S)
     latch.open()
     assert not latch.wait()
     assert latch.shut()

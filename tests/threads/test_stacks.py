@@ -15,6 +15,7 @@ import torch
 
 from flowdp.errors import OptionError, ProtocolError
 from flowdp.threads.stacks import OWN, Folding, folded, is_own, stacks
+from tests.limits import HANG_S
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def thread_inside(name: str, keeps: object = None) -> Iterator[threading.Thread]
         yield thread
     finally:
         release.release()
-        thread.join(60)
+        thread.join(HANG_S)
 
 
 def test_the_stack_of_a_thread_names_the_users_line() -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from flowdp.threads.turns import Turns
-from tests.loops import WAIT_S
+from tests.limits import HANG_S
 
 
 class Asker:
@@ -34,12 +34,12 @@ class Asker:
         if self.answer:
             self.then()
             self.has_it.set()
-            assert self.may_end.wait(WAIT_S)
+            assert self.may_end.wait(HANG_S)
             self.turns.end()
 
     def end(self) -> None:
         self.may_end.set()
-        self.thread.join(WAIT_S)
+        self.thread.join(HANG_S)
         assert not self.thread.is_alive()
 
 
@@ -71,7 +71,7 @@ def test_a_thread_that_asks_again_stands_behind_those_who_wait() -> None:
 
     thread = threading.Thread(target=twice)
     thread.start()
-    thread.join(WAIT_S)
+    thread.join(HANG_S)
     waiter.end()
     assert order == ["waiter", "again"]
 
@@ -82,7 +82,7 @@ def test_who_gives_up_holds_nobody_up() -> None:
     second, third = Asker(turns).start(), Asker(turns).start()
     second.gives_up = True
     turns.look()
-    second.thread.join(WAIT_S)
+    second.thread.join(HANG_S)
     assert second.answer is False
     first.end()
     third.end()
@@ -96,7 +96,7 @@ def test_the_turn_of_a_thread_that_hangs_is_taken_away() -> None:
     turns.take_away(waiter.thread)  # which does not have it
     assert not waiter.has_it.is_set()
     turns.take_away(hanging.thread)
-    assert waiter.has_it.wait(WAIT_S)
+    assert waiter.has_it.wait(HANG_S)
     hanging.end()  # its own end does not end another thread's turn
     late = Asker(turns).start()
     assert not late.has_it.is_set()

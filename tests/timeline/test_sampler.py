@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flowdp.timeline.sampler import GpuReading, GpuSensor, Sampler
+from tests.limits import HANG_S
 
 
 class Nvml:
@@ -55,7 +56,7 @@ def test_it_samples_until_it_is_closed_and_once_more() -> None:
 
     sampler = Sampler(take, every_s=0.001)
     sampler.start()
-    assert has_two.wait(60)
+    assert has_two.wait(HANG_S)
     sampler.close()
     count = len(taken)
     assert count >= 3

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flowdp.timeline.spans import Rows, merged, thinned
+from tests.limits import HANG_S
 
 
 def filled(count: int, capacity: int = 8) -> Rows:
@@ -48,7 +49,7 @@ def test_a_reader_sees_whole_rows_while_they_are_added() -> None:
     for at in range(50_000):
         rows.add((at, at + 0.5, 0.5, 1))
     is_over.set()
-    reader.join(60)
+    reader.join(HANG_S)
     assert not faults
 
 

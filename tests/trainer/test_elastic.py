@@ -12,6 +12,7 @@ import flowdp
 from flowdp import validators
 from flowdp.errors import CollectiveError, MachineLostError, MachineWaitsError, OptionError
 from flowdp.trainer import elastic
+from tests.limits import HANG_S
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(train: Any, **options: Any) -> Any:
-    return flowdp.run_elastic(train, **{"host": "127.0.0.1", "timeout": 60, **options})
+    return flowdp.run_elastic(train, **{"host": "127.0.0.1", "timeout": HANG_S, **options})
 
 
 def raising(error: BaseException) -> Any:

@@ -21,11 +21,11 @@ from flowdp import EvaluationOptions, MetricArray, OptionError, StepError, Train
 from flowdp.engine import active_runs
 from flowdp.errors import DataError
 from flowdp.trainer.inference import _check, forward_step, joined
+from tests.limits import HANG_S
 from tests.vision import mend_torchvision
 
 torch.manual_seed(11)
 X, Y = torch.randn(53, 4), torch.randint(0, 3, (53,))
-WAIT_S = 60.0
 
 
 class Samples(Dataset[Any]):
@@ -68,7 +68,7 @@ class Together:
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         if (rank := flowdp.current_worker().rank) not in self.seen:
             self.seen.add(rank)
-            self.meeting.wait(WAIT_S)
+            self.meeting.wait(HANG_S)
         assert not torch.is_grad_enabled()
         assert not any(part.training for part in model.modules())
         return model(batch)
@@ -190,7 +190,7 @@ def test_an_interrupt_ends_it_and_leaves_no_thread() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         if first.acquire(blocking=False):  # a second one would meet the end of the first
             signal.pthread_kill(main, signal.SIGINT)
-        assert was_heard.wait(WAIT_S)
+        assert was_heard.wait(HANG_S)
         done.append(len(x))
         return model(x)
 

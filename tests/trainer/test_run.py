@@ -33,10 +33,10 @@ from flowdp import (
     current_worker,
     runs,
 )
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.usefixtures("stopped_runs")
 
-WAIT_S = 60.0
 POLICIES = ["sync", "cadence", "async"]
 SAMPLES = 60
 ENDLESS: dict[str, Any] = {"epochs": None, "max_steps": 10**9}
@@ -80,7 +80,7 @@ class Steps:
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         with self.changed:
-            assert self.changed.wait_for(condition, WAIT_S)
+            assert self.changed.wait_for(condition, HANG_S)
 
     def wait_for_more(self, steps: int) -> None:
         target = len(self.seen) + steps
@@ -164,7 +164,7 @@ def test_stop_at_any_moment(policy: str, devices: int, steps_before: int) -> Non
     steps.wait_until(lambda: len(steps.seen) >= steps_before)
     run.stop()
     run.stop()
-    state = run.join(WAIT_S)
+    state = run.join(HANG_S)
     assert state.interrupted
     assert state.global_step == len(steps.seen) >= steps_before
     assert torch.equal(model.weight, state.state_dict["weight"])
@@ -201,7 +201,7 @@ def test_stop_while_standing_still(policy: str) -> None:
     with run.paused():
         before = len(steps.seen)
         run.stop()
-        state = run.join(WAIT_S)
+        state = run.join(HANG_S)
         assert state.global_step == len(steps.seen) == before
     with run.paused():  # after the end of a run there is no wait
         pass
@@ -390,8 +390,8 @@ def test_ctrl_c_ends_the_run_and_keeps_what_it_has_made(policy: str, where: str)
         started.set()
 
     def interrupt() -> None:
-        assert started.wait(WAIT_S)
-        assert runs[0]._engine.records.wait_for_reader(WAIT_S)
+        assert started.wait(HANG_S)
+        assert runs[0]._engine.records.wait_for_reader(HANG_S)
         steps.wait_for_more(30)
         signal.pthread_kill(main.ident or 0, signal.SIGINT)
 
@@ -411,7 +411,7 @@ def test_ctrl_c_ends_the_run_and_keeps_what_it_has_made(policy: str, where: str)
     watcher.start()
     with pytest.raises(KeyboardInterrupt):
         wait()
-    watcher.join(WAIT_S)
+    watcher.join(HANG_S)
     state = runs[0].state
     assert state is not None
     assert state.interrupted

@@ -49,6 +49,7 @@ from flowdp.replica.replica import Replica
 from flowdp.threads.gate import Gate
 from flowdp.threads.inbox import Inbox
 from tests.data.opening import opened
+from tests.limits import HANG_S
 from tests.parts import parts_of
 
 Answers = dict[str, Any]
@@ -197,9 +198,9 @@ def each_thread_its_own(vector: dict[str, Any]) -> Answers:
 
     def body(which: str) -> None:
         meter = fresh_worker()
-        both.wait(60)
+        both.wait(HANG_S)
         record_scalar(*vector["input"][which])
-        both.wait(60)
+        both.wait(HANG_S)
         found[f"{which}_sees"] = drained(meter)
 
     in_threads(lambda: body("main"), lambda: body("child"))
@@ -211,7 +212,7 @@ def in_threads(*bodies: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
 
 
 # ---------------------------------------------------------------- orders to a worker
@@ -259,7 +260,7 @@ class Rank:
 
     def end(self) -> None:
         self.inbox.post(Shutdown())
-        self.thread.join(60)
+        self.thread.join(HANG_S)
         assert not self.thread.is_alive()
 
 
@@ -301,7 +302,7 @@ def a_plan(vector: dict[str, Any]) -> Answers:
 def told_to_leave_before_the_plan(vector: dict[str, Any]) -> Answers:
     rank = Rank(vector["setup"]["dataset"], vector["setup"]["batch"])
     rank.start(Shutdown(), StartEpoch(0, 0, tuple(range(100))))
-    rank.thread.join(60)
+    rank.thread.join(HANG_S)
     return {"returns_shutdown": not rank.thread.is_alive() and rank.worker.current.local_step == 0}
 
 
@@ -311,7 +312,7 @@ def meetings_after_the_end(vector: dict[str, Any]) -> Answers:
     rank.start(
         Abort("gone"), *(StartEpoch(0, 0, (), SyncPoints(n, 0, 1, 0, 0)) for n in range(3)), Shutdown()
     )
-    rank.thread.join(60)
+    rank.thread.join(HANG_S)
     assert not rank.thread.is_alive()
     return {"collective_calls": rank.mean.calls, "returns": True}
 

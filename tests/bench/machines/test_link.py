@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.machines.link import SlowLink, leftovers
+from tests.limits import HANG_S
 
 
 @pytest.mark.linux
@@ -30,7 +31,7 @@ def test_a_round_trip_takes_twice_the_delay() -> None:
             link.command(0, ["python3", "-c", script, link.addresses[1]]),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
         took = re.findall(r"refused after ([\d.e-]+)", done.stdout)
         assert took, done.stderr

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 import flowdp
-from tests.reliability.small import WAIT_S, stop
+from tests.limits import HANG_S
+from tests.reliability.small import stop
 
 X = torch.arange(24.0).view(12, 2) / 24
 
@@ -130,7 +131,7 @@ def test_an_epoch_that_a_stop_left_unevaluated_gives_way_to_the_evaluated_one(tm
     handle: Future[flowdp.Run] = Future()
 
     def step(model: torch.nn.Module, batch: Any) -> dict[str, float]:
-        stop(handle.result(WAIT_S))
+        stop(handle.result(HANG_S))
         return {"score": 1.0}
 
     def run(step: Any, **options: Any) -> flowdp.Run:
@@ -141,9 +142,9 @@ def test_an_epoch_that_a_stop_left_unevaluated_gives_way_to_the_evaluated_one(tm
 
     first = run(step)
     handle.set_result(first)
-    assert first.join(WAIT_S).history[-1].owes_evaluation
+    assert first.join(HANG_S).history[-1].owes_evaluation
     assert [row["is_evaluated"] for row in rows_of(tmp_path / "m.csv")] == ["0"]
-    run(lambda model, batch: {"score": 1.0}).join(WAIT_S)
+    run(lambda model, batch: {"score": 1.0}).join(HANG_S)
     rows = rows_of(tmp_path / "m.csv")
     assert [(row["epoch"], row["eval/score"], row["is_evaluated"]) for row in rows] == [
         ("0", "1.0", ""),
@@ -207,7 +208,7 @@ def test_a_file_that_is_lost_is_reported_and_the_run_goes_on(tmp_path: Path) -> 
     go = threading.Event()
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        assert go.wait(60)
+        assert go.wait(HANG_S)
         return F.mse_loss(model(batch[0]), batch[1])
 
     class Break(flowdp.Callback):

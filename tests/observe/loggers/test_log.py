@@ -14,6 +14,7 @@ import flowdp
 from flowdp.observe.loggers.log import numbers_of
 from flowdp.policy.tally import EpochMetrics, Tally, Work
 from flowdp.protocol.commands import RoundEnded
+from tests.limits import HANG_S
 
 X = torch.arange(24.0).view(12, 2) / 24
 
@@ -99,7 +100,7 @@ def test_the_end_says_how_it_was(fails: bool) -> None:
     book, go = Book(), threading.Event()
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        assert go.wait(60)
+        assert go.wait(HANG_S)
         if fails:
             raise RuntimeError("boom")
         return F.mse_loss(model(batch[0]), batch[1])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 import flowdp
 from flowdp.observe.loggers.services import _key
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = ['a,"b"', "line\nend", "ünï→✓", "loss"]
@@ -165,7 +166,7 @@ def test_mlflow_logs_to_its_own_default_store(empty: Path) -> None:
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
+        timeout=HANG_S,
     )
     assert child.returncode == 0, child.stdout + child.stderr
 
@@ -225,7 +226,7 @@ def test_wandb_offline_reads_the_history(tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"},
-        timeout=120,
+        timeout=HANG_S,
     )
     assert child.returncode == 0, child.stdout + child.stderr
     losses = json.loads(child.stdout.splitlines()[0])
