@@ -40,7 +40,7 @@ def work(config: dict[str, Any]) -> None:
 def report(epoch: flowdp.EpochMetrics, checkpoint: train.Checkpoint | None = None) -> None:
     """Report an epoch to Ray, from all workers; the result has the numbers that came with a checkpoint."""
     samples = [rank.samples for rank in epoch.per_rank]
-    train.report({"epoch": epoch.epoch, "loss": epoch.loss, "samples": samples}, checkpoint=checkpoint)
+    train.report({"epoch": epoch.epoch + 1, "loss": epoch.loss, "samples": samples}, checkpoint=checkpoint)
 
 
 def main(epochs: int = 5) -> train.Result:

@@ -321,9 +321,8 @@ class Writer(Outlet):
         value = number_of(keep_best[0], last, evaluates=self._evaluates)
         if value is None and (last.eval or not self._evaluates) and not self._is_warned:
             self._is_warned = True
-            text = (
-                f"keep_best: nothing in epoch {last.epoch} is called {keep_best[0]!r}, so there is no best.pt"
-            )
+            unknown = f"nothing in epoch {last.epoch + 1} is called {keep_best[0]!r}"
+            text = f"keep_best: {unknown}, so there is no best.pt"
             self.problems.append(text)
             log.warning("%s", text)
         return value

@@ -291,7 +291,7 @@ class SamplerOrder(BatchOrder):
     def _draw(self, epoch: int) -> Drawn:
         if epoch < self._next:
             raise ProtocolError(
-                f"epoch {epoch} of the sampler was asked for again after epoch {self._next - 1}; "
+                f"epoch {epoch + 1} of the sampler was asked for again after epoch {self._next}; "
                 f"the last {self._kept} are kept"
             )
         while self._next <= epoch:
@@ -310,11 +310,11 @@ class SamplerOrder(BatchOrder):
                 items = [self._indices_of(item) for item in self._sampler]
         except Exception as error:
             raise DataError(
-                f"the sampler {name} failed in epoch {epoch}: {format_error(error)}", epoch=epoch
+                f"the sampler {name} failed in epoch {epoch + 1}: {format_error(error)}", epoch=epoch
             ) from error
         if len(items) != self._length:
             raise DataError(
-                f"the sampler {name} yielded {len(items)} {what} in epoch {epoch}, but its length is "
+                f"the sampler {name} yielded {len(items)} {what} in epoch {epoch + 1}, but its length is "
                 f"{self._length}; make `__len__` and `__iter__` agree",
                 epoch=epoch,
             )

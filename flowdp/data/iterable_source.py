@@ -69,7 +69,7 @@ class StreamReader(LoaderSource):
         for epoch in plan.start.open:
             if len(epoch.missing) < epoch.position:
                 raise CheckpointError(
-                    f"the checkpoint lies inside epoch {epoch.epoch}, and {type(dataset).__name__} is an "
+                    f"the checkpoint lies inside epoch {epoch.epoch + 1}, and {type(dataset).__name__} is an "
                     "IterableDataset, which cannot be entered in the middle: resume from a checkpoint at the "
                     "end of an epoch, or give a map-style dataset"
                 )
@@ -153,8 +153,8 @@ class StreamReader(LoaderSource):
         if is_empty:
             less = " that is full, and drop_last=True leaves out any other" if self._loader.drop_last else ""
             raise DataError(
-                f"epoch {epoch} of {type(self._loader.dataset).__name__} has no batch{less}: its iterator "
-                f"ended at once. `__iter__` must return a new iterator each time",
+                f"epoch {epoch + 1} of {type(self._loader.dataset).__name__} has no batch{less}: its "
+                f"iterator ended at once. `__iter__` must return a new iterator each time",
                 epoch=epoch,
             )
         with self._changed:

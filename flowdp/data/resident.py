@@ -135,7 +135,7 @@ class ResidentFeed(Feed):
         if low < 0 or high >= samples:
             wrong = low if low < 0 else high
             raise DataError(
-                f"the order of epoch {epoch} holds index {wrong}, and the tensors have {samples} samples",
+                f"the order of epoch {epoch + 1} holds index {wrong}, and the tensors have {samples} samples",
                 epoch=epoch,
                 indices=(wrong,),
             )

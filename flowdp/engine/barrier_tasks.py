@@ -30,7 +30,7 @@ def described(task: BarrierTask) -> tuple[str, Activity]:
         case Evaluate(merges=True):
             return "computes the metrics of all ranks", Activity.EVALUATE
         case Evaluate(epoch, _, global_step):
-            when = f"after epoch {epoch}" if global_step is None else f"at step {global_step}"
+            when = f"after epoch {epoch + 1}" if global_step is None else f"at step {global_step}"
             return f"evaluates {when}", Activity.EVALUATE
         case SaveState():
             return "saves its state", Activity.SAVE

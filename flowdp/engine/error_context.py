@@ -50,7 +50,7 @@ class ErrorContext:
     def __str__(self) -> str:
         """Text of the context."""
         step, indices = self.step, self.indices
-        epoch, batch = (None, None) if step is None else (step.epoch, step.batches[0])
+        epoch, batch = (None, None) if step is None else (step.epoch + 1, step.batches[0])
         shown = format_indices(indices)
         return f"in epoch {epoch}, at its step {self._current.local_step} (batch {batch}, indices {shown})"
 

@@ -306,10 +306,8 @@ class Coordinator:
                 metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
                 self.epochs.watch(metric)
                 if is_seen and metric is None:
-                    text = (
-                        f"epoch {metrics.epoch} has no loss, and a scheduler watches it: return it as 'loss'"
-                    )
-                    return self._failing([Fail(text, kind="option")])
+                    text = f"epoch {metrics.epoch + 1} has no loss, and a scheduler watches it"
+                    return self._failing([Fail(f"{text}: return it as 'loss'", kind="option")])
         return []
 
     def _judge_numbers(self) -> list[Command]:
@@ -382,7 +380,7 @@ class Coordinator:
 
 
 def _named(batch: tuple[int, int] | None) -> str:
-    return "batch unknown" if batch is None else f"epoch {batch[0]}, batch {batch[1]}"
+    return "batch unknown" if batch is None else f"epoch {batch[0] + 1}, batch {batch[1]}"
 
 
 def _is_meeting(order: Order) -> bool:

@@ -177,9 +177,9 @@ class Epochs:
         for machine, other in ends.items():
             if other.read != end.read:
                 return (
-                    f"epoch {end.epoch} has {other.read} batches on machine {machine}, {end.read} on machine "
-                    f"{end.machine}: each reads the whole IterableDataset and trains its part, so it must "
-                    "yield the same in the same order on all: give its random numbers a seed; one that "
+                    f"epoch {end.epoch + 1} has {other.read} batches on machine {machine}, {end.read} on "
+                    f"machine {end.machine}: each reads the whole IterableDataset and trains its part, so it "
+                    "must yield the same in the same order on all: give its random numbers a seed; one that "
                     "splits itself by machine is for MachineOptions(stream='part')"
                 )
         if end.epoch < self.opened:

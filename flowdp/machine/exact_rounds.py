@@ -190,7 +190,7 @@ class ExactRounds(PlannedRounds):
         records = super()._settle(held, now_ms)
         different = _different(held.armed.acks) if held.outcome.compares else []
         if different:
-            at = f"after epoch {held.armed.epoch}, global step {self.global_step}"
+            at = f"after epoch {held.armed.epoch + 1}, global step {self.global_step}"
             names = ", ".join(map(str, different))
             records.append(
                 Fail(

@@ -132,5 +132,7 @@ def _unknown(name: str, metrics: EpochMetrics) -> str:
     known = ", ".join(map(repr, _numbers(metrics))) or "no numbers"
     if name in metrics.eval_arrays:
         shape = metrics.eval_arrays[name].shape
-        return f"{name!r} in epoch {metrics.epoch} has shape {shape}, and one number is monitored: {known}"
-    return f"nothing in epoch {metrics.epoch} is called {name!r}, which is monitored; there are {known}"
+        return (
+            f"{name!r} in epoch {metrics.epoch + 1} has shape {shape}, and one number is monitored: {known}"
+        )
+    return f"nothing in epoch {metrics.epoch + 1} is called {name!r}, which is monitored; there are {known}"

@@ -189,7 +189,7 @@ class Resumed:
         for epoch in begun:
             if self.orders is not None and self.orders.get(epoch) != now.get(epoch):
                 raise self._refused(
-                    f"epoch {epoch} is partly trained, and the sampler draws another order than it did "
+                    f"epoch {epoch + 1} is partly trained, and the sampler draws another order than it did "
                     "then; samples would be trained twice or left out. Give it a "
                     "`set_epoch` that seeds by the epoch, or a fresh sampler with the same seed, or go on "
                     "from a checkpoint at an epoch's end"

@@ -266,9 +266,9 @@ def test_a_batch_sampler_is_told_its_epoch(where):
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([[1], []], "list failed in epoch 0: ValueError: a batch has no samples"),
-        ([[1], ["a"]], "list failed in epoch 0: TypeError"),
-        ([1, 2], "list failed in epoch 0: TypeError"),
+        ([[1], []], "list failed in epoch 1: ValueError: a batch has no samples"),
+        ([[1], ["a"]], "list failed in epoch 1: TypeError"),
+        ([1, 2], "list failed in epoch 1: TypeError"),
     ],
 )
 def test_a_batch_sampler_that_yields_something_else(batches, message):

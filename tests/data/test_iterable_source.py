@@ -214,7 +214,7 @@ def test_a_batch_given_back_is_taken_again_with_its_samples(runs):
 def test_an_epoch_without_a_batch(runs, lengths, epoch, num_workers):
     run = runs(Stream(*lengths), num_workers=num_workers)
     error = run.failed.get(timeout=HANG_S)
-    assert str(error).startswith(f"epoch {epoch} of Stream has no batch: its iterator ended at once")
+    assert str(error).startswith(f"epoch {epoch + 1} of Stream has no batch: its iterator ended at once")
     assert error.epoch == epoch
     with pytest.raises(DataError):
         run.reader.take(0, epoch, 0)
@@ -234,7 +234,7 @@ def test_a_dataset_that_raises_does_so_after_the_batches_before_it(runs, num_wor
     assert error.indices == ()
     assert isinstance(error.__cause__, KeyError)
     at = 3 if num_workers else 2  # process 1 reads 1, 3, 5, 7, then 9
-    assert str(error).startswith(f"reading batch {at} of epoch 0 failed: KeyError")
+    assert str(error).startswith(f"reading batch {at} of epoch 1 failed: KeyError")
 
 
 # ---------------------------------------------------------------- closing

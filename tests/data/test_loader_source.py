@@ -279,7 +279,7 @@ def test_a_dataset_that_raises(runs, num_workers):
     assert waits is None
     assert (error.epoch, error.indices) == (0, tuple(range(40, 48)))
     assert isinstance(error.__cause__, KeyError)
-    assert "reading sample 42, for batch 5 of epoch 0, failed: KeyError" in str(error)
+    assert "reading sample 42, for batch 5 of epoch 1, failed: KeyError" in str(error)
     assert run.woken[1].get(timeout=HANG_S) == (1, 0)
     for rank, key in ((1, (1, 0)), (0, (0, 0)), (2, (0, 5))):
         with pytest.raises(DataError) as later:
@@ -310,7 +310,7 @@ def test_a_worker_process_that_dies(runs, collate_fn):
 
 
 class BreaksLater:
-    """A sampler that fails in epoch 1."""
+    """A sampler that fails in its second epoch."""
 
     def __init__(self) -> None:
         self.epochs = 0
@@ -334,7 +334,7 @@ def test_a_sampler_that_raises_does_so_after_the_batches_before_it(num_workers):
     source.start(wake=lambda *key: None, failed=failed.put)
     assert failed.get(timeout=HANG_S).epoch == 1
     assert dataset.counts.sum() == 12
-    with pytest.raises(DataError, match="sampler BreaksLater failed in epoch 1: KeyError"):
+    with pytest.raises(DataError, match="sampler BreaksLater failed in epoch 2: KeyError"):
         source.take(0, 1, 0)
     assert source.close()
 

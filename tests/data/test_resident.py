@@ -108,7 +108,7 @@ def test_a_wrong_index_never_reaches_the_device(wrong):
             return iter([0, wrong, 1, 2])
 
     feed, lane = on_card(source(SamplerOrder(Sampler(), 2, drop_last=False)))
-    with pytest.raises(DataError, match=f"epoch 0 holds index {wrong}, and the tensors have 23") as caught:
+    with pytest.raises(DataError, match=f"epoch 1 holds index {wrong}, and the tensors have 23") as caught:
         take(feed, lane, 0, 1)
     assert caught.value.indices == (wrong,)
 

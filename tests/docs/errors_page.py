@@ -353,6 +353,7 @@ def output(name: str) -> str:
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     handler.setLevel(logging.WARNING)
+    handler.addFilter(lambda record: "other programs want the cores" not in record.getMessage())
     log = logging.getLogger("flowdp")
     is_loud, log.propagate = log.propagate, False
     log.addHandler(handler)

@@ -91,7 +91,7 @@ def test_an_evaluation_is_answered_with_its_numbers() -> None:
     answer = serve.serve(Evaluate(4, 0), lambda: True, lambda: moves.append(1))
     assert answer == Evaluated(0, ((0, 1.0, (("loss", 2.0),)),))
     assert len(moves) == 2
-    assert described(Evaluate(4, 0))[0] == "evaluates after epoch 4"
+    assert described(Evaluate(4, 0))[0] == "evaluates after epoch 5"
 
 
 @pytest.mark.parametrize("on_card", [False, True])

@@ -28,7 +28,7 @@ def place() -> ErrorContext:
 def test_it_names_the_step() -> None:
     here = place()
     here.step = Step(2, (1, 2), 0)
-    assert str(here) == ("in epoch 2, at its step 7 (batch 1, indices 10, 11, 12, 13, 14, 15, 16, 17, ...)")
+    assert str(here) == ("in epoch 3, at its step 7 (batch 1, indices 10, 11, 12, 13, 14, 15, 16, 17, ...)")
     error = here.explain(ValueError("no"))
     assert isinstance(error, StepError)
     assert str(error) == f"rank 1 on cpu failed {here}: ValueError: no"

@@ -364,7 +364,7 @@ def test_a_dataset_that_fails_is_heard_of_by_all(ranks: Any) -> None:
     models = [replica(), replica()]
     with ThreadPoolExecutor(2) as pool:
         for result in [pool.submit(many.rank, rank, models[rank]) for rank in (0, 1)]:
-            with pytest.raises(DataError, match="batch 2 of epoch 0"):
+            with pytest.raises(DataError, match="batch 2 of epoch 1"):
                 result.result(10)
     assert many.failed.get(timeout=HANG_S).epoch == 0
 

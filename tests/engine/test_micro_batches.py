@@ -320,7 +320,7 @@ def test_a_batch_is_halved_until_it_fits_and_stays_halved(caplog: pytest.LogCapt
     for text, sizes in zip(texts, ["3 samples at a time instead of 6", "2 samples at a time instead of 3",
                                    "1 samples at a time instead of 2"], strict=True):  # fmt: skip
         assert sizes in text
-        assert "rank 0 on cpu ran out of memory in epoch 0, at its step 0 (batch 0, indices 0, 1" in text
+        assert "rank 0 on cpu ran out of memory in epoch 1, at its step 0 (batch 0, indices 0, 1" in text
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])
@@ -342,7 +342,7 @@ def test_one_sample_that_has_no_room(policy: str) -> None:
     error = caught.value
     assert isinstance(error.__cause__, torch.OutOfMemoryError)
     assert "raise full()" in error.__cause__.__notes__[0]
-    for part in (f"rank {error.rank} on cpu", "epoch 0", "batch_size=[...]", "gradient_accumulation_steps"):
+    for part in (f"rank {error.rank} on cpu", "epoch 1", "batch_size=[...]", "gradient_accumulation_steps"):
         assert part in str(error)
 
 

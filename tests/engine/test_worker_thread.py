@@ -166,7 +166,7 @@ def test_a_step_that_fails_on_one_rank(
     assert error.step == 4 or (cause is FlowdpError and error.step > 4)  # found at the next averaging
     assert len(error.indices) == BATCH
     assert set(error.indices) <= set(range(SAMPLES))
-    for part in (f"rank {rank} on cpu", "epoch 0", "indices ", type(error.__cause__).__name__):
+    for part in (f"rank {rank} on cpu", "epoch 1", "indices ", type(error.__cause__).__name__):
         assert part in str(error)
 
 

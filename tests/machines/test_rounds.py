@@ -82,7 +82,7 @@ def test_streams_of_different_lengths_are_refused_on_all_machines() -> None:
     with Job("tests.machines.rounds", "1,1", "unequal") as job:
         job.ended()
         for one in job.wait_for("refused", 2):
-            assert "epoch 0 has " in one["text"]
+            assert "epoch 1 has " in one["text"]
             assert "batches on machine" in one["text"]
             assert "give its random numbers a seed" in one["text"]
 

@@ -87,10 +87,10 @@ def test_an_unknown_name_is_an_error_that_lists_what_there_is():
     best, error = judge(Best(), monitor, metrics, evaluates=False)
     assert best == Best()
     assert error == (
-        "nothing in epoch 2 is called 'acuracy', which is monitored; there are 'loss', 'accuracy'"
+        "nothing in epoch 3 is called 'acuracy', which is monitored; there are 'loss', 'accuracy'"
     )
     _, silent = judge(Best(), Monitor("loss", "min"), epoch(0), evaluates=False)
-    assert silent == "nothing in epoch 0 is called 'loss', which is monitored; there are no numbers"
+    assert silent == "nothing in epoch 1 is called 'loss', which is monitored; there are no numbers"
     # An evaluation still to come may have a value of that name.
     assert judge(best, monitor, metrics, evaluates=True) == (best, None)
     evaluated = replace(metrics, eval={"f1": 0.3})

@@ -235,7 +235,7 @@ def test_a_failing_evaluation_ends_the_run(recorder: StepRecorder, policy: str, 
         devices,
         evaluation=flowdp.EvaluationOptions((torch.arange(9),), step=step, sanity_check=0),
     ).start()
-    with pytest.raises(StepError, match="failed while it evaluates after epoch 0: ValueError: mine"):
+    with pytest.raises(StepError, match="failed while it evaluates after epoch 1: ValueError: mine"):
         run.join(HANG_S)
 
 

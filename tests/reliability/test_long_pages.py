@@ -41,7 +41,7 @@ def test_callbacks(
     run("callbacks.md", tmp_path)
     with Path("runs/a/metrics.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [row["epoch"] for row in rows] == ["0", "1", "2"]
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert {"runs/a/best.pt", "runs/a/metrics.settings.json"} <= {str(one) for one in Path().rglob("*.*")}
     assert capsys.readouterr().out.count("done") == 1
     for name in re.findall(r"`(?:train|eval|run|rank0)/\w+`", text_of("callbacks.md")):

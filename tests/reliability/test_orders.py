@@ -41,7 +41,7 @@ def test_a_generator_that_has_moved_on_is_refused_and_a_fresh_one_goes_on(
     tmp_path: Path, recorder: StepRecorder, policy: str
 ) -> None:
     loader = seeded()
-    named = "[01]" if policy == "async" else "1"  # a rank may still be in epoch 0
+    named = "[12]" if policy == "async" else "2"  # a rank may still be in epoch 1
     # In the second epoch: under exact each rank trains one sample of each batch.
     stop_at(recorder, 20 if policy == "exact" else 10, run(recorder, policy, tmp_path, loader))
     newest = max(tmp_path.glob("step-*.pt"))

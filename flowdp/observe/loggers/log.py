@@ -30,7 +30,6 @@ OF_RUN = ("epoch_ms", "efficiency", "rounds", "sync_ms", "anchor", "divergence")
 OF_RANK = ("loss", "lr", "samples", "steps", "busy_ms", "data_wait_ms", "wait_ms", "sync_ms")
 OF_ROUND = (
     "rounds",
-    "epoch",
     "loss",
     "lr",
     "grad_norm",
@@ -157,7 +156,7 @@ def numbers_of(record: EpochMetrics | EvaluationEnded | RoundEnded) -> dict[str,
 
     ::
 
-        epoch, lr                             of an epoch, from 0; the first group's learning rate
+        epoch, lr                             of an epoch, from 1; the first group's learning rate
         lr_groups/<name>                      of all groups, where there are several
         train/loss, train/<scalar>            means over all ranks
         eval/<name>                           means and metrics of the evaluation
@@ -172,13 +171,13 @@ def numbers_of(record: EpochMetrics | EvaluationEnded | RoundEnded) -> dict[str,
         case RoundEnded():
             return _of_round(record)
         case EvaluationEnded():
-            return {"epoch": record.epoch, **_evaluated(record)}
+            return {"epoch": record.epoch + 1, **_evaluated(record)}
         case EpochMetrics():
             return _of_epoch(record)
 
 
 def _of_epoch(metrics: EpochMetrics) -> dict[str, Number]:
-    numbers = _fields("", metrics, ("epoch", "lr"))
+    numbers: dict[str, Number] = {"epoch": metrics.epoch + 1, "lr": metrics.lr}
     numbers |= {f"lr_groups/{name}": lr for name, lr in metrics.group_lrs.items()}
     if not metrics.is_complete:  # a run that goes on reports this epoch once more
         numbers["is_complete"] = 0
@@ -209,7 +208,8 @@ def _evaluated(record: EpochMetrics | EvaluationEnded) -> dict[str, Number]:
 
 
 def _of_round(record: RoundEnded) -> dict[str, Number]:
-    numbers = {"round/number": record.round} | _fields("round/", record, OF_ROUND)
+    numbers: dict[str, Number] = {"round/number": record.round, "round/epoch": record.epoch + 1}
+    numbers |= _fields("round/", record, OF_ROUND)
     numbers |= {f"round_lr_groups/{name}": lr for name, lr in record.group_lrs.items()}
     for rank in range(len(record.steps)):
         numbers |= {

@@ -69,7 +69,7 @@ def test_a_run_reads_back_as_its_history(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "deep/m.settings.json").read_text()) == run.settings
     first, *epochs, last = objects_of(lines)
     assert first == {"settings": run.settings}
-    assert [(one["epoch"], one["global_step"]) for one in epochs] == [(0, 6), (1, 12)]
+    assert [(one["epoch"], one["global_step"]) for one in epochs] == [(1, 6), (2, 12)]
     assert last == {"status": "done"}
     assert run.status().problems == ()
 
@@ -114,16 +114,16 @@ def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path: Path, torn: str) 
     trainer(*callbacks, checkpoint=tmp_path / "c", epochs=2).fit()
     # A process that was killed in its fourth epoch, before the checkpoint of the third was there.
     for kind, path in zip(callbacks, (table, lines), strict=True):
-        kind._logger.log({"epoch": 2, "train/later": 1.0}, 18)
+        kind._logger.log({"epoch": 3, "train/later": 1.0}, 18)
         with path.open("ab") as file:
             file.write(torn.encode())
     resumed = trainer(*callbacks, checkpoint=tmp_path / "c", epochs=4, resume=True).start()
     resumed.join()
     assert resumed.status().problems == ()
     rows = rows_of(table)
-    assert [int(row["epoch"]) for row in rows] == [0, 1, 2, 3]
+    assert [int(row["epoch"]) for row in rows] == [1, 2, 3, 4]
     assert [float(row["train/loss"]) for row in rows] == [one.loss for one in resumed.history]
-    assert [one["epoch"] for one in objects_of(lines) if "epoch" in one] == [0, 1, 2, 3]
+    assert [one["epoch"] for one in objects_of(lines) if "epoch" in one] == [1, 2, 3, 4]
     assert [one["status"] for one in objects_of(lines) if "status" in one] == ["done", "done"]
 
 
@@ -147,10 +147,10 @@ def test_an_epoch_that_a_stop_left_unevaluated_gives_way_to_the_evaluated_one(tm
     run(lambda model, batch: {"score": 1.0}).join(HANG_S)
     rows = rows_of(tmp_path / "m.csv")
     assert [(row["epoch"], row["eval/score"], row["is_evaluated"]) for row in rows] == [
-        ("0", "1.0", ""),
         ("1", "1.0", ""),
+        ("2", "1.0", ""),
     ]
-    assert [one["epoch"] for one in objects_of(tmp_path / "m.jsonl") if "epoch" in one] == [0, 1]
+    assert [one["epoch"] for one in objects_of(tmp_path / "m.jsonl") if "epoch" in one] == [1, 2]
 
 
 def test_a_new_run_writes_over_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

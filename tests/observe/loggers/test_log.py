@@ -62,7 +62,7 @@ def test_epochs_reach_a_logger_of_ones_own() -> None:
     run.join()
     [begin, *logged, end] = book.calls
     assert begin == ("begin", run.settings, 0)
-    assert [(numbers["epoch"], step) for _, numbers, step in logged] == [(0, 6), (1, 12)]
+    assert [(numbers["epoch"], step) for _, numbers, step in logged] == [(1, 6), (2, 12)]
     assert [numbers["train/loss"] for _, numbers, _ in logged] == [one.loss for one in run.history]
     assert end == ("end", "flowdp-observer", "done")
 
@@ -146,7 +146,7 @@ def epoch(scalars: dict[str, float], **changes: object) -> EpochMetrics:
 
 def test_an_epoch() -> None:
     numbers = numbers_of(epoch({"top1": 0.75}, eval={"accuracy": 0.5}, grad_norm=2.0))
-    assert numbers["epoch"] == 2
+    assert numbers["epoch"] == 3
     assert numbers["lr"] == 0.1
     assert numbers["train/loss"] == 1.0
     assert numbers["train/grad_norm"] == 2.0
