@@ -74,8 +74,9 @@ class CadenceOptions:
         overhead_target: Averaging time over compute time to stay below, 0.01 to 0.5.
         max_anchor: Most steps of the slowest rank in a round. None is 200; 0 switches windows off: every
             step is averaged, as under `policy="sync"`.
-        max_batch_diff: Most steps by which a rank may lead the slowest that can still move. 0 is lockstep;
-            None is no limit in planned rounds and the automatic overshoot limit under `policy="async"`.
+        max_batch_diff: Most steps by which a rank that begins one may lead the slowest that can still move,
+            counted from the last mean that both have. 0 is lockstep; None is no limit in planned rounds and
+            the automatic overshoot limit under `policy="async"`.
         speed_hint: (slow rank, ratio >= 1): how many times faster the other ranks are, until measured.
         divergence_threshold: Relative distance of a replica from the mean above which three rising
             values in a row hold the anchor; above twice this value they halve it.

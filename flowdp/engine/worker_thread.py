@@ -346,7 +346,7 @@ class Worker:
             if bad or late:
                 work = replace(work, bad=bad or late)
             if outcome is None:
-                self._post(StepsDone(self.parts.rank, done.plan, work, done.is_last))
+                self._post(StepsDone(self.parts.rank, done.plan, work, done.is_last, done.mean))
                 return
             mean = sums.averaging or NOTHING
             self._post(

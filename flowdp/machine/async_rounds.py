@@ -63,7 +63,9 @@ class AsyncRank:
         reported: Batches of the oldest order that it has reported.
         dealt: Steps of all its orders.
         trained: Steps it has reported.
-        mean: Steps in the last mean that was applied.
+        mean: Steps in the last mean of all ranks.
+        before: Steps in the one before.
+        has_mean: The rank has said that it has the last mean, not only the one before.
         snapshot: Steps in the last snapshot, applied or under way.
         works: Its reports since the last round.
         limit: Steps at which it has to stop, by its last `Throttle`.
@@ -75,6 +77,8 @@ class AsyncRank:
     dealt: int = 0
     trained: int = 0
     mean: int = 0
+    before: int = 0
+    has_mean: bool = True
     snapshot: int = 0
     works: list[Work] = field(default_factory=list)
     limit: int = ENDLESS
@@ -227,6 +231,7 @@ class AsyncRounds(Rounds):
         self._round: _Round | None = None
         self._meeting: _Meeting | None = None
         self._trained = 0  # steps of all ranks
+        self._mean_round = -1  # of the last mean
         self._met_trained = 0  # until the last blocking round: nothing since, nothing to meet for
         self._round_start_ms = math.nan
 
@@ -266,6 +271,7 @@ class AsyncRounds(Rounds):
         match fact:
             case StepsDone():
                 self._credit(fact.rank, self._ranks[fact.rank].report(fact), fact.work)
+                self._ranks[fact.rank].has_mean |= fact.mean == self._mean_round
             case SnapshotReady():
                 # An answer to a round that was given up belongs nowhere; its rank may be sound again.
                 if self._round is not None and self._round.number == fact.round:
@@ -273,6 +279,7 @@ class AsyncRounds(Rounds):
                     self._round.snapshots[fact.rank] = fact
                     state = self._ranks[fact.rank]
                     state.snapshot = state.mean + fact.steps
+                    state.has_mean = True  # without it there would be no other snapshot
             case Averaged():
                 if self._round is None or self._round.number != fact.round:
                     raise ProtocolError(f"{fact} while {self._round} is under way")
@@ -373,16 +380,26 @@ class AsyncRounds(Rounds):
         return [Send(rank, Throttle(limit, reason))]
 
     def _limits(self) -> list[int]:
-        """Steps that each rank may take since the run began, by its last snapshot and those of the others."""
-        lead = self.cadence.options.max_batch_diff
-        own = [count + self._overshoot.value for count in self._orders.counts]
-        if lead is not None:
-            # A rank with orders, or that could get some, is not held back by the data.
-            has_more = not self.epochs.is_exhausted
-            may_move = [has_more or bool(state.orders) for state in self._ranks]
-            by_lead = lead_limits([state.done for state in self._ranks], may_move, lead)
-            own = [count if limit is None else limit for count, limit in zip(own, by_lead, strict=True)]
-        return [state.snapshot + count for state, count in zip(self._ranks, own, strict=True)]
+        """Steps that each rank may take since the run began, by its count or by the steps of the others."""
+        ranks, lead = self._ranks, self.cadence.options.max_batch_diff
+        counts = zip(ranks, self._orders.counts, strict=True)
+        own = [state.snapshot + count + self._overshoot.value for state, count in counts]
+        if lead is None:
+            return own
+        # A rank with orders, or that could get some, is not held back by the data.
+        has_more = not self.epochs.is_exhausted
+        moves = [has_more or bool(state.orders) for state in ranks]
+        by_lead = lead_limits([state.trained - state.mean for state in ranks], moves, lead)
+        # Two ranks of which one may not have the last mean yet both have the one before.
+        late = [may and not state.has_mean for may, state in zip(moves, ranks, strict=True)]
+        by_late = lead_limits([state.trained - state.before for state in ranks], late, lead)
+        for rank, state in enumerate(ranks):
+            since, since_before = by_lead[rank], by_late[rank]
+            if since is not None:
+                own[rank] = state.mean + since
+            if since_before is not None:
+                own[rank] = min(own[rank], state.before + since_before)
+        return own
 
     def _is_due(self) -> bool:
         counts = zip(self._ranks, self._orders.counts, strict=True)
@@ -417,7 +434,8 @@ class AsyncRounds(Rounds):
         steps = tuple(round_.snapshots[rank].steps for rank in range(self.world_size))
         self.global_step += sum(steps)
         for state, taken in zip(self._ranks, steps, strict=True):
-            state.mean += taken
+            state.before, state.mean, state.has_mean = state.mean, state.mean + taken, False
+        self._mean_round = round_.number
         paces = [state.pace_ms for state in self._ranks]
         reason = self.cadence.measured(paces, steps, averaged.sync_ms, averaged.drifts or None)
         self._overshoot.averaged(self.cadence.action)
@@ -447,6 +465,7 @@ class AsyncRounds(Rounds):
                 state.dealt -= order.steps
             state.orders.clear()
             state.mean = state.snapshot = state.trained
+            state.has_mean = True
         self.epochs.rewind()
         self.global_step = outcome.global_step
         self._meeting = None

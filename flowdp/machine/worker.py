@@ -76,12 +76,14 @@ class Done:
         epoch: Epoch of its batches.
         steps: Steps that were taken with them, since the last report.
         is_last: The order has ended; False where the rest of it follows.
+        mean: Round of the last mean that the rank has (async); -1: none.
     """
 
     plan: int
     epoch: int
     steps: int
     is_last: bool = True
+    mean: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +363,7 @@ class WorkerMachine:
         self.samples -= self._snapshot.samples
         self._base = global_step
         self._snapshot = None
+        self._next_round = round + 1
 
     def _window(self, under_way: _UnderWay, sync: SyncPoints) -> Window | None:
         order = under_way.order
@@ -399,7 +402,7 @@ class WorkerMachine:
             is_held = throttle is not None and self.total_steps >= throttle.limit and not in_step
             if fresh and (is_held or fresh == order.report_every):
                 under_way.reported = under_way.done
-                return Done(order.plan, order.epoch, fresh, is_last=False)
+                return Done(order.plan, order.epoch, fresh, is_last=False, mean=self._next_round - 1)
             if is_held:
                 return _IDLE
             pace = order.pace
@@ -407,7 +410,7 @@ class WorkerMachine:
                 return self._step(under_way, self._base)
             return self._step(under_way, position(self._base, self.steps, pace.steps, pace.quota))
         self._under_way = None
-        return Done(order.plan, order.epoch, fresh)
+        return Done(order.plan, order.epoch, fresh, mean=self._next_round - 1)
 
     def _skip_to_gate(self, cut: _UnderWay) -> Action:
         """Go to the blocking round in the queue; the orders before it are dealt anew (async)."""

@@ -380,12 +380,14 @@ class StepsDone:
         plan: The plan of the order.
         work: The work done.
         is_last: The order has ended with them.
+        mean: Round of the last mean that the rank had by then; -1: none.
     """
 
     rank: int
     plan: int
     work: Work
     is_last: bool = True
+    mean: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,7 +328,8 @@ class World:
 
     def report(self, number: int, done: Done) -> None:
         """A rank reports its work since the last report."""
-        self.tell(StepsDone(number, done.plan, self.ranks[number].work(done), done.is_last), "up", number)
+        work = self.ranks[number].work(done)
+        self.tell(StepsDone(number, done.plan, work, done.is_last, done.mean), "up", number)
 
     def snapshot(self, number: int, action: Snapshot) -> None:
         """A rank takes its snapshot."""

@@ -61,12 +61,12 @@ class Run:
         self.machine.check()
         return commands
 
-    def trains(self, rank: int, pace_ms: float = 10.0) -> None:
-        """The rank completes its oldest order."""
+    def trains(self, rank: int, pace_ms: float = 10.0, mean: int = -1) -> None:
+        """The rank completes its oldest order, with the mean of this round."""
         order = self.out[rank].pop(0)
         steps = order.steps
         work = Work(order.epoch, steps, 8 * steps, pace_ms * steps, 0.0, pace_ms, (8.0 * steps, 8 * steps))
-        assert self.take(StepsDone(rank, order.plan, work)) == []
+        assert self.take(StepsDone(rank, order.plan, work, mean=mean)) == []
 
     def fills(self) -> list[Command]:
         """Both ranks train until the machine requests snapshots."""
@@ -157,6 +157,25 @@ def test_who_is_too_far_ahead_gets_nothing_more() -> None:
     run.trains(1)
     run.decide()
     assert len(run.out[0]) == 1
+
+
+def test_a_lead_counts_from_the_last_mean_that_both_ranks_have() -> None:
+    run = Run(max_batch_diff=5)
+    assert run.fills() == requests(0)
+    run.trains(0)
+    run.trains(0)
+    assert [state.trained for state in run.machine._ranks] == [5, 3]
+    assert run.machine._limits() == [3 + 6, 5 + 6]
+    # Snapshots are no mean yet: rank 0 is two steps ahead, as before.
+    assert run.snapshots(0, (5, 3)) == [Average(0, (40, 24))]
+    assert run.machine._limits() == [3 + 6, 5 + 6]
+    # The mean is on its way. A rank may still be without it, or have it: each limit holds.
+    run.take(Averaged(0, 1.0))
+    assert run.machine._limits() == [3 + 6, 3 + 6]
+    # Rank 1 has taken a step with it: both begin anew at the mean.
+    run.decide()
+    run.trains(1, mean=0)
+    assert run.machine._limits() == [5 + 1 + 6, 3 + 0 + 6]
 
 
 def test_the_automatic_limit_is_the_count_and_a_few_steps() -> None:

@@ -212,6 +212,13 @@ def test_an_order_without_a_meeting_is_reported() -> None:
     assert machine.next() == Idle()
     # Its own, until a mean comes.
     assert (machine.steps, machine.samples) == (3, 24)
+    machine.handle(RequestParams(4))
+    machine.handle(Update(4, 9))
+    machine.handle(free((3,)))
+    assert machine.next() == Snapshot(4, 3, 24)
+    assert machine.next() == Apply(4, 0)
+    step(machine)
+    assert machine.next() == Done(0, 0, 1, mean=4)
 
 
 def test_a_snapshot_says_what_it_holds_and_its_mean_leaves_the_rest() -> None:

@@ -148,8 +148,6 @@ class Rules:
     # ------------------------------------------------------------------ facts
     def hears(self, fact: Fact, coordinator: Coordinator) -> None:
         """The coordinator is about to take a fact."""
-        if self._leads is not None:
-            self._leads.hears(fact)
         if isinstance(fact, DataEnded):
             self.knows_end(fact)
         if isinstance(fact, Evaluated | TaskDone):
@@ -296,7 +294,7 @@ class Rules:
                 "S13", f"rank {rank} stands at {position} with {key}, the mean at {self._base[rank]}"
             )
         if self._leads is not None:
-            self._leads.step_begins(rank, self.steps[rank])
+            self._leads.step_begins(rank, self.steps, self.is_moving)
         if self._lead is not None:
             own = self._uncredited(rank)
             for other, is_moving in enumerate(self.is_moving):
@@ -344,6 +342,8 @@ class Rules:
             raise Violation("S2", f"rank {rank} took (steps, samples) {true}, not those of {outcome}")
         self.effect.met(rank, outcome.steps[rank])
         self._base[rank] = outcome.global_step
+        if self._leads is not None:
+            self._leads.met(rank, self.steps[rank])
         if rank == outcome.members[0]:
             self._obeys(outcome)
             if self._windows is not None:
@@ -357,6 +357,8 @@ class Rules:
         if (steps, samples) != (self._uncredited(rank), weight):
             raise Violation("S8", f"rank {rank} says {steps} steps, {samples} samples, and it is {weight}")
         self._snapshots[rank] = _Snapshot(round, steps, samples)
+        if self._leads is not None:
+            self._leads.snapped(rank, self.steps[rank])
 
     def averages(self, round: int, samples: tuple[int, ...]) -> None:
         """The snapshots of a round are averaged."""
@@ -373,6 +375,8 @@ class Rules:
             raise Violation("S8", f"rank {rank} applies round {round} to {snapshot}")
         self.effect.met(rank, snapshot.steps)
         self._base[rank] = self._mean_steps[round]
+        if self._leads is not None:
+            self._leads.applied(rank)
 
     def ordered(self, rank: int, order: Order, *, is_gone: bool, stirs: Sequence[str] = ()) -> None:
         """The coordinator sends an order."""

@@ -753,6 +753,26 @@ def a_throttle_comes_behind_its_orders(deal, self, now_ms):
 mutant("a_rank_goes_on_beyond_its_throttle", "S6", 100, deaf(Throttle))
 
 
+def lead_limits_as_if(limits, self, **fields):
+    """The limits of ranks with other fields, which come back."""
+    kept = self._ranks
+    self._ranks = [replace(state, **{name: value(state) for name, value in fields.items()}) for state in kept]
+    try:
+        return limits(self)
+    finally:
+        self._ranks = kept
+
+
+@advice("S6", 200, AsyncRounds, "_limits")
+def a_lead_counts_from_the_last_snapshot(limits, self):
+    return lead_limits_as_if(limits, self, mean=lambda state: state.snapshot, has_mean=lambda state: True)
+
+
+@advice("S6", 500, AsyncRounds, "_limits")
+def a_mean_that_was_sent_is_taken_for_applied(limits, self):
+    return lead_limits_as_if(limits, self, has_mean=lambda state: True)
+
+
 @advice("L1", 100, WorkerMachine, "handle")
 def a_throttled_rank_is_never_released(handle, self, order):
     if isinstance(order, Throttle) and self._throttle is not None:
