@@ -107,7 +107,7 @@ def terminal(browser: Browser, folder: Path) -> None:
     with open_terminal(script, COLUMNS) as shell:
         shell.wait_for_end()
         screen = shell.screen().rstrip()
-    if "samples/s (" not in screen:
+    if "of the devices' own speed" not in screen:
         raise RuntimeError(screen)
     with open_page(browser) as watched:
         watched.page.set_content(SHELL.format(escape(screen)))

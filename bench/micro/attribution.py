@@ -95,7 +95,7 @@ class Case:
 CASES = (
     Case(
         "sync, steps of 40 and 100 ms",
-        ({"training": 0.4, "slower device": 0.6}, {"training": 1.0}),
+        ({"training": 0.4, "waiting for others": 0.6}, {"training": 1.0}),
         {"policy": "sync", "loss": steps(40, 100)},
     ),
     Case(

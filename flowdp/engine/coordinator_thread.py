@@ -220,7 +220,7 @@ class CoordinatorShell:
                     log.info("round %d: the shares are %s from now on", command.round, shares)
                     if idle := [rank for rank, share in enumerate(command.share) if not share]:
                         names = ", ".join(map(str, idle))
-                        log.info("rank %s has no part for now: it would hold the others up", names)
+                        log.info("rank %s is left out for now: it would hold the others up", names)
                 if command.reason:
                     log.debug("round %d: %s", command.round, command.reason)
             case EpochStarted():

@@ -50,6 +50,11 @@ class OrderSums:
     averaging: Averaging | None = None
     norms: tuple[float, float, int] = NO_NORMS
 
+    @property
+    def wait(self) -> Activity:
+        """The name of its waits at the gate."""
+        return Activity.GATE if self.samples else Activity.LEFT_OUT
+
     def norm(self, value: float) -> None:
         """Count the norm of a step's gradients; one that is not finite is a scaled loss that overflowed."""
         if isfinite(value):
@@ -248,7 +253,7 @@ class Meter:
             wait_ms = max(0.0, clock.ms(last, resumed) - averaging.sync_ms)
             sums.wait_ms += wait_ms
             sums.sync_ms += averaging.sync_ms
-            self._record(resumed, (Activity.GATE, wait_ms, 1), (Activity.AVERAGE, averaging.sync_ms, 1))
+            self._record(resumed, (sums.wait, wait_ms, 1), (Activity.AVERAGE, averaging.sync_ms, 1))
 
         clock.then(land, (), Kind.ROUND, resumed, (last,))
 
@@ -411,7 +416,7 @@ class RankActivity:
         times = self._times
         times.add(Activity.STEP, sums.busy_ms)
         times.add(Activity.DATA, sums.data_ms)
-        times.add(Activity.GATE, sums.wait_ms)
+        times.add(sums.wait, sums.wait_ms)
         times.add(Activity.AVERAGE, sums.sync_ms)
         times.steps += sums.steps
         times.samples += sums.samples

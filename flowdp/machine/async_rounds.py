@@ -368,7 +368,7 @@ class AsyncRounds(Rounds):
 
     def _throttle(self, rank: int, limit: int) -> list[Command]:
         """Hold a rank back at its limit, or release it; goes out before the orders that it holds back."""
-        state, reason = self._ranks[rank], "at its lead limit"
+        state, reason = self._ranks[rank], "the others are too far behind"
         if not state.orders:
             if state.limit <= state.dealt:
                 return []  # its last Throttle says why it has none
@@ -477,7 +477,7 @@ class AsyncRounds(Rounds):
             self._plan += 1
         self._met_trained = self._trained
         sync_ms = max(theirs.sync_ms for theirs in meeting.acks.values())
-        reason = reason_of(outcome) or "meeting"
+        reason = reason_of(outcome) or "all devices meet"
         return [self._record(outcome.round, outcome.steps, outcome.samples, sync_ms, None, reason, now_ms)]
 
     def _record(

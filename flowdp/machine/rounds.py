@@ -201,5 +201,10 @@ def reason_of(outcome: Outcome) -> str:
         return f"rank {', '.join(map(str, outcome.left))} left"
     if outcome.bad:
         return f"rank {', '.join(map(str, outcome.bad))} had NaN or inf parameters"
-    wishes = {"stop": outcome.stop, "pause": outcome.pause, "halt": outcome.halt, "hurried": outcome.hurried}
-    return next((wish for wish, is_there in wishes.items() if is_there), "")
+    reasons = {
+        "the run stops": outcome.stop,
+        "a pause begins": outcome.pause,
+        "an evaluation, a checkpoint or a copy is due": outcome.halt,
+        "it took too long and was cut short": outcome.hurried,
+    }
+    return next((reason for reason, is_there in reasons.items() if is_there), "")

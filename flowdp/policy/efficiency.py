@@ -20,14 +20,16 @@ __all__ = ["PARTS", "Activity", "DeviceEfficiency", "EfficiencyReport", "RankTim
 class Activity(StrEnum):
     """Use that a rank makes of its time."""
 
-    STEP = "step"
-    DATA = "data wait"
-    GATE = "gate wait"
+    STEP = "training"
+    DATA = "data"
+    GATE = "waiting for others"
+    LEFT_OUT = "left out"
+    """At the end of rounds in which the rank had no samples to train."""
     AVERAGE = "averaging"
     EVALUATE = "evaluation"
     SAVE = "checkpoint"
     HEAL = "healing"
-    IDLE = "no orders"
+    IDLE = "idle"
     TRANSFER = "transfer"
     """Batches brought to the device, beside the steps: gathered in pinned memory, and copied."""
 
@@ -55,17 +57,33 @@ class RankTimes:
 
 PARTS: Mapping[str, tuple[Activity, ...]] = {
     "training": (Activity.STEP,),
-    "slower device": (Activity.GATE,),
+    "waiting for others": (Activity.GATE,),
+    "left out": (Activity.LEFT_OUT,),
     "averaging": (Activity.AVERAGE, Activity.HEAL),
     "data": (Activity.DATA,),
     "interpreter": (),
     "evaluation": (Activity.EVALUATE,),
     "checkpoint": (Activity.SAVE,),
-    "no orders": (Activity.IDLE,),
+    "idle": (Activity.IDLE,),
 }
 """Parts of a device's time in the order of the report, and the activities that make them up."""
 
 INTERPRETER = "interpreter"
+
+MEANINGS: Mapping[str, str] = {
+    "waiting for others": 'at the end of a round; "cadence" has fewer rounds, and "async" does not wait',
+    "left out": "it had no samples, as the others are faster alone; it gets some with a larger batch_size",
+    "averaging": "larger batches, or longer rounds, need fewer means",
+    "data": "more num_workers, or tensors instead of a dataset that decodes",
+    "interpreter": "waiting for Python's lock, or between two steps; larger batches have fewer of both",
+    "evaluation": "EvaluationOptions(every=...) makes it rarer",
+    "checkpoint": "CheckpointOptions(every=...) makes them rarer",
+    "idle": "before the first step, after the last one, or in a pause",
+}
+"""Words on each part but training, for a report in which it is large."""
+
+LARGE = 0.1
+"""Part of a device's time that is explained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +107,12 @@ class DeviceEfficiency:
 class EfficiencyReport:
     """Throughput that the devices of a run could reach by themselves, the one reached, and the losses.
 
-    "training" is time in steps; "slower device" the wait for other ranks; "interpreter" the wait for
-    Python's lock, and the loop around the steps; "no orders" the time before the first step and behind the
-    last, and pauses. On a CUDA device "data" is all time between two steps, also where its host was late to
-    launch. The rate of a device is measured in this run, beside the others: if they slow each other
-    down within a step, by sharing memory or cores, that is part of it.
+    "training" is time in steps; "waiting for others" that at the end of a round, until the last rank is
+    there, and "left out" that of rounds in which a rank had no samples; "interpreter" the wait for Python's
+    lock, and the loop around the steps; "idle" the time before the first step and behind the last, and
+    pauses. On a CUDA device "data" is all time between two steps, also where its host was late to launch. The
+    rate of a device is measured in this run, beside the others: if they slow each other down within a step,
+    by sharing memory or cores, that is part of it.
 
     Attributes:
         wall_ms: Time of the run so far.
@@ -117,10 +136,20 @@ class EfficiencyReport:
         return self.parts["training"]
 
     def __str__(self) -> str:
-        return f"{self.headline}\n\n{self.table}"
+        lines = [self.headline, "", str(self.table)]
+        return "\n".join([*lines, "", *self.notes] if self.notes else lines)
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(self.headline)}</p>{self.table._repr_html_()}"
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<p>{escape(self.headline)}</p>{self.table._repr_html_()}{notes}"
+
+    @property
+    def notes(self) -> list[str]:
+        """A line on each part that takes a tenth of a device's time or more, beside training."""
+        largest = {
+            part: max((device.parts[part] for device in self.devices), default=0.0) for part in MEANINGS
+        }
+        return [f"{part}: {words}" for part, words in MEANINGS.items() if largest[part] >= LARGE]
 
     @property
     def table(self) -> Table:
@@ -136,8 +165,8 @@ class EfficiencyReport:
         """The report in one line."""
         captured = f", {self.captured} of {len(self.devices)} with captured steps" if self.captured else ""
         return (
-            f"{self.reached:,.0f} of {self.ideal:,.0f} samples/s ({100 * self.efficiency:.1f} %) in "
-            f"{format_duration(self.wall_ms)}{captured}"
+            f"{self.reached:,.0f} samples/s, {100 * self.efficiency:.1f} % of the devices' own speed "
+            f"({self.ideal:,.0f}), in {format_duration(self.wall_ms)}{captured}"
         )
 
 
@@ -160,8 +189,8 @@ def efficiency_of(ranks: Sequence[RankTimes], names: Sequence[str]) -> Efficienc
 
 def _device(times: RankTimes, name: str, wall_ms: float) -> DeviceEfficiency:
     ms = {part: sum(times.ms.get(activity, 0.0) for activity in PARTS[part]) for part in PARTS}
-    # A rank that has left, or begun later, has no orders in the rest of the run.
-    ms["no orders"] += wall_ms - times.wall_ms
+    # A rank that has left, or begun later, is idle in the rest of the run.
+    ms["idle"] += wall_ms - times.wall_ms
     ms[INTERPRETER] = max(0.0, wall_ms - sum(ms.values()))
     whole_ms = sum(ms.values())  # beyond the wall time by errors of measurement alone
     busy_ms = ms["training"]

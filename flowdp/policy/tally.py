@@ -286,7 +286,10 @@ class EpochMetrics:
                 number,
                 *(f"{name} {format_metric(value)}" for name, value in metrics.items()),
                 f"{sum(self.throughput):>6,.0f} samples/s",
-                "share " + " ".join(f"{100.0 * share:2.0f} %" for share in self.share),
+                "share "
+                + " ".join(
+                    f"{100.0 * share:2.0f} %" + " (left out)" * (share < 0.005) for share in self.share
+                ),
                 format_duration(self.epoch_ms),
             ]
         )

@@ -56,17 +56,17 @@ class Prediction:
     idle_shares: tuple[float, ...]
 
     def __str__(self) -> str:
-        lines = ["rank   ms/step   share    idle"]
+        lines = ["rank   ms/step   share  waiting"]
         columns = zip(self.speeds, self.shares, self.idle_shares, strict=True)
         for rank, (ms, share, idle) in enumerate(columns):
-            lines.append(f"{rank:>4} {ms:>9.4g} {100 * share:>5.1f} % {100 * idle:>5.1f} %")
+            lines.append(f"{rank:>4} {ms:>9.4g} {100 * share:>5.1f} % {100 * idle:>6.1f} %")
         lines.append(
             f"{self.policy}: {self.steps_per_s:,.1f} steps/s, {self.samples_per_s:,.0f} samples/s, "
             f"{100 * self.efficiency:.1f} % of these devices, {self.speedup:.2f} x the fastest alone"
         )
         lines.append(
-            f"{self.rounds:,} rounds in {format_duration(self.wall_ms)}, anchor {self.anchor}, "
-            f"{self.sync_ms:g} ms each"
+            f"{self.rounds:,} rounds of {self.anchor} steps of the slowest in "
+            f"{format_duration(self.wall_ms)}, {self.sync_ms:g} ms of averaging each"
         )
         return "\n".join(lines)
 

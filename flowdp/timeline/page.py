@@ -39,6 +39,7 @@ def _data(timeline: TimelineRecord) -> dict[str, Any]:
     report = timeline.report()
     used = [activity for activity in ORDER if any(len(rank.read(activity)) for rank in timeline.ranks)]
     return {
+        "about": timeline.about,
         "headline": "no steps yet" if report is None else report.headline,
         "wall_ms": timeline.wall_ms,
         "devices": timeline.devices,
@@ -109,6 +110,7 @@ def _report(report: EfficiencyReport) -> dict[str, Any]:
     columns += [(device.device, device) for device in report.devices]
     return {
         "parts": list(PARTS),
+        "notes": report.notes,
         "colours": colours,
         "columns": [
             {"name": name, "ideal": part.ideal, "reached": part.reached, "parts": list(part.parts.values())}

@@ -67,7 +67,7 @@ class TimelineEvent:
 
     Attributes:
         at_ms: Time since the run began.
-        kind: "epoch", "evaluation" (by steps), "anchor", "shares", "throttle", "guard", "checkpoint",
+        kind: "epoch", "evaluation" (by steps), "round length", "shares", "held", "checkpoint",
             "pause", "rank", or "round" of one that was no ordinary one.
         text: Description.
         rank: The rank concerned; None: all.
@@ -137,9 +137,11 @@ class TimelineRecord:
         devices: Names of the devices, one per rank.
         gpus: CUDA devices that are sampled: their names and UUIDs.
         first_rank: Rank of the first device; commands name ranks of other machines, too.
+        about: Line about the run.
 
     Attributes:
         devices: As given.
+        about: As given.
         gpus: Their names.
         ranks: Recorder of each rank.
 
@@ -148,9 +150,14 @@ class TimelineRecord:
     """
 
     def __init__(
-        self, devices: Sequence[str], gpus: Mapping[str, str] | None = None, first_rank: int = 0
+        self,
+        devices: Sequence[str],
+        gpus: Mapping[str, str] | None = None,
+        first_rank: int = 0,
+        about: str = "",
     ) -> None:
         self.devices = tuple(devices)
+        self.about = about
         self._here = range(first_rank, first_rank + len(devices))
         uuids = {} if gpus is None else gpus
         self.gpus = tuple(uuids)
@@ -246,11 +253,11 @@ class TimelineRecord:
             case EvaluationEnded():
                 self._event("evaluation", str(command))
             case Send(rank, Throttle(limit, reason)):
-                self._event("throttle", f"held at step {limit}: {reason}", rank)
+                self._event("held", f"waits at step {limit}: {reason}", rank)
             case Save(version=int(version)):
                 self._event("checkpoint", f"checkpoint {version}")
             case Quarantined(rank):
-                self._event("guard", "NaN or infinite parameters", rank)
+                self._event("rank", "NaN or inf parameters: it copies those of another device", rank)
             case LeaveGate(rank):
                 self._event("rank", "the others go on without it", rank)
             case Paused(value):
@@ -282,7 +289,7 @@ class TimelineRecord:
         )
         if ended.anchor != self._anchor:
             before = f"{self._anchor} → " if self._anchor else ""
-            self._event("anchor", f"anchor {before}{ended.anchor}")
+            self._event("round length", f"{before}{ended.anchor} steps of the slowest device")
             self._anchor = ended.anchor
         if ended.share:
             self._event("shares", "shares " + " ".join(f"{100 * share:.0f} %" for share in ended.share[here]))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flowdp.policy.efficiency import Activity
 
-__all__ = ["CAPACITY", "ORDER", "Matrix", "Merge", "RankSpans", "Rows", "Span", "merged", "thinned"]
+__all__ = ["CAPACITY", "ORDER", "Matrix", "Merge", "RankSpans", "Rows", "Span", "merged", "taken", "thinned"]
 
 CAPACITY = 16_384
 """Spans that are kept of each activity of a rank: 0.5 MB."""
@@ -130,6 +130,21 @@ class Rows:
 
 def _matrix(numbers: array[float], width: int) -> Matrix:
     return np.array(numbers, dtype=np.float64).reshape(-1, width)
+
+
+def taken(rows: Matrix, edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Fractions of the time between neighbouring edges that spans take, merged ones by their busy time.
+
+    Args:
+        rows: (start, end, busy, count), in their order. Shape (n, 4).
+        edges: Points in time, rising. Shape (m + 1,).
+
+    Returns:
+        Shape (m,).
+    """
+    until = np.cumsum(rows[:, 2])
+    bounds = np.stack((until - rows[:, 2], until), axis=1)
+    return np.diff(np.interp(edges, rows[:, :2].ravel(), bounds.ravel())) / np.diff(edges)
 
 
 def thinned(rows: Matrix, limit: int, merge: Merge) -> Matrix:

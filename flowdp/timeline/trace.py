@@ -64,7 +64,12 @@ def _spans(timeline: TimelineRecord) -> Iterator[Event]:
 
 def _counters(timeline: TimelineRecord) -> Iterator[Event]:
     for done in timeline.rounds:
-        numbers = {"loss": done.loss, "learning rate": done.lr, "anchor": done.anchor, "drift": done.drift}
+        numbers = {
+            "loss": done.loss,
+            "learning rate": done.lr,
+            "round length": done.anchor,
+            "drift": done.drift,
+        }
         numbers |= {f"samples/s of rank {rank}": done.rate(rank) for rank in range(len(done.samples))}
         yield from _counted(done.at_ms, numbers)
     for sample in timeline.samples:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             evaluator=prepared.evaluator,
             step_callbacks=step_callbacks(config.callbacks),
             close_observer=observer.close,
-            timeline=_open_timeline(config),
+            timeline=_open_timeline(config, prepared.settings),
         )
         plan = _plan(config, source, replicas, resumed)
         engine = build_engine(plan, replicas, services, config.failures, config.runtime, config.outer_step)
@@ -321,12 +322,21 @@ def _has_own(config: RunConfig) -> bool:
     return ROUNDS[config.replica.policy].averages != "gradients"
 
 
-def _open_timeline(config: RunConfig) -> Timeline | None:
+def _open_timeline(config: RunConfig, settings: Mapping[str, Setting]) -> Timeline | None:
     if config.timeline is False:
         return None
     cards = [device for device in dict.fromkeys(config.devices) if device.type == "cuda"]
     uuids = {str(card): uuid for card in cards if (uuid := device_uuid(card)) is not None}
-    return Timeline(device_names(config.devices), uuids, config.team.ranks.start)
+    about = " · ".join(
+        (
+            f"{settings['model']}, {settings['parameters']:,} parameters",
+            f"policy {settings['policy']}",
+            f"batch size {settings['batch_size']}",
+            f"devices {settings['devices']}",
+            f"{datetime.now():%Y-%m-%d %H:%M}",
+        )
+    )
+    return Timeline(device_names(config.devices), uuids, config.team.ranks.start, about)
 
 
 def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:

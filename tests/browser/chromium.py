@@ -65,10 +65,16 @@ class WatchedPage:
 
 @contextmanager
 def open_page(
-    browser: Browser, width: int = 1280, height: int = 900, theme: Literal["light", "dark"] = "light"
+    browser: Browser,
+    width: int = 1280,
+    height: int = 900,
+    theme: Literal["light", "dark"] = "light",
+    scale: float = 1.0,
 ) -> Iterator[WatchedPage]:
-    """Open an empty page in a context of its own."""
-    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
+    """Open an empty page in a context of its own; `scale`: pixels of the screen for one of the page."""
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=theme, device_scale_factor=scale
+    )
     context.set_default_timeout(PATIENCE_MS)
     try:
         yield WatchedPage(context.new_page())

@@ -10,19 +10,19 @@ import flowdp
 __all__ = ["timed_run"]
 
 
-def timed_run(devices: int) -> flowdp.Run:
-    """A run of two epochs on so many CPU devices, to its end."""
+def timed_run(devices: int, policy: str = "cadence", epochs: int = 2) -> flowdp.Run:
+    """A run on so many CPU devices, to its end."""
     torch.manual_seed(0)
     data = torch.randn(512, 8), torch.randn(512, 1)
     run = flowdp.Trainer(
         nn.Linear(8, 1),
         lambda params: torch.optim.SGD(params, lr=0.01),
         nn.MSELoss(),
-        policy="cadence",
+        policy=policy,  # type: ignore[arg-type]
         dataset=data,
         evaluation=data,
         per_device_batch_size=4,
-        epochs=2,
+        epochs=epochs,
         devices=["cpu"] * devices,
         timeline=True,
         progress=False,

@@ -77,7 +77,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     accuracy = re.search(r"test accuracy (\d+)", end[0].text)
     assert accuracy is not None
     assert int(accuracy[1]) > 80  # 92 as a rule
-    assert "slower device" in report[0].data["text/html"]
+    assert "waiting for others" in report[0].data["text/html"]
     assert "image/png" in plot[0].data
     widgets = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"].values()
     assert any("<b>done</b>" in str(widget.state.get("value")) for widget in widgets)

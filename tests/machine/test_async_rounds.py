@@ -150,7 +150,7 @@ def test_who_is_too_far_ahead_gets_nothing_more() -> None:
         run.trains(0)
         said = run.decide()
     # Rank 1 has taken no step: rank 0 is two ahead, and the limit is one.
-    assert said == [Send(0, Throttle(2, "at its lead limit"))]
+    assert said == [Send(0, Throttle(2, "the others are too far behind"))]
     # Sent once.
     assert run.decide() == []
     # Rank 1 continues, and so does rank 0.
@@ -205,7 +205,7 @@ def test_at_the_end_of_the_data_all_meet_at_the_gate() -> None:
     assert run.take(SyncAck(0, outcome, Work(0, 0, 0))) == []
     [record] = run.take(SyncAck(1, outcome, Work(0, 0, 0), sync_ms=3.0))
     assert isinstance(record, RoundEnded)
-    assert (record.reason, record.steps, record.sync_ms) == ("meeting", (2, 2), 3.0)
+    assert (record.reason, record.steps, record.sync_ms) == ("all devices meet", (2, 2), 3.0)
     assert run.machine.is_idle
     assert run.machine.global_step == 4
 
@@ -225,7 +225,7 @@ def test_a_wish_calls_a_hurried_meeting_and_deals_anew_what_it_cuts() -> None:
     run.take(SyncAck(0, outcome, Work(0, 0, 0)))
     [record] = run.take(SyncAck(1, outcome, Work(0, 0, 0)))
     assert isinstance(record, RoundEnded)
-    assert record.reason == "pause"
+    assert record.reason == "a pause begins"
     assert run.machine.is_idle
     # The ledger has all but batch 0 back; the next orders are a new plan.
     ledger = run.machine.epochs.of(0)

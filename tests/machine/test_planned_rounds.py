@@ -77,7 +77,7 @@ def test_a_hurried_round_is_planned_anew() -> None:
     first, _second = orders(decide(machine, 30.0))
     # Rank 1 came with 4 of its 10 steps.
     record = settle(machine, acks(first, steps=(10, 4), hurried=True), 100.0)
-    assert record.reason == "hurried"
+    assert record.reason == "it took too long and was cut short"
     # The round armed after it is void. Rank 1 begins with its remaining batches, except the very last batch
     # dealt, which counts as never dealt.
     third, _fourth = orders(decide(machine, 100.0))

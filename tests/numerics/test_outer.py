@@ -222,7 +222,7 @@ def test_no_step_is_lost_whatever_the_speed(
     records = list(run.metrics("round"))
     assert sum(sum(record.samples) for record in records) == EPOCHS * SAMPLES
     if policy == "async" and cadence is SHORT:  # means of snapshots, and the meetings of all
-        assert {"meeting"} < {record.reason for record in records}
+        assert {"all devices meet"} < {record.reason for record in records}
 
 
 class Guarded(nn.BatchNorm1d):
@@ -239,7 +239,7 @@ def test_variances_stay_positive_in_means_beside_the_training(recorder: StepReco
     model = nn.Sequential(Guarded(5, momentum=0.5), nn.Linear(5, 1)).double()
     model[0].running_var.fill_(1e6)  # type: ignore[union-attr, operator]
     run = linear(recorder, 3, "async", model=model, outer=None).start()
-    assert sum(record.reason != "meeting" for record in run.metrics("round")) >= 4
+    assert sum(record.reason != "all devices meet" for record in run.metrics("round")) >= 4
     variance = run.join(HANG_S).state_dict["0.running_var"]
     assert bool(((variance >= 0) & (variance < 1e3)).all())
 

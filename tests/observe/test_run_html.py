@@ -60,7 +60,7 @@ def test_it_says_where_the_run_is() -> None:
     text = "".join(page.texts)
     assert "running · epoch 2/3 · step 50/200 · 120 samples/s · 50 % of the devices' own speed" in text
     assert "width:25.0%" in run_html(view())
-    assert "slower device 50 %" in text
+    assert "waiting for others 50 %" in text
     assert page.tags.count("polyline") == 1
     assert page.tags.count("tr") == 5
 

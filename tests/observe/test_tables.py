@@ -26,6 +26,6 @@ def test_devices_with_their_largest_losses() -> None:
         [RankTimes(spent, 60, 6, 1000.0), RankTimes({Activity.STEP: 1e3}, 40, 4, 1e3)], "ab"
     )
     assert device_table(report).rows == (
-        ("a", "60", "60 %", "40 %", "slower device 30 %, data 20 %"),
+        ("a", "60", "60 %", "40 %", "waiting for others 30 %, data 20 %"),
         ("b", "40", "40 %", "100 %", ""),
     )

@@ -26,16 +26,16 @@ def test_lost_samples_and_those_reached_are_the_ideal() -> None:
     assert report.reached == pytest.approx(900.0)
     assert report.efficiency == pytest.approx(report.reached / report.ideal)
     # 0.3 s of a device of 1,000 samples/s and 0.01 s of one of 333 are lost to waiting.
-    assert report.parts["slower device"] * report.ideal == pytest.approx(300 + 10 / 3)
+    assert report.parts["waiting for others"] * report.ideal == pytest.approx(300 + 10 / 3)
 
 
-def test_a_rank_that_left_has_no_orders_afterwards() -> None:
+def test_a_rank_that_left_is_idle_afterwards() -> None:
     ranks = [
         RankTimes({Activity.STEP: 1000.0}, 100, 10, 1000.0),
         RankTimes({Activity.STEP: 250.0}, 100, 10, 250.0),
     ]
     left = efficiency_of(ranks, ["a", "b"]).devices[1]
-    assert left.parts["no orders"] == pytest.approx(0.75)
+    assert left.parts["idle"] == pytest.approx(0.75)
     assert (left.ideal, left.reached) == (400.0, 100.0)
 
 
@@ -43,10 +43,10 @@ def test_as_text_and_as_html() -> None:
     names = ["cuda:0", "<b>"]
     report = efficiency_of([RankTimes(dict(FAST), 600, 60, 1000.0)] * 2, names)
     lines = str(report).splitlines()
-    assert lines[0] == "1,200 of 2,000 samples/s (60.0 %) in 1.0s"
+    assert lines[0] == "1,200 samples/s, 60.0 % of the devices' own speed (2,000), in 1.0s"
     assert lines[2].split() == ["all", *names]
     assert lines[3].split() == ["training", *["60.0", "%"] * 3]
-    assert len({len(line) for line in lines[2:]}) == 1
+    assert len({len(line) for line in lines[2:11]}) == 1
     html = report._repr_html_()
     assert "&lt;b&gt;" in html
     assert "<b>" not in html

@@ -107,11 +107,11 @@ def test_figures_agree_with_each_other() -> None:
 def test_prints_as_a_table() -> None:
     lines = str(simulate([10, 20], policy="sync", batches=200)).splitlines()
     assert lines == [
-        "rank   ms/step   share    idle",
-        "   0        10  50.0 %  50.0 %",
-        "   1        20  50.0 %   0.0 %",
+        "rank   ms/step   share  waiting",
+        "   0        10  50.0 %   50.0 %",
+        "   1        20  50.0 %    0.0 %",
         "sync: 100.0 steps/s, 3,199 samples/s, 66.7 % of these devices, 1.00 x the fastest alone",
-        "100 rounds in 2.0s, anchor 1, 0 ms each",
+        "100 rounds of 1 steps of the slowest in 2.0s, 0 ms of averaging each",
     ]
 
 

@@ -79,7 +79,9 @@ def test_the_machine_is_called_at_its_deadline() -> None:
     late = scenario("cadence", slow_from=(1, 4, 10.0))
     world = ran(replace(late, config=replace(late.config, batches=60)))
     assert any(fact == Tick() for _, fact in world.facts)
-    assert any(isinstance(r, RoundEnded) and r.reason == "hurried" for r in world.records)
+    assert any(
+        isinstance(r, RoundEnded) and r.reason == "it took too long and was cut short" for r in world.records
+    )
 
 
 def test_a_deadlock_is_nothing_left_to_happen() -> None:

@@ -55,7 +55,7 @@ def test_commands_become_events_and_rounds() -> None:
     for command in (
         ended(0),
         ended(1, anchor=3, share=(0.75, 0.25), reason="the drift rose"),
-        Send(1, Throttle(7, "at its lead limit")),
+        Send(1, Throttle(7, "the others are too far behind")),
         Send(1, SyncNow(4)),
         Quarantined(0, None),
         Save(0, Position(global_step=4, done=0, round=2, world_size=2), version=1, snapshots=0),
@@ -64,12 +64,12 @@ def test_commands_become_events_and_rounds() -> None:
     ):
         timeline.note(command)
     assert [(event.kind, event.rank, event.text) for event in timeline.events] == [
-        ("anchor", None, "anchor 1"),
-        ("anchor", None, "anchor 1 → 3"),
+        ("round length", None, "1 steps of the slowest device"),
+        ("round length", None, "1 → 3 steps of the slowest device"),
         ("shares", None, "shares 75 % 25 %"),
         ("round", None, "round 1: the drift rose"),
-        ("throttle", 1, "held at step 7: at its lead limit"),
-        ("guard", 0, "NaN or infinite parameters"),
+        ("held", 1, "waits at step 7: the others are too far behind"),
+        ("rank", 0, "NaN or inf parameters: it copies those of another device"),
         ("checkpoint", None, "checkpoint 1"),
         ("pause", None, "paused"),
         ("evaluation", None, "step 8 | eval loss 0.5000"),
@@ -95,9 +95,9 @@ def test_events_of_one_kind_do_not_push_out_another() -> None:
     timeline = Timeline(["a", "b"])
     timeline.note(ended(0))
     for step in range(2 * EVENTS):
-        timeline.note(Send(0, Throttle(step, "at its lead limit")))
-    assert kinds(timeline).count("anchor") == 1
-    assert kinds(timeline).count("throttle") == EVENTS
+        timeline.note(Send(0, Throttle(step, "the others are too far behind")))
+    assert kinds(timeline).count("round length") == 1
+    assert kinds(timeline).count("held") == EVENTS
 
 
 def test_an_unknown_use_is_no_zero() -> None:
@@ -183,7 +183,7 @@ def test_the_files_of_a_run(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace('http-equiv="', "")
     run.timeline.save(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
-    steps = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["name"] == "step"]
+    steps = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["name"] == "training"]
     assert sum(one["args"]["count"] for one in steps) == sum(run.status().local_steps)
     assert len(run.timeline.plot().axes) == 3
 
@@ -260,5 +260,5 @@ def test_of_several_machines_it_has_the_ranks_of_its_own() -> None:
     for rank in range(4):
         timeline.note(Quarantined(rank, None))
     assert timeline.rounds[0].samples == (9, 10)
-    assert [event.rank for event in timeline.events if event.kind == "guard"] == [0, 1]
+    assert [event.rank for event in timeline.events if event.kind == "rank"] == [0, 1]
     assert "shares 20 % 30 %" in [event.text for event in timeline.events]
