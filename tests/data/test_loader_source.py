@@ -30,7 +30,6 @@ from tests.data.opening import evaluated, opened
 from tests.limits import HANG_S
 
 SAMPLES = 103
-CLOSE_MS = 30_000.0  # the tests' own waits are longer
 
 
 class Counted(Dataset[Any]):
@@ -83,10 +82,10 @@ class Run:
         return payload
 
     def close(self) -> bool:
-        """Close, and assert that it is quick."""
+        """Close, and assert that it waits for nothing that hangs."""
         begin = time.perf_counter()
         ended = self.reader.close()
-        assert (time.perf_counter() - begin) * 1e3 < CLOSE_MS
+        assert time.perf_counter() - begin < HANG_S / 2
         return ended
 
 
@@ -363,7 +362,7 @@ def test_closing_leaves_no_thread_and_no_process(num_workers):
     assert not multiprocessing.active_children()
 
 
-def test_closing_while_the_processes_are_inside_the_dataset():
+def test_closing_while_the_processes_are_inside_the_dataset(set_grace):
     inside = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     class Stuck(Counted):
@@ -377,12 +376,14 @@ def test_closing_while_the_processes_are_inside_the_dataset():
     run.take(0, 0, 0)
     assert run.reader.take(0, 0, 1) is None
     processes = list(run.reader._processes._iterator._workers)
-    assert run.close()
+    set_grace(0.5)
+    while not run.close():  # the processes are ended; a busy machine takes its time for it
+        pass
     assert not any(process.is_alive() for process in processes)
     assert run.failed.empty()
 
 
-def test_closing_while_the_reader_is_inside_the_dataset():
+def test_closing_while_the_reader_is_inside_the_dataset(set_grace):
     entered, leave = threading.Event(), threading.Event()
 
     class Stuck(Counted):
@@ -393,7 +394,9 @@ def test_closing_while_the_reader_is_inside_the_dataset():
 
     run = Run(Stuck()).start()
     assert entered.wait(HANG_S)
+    set_grace(0.05)
     assert not run.close()
+    set_grace(HANG_S)
     leave.set()
     assert run.close()  # that call ended it; no error was reported
     assert run.failed.empty()
@@ -681,13 +684,15 @@ def test_a_reader_that_has_no_room_holds_no_other_up(runs: Any) -> None:
     assert other.take(0, 0, 0).shape == other.take(0, 0, 1).shape == (8,)
 
 
-def test_a_reader_that_is_left_inside_a_dataset_holds_no_later_run_up(runs: Any) -> None:
+def test_a_reader_that_is_left_inside_a_dataset_holds_no_later_run_up(runs: Any, set_grace: Any) -> None:
     hanging = Hanging()
     run = runs(hanging)
     assert hanging.is_inside.wait(HANG_S)
     waiting = runs(Counted())
     assert waiting.close()  # it waits for its turn, and gives up
+    set_grace(0.05)
     assert not run.close()
+    set_grace(HANG_S)
     later = runs(Counted(8))
     assert later.take(0, 0, 0).shape == (8,)
     hanging.goes_on.set()

@@ -571,7 +571,7 @@ def test_it_closes_while_it_waits(close, waits_for):
     assert rank.feed.close()
 
 
-def test_a_wait_for_the_device_that_never_ends_is_told():
+def test_a_wait_for_the_device_that_never_ends_is_told(set_grace):
     inside, stuck = threading.Event(), threading.Event()
 
     def synchronize() -> None:
@@ -589,7 +589,9 @@ def test_a_wait_for_the_device_that_never_ends_is_told():
     for key in everything()[:HOST_SLOTS]:
         rank.train(key)
     assert inside.wait(HANG_S)
+    set_grace(0.05)
     assert not rank.feed.close()
+    set_grace(HANG_S)
     stuck.set()
     assert rank.feed.close()
 
