@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,13 @@ def is_ellipsis(node: ast.expr) -> bool:
 def test_the_page_of_the_api_has_every_public_name() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^::: flowdp\.(\w+)$", page, re.MULTILINE)) == sorted(flowdp.__all__)
+
+
+def test_the_page_of_the_trainer_has_every_option_with_its_default() -> None:
+    page = (ROOT / "docs/trainer.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? ?\|", page, re.MULTILINE)
+    expected = [
+        (name, "" if option.default is Parameter.empty else repr(option.default).replace("'", '"'))
+        for name, option in signature(flowdp.Trainer).parameters.items()
+    ]
+    assert sorted(rows) == sorted(expected)
