@@ -358,13 +358,12 @@ class Trainer:
             The model and optimizer factories, and the dataset's worker processes, run in the calling thread.
         """
         undo = ExitStack()
-        with Folding():
-            try:
-                with self.config.team.starting():
-                    return start_run(self.config, undo)
-            except BaseException:
-                undo.close()
-                raise
+        try:
+            with Folding(), self.config.team.starting():
+                return start_run(self.config, undo)
+        except BaseException:
+            undo.close()
+            raise
 
     def fit(self) -> TrainedState:
         """Start and join."""
