@@ -156,7 +156,7 @@ class CheckpointOptions:
 
     ::
 
-        CheckpointOptions("runs/a")                             # after every epoch; the last three stay
+        CheckpointOptions("runs/a")                             # after every epoch, and every 10 minutes
         CheckpointOptions("runs/a", every=500, unit="step")     # after the first round that ends 500 steps on
         CheckpointOptions("runs/a", keep_best=("loss", "min"))  # the best one stays, too, as best.pt
         CheckpointOptions("runs/a", keep_best=("accuracy", "max"), top_k=3)  # and the two after it
@@ -169,6 +169,9 @@ class CheckpointOptions:
         keep_best: (monitor, "min" or "max"): the one with the best value of this metric at an epoch's end
             stays besides, and is also called best.pt.
         top_k: How many with the best values stay; of equal ones the earlier. NaN and infinities never do.
+        max_minutes: Most minutes of training from one checkpoint to the next: then one is written inside an
+            epoch, too, which the next one replaces. So a kill loses minutes, whatever `every` is. None: by
+            `every` alone, as with unit="minute", and where no run can go on inside an epoch.
     """
 
     dir: str | Path
@@ -178,6 +181,7 @@ class CheckpointOptions:
     keep_last: int = 3
     keep_best: tuple[str, Literal["min", "max"]] | None = None
     top_k: int = 1
+    max_minutes: float | None = 10.0
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -198,6 +202,7 @@ class CheckpointOptions:
                 f"checkpoint.every must be an int of at least 1 with unit={self.unit!r}, not {self.every!r}"
             )
         check_int("checkpoint.keep_last", self.keep_last)
+        check_number("checkpoint.max_minutes", self.max_minutes, above=True, optional=True)
         best = self.keep_best
         if best is not None and not (
             isinstance(best, tuple)

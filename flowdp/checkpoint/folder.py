@@ -138,6 +138,7 @@ class CheckpointFolder:
             raise self._lost(error) from error
         self.lock = FolderLock(self._folder)
         self._is_swept = False
+        self._between: Path | None = None  # the newest file, where the next one replaces it
 
     def paths(self) -> list[Path]:
         """The checkpoints that are there, newest first; `best.pt` is not among them."""
@@ -170,7 +171,13 @@ class CheckpointFolder:
         self._top = [(value, name) for value, name in state["top"] if (self._folder / name).exists()]
 
     def save(
-        self, state: Mapping[str, Any], *, version: int, global_step: int, value: float | None = None
+        self,
+        state: Mapping[str, Any],
+        *,
+        version: int,
+        global_step: int,
+        value: float | None = None,
+        is_between: bool = False,
     ) -> Path:
         """Write a checkpoint, then remove those that need not stay.
 
@@ -179,6 +186,7 @@ class CheckpointFolder:
             version: Number of the checkpoint in its run.
             global_step: Steps of all ranks before it.
             value: Value of the metric that `keep_best` names; None without one.
+            is_between: The next checkpoint replaces it, and it counts not among those that stay.
 
         Raises:
             CheckpointError: It could not be written; those before it are untouched.
@@ -206,7 +214,10 @@ class CheckpointFolder:
             raise
         self.best, self._top = best, top
         stay = {name for _, name in top}
-        for old in self.paths()[self.options.keep_last :]:
+        if self._between is not None and self._between.name not in stay:
+            remove(self._between)
+        self._between = path if is_between else None
+        for old in self.paths()[self.options.keep_last + is_between :]:
             if old.name not in stay:
                 remove(old)
         return path

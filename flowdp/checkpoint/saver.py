@@ -128,7 +128,8 @@ class Saver:
                 self._snapshot, self._answered = captured, command.snapshots
             self._changed.notify_all()
         if command.version is not None and self.outlet is not None:
-            self.outlet.queue(Job(command.version, command.capture, captured, self._best))
+            job = Job(command.version, command.capture, captured, self._best, is_between=command.is_between)
+            self.outlet.queue(job)
 
     def wait_for_snapshot(self, wish: int) -> CapturedState | None:
         """Answer to a request for a snapshot; None where the run ends before.

@@ -158,6 +158,7 @@ class Job:
         captured: Contents of the checkpoint, as far as this machine has them.
         best: Reads the best model at that moment; None where there is none.
         value: Value of the metric that `keep_best` names, set by the writer; None without one.
+        is_between: The next checkpoint replaces it.
     """
 
     version: int
@@ -165,6 +166,7 @@ class Job:
     captured: CapturedState
     best: Callable[[], Weights | None]
     value: float | None = None
+    is_between: bool = False
 
 
 class Outlet(ABC):
@@ -263,7 +265,6 @@ class Writer(Outlet):
         self._saved, self._failed, self._written = saved, failed, written
         self._evaluates = evaluates
         self._collector = collector
-        self._is_warned = False  # of a metric that is not there
 
     def queue(self, job: Job) -> None:
         """Take a checkpoint; it replaces those that wait, but for the best. See `Outlet.queue`."""
@@ -317,15 +318,7 @@ class Writer(Outlet):
         keep_best = None if self.folder is None else self.folder.options.keep_best
         if keep_best is None or not captured.history or captured.position.open:
             return None
-        last = captured.history[-1]
-        value = number_of(keep_best[0], last, evaluates=self._evaluates)
-        if value is None and (last.eval or not self._evaluates) and not self._is_warned:
-            self._is_warned = True
-            unknown = f"nothing in epoch {last.epoch + 1} is called {keep_best[0]!r}"
-            text = f"keep_best: {unknown}, so there is no best.pt"
-            self.problems.append(text)
-            log.warning("%s", text)
-        return value
+        return number_of(keep_best[0], captured.history[-1], evaluates=self._evaluates)
 
     def _write(self, job: Job) -> None:
         position, history = job.captured.position, job.captured.history
@@ -352,7 +345,9 @@ class Writer(Outlet):
         path = None
         if self.folder is not None:
             step = position.global_step
-            path = self.folder.save(state, version=job.version, global_step=step, value=job.value)
+            path = self.folder.save(
+                state, version=job.version, global_step=step, value=job.value, is_between=job.is_between
+            )
             log.info("checkpoint %d: %s", job.version, path)
         if self._saved is not None:
             self._saved(Checkpoint(state, path))

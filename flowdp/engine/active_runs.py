@@ -33,10 +33,10 @@ def add(run: Any) -> None:
     """Register a run whose threads are about to start; dropped when the last reference to it goes.
 
     Raises:
-        OptionError: Another run that has begun since the check at its start holds one of its devices.
+        OptionError: Another run that has begun since the check at its start holds a device or the model.
     """
     with _lock:
-        check_free([replica.device for replica in run.replicas])
+        check_free([replica.device for replica in run.replicas], run.trained)
         _live.add(run)
 
 
@@ -56,18 +56,31 @@ def runs() -> list[Any]:
     return sorted((run for run in _all() if not run.records.is_over), key=lambda run: run.begun_s)
 
 
-def check_free(devices: Sequence[torch.device]) -> None:
-    """Check that no CUDA device of these is in the hands of a run: two would share its streams and memory.
+def check_free(devices: Sequence[torch.device], model: object = None) -> None:
+    """Check that no live run holds what another one needs.
+
+    Args:
+        devices: Two runs would share a CUDA device's streams and memory.
+        model: The user's module, into which the last of two runs would write its result; None: none.
 
     Raises:
-        OptionError: One is.
+        OptionError: A run holds one of them.
     """
     for engine in _all():
+        if engine.records.is_over:
+            continue
         held = {replica.device for replica in engine.replicas} - {torch.device("cpu")}
-        if not engine.records.is_over and (taken := held.intersection(devices)):
+        if taken := held.intersection(devices):
             names = ", ".join(sorted(map(str, taken)))
             raise OptionError(
-                f"devices: {names} is held by another run, which is not over: stop() and join() it first"
+                f"devices: {names} is held by another run, which is not over: stop() and join() it first "
+                "(flowdp.runs() lists the live ones)"
+            )
+        if model is not None and engine.trained is model:
+            raise OptionError(
+                f"model: this {type(model).__name__} is trained by a live run, and both would write into it. "
+                "flowdp.runs() lists the live runs: run.stop() and run.join() that one first, or give a "
+                "copy, copy.deepcopy(model)"
             )
 
 

@@ -246,6 +246,7 @@ class CoordinatorShell:
                 self._failures.add(self._error_of(command))
             case Finish():
                 self._finish = command
+                log.info("%s", command)
 
     def _error_of(self, command: Fail) -> FlowdpError:
         """Error of a failure that the machine has found, for which no thread has an exception."""

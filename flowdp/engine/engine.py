@@ -51,6 +51,7 @@ class Engine:
         saver: Writer of checkpoints, and keeper of the best model.
         devices: One per rank of this machine.
         handle: The user's `Run`, while it lives.
+        trained: The user's module, into which the run writes its result; None: it writes into none.
         begun_s: When it began, by `time.monotonic`.
         is_abandoned: The user has told the run to stop and does not wait for it any more (a second Ctrl-C).
         latch: Where all that a start has made waits for `begin`.
@@ -65,6 +66,7 @@ class Engine:
         self.devices = tuple(replica.device for replica in self.replicas)
         self.latch = Latch()
         self.handle: Any = None
+        self.trained: object = None
         self.begun_s = 0.0
         self.is_abandoned = False
         self._past: tuple[list[Progress], list[RankTimes]] = [], []  # of a run that was let go of
@@ -171,7 +173,7 @@ class Engine:
         self.is_abandoned = True
 
     def request(self, what: Requested) -> int:
-        """Send a request of the user to the coordinator; returns its number at once."""
+        """Send a request of the user; see `Requests.request`."""
         return self._requests.request(what)
 
     def fail(self, error: FlowdpError) -> None:

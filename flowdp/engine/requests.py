@@ -38,10 +38,11 @@ class Requests:
         self._lock = threading.Lock()  # numbers the requests in the order in which the inbox has them
 
     def request(self, what: Requested) -> int:
-        """Send a request to the coordinator; returns its number at once."""
+        """Send a request to the coordinator; returns its number, from 1, or 0 where the run is over."""
         with self._lock:
-            self._count += self._post(what)
-            return self._count
+            is_live = self._post(what)
+            self._count += is_live
+            return self._count if is_live else 0
 
     def hear_sigterm(self) -> None:
         """Take the next SIGTERM as a request to stop, until `close`.

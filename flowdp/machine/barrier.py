@@ -87,6 +87,7 @@ class Barrier:
         self.owed_step = False
         self._config, self._tasks = config, tasks
         self._best = start.best
+        self._kept = Best()  # of `keep_best`
         self._best_before: dict[int, Best] = {}  # each epoch that was reported
         self._is_best = False  # the epoch reported last, whose state is kept
         # Complete epochs that are not reported yet, or not with their evaluation.
@@ -162,7 +163,7 @@ class Barrier:
     def ended(self, metrics: EpochMetrics) -> list[Command]:
         """An epoch is complete; it is reported at once, or when its evaluation is."""
         if not self._ended and not self._tasks.halts(metrics.epoch):
-            return [EpochEnded(metrics)]
+            return [EpochEnded(metrics), *self._check_name(metrics)]
         self._ended.append(metrics)
         return []
 
@@ -322,14 +323,22 @@ class Barrier:
             self._is_best = self._best.epoch == metrics.epoch and self._tasks.keeps_best
             if error is not None:
                 commands.append(Fail(error, kind="option"))
+        commands += self._check_name(metrics)
         if self._tasks.saves(metrics.epoch):
             self.saves.ask()
         return commands
 
+    def _check_name(self, metrics: EpochMetrics) -> list[Command]:
+        """Check that there is a metric of the name that `keep_best` has."""
+        if (monitor := self._tasks.keep_best) is None:
+            return []
+        self._kept, error = judge(self._kept, monitor, metrics, evaluates=self._tasks.evaluates_epochs)
+        return [] if error is None else [Fail(f"keep_best: {error}", kind="option")]
+
     def _save(
         self, capture: SaveState, asked: _Asked, now_ms: float, stand: Callable[[], Position]
     ) -> Command:
-        is_due, is_best = self.saves.is_wanted, self._is_best
+        is_due, is_best, is_between = self.saves.is_wanted, self._is_best, self.saves.is_between
         self._is_best, self._answered = False, asked.wishes
         self.versions += is_due
         position = stand()
@@ -337,4 +346,4 @@ class Barrier:
             self.saves.saved(now_ms, position.global_step)
             self.saves.budget.saved(asked.begin_ms, now_ms)
         version = self.versions if is_due else None
-        return Save(capture.number, position, version, self._answered, capture.model, is_best)
+        return Save(capture.number, position, version, self._answered, capture.model, is_best, is_between)

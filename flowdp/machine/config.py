@@ -22,6 +22,7 @@ class BarrierPlan:
         evaluation: When an evaluation is due; None: there are none.
         monitor: Number that ends the run when it does not improve; None: none does.
         keeps_best: The state at the best epoch is saved.
+        keep_best: Metric of the best checkpoints, if it is not known yet that there is one of this name.
         is_saved: The run resumes from a checkpoint in its own folder.
         inside: A run can go on inside an epoch, too: its last checkpoint may lie there.
     """
@@ -30,6 +31,7 @@ class BarrierPlan:
     evaluation: Interval | None = None
     monitor: Monitor | None = None
     keeps_best: bool = False
+    keep_best: Monitor | None = None
     is_saved: bool = False
     inside: bool = True
 

@@ -91,6 +91,7 @@ class Coordinator:
         self._ready: set[int] = set()
         self._gone: set[int] = set()
         self._wants_stop = False
+        self._stopped_by = ""
         self._end_ms: float | None = None  # the run is stopped then
         self._wants_pause = False
         self._new_lr: tuple[Requested, ...] = ()  # not yet at the gate
@@ -206,7 +207,7 @@ class Coordinator:
     def _take_wish(self, fact: Requested) -> None:
         match fact.what:
             case "stop":
-                self._wants_stop = True
+                self._stop("run.stop(), Ctrl-C or SIGTERM")
             case "pause":
                 self._wants_pause = True
             case "unpause":
@@ -215,6 +216,9 @@ class Coordinator:
                 self._new_lr += (fact,)
             case "checkpoint" | "snapshot":
                 self.barrier.wish(fact.what)
+
+    def _stop(self, reason: str) -> None:
+        self._wants_stop, self._stopped_by = True, self._stopped_by or reason
 
     # ------------------------------------------------------------------ decisions
     def _decide(self, now_ms: float) -> list[Command]:
@@ -231,19 +235,35 @@ class Coordinator:
             commands.append(AbortGate(self.error))
             commands += [Send(rank, Abort(self.error)) for rank in self._present()]
         if self.phase in (Phase.LEAVING, Phase.FAILING) and len(self._gone) == self.config.world_size:
-            stopped = self.barrier.owes or not self.epochs.is_complete
             self.phase = Phase.DONE
-            stands = self._position(now_ms) if self.error is None else None
-            commands.append(Finish(self.error, stopped, self.global_step, self.epochs.complete, stands))
+            commands.append(self._finish(now_ms))
         return commands
+
+    def _finish(self, now_ms: float) -> Finish:
+        config, step = self.config, self.global_step
+        stopped = self.barrier.owes or not (self.epochs.is_complete or self.barrier.is_enough)
+        if self.error is not None:
+            return Finish(self.error, stopped, step, self.epochs.complete)
+        is_planned = not stopped and self.epochs.is_complete
+        reason = self._stopped_by
+        if is_planned:
+            by_steps = step == config.max_steps
+            reason = f"max_steps={step} reached" if by_steps else f"all {config.epochs} epochs are trained"
+        elif not stopped and config.tasks.monitor is not None:
+            reason = config.tasks.monitor.reason(self.barrier.best(self.epochs.done))
+        if not stopped and config.start is not None and config.start.global_step == step:
+            is_planned, reason = False, f"nothing was left to train, {reason}"
+        stands = self._position(now_ms)
+        return Finish(None, stopped, step, self.epochs.complete, stands, reason, is_planned)
 
     def _run(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
         if self._end_ms is not None and now_ms >= self._end_ms:
-            self._end_ms, self._wants_stop = None, True
+            self._end_ms = None
+            self._stop("max_time is up")
         anchor, is_idle = self.rounds.anchor, self.rounds.is_idle
         for metrics in self.epochs.ended(now_ms, anchor, self.global_step, is_idle=is_idle):
-            commands += self.barrier.ended(metrics)
+            commands += self._failing(self.barrier.ended(metrics))
         commands += self.barrier.look(now_ms, self.global_step)
         commands += self._judge_numbers()
         if self.rounds.is_idle and self.error is None:

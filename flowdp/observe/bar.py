@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections import Counter
@@ -23,7 +24,9 @@ from flowdp.protocol.commands import RoundEnded
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-__all__ = ["ProgressBar", "tell_devices", "wants_progress"]
+__all__ = ["ProgressBar", "tell", "tell_devices", "wants_progress"]
+
+log = logging.getLogger("flowdp")
 
 EPOCHS = 12
 """Newest epochs in the summary."""
@@ -51,6 +54,12 @@ def tell_devices(devices: Iterable[torch.device], machines: Sequence[str] = ()) 
         return
     _told.add(line)
     print(line, file=sys.stderr, flush=True)
+
+
+def tell(line: str) -> None:
+    """Print a line of a run on stderr where the log, which has it as INFO, does not show it."""
+    if not log.isEnabledFor(logging.INFO) and sys.stderr is not None:
+        print(f"flowdp: {line}", file=sys.stderr, flush=True)
 
 
 def wants_progress(progress: bool | Literal["auto"]) -> bool:
@@ -158,10 +167,10 @@ class ProgressBar(Callback):
         with self._lock:
             self._is_over = True
             if state is not None and run is not None:
-                report = run.report()
-                tables = [epoch_table(run.history, EPOCHS), device_table(report)]
+                report, history = run.report(), run.history
+                tables = [epoch_table(history, EPOCHS), device_table(report)] if report.ideal else []
                 shown = [str(table) for table in tables if table.rows]
-                self._tables = "\n\n".join([*shown, report.headline])
+                self._tables = "\n\n".join([*shown, report.headline] if shown else [])
             self._close()
 
     def _clear(self) -> None:

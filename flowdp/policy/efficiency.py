@@ -136,6 +136,8 @@ class EfficiencyReport:
         return self.parts["training"]
 
     def __str__(self) -> str:
+        if not self.ideal:
+            return self.headline
         lines = [self.headline, "", str(self.table)]
         return "\n".join([*lines, "", *self.notes] if self.notes else lines)
 
@@ -163,6 +165,8 @@ class EfficiencyReport:
     @property
     def headline(self) -> str:
         """The report in one line."""
+        if not self.ideal:
+            return f"no samples were trained in {format_duration(self.wall_ms)}"
         captured = f", {self.captured} of {len(self.devices)} with captured steps" if self.captured else ""
         return (
             f"{self.reached:,.0f} samples/s, {100 * self.efficiency:.1f} % of the devices' own speed "

@@ -83,10 +83,17 @@ class Interval:
     Attributes:
         every: After so many ...
         unit: ... of these; "step" is one of all ranks.
+        max_minutes: Most minutes from one to the next, where `unit` is another one; None: no limit.
     """
 
     every: float
     unit: Literal["epoch", "step", "minute"]
+    max_minutes: float | None = None
+
+    @property
+    def minutes(self) -> float | None:
+        """Minutes from one to the next; None: none is due by the clock."""
+        return self.every if self.unit == "minute" else self.max_minutes
 
     def ends_with(self, epoch: int) -> bool:
         """Whether one follows this epoch."""
@@ -103,6 +110,7 @@ class Schedule:
     Attributes:
         is_wanted: One is due, or was asked for, and has not begun.
         is_put_off: Whether one was due at the last look, and was put off.
+        is_between: The one that is wanted lies between two of the plan, because of its `max_minutes`.
         budget: Says until when.
     """
 
@@ -113,7 +121,7 @@ class Schedule:
         self._next_ms = math.inf
         self._is_late = False  # by the clock, and not saved since
         self._is_held = False  # the budget had nothing left at the last look
-        self.is_wanted = self.is_put_off = False
+        self.is_wanted = self.is_put_off = self.is_between = False
         self.budget = SaveBudget()
 
     @property
@@ -133,12 +141,12 @@ class Schedule:
         if plan is not None and plan.unit == "step":
             every = int(plan.every)
             self._next_step = (global_step // every + 1) * every
-        elif plan is not None and plan.unit == "minute":
-            self._next_ms = now_ms + plan.every * MINUTE_MS
+        if plan is not None and plan.minutes is not None:
+            self._next_ms = now_ms + plan.minutes * MINUTE_MS
 
     def ask(self) -> None:
         """Want one, whatever is due."""
-        self.is_wanted = True
+        self.is_wanted, self.is_between = True, False
 
     def look(self, now_ms: float, global_step: int) -> None:
         """See whether one is due now."""
@@ -148,7 +156,9 @@ class Schedule:
         is_due = is_due and global_step != self._saved_step
         self._is_held = now_ms < self.budget.free_ms
         self.is_put_off = is_due and self._is_held
-        self.is_wanted |= is_due and not self._is_held
+        if is_due and not self._is_held and not self.is_wanted:
+            self.is_wanted = True
+            self.is_between = self._is_late and self._plan is not None and self._plan.unit != "minute"
 
     def is_last_due(self, global_step: int) -> bool:
         """Whether the end of the run is to be saved, too."""
@@ -156,5 +166,6 @@ class Schedule:
 
     def saved(self, now_ms: float, global_step: int) -> None:
         """The one of this step is being written, or evaluated."""
-        self._saved_step, self._is_late, self.is_put_off, self.is_wanted = global_step, False, False, False
+        self._saved_step, self._is_late = global_step, False
+        self.is_put_off = self.is_wanted = self.is_between = False
         self.begin(now_ms, global_step)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from flowdp.errors import OptionError
+from flowdp.policy.formats import format_metric
 from flowdp.policy.tally import EpochMetrics
 from flowdp.validators import check_int, check_number
 
@@ -85,6 +86,11 @@ class Monitor:
     def is_enough(self, best: Best) -> bool:
         """Whether the run shall end: the number has not improved for `patience` judged epochs."""
         return self.patience is not None and best.bad >= self.patience
+
+    def reason(self, best: Best) -> str:
+        """Reason of a run's end by this monitor, in words."""
+        than = "" if best.value is None else f" better than {format_metric(best.value)}"
+        return f"early stopping, no {self.name!r}{than} in {best.bad} epochs"
 
 
 def number_of(name: str, metrics: EpochMetrics, *, evaluates: bool = False) -> float | None:

@@ -192,6 +192,7 @@ class Save:
         snapshots: Wishes for a snapshot that this answers, since the run began.
         model: The rank that has put down the model, too.
         is_best: The monitored number was never better than in the epoch that has ended.
+        is_between: The next checkpoint replaces it; see `Schedule`.
     """
 
     capture: int
@@ -200,6 +201,7 @@ class Save:
     snapshots: int
     model: int = 0
     is_best: bool = False
+    is_between: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +217,13 @@ class SavesPutOff:
     cost: SaveCost
 
     def __str__(self) -> str:
-        cost = self.cost
+        cost, plan = self.cost, self.plan
+        when = f"every={plan.every:g}, unit={plan.unit!r}"
+        if plan.unit == "epoch":
+            when = f"max_minutes={plan.max_minutes:g}"
         stands, write, wait = map(format_duration, (cost.stands_ms, cost.write_ms, cost.wait_ms))
         return (
-            f"checkpoints of every={self.plan.every:g}, unit={self.plan.unit!r} are put off: they might cost "
+            f"checkpoints of {when} are put off: they might cost "
             f"more than {SHARE:.0%} of the training. The last one stopped all devices for {stands}, and its "
             f"file was written in {write}. The next one follows it after {wait}. "
             "Requested ones and the last one never wait"
@@ -264,8 +269,10 @@ class Finish:
 
     Attributes:
         error: The first failure in words, or None.
-        stopped: Whether it ended before its last step or evaluation.
+        stopped: Whether it was ended before its last step or evaluation, by the user or `max_time`.
         position: Where it stands, for a run that goes on from there; None of one that has failed.
+        reason: Why it has ended; "" of one that has failed.
+        is_planned: It has trained all of its epochs or steps.
     """
 
     error: str | None
@@ -273,6 +280,12 @@ class Finish:
     global_step: int
     epochs_done: int
     position: Position | None = None
+    reason: str = ""
+    is_planned: bool = False
+
+    def __str__(self) -> str:
+        why = self.error if self.error is not None else self.reason
+        return f"ended after {self.epochs_done} epochs, step {self.global_step:,}: {why}"
 
 
 Command = (

@@ -122,6 +122,12 @@ class RunConfig:
         return None if self.monitor is None else [self.monitor.name, self.monitor.mode]
 
     @property
+    def keep_best(self) -> Monitor | None:
+        """Metric of the best checkpoints; None: none are kept for their metric."""
+        keep_best = None if self.checkpoint is None else self.checkpoint.keep_best
+        return None if keep_best is None else Monitor(*keep_best)
+
+    @property
     def has_checkpoint_listeners(self) -> bool:
         """Whether a callback is called with each checkpoint."""
         return any(type(callback).on_checkpoint is not Callback.on_checkpoint for callback in self.callbacks)

@@ -54,7 +54,8 @@ class TrainedState:
             has `owes_evaluation=True`.
         global_step: Steps of all ranks.
         epochs_done: Complete epochs, without one that `max_steps` cut short; `resume` continues in that.
-        interrupted: The run was stopped before its last step or evaluation.
+        interrupted: The run was stopped before its last step or evaluation, by `stop()`, Ctrl-C, SIGTERM or
+            `max_time`; not by early stopping.
         stopped_at: Position of the run, for `resume`; None inside an epoch where reading cannot begin there.
         ema: `state_dict` with the moving average of `flowdp.EMA` in place of the trained parameters; None
             without it.
@@ -140,7 +141,7 @@ class Status:
     """Status of a run; prints as one line.
 
     Attributes:
-        phase: "running", "paused", "done", "stopped" or "failed".
+        phase: "running", "paused", "done", "stopped" or "failed". One that early stopping ended is "done".
         epochs_done: Complete epochs.
         global_step: Steps of all ranks in the rounds held so far.
         round: The last round, or None.
@@ -153,6 +154,8 @@ class Status:
         problems: Problems that did not end the run: replicas that had NaN or infinite numbers, ranks
             that left or ran out of memory, callbacks that raised or do not return, a checkpoint
             that could not be written, a standstill at the start or while paused.
+        reason: Why the run has ended: its epochs or steps are trained, early stopping, `max_time`, a stop, or
+            the error; "" while it has not.
     """
 
     phase: str
@@ -164,13 +167,15 @@ class Status:
     pieces: tuple[int, ...] = ()
     problems: tuple[str, ...] = ()
     capture: tuple[str | None, ...] = ()
+    reason: str = ""
 
     def __str__(self) -> str:
         steps = " ".join(map(str, self.local_steps))
         line = (
             f"{self.phase} | {self.epochs_done} epochs | step {self.global_step:,} | steps per rank {steps}"
         )
-        return line + (f" | problems: {len(self.problems)}" if self.problems else "")
+        line += f" | problems: {len(self.problems)}" if self.problems else ""
+        return line + (f" | {self.reason.splitlines()[0]}" if self.reason else "")
 
 
 def resumed_from(state: TrainedState) -> Resumed:
@@ -203,7 +208,7 @@ class Results:
         is_numbered: Reading can begin inside an epoch.
         leads: This machine has the run's state.
         restores_best: The result is the model of the best epoch.
-        fills_model: The end's state is written into the model, if that is an instance.
+        trained: The user's module, into which the end's state is written; None: into none.
 
     Attributes:
         misfit: The model does not take the state.
@@ -221,13 +226,13 @@ class Results:
         is_numbered: bool,
         leads: bool,
         restores_best: bool,
-        fills_model: bool,
+        trained: nn.Module | None,
     ) -> None:
         self.misfit: StateError | None = None
         self._engine, self._model = engine, model
         self._fingerprint, self._is_numbered, self._leads = fingerprint, is_numbered, leads
         self._restores_best = restores_best
-        self._module = model if fills_model and isinstance(model, nn.Module) else None
+        self._module = trained
         self._state: TrainedState | None = None
         self._reading = threading.Lock()  # the state is read, and the module filled, once
 

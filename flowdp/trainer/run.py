@@ -15,6 +15,7 @@ from flowdp.engine import active_runs
 from flowdp.engine.engine import Engine
 from flowdp.engine.signals import hearing_interrupts
 from flowdp.errors import FlowdpError, OptionError, StateError
+from flowdp.observe.bar import tell
 from flowdp.observe.loggers.log import Setting
 from flowdp.observe.notebook import display_live, run_dashboard
 from flowdp.observe.observer import Observer
@@ -43,6 +44,10 @@ class Run:
 
     As a context manager, leaving it normally joins, leaving it by an exception stops; no thread outlives it.
 
+    Commands do not wait, and return whether the run takes them: `stop`, `pause`, `unpause`, `set_lr`,
+    `scale_lr`, `set_scheduler`, `checkpoint`. False: it is over, nothing changes, and `status().reason` says
+    why it has ended.
+
     Threads:
         Any thread but the run's own; `join()` and `metrics()` raise there.
 
@@ -54,6 +59,7 @@ class Run:
         aside: Makes room on the terminal for what a loop over its records prints.
         total_steps: Steps of all ranks in it; None where unknown.
         timeline: Its timeline; None: it records none.
+        tells: A line on stderr says why it has ended, where that was not planned.
     """
 
     def __init__(
@@ -66,12 +72,14 @@ class Run:
         aside: Callable[[], AbstractContextManager[None]],
         total_steps: int | None,
         timeline: Timeline | None,
+        tells: bool,
     ) -> None:
         self._engine, self._observer, self._results = engine, observer, results
         self._settings = dict(settings)
         self._aside = aside
         self._total_steps = total_steps
         self._timeline = timeline
+        self._tells = tells
         self._blocks = 0  # of `paused`, that are open
         self._pausing = threading.Lock()  # serialises their count, and with it the requests
         self._is_interrupted = False
@@ -178,9 +186,13 @@ class Run:
     def status(self) -> Status:
         """Status of the run; does not wait for a thread."""
         records, last = self._engine.records, self._engine.records.last_round
-        if records.is_ended:
-            stopped = records.finish is not None and records.finish.stopped
-            phase = "failed" if self.error is not None else "stopped" if stopped else "done"
+        reason = ""
+        if self.error is not None:
+            phase, reason = "failed", format_error(self.error)
+        elif records.is_ended:
+            finish = records.finish
+            phase = "stopped" if finish is not None and finish.stopped else "done"
+            reason = "" if finish is None else finish.reason
         else:
             phase = "paused" if records.is_paused else "running"
         progress = self._engine.progress()
@@ -194,6 +206,7 @@ class Run:
             pieces=tuple(rank.pieces for rank in progress),
             problems=self._problems(),
             capture=tuple(rank.capture for rank in progress),
+            reason=reason,
         )
 
     def _problems(self) -> tuple[str, ...]:
@@ -290,19 +303,21 @@ class Run:
         return fresh
 
     # ------------------------------------------------------------------ steering
-    def stop(self) -> None:
+    def _send(self, command: Requested) -> bool:
+        return self._engine.request(command) > 0
+
+    def stop(self) -> bool:
         """End the run after a last round; then `state` is there. Returns at once; may be called again."""
-        self._engine.request(Requested("stop"))
+        return self._send(Requested("stop"))
 
-    def pause(self) -> None:
+    def pause(self) -> bool:
         """Pause all workers after the round. Returns at once; `paused()` waits."""
-        self._engine.request(Requested("pause"))
+        return self._send(Requested("pause"))
 
-    def unpause(self) -> None:
-        """Continue after a pause. Inside of `paused()` it does nothing: the last block's end does that."""
+    def unpause(self) -> bool:
+        """Continue after a pause; False inside of `paused()`, where the last block's end does that."""
         with self._pausing:
-            if not self._blocks:
-                self._engine.request(Requested("unpause"))
+            return not self._blocks and self._send(Requested("unpause"))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -332,7 +347,7 @@ class Run:
                 self._blocks -= 1
             self.unpause()
 
-    def set_lr(self, lr: float) -> None:
+    def set_lr(self, lr: float) -> bool:
         """Scale all parameter groups so that the first has this learning rate; a scheduler continues from it.
 
         The first is the first whose rate is not 0: groups at 0 stay there. It takes effect for all ranks at
@@ -344,9 +359,9 @@ class Run:
         check_number("lr", lr, above=False)
         for replica in self._engine.replicas:
             replica.learning_rate.check_set()
-        self._engine.request(Requested("set_lr", float(lr)))
+        return self._send(Requested("set_lr", float(lr)))
 
-    def scale_lr(self, factor: float) -> None:
+    def scale_lr(self, factor: float) -> bool:
         """Multiply the learning rates of all groups; a scheduler continues from there.
 
         It takes effect for all ranks at the same round, and two calls multiply twice.
@@ -355,9 +370,9 @@ class Run:
             OptionError: `factor` is not a number above 0.
         """
         check_number("factor", factor, above=True)
-        self._engine.request(Requested("scale_lr", float(factor)))
+        return self._send(Requested("scale_lr", float(factor)))
 
-    def set_scheduler(self, scheduler: SchedulerOptions | None) -> None:
+    def set_scheduler(self, scheduler: SchedulerOptions | None) -> bool:
         """Replace the scheduler of the learning rate, for all ranks at the same round.
 
         ::
@@ -396,17 +411,17 @@ class Run:
                 "set_scheduler(): a scheduler that watches the loss needs a run that waits for it: give "
                 "Trainer(scheduler=...) one"
             )
-        engine.request(Requested("set_scheduler", options))
+        return self._send(Requested("set_scheduler", options))
 
     # ------------------------------------------------------------------ keeping
-    def checkpoint(self) -> None:
+    def checkpoint(self) -> bool:
         """Request a checkpoint at the end of this round. Returns at once; callbacks are called with it.
 
         Raises:
             OptionError: The Trainer has neither `checkpoint` nor a callback for checkpoints.
         """
         if self.done:
-            return
+            return False
         if not self._engine.config.tasks.inside:
             raise OptionError(
                 "an IterableDataset, or a sampler without a seed, is resumed at an epoch's end alone: use "
@@ -414,7 +429,7 @@ class Run:
             )
         if not self._engine.config.tasks.save:
             raise OptionError("there is nowhere to write a checkpoint: give Trainer(checkpoint='a folder')")
-        self._engine.request(Requested("checkpoint"))
+        return self._send(Requested("checkpoint"))
 
     def snapshot(self) -> TrainedState:
         """Take the averaged state at the end of this round; training continues meanwhile.
@@ -531,6 +546,9 @@ class Run:
         """Read the replicas and fill the user's module, once, in the user's thread."""
         self._join_threads()
         self._raise_failure()  # a callback may have failed after the end
+        finish, is_told, self._tells = self._engine.records.finish, not self._tells, False
+        if finish is not None and not finish.is_planned and not is_told:
+            tell(str(finish))
         return self._results.fill()
 
     def _let_go(self) -> None:

@@ -10,6 +10,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from torch import nn
+
 from flowdp.checkpoint.fingerprint import fingerprint, orders
 from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.machine_states import StateCollector
@@ -33,13 +35,14 @@ from flowdp.machine.exact_rounds import LONE_RANK
 from flowdp.machine.policies import ROUNDS
 from flowdp.network.channel import Channel
 from flowdp.network.transfer import Transfer
-from flowdp.observe.bar import ProgressBar, tell_devices
+from flowdp.observe.bar import ProgressBar, tell, tell_devices
 from flowdp.observe.callbacks import step_callbacks
 from flowdp.observe.loggers.log import Setting
 from flowdp.observe.observer import Observer
 from flowdp.observe.records import Records
 from flowdp.observe.timeline_file import TimelineFile
 from flowdp.policy.interval import Interval
+from flowdp.policy.monitor import number_of
 from flowdp.replica.build import build_replicas
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.factories import all_of
@@ -99,6 +102,9 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
     Raises:
         OptionError: See `Trainer.start`.
     """
+    model = config.replica.model
+    trained = model if fills_model and isinstance(model, nn.Module) else None
+    check_free(config.devices, trained)
     prepared = _prepare(config, undo)
     team, source, replicas, resumed = config.team, prepared.source, prepared.replicas, prepared.resumed
     total_steps = config.total_steps(source.batches)
@@ -133,17 +139,18 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
         )
         plan = _plan(config, source, replicas, resumed)
         engine = build_engine(plan, replicas, services, config.failures, config.runtime, config.outer_step)
+        engine.trained = trained
         undo.callback(engine.take_back)
         if resumed is not None:
             resumed.put_back_momentum(engine.ranks)
         results = Results(
             engine,
-            config.replica.model,
+            model,
             prepared.fingerprint,
             is_numbered=source.can_resume_inside,
             leads=team.leads,
             restores_best=config.restores_best,
-            fills_model=fills_model,
+            trained=trained,
         )
         run = Run(
             engine,
@@ -153,6 +160,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             aside=aside,
             total_steps=total_steps,
             timeline=services.timeline,
+            tells=config.tells_devices and team.leads,
         )
         engine.start()
         observer.start(run, lambda: failures.first, results.answer, engine.latch.wait)
@@ -169,7 +177,6 @@ def _prepare(config: RunConfig, undo: ExitStack) -> _Prepared:
     team.check()
     if config.tells_devices and team.leads:
         tell_devices(config.devices, () if team.machines is None else team.machines.names)
-    check_free(config.devices)
     folder = open_folder(config, undo) if team.leads else None
     resumed = find_start(config, folder) if team.leads else None
     channel: Channel | None = None
@@ -193,8 +200,15 @@ def _prepare(config: RunConfig, undo: ExitStack) -> _Prepared:
         entered, source = resumed.enter(described, config.epochs, config.max_steps, rates, config.open_source)
         resumed = entered.watching(config.watched, config.restores_best)
         resumed.put_back(replicas, team.ranks)
-        log.info("going on from %s: step %d", resumed, resumed.position.global_step)
+        done, step = resumed.position.done, resumed.position.global_step
+        line = f"resumed from {resumed}, epoch {done + 1}, step {step:,}"
+        log.info("%s", line)
+        if config.tells_devices and team.leads and done != config.epochs and step != config.max_steps:
+            tell(line)
     check_checkpoints(config.checkpoint, source)
+    size, samples = config.sizes.together(config.dataset), dataset_length(config.dataset)
+    if team.leads and size is not None and samples is not None and size > samples:
+        log.warning("a step of %d samples (batch_size) is above the %d of the dataset", size, samples)
     if team.machines is not None:
         check_identities(team.machines.gather(source.identity()), team.machines.names)
         if evaluator is not None:
@@ -288,15 +302,20 @@ def barrier_plan(config: RunConfig, resumed: Resumed | None, *, inside: bool = T
     """
     save = None
     if config.checkpoint is not None:
-        save = Interval(config.checkpoint.every, config.checkpoint.unit)
+        options = config.checkpoint
+        save = Interval(options.every, options.unit, options.max_minutes if inside else None)
     elif config.has_checkpoint_listeners:
         save = Interval(1, "epoch")
-    evaluation = config.evaluation
+    evaluation, kept = config.evaluation, config.keep_best
+    history = () if resumed is None else resumed.history
+    if kept is not None and any(number_of(kept.name, epoch) is not None for epoch in history):
+        kept = None
     return BarrierPlan(
         save=save,
         evaluation=None if evaluation is None else Interval(evaluation.every, evaluation.unit),
         monitor=config.monitor,
         keeps_best=config.restores_best,
+        keep_best=kept,
         is_saved=resumed is not None and resumed.path is not None and isinstance(config.resume, bool),
         inside=inside,
     )

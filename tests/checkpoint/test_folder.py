@@ -60,6 +60,28 @@ def test_the_newest_ones_stay(tmp_path: Path) -> None:
     assert (newest["version"], newest["global_step"], newest["best"]) == (4, 40, None)
 
 
+def test_one_between_is_replaced_by_the_next_and_takes_no_place(tmp_path: Path) -> None:
+    store = CheckpointFolder(CheckpointOptions(tmp_path, keep_last=2))
+
+    def kept(version: int, *, is_between: bool) -> list[int]:
+        store.save(state(), version=version, global_step=version, is_between=is_between)
+        return [read(path)["version"] for path in store.paths()]
+
+    assert kept(1, is_between=True) == [1]
+    assert kept(2, is_between=True) == [2]
+    assert kept(3, is_between=False) == [3]
+    assert kept(4, is_between=False) == [4, 3]
+    assert kept(5, is_between=True) == [5, 4, 3]
+    assert kept(6, is_between=False) == [6, 4]
+
+
+def test_one_between_that_is_among_the_best_stays(tmp_path: Path) -> None:
+    store = CheckpointFolder(CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", "min")))
+    store.save(state(), version=1, global_step=1, value=0.1, is_between=True)
+    store.save(state(), version=2, global_step=2, value=0.2)
+    assert [read(path)["version"] for path in store.paths()] == [2, 1]
+
+
 @pytest.mark.parametrize(("mode", "winners"), [("min", [2, 2, 4, 4, 4]), ("max", [2, 3, 3, 3, 6])])
 def test_the_best_one_stays_besides(tmp_path: Path, mode: Any, winners: list[int]) -> None:
     store = CheckpointFolder(CheckpointOptions(tmp_path, keep_last=1, keep_best=("loss", mode)))

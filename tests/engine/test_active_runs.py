@@ -25,6 +25,7 @@ class Held:
 
     def __init__(self, *devices: torch.device, obeys: bool = True) -> None:
         self.replicas: Any = [SimpleNamespace(device=device) for device in devices]
+        self.trained: object = None
         self.records = Records()
         self.obeys = obeys
         self.asked: list[str] = []
@@ -68,6 +69,18 @@ def test_a_card_of_a_live_run_is_refused() -> None:
         active_runs.check_free([OTHER, CARD])
     run.end()
     active_runs.check_free([CARD])
+
+
+def test_a_model_of_a_live_run_is_refused() -> None:
+    model, run = torch.nn.Linear(1, 1), Held(CPU)
+    run.trained = model
+    active_runs.add(run)
+    active_runs.check_free([CPU], torch.nn.Linear(1, 1))
+    active_runs.check_free([CPU], None)
+    with pytest.raises(OptionError, match=r"this Linear is trained .*flowdp\.runs\(\).*run\.stop\(\)"):
+        active_runs.check_free([CPU], model)
+    run.end()
+    active_runs.check_free([CPU], model)
 
 
 def test_the_end_of_the_process_waits_for_a_run_and_wakes_one_that_is_paused(alone: list[Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from flowdp.errors import ProtocolError
 from flowdp.machine.barrier import Barrier
 from flowdp.machine.config import BarrierPlan, CoordinatorConfig
-from flowdp.policy.interval import MINUTE_MS, Interval
+from flowdp.policy.interval import MINUTE_MS, Interval, SaveCost
 from flowdp.policy.monitor import Best, Monitor
 from flowdp.policy.tally import EpochMetrics, MetricArray, Tally, Work
 from flowdp.protocol.commands import (
@@ -240,6 +240,40 @@ def test_checkpoints_by_the_clock() -> None:
     assert still.barrier.is_wanted
 
 
+def test_a_long_epoch_has_checkpoints_between_those_of_the_plan() -> None:
+    still = Still(BarrierPlan(Interval(1, "epoch", 10.0)))
+    assert still.barrier.saves.deadline_ms == 10 * MINUTE_MS
+    still.barrier.look(9.9 * MINUTE_MS, 5)
+    assert not still.barrier.is_wanted
+    still.barrier.look(10 * MINUTE_MS, 5)
+    still.now_ms, still.global_step = 10 * MINUTE_MS, 5
+    assert still.captures(still.decide()).is_between
+    still.barrier.written(1, still.now_ms)
+    # The epoch's own is one of the plan, and the next one between counts from there.
+    still.now_ms, still.global_step = 15 * MINUTE_MS, 8
+    assert still.ends(0) == []
+    assert not still.captures(still.decide()[1:]).is_between
+    assert still.barrier.saves.deadline_ms == 25 * MINUTE_MS
+
+
+def test_a_requested_checkpoint_stays_though_one_between_is_due() -> None:
+    still = Still(BarrierPlan(Interval(1, "epoch", 10.0)))
+    still.now_ms, still.global_step = 10 * MINUTE_MS, 5
+    still.barrier.wish("checkpoint")
+    still.barrier.look(still.now_ms, 5)
+    assert not still.captures(still.decide()).is_between
+    by_the_clock = Still(BarrierPlan(Interval(10, "minute")))
+    by_the_clock.now_ms, by_the_clock.global_step = 10 * MINUTE_MS, 5
+    by_the_clock.barrier.look(by_the_clock.now_ms, 5)
+    assert not by_the_clock.captures(by_the_clock.decide()).is_between
+
+
+def test_one_between_that_is_put_off_is_named_by_its_own_limit() -> None:
+    assert "checkpoints of max_minutes=10 are put off" in str(
+        SavesPutOff(Interval(1, "epoch", 10.0), SaveCost(10.0, 20.0))
+    )
+
+
 def test_a_checkpoint_is_put_off_until_the_one_before_is_written_and_paid_for() -> None:
     still = Still(BarrierPlan(Interval(1, "step")))
     still.barrier.look(0.0, 1)
@@ -367,6 +401,17 @@ def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> N
     assert isinstance(failure, Fail)
     assert failure.kind == "option"
     assert "recall" in failure.error
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_name_that_keep_best_has_and_nothing_else_ends_the_run(every: int) -> None:
+    still = Still(BarrierPlan(Interval(every, "epoch"), keep_best=Monitor("recall", "max")))
+    reported, failure = [*still.ends(0), *still.decide()]
+    assert isinstance(reported, EpochEnded)
+    assert isinstance(failure, Fail)
+    assert failure.error.startswith("keep_best: nothing in epoch 1 is called 'recall'")
+    known = Still(BarrierPlan(Interval(every, "epoch"), keep_best=Monitor("loss", "min")))
+    assert not any(isinstance(command, Fail) for command in [*known.ends(0), *known.decide()])
 
 
 # ---------------------------------------------------------------- several machines

@@ -137,6 +137,25 @@ def end(commands: list[Command]) -> tuple[bool, int, int]:
     return finish.stopped, finish.global_step, finish.epochs_done
 
 
+def finish_of(machine: Coordinator) -> Finish:
+    """The end, once both ranks have left."""
+    machine.handle(Exiting(0), 200.0)
+    [finish] = machine.handle(Exiting(1), 200.0)
+    assert isinstance(finish, Finish)
+    return finish
+
+
+def test_the_end_says_why() -> None:
+    machine, commands = started(batches=6)
+    meet(machine, orders(commands))
+    ended = finish_of(machine)
+    assert (ended.reason, ended.is_planned, ended.stopped) == ("all 1 epochs are trained", True, False)
+    assert str(ended) == "ended after 1 epochs, step 6: all 1 epochs are trained"
+    machine, commands = started(batches=6, epochs=None, max_steps=6)
+    meet(machine, orders(commands))
+    assert finish_of(machine).reason == "max_steps=6 reached"
+
+
 def test_nothing_begins_before_all_ranks_stand() -> None:
     _machine, commands = started()
     assert set(orders(commands)) == {0, 1}

@@ -267,7 +267,8 @@ def test_a_resumed_run_prints_no_old_epoch_as_a_new_one(monkeypatch: pytest.Monk
     assert [epoch.epoch for epoch in run.history] == [0, 1, 2]
     assert len(printed) == 1
     assert seen[0].startswith("flowdp: training on 2 x cpu | ")
-    check(seen[1:], *printed)
+    assert seen[1] == "flowdp: resumed from the given state, epoch 3, step 60"
+    check(seen[2:], *printed)
 
 
 # ---------------------------------------------------------------- the line that names the devices

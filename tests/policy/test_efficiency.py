@@ -51,3 +51,8 @@ def test_as_text_and_as_html() -> None:
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
     assert html.count("60.0 %") == 4
+
+
+def test_without_a_sample_it_is_one_line() -> None:
+    report = efficiency_of([RankTimes(wall_ms=40.0), RankTimes(wall_ms=40.0)], ["cpu", "cpu"])
+    assert str(report) == "no samples were trained in 40ms"

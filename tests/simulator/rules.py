@@ -537,9 +537,9 @@ class Rules:
                 raise Violation("S4", f"global step {finish.global_step}, {taken} steps were taken")
         if self._windows is not None:
             self._windows.over(finish)
-        if finish.error is None and not finish.stopped:
+        if finish.error is None and not finish.stopped and not self.standing.is_enough:
             self._judge_complete(finish)
-        may_end = self._reasons or self.standing.is_enough or (finish.error and self.scenario.differs)
+        may_end = self._reasons or (finish.error and self.scenario.differs)
         if (finish.stopped or finish.error is not None) and not may_end:
             raise Violation("L1", f"nobody ended the run, and it ended early: {finish}")
         self.standing.over(finish)

@@ -21,6 +21,8 @@ from bench.cadences import cadence_for
 from flowdp import (
     Callback,
     CheckpointError,
+    CheckpointOptions,
+    EarlyStopping,
     EpochMetrics,
     OptionError,
     ReadingOptions,
@@ -112,6 +114,7 @@ def test_a_run_to_its_end(policy: str, devices: int) -> None:
     assert (status.phase, status.global_step, status.epochs_done) == ("done", 90, 3)
     assert sum(status.local_steps) == 90
     assert str(status).startswith("done | 3 epochs | step 90 | steps per rank ")
+    assert str(status).endswith(" | all 3 epochs are trained")
     assert "Finish(" in run.dump()
     assert len(run.dump(5).splitlines()) == 6
 
@@ -603,3 +606,125 @@ def test_a_run_whose_handle_is_lost_is_found_and_stopped() -> None:
     found.stop()
     assert found.join().interrupted
     assert runs() == ()
+
+
+# ---------------------------------------------------------------- what is said, and what is refused
+def test_a_second_start_on_a_model_is_refused_while_the_first_lives() -> None:
+    own = trainer(**ENDLESS)
+    first = own.start()
+    other = trainer(model=own.config.replica.model)
+    for again in (own, other):
+        with pytest.raises(OptionError, match=r"model: this Linear is trained .*runs\(\).*run\.stop\(\)"):
+            again.start()
+    assert runs() == (first,)
+    assert first.stop()
+    first.join()
+    assert other.start().join().epochs_done == 3
+
+
+def test_runs_of_one_factory_and_forwards_beside_a_run_share_no_model() -> None:
+    def make_model() -> nn.Module:
+        return nn.Linear(1, 1)
+
+    live = [trainer(model=make_model, **ENDLESS).start() for _ in range(2)]
+    own = trainer(**ENDLESS)
+    live.append(own.start())
+    assert own.predict(torch.ones(4, 1)).shape == (4, 1)
+    for run in live:
+        run.stop()
+        run.join()
+
+
+COMMANDS: list[Callable[[Run], bool]] = [
+    Run.stop,
+    Run.pause,
+    Run.unpause,
+    Run.checkpoint,
+    lambda run: run.set_lr(0.1),
+    lambda run: run.scale_lr(2.0),
+    lambda run: run.set_scheduler(None),
+]
+
+
+def test_a_command_says_whether_the_run_takes_it(tmp_path: Path) -> None:
+    run = trainer(checkpoint=tmp_path, **ENDLESS).start()
+    assert all(command(run) for command in COMMANDS[1:])
+    with run.paused():
+        assert not run.unpause()  # the block's end does it
+    assert run.stop()
+    before = run.join().state_dict
+    assert [command(run) for command in COMMANDS] == [False] * len(COMMANDS)
+    assert run.join().state_dict is before
+    assert run.status().reason == "run.stop(), Ctrl-C or SIGTERM"
+
+
+def constant(model: nn.Module, batch: Any) -> Tensor:
+    return 0 * model(batch).sum() + 1
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "exact"])
+def test_early_stopping_is_no_interruption(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stopping = EarlyStopping(patience=2)
+    run = trainer(constant, policy=policy, epochs=20, callbacks=[stopping], progress="auto").start()
+    state = run.join()
+    assert (state.epochs_done, state.interrupted, run.status().phase) == (3, False, "done")
+    assert run.status().reason == "early stopping, no 'loss' better than 1.0000 in 2 epochs"
+    run.join()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "ended" in line]
+    assert lines == [f"flowdp: ended after 3 epochs, step {state.global_step}: {run.status().reason}"]
+
+
+def test_the_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer(max_time=0.05, progress="auto", **ENDLESS).start()
+    assert run.join().interrupted
+    assert run.status().reason == "max_time is up"
+    assert ": max_time is up" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_says_from_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"checkpoint": tmp_path, "resume": True, "progress": "auto"}
+    trainer(**options).fit()
+    assert "ended" not in capsys.readouterr().err  # as it was planned
+    newest = tmp_path / "step-000000000090-3.pt"
+
+    run = trainer(**options).start()
+    run.join()
+    told = "ended after 3 epochs, step 90: nothing was left to train, all 3 epochs are trained"
+    assert capsys.readouterr().err.splitlines()[-1] == f"flowdp: {told}"
+    assert str(run.report()).startswith("no samples were trained in ")
+
+    with caplog.at_level("INFO", logger="flowdp"):
+        trainer(**options, epochs=4).fit()
+    resumed = f"resumed from checkpoint {str(newest)!r}, epoch 4, step 90"
+    assert {resumed, "ended after 4 epochs, step 120: all 4 epochs are trained"} <= set(caplog.messages)
+    assert resumed not in capsys.readouterr().err  # the log has it
+    trainer(**options, epochs=5).fit()
+    assert ", epoch 5, step 120\n" in capsys.readouterr().err
+    trainer(**{**options, "progress": False}, epochs=6).fit()
+    assert "resumed" not in capsys.readouterr().err
+
+
+def test_keep_best_of_an_unknown_name_fails_in_the_first_epoch(tmp_path: Path) -> None:
+    def recorded(model: nn.Module, batch: Any) -> Any:
+        worker = current_worker()
+        assert worker is not None
+        return mse(model, batch), {"norm": 1.0} if worker.epoch == 0 else {}
+
+    wrong = CheckpointOptions(tmp_path / "a", keep_best=("accuracy", "max"))
+    with pytest.raises(OptionError, match=r"keep_best: nothing in epoch 1 is called 'accuracy'.*'loss'"):
+        trainer(checkpoint=wrong).fit()
+    # One that was there once is known, in a run that goes on, too.
+    right = CheckpointOptions(tmp_path / "b", keep_best=("norm", "max"))
+    trainer(recorded, checkpoint=right).fit()
+    assert trainer(recorded, checkpoint=right, resume=True, epochs=4).fit().epochs_done == 4
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "exact"])
+def test_a_batch_above_the_dataset_is_told(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(policy=policy, per_device_batch_size=None, batch_size=SAMPLES + 2, epochs=1).fit()
+    assert "a step of 62 samples (batch_size) is above the 60 of the dataset" in caplog.messages
+    caplog.clear()
+    trainer(policy=policy, per_device_batch_size=None, batch_size=SAMPLES, epochs=1).fit()
+    assert "is above" not in caplog.text

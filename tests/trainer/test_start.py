@@ -51,8 +51,10 @@ def test_a_run_without_checkpoints_or_evaluation_has_no_tasks(tmp_path: Path) ->
 
 
 def test_a_folder_means_a_checkpoint_after_every_epoch(tmp_path: Path) -> None:
-    assert barrier_plan(config(checkpoint=tmp_path), None).save == Interval(1, "epoch")
-    options = CheckpointOptions(tmp_path, every=50, unit="step")
+    assert barrier_plan(config(checkpoint=tmp_path), None).save == Interval(1, "epoch", 10.0)
+    # Where no run can go on inside an epoch, none is written there.
+    assert barrier_plan(config(checkpoint=tmp_path), None, inside=False).save == Interval(1, "epoch")
+    options = CheckpointOptions(tmp_path, every=50, unit="step", max_minutes=None)
     assert barrier_plan(config(checkpoint=options), None).save == Interval(50, "step")
 
 
