@@ -13,6 +13,7 @@ last epoch; the time in the table is that of the first evaluation that reaches t
 from __future__ import annotations
 
 import argparse
+import gzip
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,16 +21,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import racing
 import torch
 import torch.nn.functional as F
-from demo import DEBIAN, Data, idx
 from racing import Batches, Clock, Loss, Result
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import flowdp
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
+Data = tuple[Tensor, Tensor]
+
+
+def idx(folder: Path, name: str) -> Tensor:
+    """A file in IDX format: two zero bytes, the type, the number of dimensions, their sizes, the bytes."""
+    with gzip.open(folder / f"{name}-ubyte.gz") as file:
+        content = file.read()
+    dims = content[3]
+    shape = np.frombuffer(content, ">i4", dims, offset=4)
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 + 4 * dims).reshape(shape).copy())
 
 
 @dataclass(frozen=True)

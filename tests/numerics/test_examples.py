@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +21,7 @@ import flowdp
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PLAIN, MOVED, GAN = "02_plain_pytorch.py", "02_flowdp.py", "04_gan.py"
-RESUMED, COMPLETE = "06_checkpoint_resume.py", "07_complete.py"
+DEMO, RESUMED, COMPLETE = "demo.py", "06_checkpoint_resume.py", "07_complete.py"
 
 
 @pytest.fixture
@@ -62,6 +67,63 @@ def test_the_moved_loop_equals_the_plain_one(capsys: pytest.CaptureFixture[str])
         check_equal(moved, plain)
     assert capsys.readouterr().out == said
     assert said.count("\n") == 2
+
+
+def test_the_demo_says_the_gain_and_shows_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'flowdp[demo]'")
+    said = subprocess.run(
+        [sys.executable, str(EXAMPLES / DEMO), "--epochs", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    *lines, last = said.splitlines()
+    assert sum(line.startswith("epoch ") for line in lines) == 4
+    told = re.match(
+        r"With a second device, 2\.5 times slower, training was \d\.\d\d times as fast as on the first one "
+        r"alone, where 1\.40 is possible; losses (\d\.\d+) and (\d\.\d+)\.",
+        last,
+    )
+    assert told is not None, last
+    assert float(told[1]) == pytest.approx(float(told[2]), abs=1e-3)
+    about = re.search(r'"about":"([^"]+)"', (tmp_path / "demo.html").read_text(encoding="utf-8"))
+    assert about is not None
+    assert re.fullmatch(
+        r"Sequential, 29,066 parameters . policy exact . batch size 100 . devices cpu, cpu . "
+        r"\d{4}-\d\d-\d\d \d\d:\d\d",
+        about[1].encode().decode("unicode_escape"),
+    )
+
+
+@pytest.mark.parametrize(("rank", "samples"), [(0, 0), (1, 15)])
+def test_the_slow_device_of_the_demo_computes_in_proportion(
+    rank: int, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'flowdp[demo]'")
+    demo = example(DEMO)
+    model, more = demo["cnn"](), []
+    loss = demo["SlowRank"](model, 2.5)
+    loss.copy.register_forward_hook(lambda _, given, __: more.append(len(given[0])))
+    monkeypatch.setattr(flowdp, "current_worker", lambda: SimpleNamespace(rank=rank))
+    loss(model, (torch.randn(10, 1, 8, 8), torch.zeros(10, dtype=torch.int64))).backward()
+    assert sum(more) == samples
+    assert all(parameter.grad is None for parameter in loss.copy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("rate", "cores", "is_busy"),
+    [(1330.0, 0.4, False), (1330.0, 1.0, False), (900.0, 0.4, True), (900.0, 1.0, False)],
+)
+def test_the_demo_says_where_cores_were_lacking(rate: float, cores: float, is_busy: bool) -> None:
+    pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'flowdp[demo]'")
+    demo = example(DEMO)
+    alone, both = (demo["Trained"](None, speed, 0.1, cores) for speed in (1000.0, rate))
+    line = demo["verdict"](alone, both, 2.5)
+    assert f"training was {rate / 1000:.2f} times as fast" in line
+    assert ("Other programs want the cores: the first device had 40% of one" in line) == is_busy
+    assert ("The table above says" in line) == (rate < 1000 and not is_busy)
 
 
 def test_the_gan_says_how_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
