@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ Script = Callable[[Callable[..., Any]], Weights]
 """Trains a model, with `spread(model, optimizer, **options)` in place of flowdp.setup."""
 
 Shares = tuple[float, ...]
+
+MOVING = Path(__file__).resolve().parents[2] / "docs" / "moving.md"
 
 SHARES: tuple[Shares, ...] = ((0.5, 0.5), (0.2, 0.3, 0.5))
 
@@ -86,3 +90,11 @@ def check(script: Script, shares: Shares, atol: float = 1e-9) -> None:
     assert torch.equal(torch.get_rng_state(), start), "the script drew other random numbers"
     assert_same(found, expected, atol)
     assert any(value.is_floating_point() and value.abs().sum() > 0 for value in expected.values())
+
+
+def program(heading: str) -> str:
+    """The first block of Python below a heading of docs/moving.md: a program as it stands there."""
+    section = MOVING.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    found = re.search(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert found is not None, heading
+    return found[1]
