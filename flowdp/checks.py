@@ -450,8 +450,8 @@ def check_checkpoints(save: CheckpointOptions | None, source: Source) -> None:
         return
     if save.unit != "epoch" and not source.can_resume_inside:
         raise OptionError(
-            f"checkpoint.unit={save.unit!r} would write checkpoints inside an epoch of an "
-            "IterableDataset, from which nothing can go on: use unit='epoch'"
+            f"checkpoint.unit={save.unit!r} would write checkpoints inside an epoch of an IterableDataset on "
+            "several machines, from which nothing can go on: use unit='epoch'"
         )
     if source.unseeded is None:
         return

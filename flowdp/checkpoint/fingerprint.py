@@ -81,7 +81,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, inside_epoc
 
 
 def orders(source: Source, position: Position) -> dict[int, int]:
-    """Checksums of a sampler's draws, by epoch, for epochs that are partly trained.
+    """Checksums of a sampler's draws, or of a stream's batches, by epoch, for epochs that are partly trained.
 
     Empty where the order is flowdp's own, which the fingerprint tells. The source has dealt the trained
     batches, or was asked for them.
@@ -89,8 +89,8 @@ def orders(source: Source, position: Position) -> dict[int, int]:
     Threads:
         Any.
     """
-    begun = [one.epoch for one in position.open if one.position > len(one.missing)]
-    found = {epoch: source.checksum(epoch) for epoch in begun}
+    begun = [one for one in position.open if one.position > len(one.missing)]
+    found = {one.epoch: source.checksum(one.epoch, one.position) for one in begun}
     return {epoch: checksum for epoch, checksum in found.items() if checksum is not None}
 
 

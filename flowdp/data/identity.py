@@ -80,20 +80,25 @@ def check_identities(identities: Sequence[Identity], names: Sequence[str], datas
             )
 
 
-def content_checksum(item: Any) -> int:
-    """Checksum of an item: of its tensors, arrays, numbers and texts; of other objects their types alone."""
+def content_checksum(item: Any, checksum: int = 0, most: int | None = None) -> int:
+    """Checksum of an item: of its tensors, arrays, numbers and texts; of other objects their types alone.
+
+    Args:
+        item: A tree of them.
+        checksum: Checksum of what came before.
+        most: Numbers of a tensor that count; None: all.
+    """
     leaves, _ = flatten(item)
-    checksum = 0
     for leaf in leaves:
-        checksum = zlib.crc32(_bytes(leaf), checksum)
+        checksum = zlib.crc32(_bytes(leaf, most), checksum)
     return checksum
 
 
-def _bytes(leaf: object) -> bytes:
+def _bytes(leaf: object, most: int | None) -> bytes:
     if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested:
-        leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        leaf = leaf.detach().flatten()[:most].cpu().contiguous().view(torch.uint8).numpy()
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-        return leaf.tobytes()
+        return leaf.ravel()[:most].tobytes()
     if isinstance(leaf, bytes):
         return leaf
     if leaf is None or isinstance(leaf, bool | int | float | complex | str | np.generic):

@@ -7,13 +7,14 @@ reader go on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from flowdp.data.epoch_order import ALL
+from flowdp.data.epoch_order import ALL, KEPT_EPOCHS
 from flowdp.data.identity import Identity, content_checksum
 from flowdp.data.loader_source import NOTHING, LoaderSource, ReadPlan
 from flowdp.data.processes import begin
@@ -26,6 +27,11 @@ __all__ = ["Counted", "Measured", "StreamReader"]
 
 Collate = Callable[[Any], Batch]
 
+HEAD = 1024
+"""Numbers of each tensor of a batch that its checksum is taken of."""
+
+log = logging.getLogger("flowdp")
+
 
 class StreamReader(LoaderSource):
     """Reads an IterableDataset anew in each epoch, which ends where its iterator ends.
@@ -36,8 +42,10 @@ class StreamReader(LoaderSource):
     Of several machines, number m of M reads all, and trains the batches m, m + M, m + 2 M, ... of the stream;
     or it trains all that its own part of the stream yields, and these have the same numbers.
 
-    A run is resumed at the beginning of an epoch alone, and the dataset is then iterated for the first time:
-    one whose epochs differ must have `set_epoch`.
+    A run that is resumed inside an epoch reads that from its beginning, and drops the batches that are
+    trained. They must be the same again, in the same order, so a dataset that draws random numbers seeds
+    them; where the epochs differ it has `set_epoch`, for it is then iterated for the first time. Checksums
+    of the first numbers of each batch tell whether they are.
 
     Args:
         dataset: Dataset to iterate.
@@ -49,11 +57,11 @@ class StreamReader(LoaderSource):
         loader: Further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
-        CheckpointError: Part of an epoch is trained already.
+        CheckpointError: Part of an epoch is trained already, and there are several machines.
         OptionError: A fraction of the epoch is to be read.
     """
 
-    can_resume_inside = False
+    checks_orders = True
 
     def __init__(
         self,
@@ -66,12 +74,13 @@ class StreamReader(LoaderSource):
         worker_init_fn: Callable[[int], None] | None = None,
         **loader: Any,
     ) -> None:
+        self.can_resume_inside = plan.machines == 1
         for epoch in plan.start.open:
-            if len(epoch.missing) < epoch.position:
+            if len(epoch.missing) < epoch.position and not self.can_resume_inside:
                 raise CheckpointError(
                     f"the checkpoint lies inside epoch {epoch.epoch + 1}, and {type(dataset).__name__} is an "
-                    "IterableDataset, which cannot be entered in the middle: resume from a checkpoint at the "
-                    "end of an epoch, or give a map-style dataset"
+                    "IterableDataset, which several machines cannot enter in the middle: resume from a "
+                    "checkpoint at the end of an epoch, or on one machine, or give a map-style dataset"
                 )
         made: DataLoader[Any] = DataLoader(
             dataset,
@@ -87,10 +96,17 @@ class StreamReader(LoaderSource):
         self.batch_size = batch_size
         self.is_part = plan.is_part
         self._lengths: dict[int, int] = {}  # of the epochs that have been read to their end; under the lock
+        # Of the epochs read last: checksums of their first batch, their first two, ... The reader appends.
+        self._sums: dict[int, list[int]] = {}
 
     def indices(self, _epoch: int, _batch: int) -> tuple[int, ...]:  # samples have no number
         """Nothing; see `Source.indices`."""
         return ()
+
+    def checksum(self, epoch: int, batches: int = 0) -> int | None:
+        """See `Source.checksum`."""
+        sums = self._sums.get(epoch, ())
+        return sums[batches - 1] if 0 < batches <= len(sums) else None
 
     def identity(self) -> Identity:
         """See `Source.identity`: the first item is read, and of a dataset that splits itself they differ."""
@@ -109,6 +125,11 @@ class StreamReader(LoaderSource):
         if self.is_part:
             return Identity(None, self.batches, self.batch_size, part=checksum)
         return Identity(None, self.batches, self.batch_size, first=checksum)
+
+    @property
+    def _name(self) -> str:
+        dataset = self._loader.dataset
+        return type(getattr(dataset, "iterable", dataset)).__name__
 
     def _comes(self, key: tuple[int, ...]) -> bool:
         epoch, batch = key
@@ -136,25 +157,56 @@ class StreamReader(LoaderSource):
             # A part has the numbers of its stride, and not those between.
             first, step = self.stride if self.is_part else ALL
             self._reading = (epoch, first)
+            position, missing = self.plan.start.remaining(epoch) or (0, ())
             current = self._in_turn(partial(self._iterate, epoch)) if iterator is None else iterator
             while self._most is None or self._reading[1] < self._most:
                 read = self._in_turn(partial(next, current, NOTHING))
                 if read is NOTHING:
                     break
-                if self.stride.has(self._reading[1]):
+                self._note(*self._reading, read, position)
+                if self._reading[1] < position and self._reading[1] not in missing:
+                    if self._closing:
+                        return
+                elif self.stride.has(self._reading[1]):
                     yield self._reading, read
                 elif self._closing:
                     return
                 self._reading = (epoch, self._reading[1] + step)
             iterator = None
+            if self._reading[1] < position:
+                self._check_trained(epoch, None, position)
             self._end(*self._reading, is_empty=self._reading[1] == first)
+
+    def _note(self, epoch: int, batch: int, read: tuple[int, Batch], position: int) -> None:
+        """Take a batch's checksum, and compare it where the trained part of the epoch ends; tell of it.
+
+        Raises:
+            DataError: The trained batches were others.
+        """
+        sums = self._sums.setdefault(epoch, [])
+        sums.append(content_checksum(read[1], sums[-1] if sums else 0, HEAD))
+        self._sums.pop(epoch - KEPT_EPOCHS, None)
+        if batch + 1 == position:
+            log.info("epoch %d: read again up to batch %d, where the run goes on", epoch + 1, position)
+            self._check_trained(epoch, sums[-1], position)
+        if self._told_read is not None:
+            self._told_read(epoch, batch, read[0])
+
+    def _check_trained(self, epoch: int, found: int | None, position: int) -> None:
+        if self.orders.get(epoch, found) != found:
+            raise DataError(
+                f"epoch {epoch + 1} is partly trained, and {self._name} has not yielded the same {position} "
+                "batches again, so samples would be trained twice or left out: seed its random numbers, by "
+                "the epoch in `set_epoch`, and keep num_workers; or resume at the end of an epoch",
+                epoch=epoch,
+            )
 
     def _end(self, epoch: int, batches: int, *, is_empty: bool) -> None:
         if is_empty:
             less = " that is full, and drop_last=True leaves out any other" if self._loader.drop_last else ""
             raise DataError(
-                f"epoch {epoch + 1} of {type(self._loader.dataset).__name__} has no batch{less}: its "
-                f"iterator ended at once. `__iter__` must return a new iterator each time",
+                f"epoch {epoch + 1} of {self._name} has no batch{less}: its iterator ended at once. "
+                f"`__iter__` must return a new iterator each time",
                 epoch=epoch,
             )
         with self._changed:

@@ -247,7 +247,8 @@ class LoaderSource(Source):
             if self.keeps and payload is not None:
                 self._lent[key] = rank, payload
             return payload
-        left = self._left.pop(key, self._order.samples_in(key[0], key[1])) - part.samples
+        whole = self._left.pop(key, None)
+        left = (self.samples_in(key[0], key[1]) if whole is None else whole) - part.samples
         if left == 0:
             return self._read.pop(key)
         self._left[key] = left
@@ -271,7 +272,7 @@ class LoaderSource(Source):
                 return
             if part is not None:
                 left = self._left.pop(key, 0) + part.samples
-                if left < self._order.samples_in(epoch, batch):
+                if left < self.samples_in(epoch, batch):
                     self._left[key] = left
             self._lent.pop(key, None)
             self._read[key] = payload if part is None else payload.whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -45,7 +45,11 @@ __all__ = [
     "loader_order",
     "open_evaluation",
     "open_source",
+    "readable",
 ]
+
+READS = ("__len__", "__getitem__", "__getitems__", "get_batch")
+"""Methods of a dataset that is not iterated."""
 
 Collate = Callable[[list[Any]], Batch]
 Pack = Callable[[list[Tensor]], Batch]
@@ -152,6 +156,47 @@ def open_source(
     return reader(dataset, order, plan, collate_fn=collate, **options)
 
 
+class _Stream(IterableDataset[Any]):
+    """An iterable as an IterableDataset."""
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.iterable)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the iterable, where it wants to know."""
+        getattr(self.iterable, "set_epoch", lambda _: None)(epoch)
+
+
+def readable(dataset: Any) -> Any:
+    """A dataset in a form that can be opened.
+
+    An object that can only be iterated is an IterableDataset. A StatefulDataLoader of torchdata becomes a
+    plain one, for a run keeps its place by itself.
+    """
+    if isinstance(dataset, DataLoader) and type(dataset).__module__.startswith("torchdata."):
+        return _without_state(dataset)
+    has_more = isinstance(dataset, IterableDataset | Iterator) or any(hasattr(dataset, n) for n in READS)
+    return _Stream(dataset) if hasattr(dataset, "__iter__") and not has_more else dataset
+
+
+def _without_state(loader: DataLoader[Any]) -> DataLoader[Any]:
+    names = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocessing_context")
+    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    options |= {"generator": loader.generator, "prefetch_factor": loader.prefetch_factor}
+    own, sampler = loader.batch_sampler, cast("Any", loader.sampler)
+    if loader.batch_size is None and own is not None:
+        return DataLoader(loader.dataset, batch_sampler=own, **options)
+    if not isinstance(loader.dataset, IterableDataset):
+        # Its RandomSampler is no subclass of torch's.
+        is_random = type(sampler).__name__ == "RandomSampler" and not sampler.replacement
+        is_shuffled = is_random and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+        options |= {"shuffle": True} if is_shuffled else {"sampler": sampler}
+    return DataLoader(loader.dataset, loader.batch_size, drop_last=loader.drop_last, **options)
+
+
 def is_stream(dataset: object) -> bool:
     """Whether a dataset, or that of a DataLoader, is an IterableDataset."""
     return isinstance(dataset.dataset if isinstance(dataset, DataLoader) else dataset, IterableDataset)
@@ -230,7 +275,7 @@ def _rows_of_tensors(dataset: Any) -> tuple[TensorDataset, Tensor | None] | None
 
 
 def _length(dataset: object) -> int:
-    reads = any(hasattr(dataset, name) for name in ("__getitem__", "__getitems__", "get_batch"))
+    reads = any(hasattr(dataset, name) for name in READS[1:])
     if isinstance(dataset, Iterator):
         raise OptionError(
             f"dataset={dataset!r} can be read only once: give the DataLoader or dataset behind it, or a "
@@ -397,6 +442,7 @@ def open_evaluation(
         DataError: A sampler failed; see `open_source`.
         OptionError: The dataset cannot be read.
     """
+    dataset = readable(dataset)
     size: int | None = batch_size
     try:
         shuffle = None if isinstance(dataset, IterableDataset) else False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from flowdp.data.epoch_order import ALL, BatchOrder, Stride
@@ -30,9 +31,13 @@ class Source(ABC):
         keeps: Taken batches are kept until `settle`, so that they can be taken again when their rank is lost.
         stride: Batches of an epoch that can be taken here; the numbers above count all of them.
         is_part: An IterableDataset yields these alone, and each machine's is another.
+        checks_orders: The trained part of an epoch is compared with `orders` when it is read again.
+        orders: Checksums of the trained parts of epochs.
     """
 
     can_resume_inside = True
+    checks_orders = False
+    orders: Mapping[int, int] = MappingProxyType({})
     keeps = False
     is_part = False
     _order: BatchOrder  # a source without one has its own `samples_in` and `indices`
@@ -44,19 +49,23 @@ class Source(ABC):
         self.samples: int | None = None
         self.unseeded = None if order is None else order.unseeded
         self._ended: Callable[[int, int], None] | None = None
+        self._told_read: Callable[[int, int, int], None] | None = None
         if order is not None:
             self._order = order
             self.batch_size, self.batches, self.samples = order.batch_size, order.batches, order.samples
 
-    def on_end(self, ended: Callable[[int, int], None]) -> None:
+    def on_end(
+        self, ended: Callable[[int, int], None], read: Callable[[int, int, int], None] | None = None
+    ) -> None:
         """Have the end of each epoch told, where `batches` is None. Call it before `start`.
 
         Args:
             ended: Called as `ended(epoch, batches)` by the reader thread, in the order of the epochs, before
                 anything of the next one is there: no batch of this number or above can be taken. Must not
                 block.
+            read: Called as `read(epoch, batch, samples)` for each batch that was read, in their order.
         """
-        self._ended = ended
+        self._ended, self._told_read = ended, read
 
     def samples_in(self, epoch: int, batch: int) -> int:
         """Number of samples of a batch. Ask when it was taken: of some, only their reading tells.
@@ -82,8 +91,10 @@ class Source(ABC):
         """
         return tuple(self._order.indices(epoch, batch).tolist())
 
-    def checksum(self, epoch: int) -> int | None:
-        """Checksum of a sampler's draws for an epoch; see `BatchOrder.checksum`.
+    def checksum(self, epoch: int, batches: int = 0) -> int | None:  # noqa: ARG002 - of a stream
+        """Checksum of a sampler's draws for an epoch, or of so many batches that an IterableDataset yielded.
+
+        None where the order is flowdp's own, and where it is not known; see `BatchOrder.checksum`.
 
         Threads:
             Any.

@@ -24,7 +24,7 @@ from flowdp.errors import FlowdpError
 from flowdp.graphs.captured_step import CAPTURED
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.policy.efficiency import EfficiencyReport, RankTimes, efficiency_of
-from flowdp.protocol.messages import Abort, BatchReady, DataEnded, Requested
+from flowdp.protocol.messages import Abort, BatchRead, BatchReady, DataEnded, Requested
 from flowdp.replica.replica import Replica
 from flowdp.threads.inbox import Inbox
 from flowdp.threads.latch import Latch
@@ -114,7 +114,8 @@ class Engine:
             services.evaluator.batches.start(
                 wake=lambda rank, epoch, batch: _notify(ranks[rank].inbox, epoch, batch), failed=failed
             )
-        services.source.on_end(self._ended)
+        is_cut = self.config.global_batch is not None
+        services.source.on_end(self._ended, self._read if is_cut else None)
         services.source.start(
             wake=lambda rank, epoch, batch: ranks[rank].feed.wake(epoch, batch), failed=failed
         )
@@ -294,6 +295,10 @@ class Engine:
                 shell.run()
         finally:
             self.handle = None
+
+    def _read(self, epoch: int, batch: int, samples: int) -> None:
+        """Tell the coordinator of a batch that it can deal; on the reader's thread."""
+        self._requests.inbox.post(BatchRead(epoch, batch, samples))
 
     def _ended(self, epoch: int, batches: int) -> None:
         """Tell the coordinator that an epoch whose end was unknown has ended; on the reader's thread."""

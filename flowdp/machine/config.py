@@ -64,7 +64,7 @@ class GlobalBatch:
 
     Attributes:
         size: Samples of it.
-        samples: Samples of an epoch; its last global batch has the rest.
+        samples: Samples of an epoch; its last global batch has the rest. None: each has as many as are read.
         least: Fewest samples of a rank's part, where it has any.
         forwards: Samples of a micro-batch of each rank, where all ranks make each forward together; None:
             each makes its own. Shape (world_size,).
@@ -72,7 +72,7 @@ class GlobalBatch:
     """
 
     size: int
-    samples: int
+    samples: int | None
     least: int = 1
     forwards: Sequence[int] | None = None
     may_be_alone: bool = False
@@ -84,8 +84,7 @@ class CoordinatorConfig:
 
     Attributes:
         world_size: Ranks.
-        batches: Batches of an epoch, under exact global ones; None: not known before its end is read, which
-            exact cannot have.
+        batches: Batches of an epoch, under exact global ones; None: not known before its end is read.
         epochs: Number of epochs; None: until `max_steps`.
         max_steps: Steps of all ranks after which the run ends; None: no limit.
         max_ms: Time from its first order after which the run is stopped, pauses included; None: no limit.

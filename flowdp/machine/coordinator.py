@@ -39,6 +39,7 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.messages import (
     Abort,
+    BatchRead,
     CheckpointWritten,
     CopyReplica,
     DataEnded,
@@ -153,6 +154,8 @@ class Coordinator:
                 self._take_wish(fact)
             case Tick():
                 pass
+            case BatchRead():
+                self.epochs.read(fact)
             case DataEnded():
                 # As soon as it is read, before the first order too; a run that is leaving has no use for it.
                 if self.phase in (Phase.STARTING, Phase.RUNNING):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig
-from flowdp.policy.ledger import ENDLESS, Ledger
+from flowdp.policy.ledger import ENDLESS, Ledger, ReadLedger
 from flowdp.policy.streams_ledger import StreamsLedger
 from flowdp.policy.tally import EpochMetrics, Tally
-from flowdp.protocol.messages import DataEnded, Work
+from flowdp.protocol.messages import BatchRead, DataEnded, Work
 from flowdp.protocol.position import OpenEpoch, Position
 
 __all__ = ["EpochLedger", "Epochs"]
@@ -63,6 +63,9 @@ class Epochs:
         self._streams = config.machines if config.batches is None else ()
         # Of epochs that are not complete, where their length is unknown: those that were read, by machine.
         self._ends: dict[int, dict[int, DataEnded]] = {}
+        # Batches are dealt when they were read, those of the next epoch may have been read already.
+        self._deals_read = config.batches is None and config.global_batch is not None
+        self._read: list[BatchRead] = []
 
     @property
     def is_complete(self) -> bool:
@@ -79,9 +82,11 @@ class Epochs:
         for epoch in self._open:
             if epoch.ledger.remaining:
                 return epoch.ledger
-        if (self._open and self.config.wait_for_metric) or self._is_halted or self._next_length == 0:
+        waits = self._open and (self.config.wait_for_metric or not self._open[-1].ledger.is_ended)
+        if waits or self._is_halted or self._next_length == 0:
             return None
-        return self._begin(now_ms).ledger
+        ledger = self._begin(now_ms).ledger
+        return ledger if ledger.remaining else None
 
     def _begin(self, now_ms: float, dealt: int = 0) -> _Open:
         length = max(self._next_length, dealt)
@@ -98,11 +103,21 @@ class Epochs:
 
     def _ledger(self, length: int) -> EpochLedger:
         """Ledger of the next epoch."""
+        if self._deals_read:
+            read = ReadLedger(self.opened, length, self.config.world_size)
+            for batch in self._read:
+                if batch.epoch == self.opened:
+                    read.read(batch.batch, batch.samples)
+            self._read = [batch for batch in self._read if batch.epoch > self.opened]
+            return self._ended_ledger(read)
         if not self._streams:
             return Ledger(self.opened, length, self.config.world_size, self.config.groups)
         # Its own count of steps: the last one of each stream may have fewer batches.
         limit = None if self.config.max_steps is None else self.config.max_steps - self._planned
-        ledger = StreamsLedger(self.opened, limit, self._streams, self.config.groups)
+        return self._ended_ledger(StreamsLedger(self.opened, limit, self._streams, self.config.groups))
+
+    def _ended_ledger(self, ledger: EpochLedger) -> EpochLedger:
+        """The ledger, with the ends that have been read already."""
         for end in self._ends.get(self.opened, {}).values():
             ledger.end(end.batches, end.machine)
         return ledger
@@ -163,6 +178,15 @@ class Epochs:
     def of(self, epoch: int) -> EpochLedger:
         """The ledger of an epoch under way."""
         return self._find(epoch).ledger
+
+    def read(self, batch: BatchRead) -> None:
+        """Take in a batch that can be dealt from now on."""
+        if batch.epoch >= self.opened:
+            self._read.append(batch)
+        elif batch.epoch >= self.done:
+            ledger = self.of(batch.epoch)
+            assert isinstance(ledger, ReadLedger)
+            ledger.read(batch.batch, batch.samples)
 
     def end(self, end: DataEnded) -> str | None:
         """Take in how many batches an epoch of unknown length has.

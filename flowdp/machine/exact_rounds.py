@@ -19,6 +19,7 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Averages, Shares
+from flowdp.policy.ledger import ReadLedger
 from flowdp.policy.schedule import is_due_at
 from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
 from flowdp.policy.sharing import Exclusion, Sharing
@@ -114,8 +115,9 @@ class ExactRounds(PlannedRounds):
                 alone = LONE_RANK
                 shares = tuple(float(rank == LONE_RANK) for rank in range(self.world_size))
         batches = ledger.deal_to(0, count)
+        sizes = self._sizes(ledger, batches)
         hands = (batches, *((),) * (self.world_size - 1))
-        parts = list(zip(*self._parts(batches, shares), strict=True))
+        parts = list(zip(*self._parts(sizes, shares), strict=True))
         return Dealt(count if alone is None else 1, hands, parts, alone)
 
     def _order(self, armed: ArmedRounds, rank: int) -> StartEpoch:
@@ -137,10 +139,17 @@ class ExactRounds(PlannedRounds):
         """Shares by the measured speeds, 0 of these ranks."""
         return tuple(0.0 if rank in out else share for rank, share in enumerate(self._balance.ratios))
 
-    def _parts(self, batches: Sequence[int], shares: Sequence[float]) -> list[tuple[SampleRange, ...]]:
-        """The parts of each global batch. Shape (batches, world_size)."""
+    def _sizes(self, ledger: EpochLedger, batches: Sequence[int]) -> list[int]:
+        """Samples of each global batch. Shape (batches,)."""
         whole = self._batch
-        sizes = [min(whole.size, whole.samples - number * whole.size) for number in batches]
+        if isinstance(ledger, ReadLedger):
+            return [ledger.samples.get(number, whole.size) for number in batches]
+        assert whole.samples is not None
+        return [min(whole.size, whole.samples - number * whole.size) for number in batches]
+
+    def _parts(self, sizes: Sequence[int], shares: Sequence[float]) -> list[tuple[SampleRange, ...]]:
+        """The parts of global batches of so many samples. Shape (batches, world_size)."""
+        whole = self._batch
         parts = {size: split(size, shares, whole.least, whole.forwards) for size in set(sizes)}
         return [parts[size] for size in sizes]
 

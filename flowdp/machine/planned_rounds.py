@@ -268,7 +268,7 @@ class PlannedRounds(Rounds):
             before,
             sum(every),
             drift=self._wants_drift,
-            compare=self.averages == "gradients" and ledger.remaining == 0,
+            compare=self.averages == "gradients" and ledger.remaining == 0 and ledger.is_ended,
             inner=self._inner_rounds > 1 and count > 1,
             short=count * every[0] - taken[0],
         )

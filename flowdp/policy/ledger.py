@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from flowdp.errors import ProtocolError
 
-__all__ = ["ENDLESS", "Deal", "Ledger", "interleave"]
+__all__ = ["ENDLESS", "Deal", "Ledger", "ReadLedger", "interleave"]
 
 ENDLESS = 2**62
 """Batches of an epoch whose end was not read yet."""
@@ -60,7 +60,10 @@ class Ledger:
         left: Batches per rank that a shortened round left; they are the rank's first ones.
         dealt: Batches that are out.
         trained: Batches that were counted back as trained.
+        is_ended: No batches will be added.
     """
+
+    is_ended = True
 
     def __init__(
         self, epoch: int, batches: int, world_size: int, groups: Sequence[int] | None = None
@@ -249,3 +252,48 @@ class Ledger:
         self.position = max(self.position, pool[-1] + 1) if pool else self.position
         self.dealt += len(pool)
         return tuple(map(tuple, hands))
+
+
+class ReadLedger(Ledger):
+    """A ledger of batches that can be dealt once they were read: exact cuts each by its samples.
+
+    Args:
+        epoch: Epoch index, from 0.
+        limit: Most batches of the epoch; `ENDLESS`: no limit.
+        world_size: Ranks.
+
+    Attributes:
+        samples: Samples of the batches that were read.
+    """
+
+    is_ended = False
+
+    def __init__(self, epoch: int, limit: int, world_size: int) -> None:
+        super().__init__(epoch, 0, world_size)
+        self.samples: dict[int, int] = {}
+        self._limit = limit
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every batch was trained, and no other comes."""
+        return self.is_ended and super().is_complete
+
+    def planned_steps(self, group: int) -> int:
+        """Steps of the epoch, as many as there may be until its end is known."""
+        return super().planned_steps(group) if self.is_ended else self._limit
+
+    def read(self, batch: int, samples: int) -> None:
+        """Add a batch; they come in order, from the first on."""
+        if batch < self._limit:
+            self.samples[batch] = samples
+            self.batches = max(self.batches, batch + 1)
+            self.is_ended |= self.batches == self._limit
+
+    def resume(self, position: int, left: Sequence[Sequence[int]]) -> None:
+        """See `Ledger.resume`."""
+        super().resume(position, left)
+        self.batches = position
+
+    def end(self, batches: int, _machine: int = 0) -> None:
+        """Note that so many batches are all, or as many as the limit allows."""
+        self.batches, self.is_ended = min(batches, self._limit), True

@@ -25,6 +25,8 @@ class StreamsLedger:
         groups: As of `Ledger`.
     """
 
+    is_ended = True
+
     def __init__(
         self, epoch: int, max_steps: int | None, sizes: Sequence[int], groups: Sequence[int] | None = None
     ) -> None:

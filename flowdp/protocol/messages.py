@@ -17,6 +17,7 @@ __all__ = [
     "Arrival",
     "Averaged",
     "BarrierTask",
+    "BatchRead",
     "BatchReady",
     "CheckpointWritten",
     "Checksum",
@@ -161,6 +162,21 @@ class StartEpoch:
         """The order without the batches that its epoch does not have."""
         kept = tuple(batch for batch in self.batches if end.has(batch))
         return replace(self, batches=kept) if end.epoch == self.epoch else self
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRead:
+    """A batch of an epoch of unknown length was read, and can be dealt (exact).
+
+    Attributes:
+        epoch: Epoch index, from 0.
+        batch: Its number in the epoch.
+        samples: Its samples.
+    """
+
+    epoch: int
+    batch: int
+    samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,6 +528,7 @@ Fact = (
     | SyncAck
     | SnapshotReady
     | Averaged
+    | BatchRead
     | DataEnded
     | Evaluated
     | TaskDone

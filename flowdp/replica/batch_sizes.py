@@ -222,11 +222,6 @@ def _has_own_batches(dataset: object) -> bool:
 def _exact(
     dataset: object, whole: int | None, each: tuple[int, ...] | None, accumulation: int, world_size: int
 ) -> Sizes:
-    if is_stream(dataset):
-        raise OptionError(
-            "policy='exact', the default, splits batches of a known size, and an IterableDataset has no "
-            "length: use policy='sync', or a map-style dataset"
-        )
     if _has_own_batches(dataset):
         raise OptionError(
             "policy='exact', the default, makes batches of batch_size samples by itself: give the DataLoader "

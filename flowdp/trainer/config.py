@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -19,6 +19,7 @@ from flowdp.data.loader_source import ReadPlan
 from flowdp.data.open_source import is_stream, open_evaluation, open_source
 from flowdp.data.source import Source
 from flowdp.engine.evaluation import EvaluationOptions
+from flowdp.errors import OptionError
 from flowdp.machine.policies import ROUNDS
 from flowdp.network.team import Team
 from flowdp.observe.callbacks import Callback
@@ -39,7 +40,9 @@ from flowdp.trainer.result import TrainedState
 
 __all__ = ["DatasetOption", "RunConfig"]
 
-DatasetOption = Dataset[Any] | DataLoader[Any] | Sequence[Tensor] | Mapping[str, Tensor] | Tensor
+DatasetOption = (
+    Dataset[Any] | DataLoader[Any] | Iterable[Any] | Sequence[Tensor] | Mapping[str, Tensor] | Tensor
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +166,11 @@ class RunConfig:
             OptionError: The dataset, or how it is to be read, is wrong.
         """
         machines = len(self.team.sizes)
+        if self.sizes.window is not None and machines > 1 and is_stream(self.dataset):
+            raise OptionError(
+                "machines share an IterableDataset by whole batches, and policy='exact' shares batches by "
+                "samples: use policy='sync' or 'cadence', or a map-style dataset"
+            )
         plan = ReadPlan(
             self.epochs,
             # A batch that is shared is for all; of one that several machines share, each rank's part is read.

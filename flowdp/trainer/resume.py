@@ -173,7 +173,8 @@ class Resumed:
     def check_orders(self, source: Source) -> None:
         """Check that partly trained epochs have the batches that they had, in a source that has not started.
 
-        Where a sampler makes them it draws these epochs here, and no other.
+        Where a sampler makes them it draws these epochs here, and no other. An IterableDataset is compared
+        when it is read.
 
         Raises:
             CheckpointError: A sampler draws another order.
@@ -182,6 +183,9 @@ class Resumed:
         Threads:
             The one that starts the run.
         """
+        if source.checks_orders:
+            source.orders = self.orders or {}
+            return
         begun = [epoch.epoch for epoch in self.position.open]
         for epoch in begun:
             source.indices(epoch, 0)

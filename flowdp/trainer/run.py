@@ -424,8 +424,8 @@ class Run:
             return False
         if not self._engine.config.tasks.inside:
             raise OptionError(
-                "an IterableDataset, or a sampler without a seed, is resumed at an epoch's end alone: use "
-                "run.snapshot()"
+                "a sampler without a seed, or an IterableDataset on several machines, is resumed at the end "
+                "of an epoch alone: use run.snapshot()"
             )
         if not self._engine.config.tasks.save:
             raise OptionError("there is nowhere to write a checkpoint: give Trainer(checkpoint='a folder')")

@@ -380,7 +380,7 @@ def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:
 
 def _global_batch(config: RunConfig, source: Source, replicas: Sequence[Replica]) -> GlobalBatch | None:
     sizes, first = config.sizes, replicas[0]
-    if sizes.window is None or source.samples is None:
+    if sizes.window is None:
         return None
     # Callbacks are to see every step on every device: what they keep for each is copied to no other.
     exact = [replica for replica in replicas if isinstance(replica, ExactReplica)]

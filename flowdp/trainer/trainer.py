@@ -28,6 +28,7 @@ from flowdp.checks import (
     check_resume,
     check_step,
 )
+from flowdp.data.open_source import readable
 from flowdp.engine.evaluation import EvaluationOptions, check_evaluation, check_judged
 from flowdp.engine.metrics import check_metrics
 from flowdp.errors import OptionError
@@ -209,6 +210,7 @@ class Trainer:
             max_ms = check_length(epochs, max_steps, max_time)
             check_model_and_optimizer(model, optimizer)
             runtime = check_record("runtime", runtime, RuntimeOptions)
+            dataset = readable(dataset)
             given, policy = policy, policy_of(policy, team.world_size, dataset, train_step)
             check_step(loss, train_step, policy, gradient_accumulation_steps, optimizer)
             check_clipping(max_grad_norm, max_grad_value)

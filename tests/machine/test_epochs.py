@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from flowdp.machine.config import BarrierPlan
+from flowdp.machine.config import BarrierPlan, CoordinatorConfig, GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.policy.interval import Interval
 from flowdp.policy.ledger import Ledger
-from flowdp.protocol.messages import DataEnded, Work
+from flowdp.protocol.messages import BatchRead, DataEnded, Work
 from flowdp.protocol.position import Position
 from tests.planned import epochs_of
 
@@ -323,3 +323,45 @@ def test_what_a_lost_rank_has_left_is_given_to_others() -> None:
         ledger.count_back(rank, hand, 0)
     epochs.reassign(1, (0, 2))
     assert ledger.left == [[0, 1, 3], [], [2, 4, 5]]
+
+
+def exact_stream() -> CoordinatorConfig:
+    return CoordinatorConfig(world_size=1, batches=None, epochs=2, global_batch=GlobalBatch(8, None))
+
+
+def test_exact_deals_batches_of_unknown_number_when_they_were_read() -> None:
+    epochs = Epochs(
+        CoordinatorConfig(world_size=1, batches=None, epochs=2, global_batch=GlobalBatch(8, None))
+    )
+    assert epochs.dealing(0.0) is None
+    epochs.read(BatchRead(0, 0, 8))
+    epochs.read(BatchRead(0, 1, 3))
+    ledger = epochs.dealing(0.0)
+    assert ledger is not None
+    assert ledger.deal_to(0, 9) == (0, 1)
+    # The reader may be an epoch ahead; that is opened when this one has ended.
+    epochs.end(DataEnded(0, 2))
+    epochs.read(BatchRead(1, 0, 8))
+    epochs.end(DataEnded(1, 1))
+    later = epochs.dealing(0.0)
+    assert later is not None
+    assert (later.epoch, later.deal_to(0, 9)) == (1, (0,))
+    trained(epochs, 0, 0, (0, 1))
+    trained(epochs, 1, 0, (0,))
+    assert [one.epoch for one in epochs.ended(9.0, 1, 3)] == [0, 1]
+    assert epochs.is_complete
+
+
+def test_no_epoch_is_opened_while_the_reader_is_in_the_one_before() -> None:
+    epochs = Epochs(
+        CoordinatorConfig(world_size=1, batches=None, epochs=2, global_batch=GlobalBatch(8, None))
+    )
+    epochs.read(BatchRead(0, 0, 8))
+    ledger = epochs.dealing(0.0)
+    assert ledger is not None
+    assert ledger.deal_to(0, 9) == (0,)
+    trained(epochs, 0, 0, (0,))
+    assert epochs.dealing(0.0) is None
+    assert epochs.ended(5.0, 1, 1) == []
+    epochs.end(DataEnded(0, 1))
+    assert [one.epoch for one in epochs.ended(9.0, 1, 1)] == [0]

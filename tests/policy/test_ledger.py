@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowdp.policy.ledger import ENDLESS, Deal, Ledger, interleave
+from flowdp.policy.ledger import ENDLESS, Deal, Ledger, ReadLedger, interleave
 
 EQUAL = (1.0, 1.0)
 
@@ -302,3 +302,43 @@ def test_left_overs_of_a_lost_rank_go_round_the_others() -> None:
     assert ledger.left[0] == []
     assert sorted(ledger.left[1] + ledger.left[2]) == sorted(left[0] + left[1] + left[2])
     assert len(ledger.left[1]) - len(left[1]) == 2
+
+
+# ---------------------------------------------------------------- batches that are read
+def test_batches_are_dealt_when_they_were_read_and_it_is_complete_at_the_end() -> None:
+    ledger = ReadLedger(0, ENDLESS, 1)
+    assert ledger.remaining == 0
+    assert not ledger.is_complete
+    for batch in range(3):
+        ledger.read(batch, 20)
+    assert ledger.deal_to(0, 5) == (0, 1, 2)
+    ledger.count_back(0, (0, 1, 2), 3)
+    assert not ledger.is_complete  # more may come
+    ledger.read(3, 7)
+    ledger.end(4)
+    assert ledger.deal_to(0, 5) == (3,)
+    ledger.count_back(0, (3,), 1)
+    assert ledger.is_complete
+    assert ledger.samples == {0: 20, 1: 20, 2: 20, 3: 7}
+    ledger.check()
+
+
+def test_a_limit_ends_it_before_the_reader_does() -> None:
+    ledger = ReadLedger(0, 2, 1)
+    assert ledger.planned_steps(1) == 2
+    for batch in range(4):
+        ledger.read(batch, 20)
+    ledger.end(4)
+    assert ledger.is_ended
+    assert ledger.deal_to(0, 5) == (0, 1)
+
+
+def test_it_goes_on_behind_what_was_trained() -> None:
+    ledger = ReadLedger(0, ENDLESS, 1)
+    ledger.resume(3, [[1]])
+    for batch in range(3):
+        ledger.read(batch, 20)
+    assert ledger.deal_to(0, 9) == (1,)
+    ledger.read(3, 5)
+    assert ledger.deal_to(0, 9) == (3,)
+    ledger.check()

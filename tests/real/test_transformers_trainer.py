@@ -66,7 +66,9 @@ MODELS: dict[str, Made] = {
     ),
     "answers": (  # without labels
         answering,
-        partial(with_labels, make=lambda ids: {"start_positions": ids[:, 0] % 3, "end_positions": ids[:, 1] % 3}),
+        partial(
+            with_labels, make=lambda ids: {"start_positions": ids[:, 0] % 3, "end_positions": ids[:, 1] % 3}
+        ),
     ),
 }
 
@@ -137,7 +139,7 @@ def numbers(trainer: Any) -> list[dict[str, float]]:
 
 
 def assert_as_one_device(found: Any, expected: Any, *, is_resumed: bool = False) -> None:
-    """Compare all numbers and weights; of a resumed run not its own mean over less steps, which is logged last."""
+    """Compare all numbers and weights, but for the mean that a resumed run logs last, over its own steps."""
     logged = zip(numbers(found), numbers(expected), strict=True)
     for mine, other in list(logged)[: -1 if is_resumed else None]:
         assert mine == pytest.approx(other, rel=FLOAT32, abs=2 * FLOAT32)
@@ -173,7 +175,7 @@ def test_smoothed_labels(moved: Any, name: str, tmp_path: Path) -> None:
 
 
 def test_save_and_resume(moved: Any, tmp_path: Path) -> None:
-    """A run that is resumed in the middle of its second epoch, and one that goes on in a Trainer of one device."""
+    """A run that is resumed inside its second epoch, and one that goes on in a Trainer of one device."""
     whole = make(moved, tmp_path / "a", "gpt2")
     whole.train()
     resumed = make(moved, tmp_path / "b", "gpt2")

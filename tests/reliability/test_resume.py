@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import Counter
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import flowdp
-from flowdp import CheckpointError, CheckpointOptions, OptionError, StepError
+from flowdp import CheckpointError, CheckpointOptions, DataError, OptionError, StepError
 from flowdp.checkpoint.file import read
 from flowdp.device.worker_context import CurrentWorker
 from tests.limits import HANG_S
@@ -153,16 +155,46 @@ class Stream(IterableDataset[Any]):
         yield from ((index,) for index in range(SAMPLES))
 
 
-@pytest.mark.parametrize("policy", ["sync", "async"])
-def test_a_stream_cannot_be_entered_in_the_middle(
+@pytest.mark.parametrize("by", ["folder", "state"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stream_is_read_again_up_to_where_it_was_cut(
+    tmp_path: Path, recorder: StepRecorder, policy: str, by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=Stream(), checkpoint=tmp_path))
+    assert cut.interrupted
+    source = {"checkpoint": tmp_path, "resume": True} if by == "folder" else {"resume": cut}
+    with caplog.at_level("INFO", "flowdp"):
+        state = trainer(recorder, policy, 2, dataset=Stream(), **source).fit()
+    check(recorder, state, 3)
+    assert "epoch 1: read again up to batch" in caplog.text
+
+
+class Reshuffled(Stream):
+    """Another order each time."""
+
+    def __iter__(self) -> Iterator[tuple[int]]:
+        yield from ((int(index),) for index in torch.randperm(SAMPLES))
+
+
+@pytest.mark.parametrize("policy", ["exact", "async"])
+def test_a_stream_that_differs_is_an_error_before_anything_is_trained(
     tmp_path: Path, recorder: StepRecorder, policy: str
 ) -> None:
-    # So none is written there: it would only displace those that can be resumed.
-    stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=Stream(), checkpoint=tmp_path))
-    assert list(tmp_path.glob("step-*")) == []
-    options = CheckpointOptions(tmp_path, every=2, unit="step")
-    with pytest.raises(OptionError, match="inside an epoch of an IterableDataset"):
-        trainer(recorder, policy, 2, dataset=Stream(), checkpoint=options).start()
+    stop_at(recorder, 2, trainer(recorder, policy, 2, dataset=Reshuffled(), checkpoint=tmp_path))
+    trained = len(recorder.steps)
+    with pytest.raises(DataError, match="has not yielded the same"):
+        trainer(recorder, policy, 2, dataset=Reshuffled(), checkpoint=tmp_path, resume=True).fit()
+    assert len(recorder.steps) == trained
+
+
+def test_a_stream_that_has_become_shorter_is_an_error(tmp_path: Path, recorder: StepRecorder) -> None:
+    class Short(Stream):
+        def __iter__(self) -> Iterator[tuple[int]]:
+            return itertools.islice(super().__iter__(), 1)
+
+    stop_at(recorder, 2, trainer(recorder, "exact", 2, dataset=Stream(), checkpoint=tmp_path))
+    with pytest.raises(DataError, match="has not yielded the same"):
+        trainer(recorder, "exact", 2, dataset=Short(), checkpoint=tmp_path, resume=True).fit()
 
 
 # ---------------------------------------------------------------- the source of the state

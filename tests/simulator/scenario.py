@@ -225,7 +225,7 @@ class Scenario:
     def samples_in(self, epoch: int, batch: int) -> int:
         """Samples of a batch."""
         whole = self.config.global_batch
-        if whole is not None:
+        if whole is not None and whole.samples is not None:
             return min(whole.size, whole.samples - batch * whole.size)
         is_last = not self.exists(epoch, batch + (self.streams if self.uneven else 1))
         return self.last_batch if is_last else self.batch_size
