@@ -2,7 +2,8 @@
 
 A block of Python is a program. If its first line is `CONTINUES`, it is a fragment and belongs to the program
 above it on the page. A diff changes the program above it, where its old lines stand there; otherwise its new
-lines are a program. A program with a comment that is a command of torchrun is started by it.
+lines are a program. A program with a comment that is a command of torchrun is started by it. One with a
+comment that is a command of pip needs these packages.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ class Program:
     def torchrun(self) -> list[str]:
         """Arguments of torchrun, without the name of the script; empty: Python alone runs the program."""
         match = re.search(r"^# torchrun (.*) \w+\.py$", self.code, re.MULTILINE)
+        return match[1].split() if match else []
+
+    @property
+    def needs(self) -> list[str]:
+        """Packages that the program needs besides those of flowdp; modules have their names."""
+        match = re.search(r"^# pip install (.*)$", self.code, re.MULTILINE)
         return match[1].split() if match else []
 
 
