@@ -32,7 +32,7 @@ OUTSIDE = {
 }
 """Pages outside docs/, by their paths in the repository, and their paths in the site."""
 
-LINK = re.compile(r"(?<=\]\()[^)\s#]+|(?<= src=\")[^\"#]+|(?<= srcset=\")[^\"#]+")
+LINK = re.compile(r"(?<=\]\()[^)\s#]+|(?<= src=\")(?!data:)[^\"#]+|(?<= srcset=\")[^\"#]+")
 TEXT_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 LITERAL = re.compile(r"^( *)::\n\n((?:(?:\1    .*)?\n)+)", re.MULTILINE)
 
@@ -47,11 +47,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def notebook_text(notebook: str) -> str:
-    """The cells of a notebook as Markdown; it is kept without outputs."""
-    return "\n\n".join(
-        "".join(cell["source"]) if cell["cell_type"] == "markdown" else _fence("".join(cell["source"]))
-        for cell in json.loads(notebook)["cells"]
-    )
+    """The cells of a notebook as Markdown, with the outputs that it keeps."""
+    parts: list[str] = []
+    for cell in json.loads(notebook)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else _fence(source))
+        parts += map(_output, cell.get("outputs", ()))
+    return "\n\n".join(parts)
+
+
+def _output(output: dict[str, Any]) -> str:
+    """An output of a cell: HTML, a picture, else text."""
+    data = output.get("data", {})
+    if "text/html" in data:
+        lines = "".join(data["text/html"]).splitlines()  # an empty one would end the block of HTML
+        return "<div>\n" + "\n".join(line for line in lines if line.strip()) + "\n</div>"
+    if "image/png" in data:
+        return (
+            f'<img alt="Output of the cell" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">'
+        )
+    return _fence("".join(output.get("text") or data["text/plain"]).rstrip("\n"), "text")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -108,5 +123,5 @@ def _fenced(match: re.Match[str]) -> str:
     return indent(_fence(dedent(match[2]).strip("\n")), match[1]) + "\n\n"
 
 
-def _fence(code: str) -> str:
-    return f"```python\n{code}\n```"
+def _fence(code: str, language: str = "python") -> str:
+    return f"```{language}\n{code}\n```"

@@ -11,7 +11,6 @@ import pytest
 
 from tests.browser.chromium import open_page
 from tests.browser.jupyter import jupyter_folders, open_lab, open_notebook, run_all
-from tests.limits import HANG_S
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -64,11 +63,10 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_example_runs(tmp_path: Path) -> None:
     needs("nbclient", "ipykernel", "ipywidgets", "matplotlib", "sklearn")
     import nbformat
-    from nbclient import NotebookClient
 
-    notebook = nbformat.read(EXAMPLE, as_version=4)
-    assert not any(cell.outputs or cell.execution_count for cell in notebook.cells if "outputs" in cell)
-    NotebookClient(notebook, timeout=HANG_S, resources={"metadata": {"path": tmp_path}}).execute()
+    from docs.notebook import executed, forms, kept
+
+    notebook = executed()
     outputs = [cell.outputs for cell in notebook.cells if cell.get("outputs")]
     shown, dashboard, meanwhile, end, report, plot = outputs
     assert "<b>done</b>" in shown[0].data["text/html"]
@@ -81,6 +79,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert "image/png" in plot[0].data
     widgets = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"].values()
     assert any("<b>done</b>" in str(widget.state.get("value")) for widget in widgets)
+    assert forms(kept(notebook)) == forms(nbformat.read(EXAMPLE, as_version=4))  # python -m docs.notebook
 
 
 def test_a_run_is_watched_and_stopped_in_jupyterlab(browser: Browser, tmp_path: Path) -> None:
