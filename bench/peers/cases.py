@@ -65,7 +65,9 @@ SIDES = {
     "lightning-1": Side("Lightning, one device", "lightning", devices=1, kinds=("one",)),
     "setup-1": Side("flowdp setup, one device", "setup", devices=1, kinds=("one",)),
     "exact-1": Side("flowdp exact, one device", "trainer", variant="exact", devices=1, kinds=("one",)),
-    "data_parallel": Side("nn.DataParallel", "data_parallel", devices=1, kinds=("equal",)),
+    "data_parallel": Side(
+        "one plain process (nn.DataParallel)", "data_parallel", devices=1, kinds=("equal",)
+    ),
     "ddp": Side("DistributedDataParallel", "ddp", torchrun=True),
     "accelerate": Side("Accelerate", "accelerate", torchrun=True),
     "lightning": Side("Lightning", "lightning"),

@@ -2,7 +2,7 @@
 
     python -m bench.peers.report    # from the newest record in bench/results
 
-The text between the marks `<!-- peers:begin -->` and `<!-- peers:end -->` is replaced. README.md
+The text between two marks such as `<!-- peers:begin -->` and `<!-- peers:end -->` is replaced. README.md
 shows figures of a quiet machine only.
 """
 
@@ -22,7 +22,11 @@ from bench.peers.tasks import TASKS
 
 __all__ = ["blocks", "draw", "is_quiet", "newest", "tables", "written"]
 
-BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
+PLAIN = "data_parallel"
+"""Side that is one plain process on the CPU; see `bench/peers/sides/data_parallel.py`."""
+
+SHORT = (PLAIN, "ddp", "accelerate", "lightning", "setup", "exact", "cadence", "async")
+"""Sides in the table of README.md."""
 
 QUIET_LOAD = 3.0
 NO_RECORD = (
@@ -45,30 +49,36 @@ def main() -> None:
     record = newest()
     if record is not None and is_quiet(record):
         draw(record)
-    for page, block in blocks(record).items():
+    for page, texts in blocks(record).items():
         path = ROOT / page
-        path.write_text(written(path.read_text(encoding="utf-8"), block), encoding="utf-8")
+        path.write_text(written(path.read_text(encoding="utf-8"), texts), encoding="utf-8")
         print(f"wrote {page}")
 
 
-def blocks(record: Record | None) -> dict[str, str]:
-    """Text of each page, by its path."""
+def blocks(record: Record | None) -> dict[str, dict[str, str]]:
+    """Texts of each page, by its path and the name of their marks."""
     if record is None:
-        return dict.fromkeys(("README.md", "docs/performance.md"), NO_RECORD)
-    return {"README.md": summary(record), "docs/performance.md": tables(record)}
+        return {"README.md": {"figures": "", "peers": NO_RECORD}, "docs/performance.md": {"peers": NO_RECORD}}
+    return {
+        "README.md": {"figures": headline(record), "peers": summary(record)},
+        "docs/performance.md": {"peers": tables(record)},
+    }
 
 
-def written(page: str, block: str) -> str:
-    """Page with the text between its marks replaced.
+def written(page: str, texts: Mapping[str, str]) -> str:
+    """Page with the texts between its marks replaced.
 
     Raises:
-        ValueError: The page has not exactly one pair of marks.
+        ValueError: The page has not exactly one pair of each mark.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after:
-        raise ValueError(f"the page needs one {BEGIN} and one {END} behind it")
-    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+    for name, text in texts.items():
+        first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, begin, rest = page.partition(first)
+        _, end, after = rest.partition(last)
+        if not begin or not end or first in after:
+            raise ValueError(f"the page needs one {first} and one {last} behind it")
+        page = f"{before}{first}\n{text}\n{last}{after}"
+    return page
 
 
 # ------------------------------------------------------------------ figures
@@ -88,9 +98,11 @@ def select(record: Record, kinds: Iterable[str], side: str, model: str | None = 
             yield run
 
 
-def ratios(record: Record, kind: str, model: str, side: str, base: str) -> list[float]:
-    """Throughput of a side to that of another in the same round."""
-    bases = {run["turn"]: run["rate"] for run in select(record, [kind], base, model)}
+def ratios(
+    record: Record, kind: str, model: str, side: str, base: str, base_kind: str | None = None
+) -> list[float]:
+    """Throughput of a side to that of another, in a run of its kind or of another, in the same round."""
+    bases = {run["turn"]: run["rate"] for run in select(record, [base_kind or kind], base, model)}
     return [
         run["rate"] / bases[run["turn"]]
         for run in select(record, [kind], side, model)
@@ -140,39 +152,71 @@ def summary(record: Record) -> str:
     rows = [
         [
             label(name),
-            *(spread_short(ratios(record, "equal", model, name, "ddp")) for model in TASKS),
-            spread_short(ratios(record, "unequal", "cnn", name, "ddp")),
-            short(values(record, ["equal"], name, "first_step_s"), ".1f"),
-            short(values(record, ["failure"], name, "peak_mb"), ".0f"),
+            *(to_both(record, "equal", model, name) for model in TASKS),
+            to_both(record, "unequal", "cnn", name),
             short(values(record, ["failure"], name, "exit_s"), ".1f"),
         ]
         for name in sides(record, "equal")
+        if name in SHORT
     ]
-    head = ["samples/s to DDP's", *(task.label.split(",")[0] for task in TASKS.values())]
-    head += ["CNN, 1 : 2.5", "first step, s", "memory, MB", "error to exit, s"]
+    head = ["samples/s, to DDP's (to one plain process's)", *(short_name(model) for model in TASKS)]
+    head += ["CNN, 1 : 2.5", "s from an error to the exit"]
     return (
         f"{origin(record, spread='')}\n\n{grid(head, rows)}\n\n"
-        "\\* Other mathematics: each device takes optimizer steps of its own, and parameters are averaged.\n"
-        "All other rows take one step on the gradient of the whole batch. All figures, with their spread:\n"
-        "[docs/performance.md](docs/performance.md#beside-other-libraries).\n\n" + picture("docs/images")
+        "*1 : 2.5*: device 1 is 2.5 times slower; the plain process has device 0 alone. *From an error to\n"
+        "the exit*: an exception on device 1, until the last process has gone. \\* Other mathematics: each\n"
+        "device takes optimizer steps of its own, and parameters are averaged."
     )
+
+
+def headline(record: Record) -> str:
+    """What two devices have beside other libraries, in three lines; nothing of a busy machine."""
+    if not is_quiet(record):
+        return ""
+    names = ["ddp", "accelerate", "lightning", "exact"]
+    rows = [
+        ["CNN, device 1 is 2.5 times slower: samples/s"]
+        + [short(values(record, ["unequal"], name, "rate"), ",.0f") for name in names],
+        ["from the command to the first step, s"]
+        + [short(values(record, ["equal"], name, "first_step_s"), ".1f") for name in names],
+        ["memory of all processes, MB"]
+        + [short(values(record, ["failure"], name, "peak_mb"), ".0f") for name in names],
+    ]
+    for row in rows:
+        row[-1] = f"**{row[-1]}**"
+    return grid(["two devices", *(label(name) for name in names[:-1]), "**flowdp Trainer**"], rows)
+
+
+def short_name(model: str) -> str:
+    """Name of a task in a head."""
+    return TASKS[model].label.split(",")[0]
+
+
+def to_both(record: Record, kind: str, model: str, side: str) -> str:
+    """Throughput to that of DDP and, in brackets, to that of one plain process on the fast device."""
+    to_ddp = short(ratios(record, kind, model, side, "ddp"), ".2f")
+    to_plain = short(ratios(record, kind, model, side, PLAIN, "equal"), ".2f")
+    return "-" if to_ddp == "-" else f"{to_ddp} ({to_plain})"
 
 
 def tables(record: Record) -> str:
     """All tables."""
-    parts = [origin(record)]
+    parts = [origin(record), *([picture("images")] if is_quiet(record) else [])]
+    bases = (("ddp", None), (PLAIN, "equal"))
+    head = ["", "samples/s", "to DDP", "to one plain process", "first step, s"]
     for model, task in TASKS.items():
-        if rows := throughputs(record, "equal", model, "ddp"):
+        if rows := throughputs(record, "equal", model, bases):
             parts += [f"**{task.label}**, {task.batch_size} samples a device and step, two devices:"]
-            parts += [grid(["", "samples/s", "to DDP", "first step, s"], rows)]
-    if rows := throughputs(record, "unequal", "cnn", "ddp"):
+            parts += [grid(head, rows)]
+    if rows := throughputs(record, "unequal", "cnn", bases):
         wait_us = record["wait_us"]["cnn"]
         parts += [
             f"**CNN, devices at 1 : 2.5**: device 1 waits {wait_us:.0f} us for each of its samples, 1.5 "
-            "times the processor time of\ntheir forward and backward:",
-            grid(["", "samples/s", "to DDP", "first step, s"], rows),
+            "times the processor time of\ntheir forward and backward; the plain process has device 0 alone:",
+            grid(head, rows),
         ]
-    alone = [(model, row) for model in TASKS for row in throughputs(record, "one", model, "hand")]
+    by_hand = (("hand", None),)
+    alone = [(model, row) for model in TASKS for row in throughputs(record, "one", model, by_hand)]
     if alone:
         parts += ["**One device**, beside the loop by hand:"]
         parts += [
@@ -205,26 +249,22 @@ def tables(record: Record) -> str:
     return "\n\n".join(parts)
 
 
-def throughputs(record: Record, kind: str, model: str, base: str) -> list[Row]:
-    """Rows of one model: throughput, its ratio to the base in the same round, first step."""
+def throughputs(record: Record, kind: str, model: str, bases: Sequence[tuple[str, str | None]]) -> list[Row]:
+    """Rows of one model: throughput, its ratios to bases (side and kind) in the same round, first step."""
     return [
         [
             label(name),
             spread(values(record, [kind], name, "rate", model), ",.0f"),
-            spread(ratios(record, kind, model, name, base), ".2f"),
+            *(spread(ratios(record, kind, model, name, *base), ".2f") for base in bases),
             spread(values(record, [kind], name, "first_step_s", model), ".1f"),
         ]
         for name in sides(record, kind, model)
     ]
 
 
-def spread_short(found: Sequence[float]) -> str:
-    return short(found, ".2f")
-
-
-def short(found: Sequence[float], form: str) -> str:
+def short(figures: Sequence[float], form: str) -> str:
     """Median alone."""
-    return format(median(found), form) if found else "-"
+    return format(median(figures), form) if figures else "-"
 
 
 def origin(record: Record, spread: str = ", with the least and the largest in brackets") -> str:
@@ -272,17 +312,17 @@ def draw(record: Record, folder: Path = ROOT / "docs/images") -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "flowdp", "font.size": 9})
     from matplotlib.figure import Figure
 
-    names = [name for name in sides(record, "equal") if name != "data_parallel"][::-1]
-    panels = [("equal", model, task.label.split(",")[0]) for model, task in TASKS.items()]
+    names = [name for name in sides(record, "equal") if name != PLAIN][::-1]
+    panels = [("equal", model, short_name(model)) for model in TASKS]
     panels += [("unequal", "cnn", "CNN, 1 : 2.5")]
     for theme, ink in (("light", "#1f2328"), ("dark", "#e6edf3")):
         figure = Figure(figsize=(9, 0.34 * len(names) + 0.7), layout="constrained")
         axes = figure.subplots(1, len(panels), sharey=True)
         for axis, (kind, model, title) in zip(axes, panels, strict=True):
             for place, name in enumerate(names):
-                if not (found := ratios(record, kind, model, name, "ddp")):
+                if not (rates := ratios(record, kind, model, name, "ddp")):
                     continue
-                middle = median(found)
+                middle = median(rates)
                 own = SIDES[name].module in ("setup", "trainer")
                 axis.barh(
                     place,
@@ -290,8 +330,8 @@ def draw(record: Record, folder: Path = ROOT / "docs/images") -> None:
                     color="#2f81f7" if own else "#8b949e",
                     alpha=1 if SIDES[name].ddp_maths else 0.5,
                 )
-                axis.plot([min(found), max(found)], [place, place], color=ink, linewidth=1)
-                axis.text(max(found), place, f" {middle:.2f}", va="center", color=ink)
+                axis.plot([min(rates), max(rates)], [place, place], color=ink, linewidth=1)
+                axis.text(max(rates), place, f" {middle:.2f}", va="center", color=ink)
             axis.axvline(1, color=ink, linewidth=0.6, linestyle=":")
             axis.set_title(title, color=ink, fontsize=9)
             axis.set_yticks(range(len(names)), [label(name) for name in names])
