@@ -17,7 +17,7 @@ from flowdp.machine.worker import Done, Step
 from flowdp.policy.efficiency import Activity, RankTimes
 from flowdp.policy.tally import NO_NORMS, pace_ms
 from flowdp.policy.worth import LaunchWatch
-from flowdp.protocol.messages import Work
+from flowdp.protocol.messages import StartEpoch, Work
 from flowdp.timeline.spans import RankSpans
 
 __all__ = ["Meter", "OrderSums", "RankActivity"]
@@ -410,13 +410,16 @@ class RankActivity:
         if self._spans is not None:
             self._spans.add(activity, start_s, now_s)
 
-    def count(self, sums: OrderSums) -> None:
-        """Count the steps and rounds of an order."""
+    def count(self, sums: OrderSums, order: StartEpoch | None = None) -> None:
+        """Count the steps and rounds of an order, or of a part of it that no round ends (None)."""
         self.longest_ms = max(self.longest_ms, sums.longest_ms)
         times = self._times
         times.add(Activity.STEP, sums.busy_ms)
         times.add(Activity.DATA, sums.data_ms)
-        times.add(sums.wait, sums.wait_ms)
+        planned_ms = 0.0 if order is None else min(sums.wait_ms, order.slack_ms)
+        if order is not None and planned_ms:
+            times.add(Activity.GUARD if order.guarded else Activity.ROUNDING, planned_ms)
+        times.add(sums.wait, sums.wait_ms - planned_ms)
         times.add(Activity.AVERAGE, sums.sync_ms)
         times.steps += sums.steps
         times.samples += sums.samples

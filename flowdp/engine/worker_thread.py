@@ -44,6 +44,7 @@ from flowdp.protocol.messages import (
     Exiting,
     Outcome,
     SnapshotReady,
+    StartEpoch,
     StepsDone,
     SyncAck,
     WorkerReady,
@@ -309,11 +310,11 @@ class Worker:
             self.replica.learning_rate.reschedule(outcome, self.current.epoch)
             self.current.lr = self.replica.learning_rate.value
         self.activity.moved()
-        done = self.machine.met(outcome)
+        order, done = self.machine.order, self.machine.met(outcome)
         self._batcher.settle()
         self.activity.is_bound = False
         if done is not None:
-            self._close(done, outcome)
+            self._close(done, outcome, order)
         self._numbers.met()
 
     def _advance_rates(self, arrival: Arrival) -> None:
@@ -326,8 +327,8 @@ class Worker:
             self.current.epoch = order.epoch
             self.replica.learning_rate.advance(arrival.global_step, order.epoch, order.metrics)
 
-    def _close(self, done: Done, outcome: Outcome | None = None) -> None:
-        """Close an order, with a mean or without one."""
+    def _close(self, done: Done, outcome: Outcome | None = None, order: StartEpoch | None = None) -> None:
+        """Close an order, with the mean of its last round or without one."""
         self._batcher.follow(self.machine)
         numbers, checksum = self._numbers, None
         bad, verdict, lr = numbers.take_bad(), numbers.verdict, self.current.lr
@@ -341,7 +342,7 @@ class Worker:
             if verdict is not None and verdict is numbers.verdict:
                 numbers.read(is_reported=True)
             late = None if verdict is None else verdict.bad
-            self.activity.count(sums)
+            self.activity.count(sums, order)
             work = sums.work(done, lr, group_lrs)
             if bad or late:
                 work = replace(work, bad=bad or late)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
-from flowdp.machine.armed_rounds import Dealt, HeldRounds
+from flowdp.machine.armed_rounds import ArmedRounds, Dealt, HeldRounds
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Shares
 from flowdp.policy.cadence import Cadence
 from flowdp.protocol.commands import Command
+from flowdp.protocol.messages import StartEpoch
 
 __all__ = ["CadenceRounds"]
 
@@ -56,6 +58,13 @@ class CadenceRounds(PlannedRounds):
         if count > 1:
             quotas = tuple(count * quota for quota in quotas)
         return Dealt(count, ledger.deal(quotas, cadence.ms_per_step, cadence.due))
+
+    def _order(self, armed: ArmedRounds, rank: int) -> StartEpoch:
+        order, pace_ms = super()._order(armed, rank), self._predicted_pace_ms
+        if not pace_ms:
+            return order
+        slack_ms = armed.predicted_ms - order.steps * pace_ms[rank]
+        return replace(order, slack_ms=slack_ms, guarded=self.cadence.is_guarded)
 
     def _rounds_at_once(self, ledger: EpochLedger, quotas: Sequence[int]) -> int:
         """Rounds of the next order: as many as a mean of all machines is apart, or as the epoch's rest makes.

@@ -87,6 +87,11 @@ class Cadence:
         return self.el_che.is_calibrated or self.el_che.has_speed_hint or self.ratios is not None
 
     @property
+    def is_guarded(self) -> bool:
+        """Whether rounds are shorter than the first ones, as the guard wanted them."""
+        return self.el_che.anchor < min(self.options.anchor, self.el_che.max_anchor)
+
+    @property
     def round_ms(self) -> float:
         """Time that a round is expected to take; 0 before the first measurement."""
         if not self.el_che.is_calibrated:

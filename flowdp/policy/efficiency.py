@@ -25,6 +25,10 @@ class Activity(StrEnum):
     GATE = "waiting for others"
     LEFT_OUT = "left out"
     """At the end of rounds in which the rank had no samples to train."""
+    ROUNDING = "rounding"
+    """At the end of rounds, as planned: no whole steps fill them on all ranks. In a timeline it is a wait."""
+    GUARD = "guard"
+    """As `ROUNDING`, in rounds that the divergence guard has shortened."""
     AVERAGE = "averaging"
     EVALUATE = "evaluation"
     SAVE = "checkpoint"
@@ -59,6 +63,8 @@ PARTS: Mapping[str, tuple[Activity, ...]] = {
     "training": (Activity.STEP,),
     "waiting for others": (Activity.GATE,),
     "left out": (Activity.LEFT_OUT,),
+    "rounding": (Activity.ROUNDING,),
+    "guard": (Activity.GUARD,),
     "averaging": (Activity.AVERAGE, Activity.HEAL),
     "data": (Activity.DATA,),
     "interpreter": (),
@@ -73,6 +79,8 @@ INTERPRETER = "interpreter"
 MEANINGS: Mapping[str, str] = {
     "waiting for others": 'at the end of a round; "cadence" has fewer rounds, and "async" does not wait',
     "left out": "it had no samples, as the others are faster alone; it gets some with a larger batch_size",
+    "rounding": "a round has whole steps, so some devices are done earlier; longer rounds have less of it",
+    "guard": "the same in rounds that the divergence guard keeps short, as replicas move further apart",
     "averaging": "larger batches, or longer rounds, need fewer means",
     "data": "more num_workers, or tensors instead of a dataset that decodes",
     "interpreter": "waiting for Python's lock, or between two steps; larger batches have fewer of both",
@@ -108,11 +116,13 @@ class EfficiencyReport:
     """Throughput that the devices of a run could reach by themselves, the one reached, and the losses.
 
     "training" is time in steps; "waiting for others" that at the end of a round, until the last rank is
-    there, and "left out" that of rounds in which a rank had no samples; "interpreter" the wait for Python's
-    lock, and the loop around the steps; "idle" the time before the first step and behind the last, and
-    pauses. On a CUDA device "data" is all time between two steps, also where its host was late to launch. The
-    rate of a device is measured in this run, beside the others: if they slow each other down within a step,
-    by sharing memory or cores, that is part of it.
+    there, and "left out" that of rounds in which a rank had no samples; "rounding" the wait that remains
+    where all ranks are as fast as expected, because a round has whole steps, and "guard" the same in rounds
+    that the divergence guard has shortened; "interpreter" the wait for Python's lock, and the loop around
+    the steps; "idle" the time before the first step and behind the last, and pauses. On a CUDA device "data"
+    is all time between two steps, also where its host was late to launch. The rate of a device is measured in
+    this run, beside the others: if they slow each other down within a step, by sharing memory or cores, that
+    is part of it.
 
     Attributes:
         wall_ms: Time of the run so far.

@@ -140,6 +140,8 @@ class StartEpoch:
             the meeting behind them (exact).
         group: Batches that make one step of this rank; the last step of an epoch may have fewer.
         report_every: Steps after which this rank reports, where `sync` is None; 0: at the end of the order.
+        slack_ms: Time that this rank will wait at the gates for the others, if all are as fast as expected.
+        guarded: The divergence guard has shortened the rounds.
     """
 
     plan: int
@@ -152,6 +154,8 @@ class StartEpoch:
     alone: bool = False
     group: int = 1
     report_every: int = 0
+    slack_ms: float = 0.0
+    guarded: bool = False
 
     @property
     def steps(self) -> int:

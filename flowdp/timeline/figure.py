@@ -22,6 +22,8 @@ COLOURS = {
     Activity.DATA: "#e69f00",
     Activity.GATE: "#d55e00",
     Activity.LEFT_OUT: "#f2b8a0",
+    Activity.ROUNDING: "#e8914f",
+    Activity.GUARD: "#7f3b00",
     Activity.AVERAGE: "#009e73",
     Activity.EVALUATE: "#cc79a7",
     Activity.SAVE: "#56b4e9",

@@ -16,9 +16,10 @@ from flowdp.device.streams import HostLane, StreamLane
 from flowdp.engine import clocks
 from flowdp.engine import meter as module
 from flowdp.engine.clocks import PAGE
-from flowdp.engine.meter import Meter, OrderSums
+from flowdp.engine.meter import Meter, OrderSums, RankActivity
 from flowdp.machine.worker import Done, Step
 from flowdp.policy.efficiency import Activity
+from flowdp.protocol.messages import StartEpoch
 from flowdp.timeline.spans import RankSpans
 
 CPU = torch.device("cpu")
@@ -182,6 +183,17 @@ def test_norms_of_gradients_are_summed_but_those_of_a_scaled_loss_that_overflowe
     for value in (3.0, math.inf, 5.0, math.nan):
         sums.norm(value)
     assert sums.norms == (8.0, 5.0, 2)
+
+
+def test_a_planned_wait_is_at_most_the_wait() -> None:
+    activity = RankActivity(None)
+    for guarded, wait_ms in ((False, 8.0), (False, 2.0), (True, 9.0)):
+        order = StartEpoch(0, 0, (), slack_ms=3.0, guarded=guarded)
+        activity.count(OrderSums(samples=4, wait_ms=wait_ms), order)
+    activity.count(OrderSums(samples=4, wait_ms=1.0))
+    spent = activity.times().ms
+    waits = {use: spent[use] for use in (Activity.GATE, Activity.ROUNDING, Activity.GUARD)}
+    assert waits == {Activity.GATE: 12.0, Activity.ROUNDING: 5.0, Activity.GUARD: 3.0}
 
 
 # ---------------------------------------------------------------- spans

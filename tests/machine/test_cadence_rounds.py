@@ -38,6 +38,22 @@ def test_a_late_round_is_hurried_at_its_deadline() -> None:
     assert decide(machine, 400.0) == []
 
 
+def test_an_order_says_what_its_whole_steps_leave_idle() -> None:
+    machine = rounds(1000, anchor=4, max_anchor=4)
+    [probe] = orders(decide(machine))
+    assert [probe[rank].slack_ms for rank in (0, 1)] == [0.0, 0.0]  # speeds are not known
+    settle(machine, acks(probe, pace_ms=(10.0, 14.0)))
+    [block, _] = orders(decide(machine))
+    # Six steps of 10 ms beside four of 14.
+    assert [(block[rank].steps, block[rank].slack_ms) for rank in (0, 1)] == [(6, 0.0), (4, 4.0)]
+    assert not block[0].guarded
+    assert machine.cadence is not None
+    machine.cadence.el_che.nudge_anchor_down(0.5)
+    settle(machine, acks(block, pace_ms=(10.0, 14.0)))
+    [block] = orders(decide(machine))
+    assert block[0].guarded
+
+
 def test_noise_does_not_shorten_short_rounds() -> None:
     machine = rounds()
     [probe] = orders(decide(machine))

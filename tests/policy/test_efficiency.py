@@ -46,7 +46,7 @@ def test_as_text_and_as_html() -> None:
     assert lines[0] == "1,200 samples/s, 60.0 % of the devices' own speed (2,000), in 1.0s"
     assert lines[2].split() == ["all", *names]
     assert lines[3].split() == ["training", *["60.0", "%"] * 3]
-    assert len({len(line) for line in lines[2:11]}) == 1
+    assert len({len(line) for line in lines[2:13]}) == 1
     html = report._repr_html_()
     assert "&lt;b&gt;" in html
     assert "<b>" not in html

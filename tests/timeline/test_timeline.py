@@ -172,6 +172,8 @@ def test_a_report_needs_no_timeline(policy: str) -> None:
     assert report.reached == pytest.approx(sum(one.reached for one in report.devices))
     assert 0 < report.efficiency < 1
     assert report.parts["evaluation"] > 0
+    # Only a round of several steps has been planned so that all finish it together, but for whole steps.
+    assert (report.parts["rounding"] + report.parts["guard"] > 0) == (policy == "cadence")
     with pytest.raises(flowdp.OptionError, match=r"Trainer\(timeline=True\)"):
         _ = run.timeline
 
