@@ -20,7 +20,7 @@ DEMO    := $(VENV)/.demo
 # With one line of progress; the first argument is its title.
 PIP     := -m pip --disable-pip-version-check --no-input install --progress-bar off -c $(CONSTRAINTS)
 INSTALL := $(PYTHON) .ci/install.py
-# Lightning and Accelerate are not what `make test` has, so they have an environment of their own.
+# The libraries that flowdp is measured beside have an environment of their own, without the tools of development.
 PEERS       := .venv-peers
 PEERS_RUN   := $(PEERS)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
 PEERS_STAMP := $(PEERS)/.installed

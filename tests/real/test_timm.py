@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import flowdp
-from tests.real.ways import SHARES, Shares, Weights, as_written, assert_same, check, weights
+from tests.real.ways import (
+    SHARES,
+    Shares,
+    Weights,
+    as_written,
+    assert_same,
+    check,
+    program,
+    weights,
+)
 from tests.vision import mend_torchvision
 
 mend_torchvision()
@@ -65,6 +77,27 @@ def imagenet(spread: Callable[..., Any]) -> Weights:
 @pytest.mark.parametrize("shares", SHARES, ids=len)
 def test_the_script_trains_the_same_weights(shares: Shares) -> None:
     check(imagenet, shares)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_the_program_of_the_page_trains_the_weights_of_one_device(
+    devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = []
+    for count in (1, devices):
+        names: dict[str, Any] = {}
+        setup = partial(flowdp.setup, devices=["cpu"] * count)
+        with monkeypatch.context() as patch:
+            patch.setattr(flowdp, "setup", setup)
+            torch.manual_seed(0)
+            np.random.seed(0)
+            exec(program("From timm's train.py"), names)
+        names["model"].close()
+        saved.append(torch.load("last.pt"))
+    one, several = saved
+    assert_same(several["model"], one["model"])
+    assert_same(several["ema"], one["ema"])
 
 
 def test_a_trainer_trains_the_same_weights() -> None:
