@@ -21,7 +21,7 @@ import flowdp
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PLAIN, MOVED, GAN = "02_plain_pytorch.py", "02_flowdp.py", "04_gan.py"
-DEMO, RESUMED, COMPLETE = "demo.py", "06_checkpoint_resume.py", "07_complete.py"
+DEMO, RESUMED, COMPLETE = "demo.py", "06_checkpoint_resume.py", "03_complete.py"
 
 
 @pytest.fixture
