@@ -112,3 +112,8 @@ def test_the_page_of_the_trainer_has_every_option_with_its_default() -> None:
         for name, option in signature(flowdp.Trainer).parameters.items()
     ]
     assert sorted(rows) == sorted(expected)
+
+
+def test_the_examples_are_numbered_without_a_gap() -> None:
+    numbers = {int(file.name[:2]) for file in (ROOT / "examples").glob("[0-9]*")}
+    assert numbers == set(range(1, len(numbers) + 1))
