@@ -34,6 +34,8 @@ OUTSIDE = {
 
 LINK = re.compile(r"(?<=\]\()[^)\s#]+|(?<= src=\")(?!data:)[^\"#]+|(?<= srcset=\")[^\"#]+")
 TEXT_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+TRAINER = "flowdp.trainer.trainer.Trainer"
+ENTRY = re.compile(r"^    (\w+): .*\n(?:     .*\n)*", re.MULTILINE)
 LITERAL = re.compile(r"^( *)::\n\n((?:(?:\1    .*)?\n)+)", re.MULTILINE)
 
 
@@ -116,7 +118,22 @@ class MarkdownDocstrings(Extension):
         """Rewrite one docstring."""
         del kwargs
         if obj.docstring is not None:
-            obj.docstring.value = LITERAL.sub(_fenced, obj.docstring.value + "\n").rstrip()
+            text = LITERAL.sub(_fenced, obj.docstring.value + "\n").rstrip()
+            obj.docstring.value = grouped(text) if obj.path == TRAINER else text
+
+
+def grouped(docstring: str) -> str:
+    """The docstring of the Trainer with its arguments in the groups of docs/trainer.md."""
+    before, _, rest = docstring.partition("\nArgs:\n")
+    listed, _, after = rest.partition("\n\n")
+    entries = {match[1]: match[0] for match in ENTRY.finditer(listed + "\n")}
+    page = (ROOT / "docs/trainer.md").read_text(encoding="utf-8")
+    options = page.partition("\n## Options\n")[2].partition("\n## ")[0]
+    sections = [
+        f"Args: {title}\n" + "".join(entries[name] for name in re.findall(r"^\| `(\w+)`", rows, re.MULTILINE))
+        for title, rows in re.findall(r"^### (.+)\n((?:(?!### ).*\n?)*)", options, re.MULTILINE)
+    ]
+    return "\n".join([before, "", *sections, after])
 
 
 def _fenced(match: re.Match[str]) -> str:

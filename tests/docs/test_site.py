@@ -96,3 +96,17 @@ def test_every_page_is_in_the_navigation(site: Path, pages: dict[Path, Html]) ->
     assert {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")} <= {
         p.name for p in pages
     }
+
+
+def test_the_options_of_the_trainer_stand_in_groups(site: Path) -> None:
+    page = (site / "api.html").read_text(encoding="utf-8")
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.partition('id="flowdp.Trainer"')[2]))
+    order = ["Model and step", "model (", "Data", "dataset (", "End", "epochs (", "Seeing", "timeline ("]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+
+
+def test_the_notebook_has_its_outputs(site: Path) -> None:
+    page = (site / "tutorial.html").read_text(encoding="utf-8")
+    assert "test accuracy" in page
+    assert 'src="data:image/png;base64,' in page
