@@ -250,8 +250,9 @@ class Coordinator:
         is_planned = not stopped and self.epochs.is_complete
         reason = self._stopped_by
         if is_planned:
-            by_steps = step == config.max_steps
-            reason = f"max_steps={step} reached" if by_steps else f"all {config.epochs} epochs are trained"
+            reason = f"all {config.epochs} epochs are trained"
+            if config.epochs is None or step == config.max_steps:
+                reason = f"max_steps={config.max_steps} reached"
         elif not stopped and config.tasks.monitor is not None:
             reason = config.tasks.monitor.reason(self.barrier.best(self.epochs.done))
         if not stopped and config.start is not None and config.start.global_step == step:

@@ -24,6 +24,13 @@ __all__ = [
 LossOption = Callable[..., Any] | nn.Module
 Loss = Callable[[nn.Module, Any], Any]
 
+REMEDIES = {
+    "NoneType": ": end it with `return loss`",
+    "float": ": leave .item() out",
+    "tuple": " of something else: return the loss alone, or (loss, {'name': number})",
+}
+"""What to do about a return value that is no loss, by the name of its class."""
+
 NOT_OURS = "the loss does not depend on a parameter of the replica: use the model that is passed in"
 
 
@@ -36,12 +43,11 @@ def loss_function(loss: LossOption, device: torch.device) -> Loss:
     def apply(model: nn.Module, batch: Any) -> Any:
         # Not by trying: a tensor of two samples can be taken apart, too.
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            names = [repr(key) for key in batch] if isinstance(batch, Mapping) else ["0"]
-            inputs, target = names[0], names[1] if len(names) > 1 else "1"
+            keys = list(batch) if isinstance(batch, Mapping) else []
             raise TypeError(
                 f"a criterion is called as criterion(model(x), y) and needs batches of two parts, not "
-                f"{_described(batch)}; give a function instead: loss=lambda model, batch: "
-                f"criterion(model(batch[{inputs}]), batch[{target}])"
+                f"{type(batch).__name__}{keys or ''}; give a function instead, with the keys of the batch: "
+                "loss=lambda model, batch: criterion(model(batch['x']), batch['y'])"
             )
         inputs, target = batch
         return criterion(model(inputs), target)
@@ -91,20 +97,10 @@ def unpack_loss(result: object) -> tuple[Tensor, Any, Mapping[str, Any]]:
 
 
 def _described(result: object) -> str:
-    """The return value that is no loss, and its likely remedy."""
-    match result:
-        case None:
-            return "None: end it with return loss"
-        case int() | float():
-            return f"{result!r}: a number without a gradient; leave .item() out"
-        case Mapping():
-            return f"a mapping with {', '.join(map(repr, result)) or 'nothing'}"
-        case tuple() | list():
-            kinds = ", ".join(type(part).__name__ for part in result)
-            return (
-                f"{type(result).__name__} of ({kinds}): return the loss alone, or (loss, {{'name': number}})"
-            )
-    return type(result).__name__
+    if isinstance(result, Mapping):
+        return f"a mapping with {', '.join(map(repr, result)) or 'nothing'}"
+    name = type(result).__name__
+    return name + REMEDIES.get(name, "")
 
 
 class RunningLoss:

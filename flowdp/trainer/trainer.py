@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from inspect import signature
 from os import PathLike
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -290,6 +290,12 @@ class Trainer:
             )
             check_team(config)
         self.config = config.as_dev_run() if fast_dev_run else config
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = f": it is of the run, run = trainer.start(); run.{name}" if hasattr(Run, name) else ""
+            raise AttributeError(f"'Trainer' object has no attribute {name!r}{hint}")
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in signature(Trainer).parameters:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowdp.graphs.base import Computed
-from flowdp.replica.loss import RunningLoss
+from flowdp.replica.loss import RunningLoss, loss_function, unpack_loss
 
 
 def of(loss: float, weight: float | None = None) -> Computed:
@@ -40,3 +40,26 @@ def test_the_mean_of_a_step(
     assert (None if running.step_weight is None else running.step_weight.item()) == weight
     assert running.end(1.0) == (None, 1.0)
     assert running.step_weight is None
+
+
+@pytest.mark.parametrize(
+    ("result", "remedy"),
+    [
+        (None, "not NoneType: end it with `return loss`"),
+        (0.5, "not float: leave .item() out"),
+        ((torch.ones(()), torch.ones(2)), "not tuple of something else: return the loss alone"),
+        ({"los": torch.ones(())}, "not a mapping with 'los'"),
+    ],
+)
+def test_what_is_no_loss_is_told_what_to_return(result: object, remedy: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        unpack_loss(result)
+    assert remedy in str(caught.value)
+
+
+def test_a_criterion_names_the_keys_of_a_batch_that_it_cannot_take() -> None:
+    call = loss_function(nn.MSELoss(), torch.device("cpu"))
+    with pytest.raises(TypeError, match=r"not dict\['x', 'label'\]; .*criterion\(model\(batch\['x'\]\)"):
+        call(nn.Identity(), {"x": torch.ones(1), "label": torch.ones(1)})
+    with pytest.raises(TypeError, match="not tuple; give a function"):
+        call(nn.Identity(), (torch.ones(1),) * 3)

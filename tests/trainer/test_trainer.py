@@ -175,6 +175,17 @@ def test_what_is_refused_before_a_thread_starts(
     assert started == []
 
 
+def test_what_belongs_to_the_run_says_so() -> None:
+    own: Any = trainer()
+    for name in ("join", "metrics", "stop"):
+        with pytest.raises(
+            AttributeError, match=rf"no attribute '{name}': .*trainer\.start\(\); run\.{name}"
+        ):
+            getattr(own, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'epoch'$"):
+        own.epoch  # noqa: B018 - the attribute is what is tested
+
+
 class Named(Dataset[Any]):
     """Samples with names."""
 
