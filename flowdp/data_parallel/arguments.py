@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -39,6 +40,7 @@ class LoopOptions:
         backend: Transfer between CUDA devices.
         tuning: Settings of the process.
         capture: Whether calls are recorded as CUDA graphs.
+        timeline: Whether a timeline is kept; a path: where it is saved at the end.
 
     Raises:
         OptionError: One of them is of the wrong kind.
@@ -56,6 +58,7 @@ class LoopOptions:
     backend: LoopBackend
     tuning: ProcessTuning
     capture: bool | Literal["auto"]
+    timeline: bool | Path
 
     def __post_init__(self) -> None:
         """Check those that come as they were given."""

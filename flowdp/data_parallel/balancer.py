@@ -13,12 +13,19 @@ from torch import nn
 
 from flowdp.collective.batch_norm import min_part_size, plain_layers
 from flowdp.data_parallel.arguments import LoopOptions
+from flowdp.data_parallel.loop_timeline import LoopTimeline
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.cores import LentThreads
 from flowdp.device.streams import Lane
 from flowdp.policy.cadence import Cadence
-from flowdp.policy.shares import ThroughputBalance, shard_sizes, weights_from
+from flowdp.policy.shares import (
+    ThroughputBalance,
+    changed_shares,
+    format_shares,
+    shard_sizes,
+    weights_from,
+)
 from flowdp.policy.worth import Worth
 
 __all__ = ["Balancer", "Pace"]
@@ -35,9 +42,11 @@ class Balancer:
         replicas: The ranks; their stopwatches are read. None: there is one device.
         optimizers: The optimizers. Without any, no other moment than a call tells when to look at the speed.
         pace: Tries the first device alone; None: batches are cut.
+        timeline: Timeline of the loop; None: there is none.
 
     Attributes:
         pace: As given.
+        timeline: As given.
         cadence: Cadence of the windows; None without.
         shard_sizes: Samples per rank in the last call or window. Shape (world_size,).
 
@@ -51,20 +60,25 @@ class Balancer:
         replicas: Replicas | None,
         optimizers: OptimizerHooks,
         pace: Pace | None = None,
+        timeline: LoopTimeline | None = None,
     ) -> None:
         world_size = 1 if replicas is None else len(replicas.modules)
         self._balance = ThroughputBalance(weights_from([0.0] * world_size, options.cadence.speed_hint))
         self._ratios = options.ratios
         self._optimizers = optimizers
         self.pace = pace
+        self.timeline = timeline
         self.cadence = Cadence(world_size, options.cadence) if options.windows else None
         self.shard_sizes: tuple[int, ...] = (0,) * world_size
         self._norms = plain_layers(module)
         self._has_told = False
-        self._watches = () if replicas is None else (*replicas.watches, replicas.summing)
+        self._watches = () if timeline is None else timeline.watches
+        if replicas is not None:
+            self._watches = (*replicas.watches, replicas.summing)
+        self._reported_shares = self.ratios
         self._samples = [0] * world_size  # since the last step
         self._batches = [0] * world_size
-        self._pending: list[tuple[list[int], list[int]]] = []
+        self._pending: list[tuple[list[int], list[int], int]] = []
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -102,7 +116,9 @@ class Balancer:
         self._note(sum(samples))
 
     def note_alone(self, samples: int) -> None:
-        """Note a batch that the first device does alone."""
+        """Note a batch that the first device is about to do alone."""
+        if self.timeline is not None and self._optimizers.optimizers:
+            self.timeline.begin_alone(self._watches[0], samples)
         self.shard_sizes = (samples, *[0] * (len(self.shard_sizes) - 1))
         self._note(samples)
 
@@ -114,26 +130,42 @@ class Balancer:
 
     def step(self) -> None:
         """Learn from the time since the last step of the optimizer."""
-        if any(self._samples):
-            self._lap()
+        alone = 0 if self.timeline is None else self.timeline.end_alone()
+        if alone or any(self._samples):
+            self._lap(alone)
         if self.pace is not None:
             self.pace.step()
 
-    def _lap(self) -> None:
-        """Learn from the devices' own times, as soon as these are known."""
+    def _lap(self, alone: int) -> None:
+        """Learn from the devices' own times, as soon as these are known.
+
+        Args:
+            alone: Samples that the first device has done alone, of a loop with a timeline.
+        """
         for watch in self._watches:
             watch.lap()
-        self._pending.append((self._samples, self._batches))
+        self._pending.append((self._samples, self._batches, alone))
         self._samples, self._batches = [0] * len(self._samples), [0] * len(self._samples)
         while self._pending and all(watch.is_known for watch in self._watches):
             self._learn(*self._pending.pop(0))
 
-    def _learn(self, samples: Sequence[int], batches: Sequence[int]) -> None:
+    def _learn(self, samples: list[int], batches: Sequence[int], alone: int) -> None:
         *took_ms, sync_ms = [watch.take_ms() for watch in self._watches]
-        self._balance.update(samples, took_ms)
+        weights: Sequence[float] = ()
+        if any(samples) and self._balance.update(samples, took_ms):
+            weights = self.ratios
         if self.cadence is not None and any(batches):
             pace = [ms / count if count else 0.0 for ms, count in zip(took_ms, batches, strict=True)]
             self.cadence.measured(pace, batches, sync_ms, None)
+            weights = self.cadence.quotas
+        share = changed_shares(self._reported_shares, weights) if weights else ()
+        if share:
+            self._reported_shares = share
+            log.info("step %d: the shares are %s from now on", self._optimizers.steps, format_shares(share))
+        if self.timeline is not None:
+            samples[0] += alone
+            anchor = 0 if self.cadence is None else self.cadence.anchor
+            self.timeline.take(self._watches, samples, share, anchor)
 
 
 class Pace:

@@ -25,6 +25,7 @@ from flowdp.data_parallel.gradient_sum import Gradients, GradientSum, Packed, ha
 from flowdp.data_parallel.replicas import Modes, Replicas
 from flowdp.device.copies import move
 from flowdp.device.trees import flatten, unflatten
+from flowdp.policy.efficiency import Activity
 
 __all__ = ["Graphs", "Run", "call_parts"]
 
@@ -213,7 +214,7 @@ class Graphs:
             answers = [answer for answer in self._each(walk, None, walks=True) if answer is not None]
             if not keep:  # the copies of parameters go, too
                 self._outputs, self._ends = None, []
-            with replicas.summing.running():
+            with replicas.summing.running(Activity.SUM):
                 summed = sums.sum([packed for packed, _ in answers])
         total = [*summed, *[None] * (len(asked) - len(summed))]
         return self._added(total, [pair for _, grads in answers for pair in grads.items()])
@@ -303,4 +304,5 @@ class Graphs:
     def _each(self, do: Callable[[int], Any], modes: Modes | None, *, walks: bool) -> list[Any]:
         """The results of the ranks that have work."""
         jobs = [partial(do, rank) if is_busy else None for rank, is_busy in enumerate(self._busy)]
-        return self._replicas.each(jobs, modes, walks=walks)
+        activity = Activity.BACKWARD if walks else Activity.FORWARD
+        return self._replicas.each(jobs, modes, walks=walks, activity=activity)

@@ -112,10 +112,10 @@ class CallRunner:
         """The outputs of a call, by the first device."""
         if not self._is_on_host:
             args, kwargs = tree_map(self._bring_home, [args, kwargs])
-        if self._replicas is not None:
+        if self._replicas is not None or self._balancer.timeline is not None:
             samples = batch_length([args, kwargs]) if known is None else known.samples
             self._balancer.note_alone(samples or 0)
-        elif self._captured is not None and function == "forward":
+        if self._captured is not None and function == "forward":
             return self._captured(args, kwargs)
         call = _bound(function, self._module)
         if self._sums is None or not torch.is_grad_enabled():

@@ -35,6 +35,7 @@ from flowdp.device.torch_modes import caller_modes, unhooked
 from flowdp.device.trees import tensors_of
 from flowdp.modules.comparison import still
 from flowdp.modules.shallow import ShallowReplicas
+from flowdp.policy.efficiency import Activity
 from flowdp.policy.schedule import Recheck
 from flowdp.threads.crew import Crew
 
@@ -141,6 +142,7 @@ class Replicas:
         threads: Threads that compute for each rank, where it is on the CPU. Shape (world_size,).
         repeats: Whether the draws of CPU ranks follow from the calling thread's generator.
         link: Opens NCCL; None: the ranks' threads copy.
+        keeps: Whether the stopwatches keep the spans of what they time, for a timeline.
 
     Attributes:
         modules: One per rank, the user's first; those of other ranks are renewed by `follow`.
@@ -163,10 +165,11 @@ class Replicas:
         *,
         repeats: bool = False,
         link: Link | None = None,
+        keeps: bool = False,
     ) -> None:
         self.devices = tuple(lane.device for lane in lanes)
-        self.watches = tuple(Stopwatch(lane) for lane in lanes)
-        self.summing = Stopwatch(lanes[0])
+        self.watches = tuple(Stopwatch(lane, keeps=keeps) for lane in lanes)
+        self.summing = Stopwatch(lanes[0], keeps=keeps)
         self.turn = threading.RLock()
         self._lanes = tuple(lanes)
         self._shallow = ShallowReplicas(module, len(lanes))
@@ -346,6 +349,7 @@ class Replicas:
         modes: Modes | None = None,
         *,
         walks: bool = False,
+        activity: Activity = Activity.FORWARD,
     ) -> list[T | None]:
         """Run a job on every rank at once, each in a copy of the caller's context (`contextvars`).
 
@@ -355,6 +359,7 @@ class Replicas:
             jobs: One per rank; None: nothing to do there.
             modes: Torch modes of the jobs; None: the caller's.
             walks: Whether the jobs walk graphs, and are no forwards, which may draw random numbers.
+            activity: Their name in a timeline.
 
         Raises:
             BaseException: Raised by the first of them, with a note that names rank and device.
@@ -373,7 +378,7 @@ class Replicas:
                 for rank, job in enumerate(jobs):
                     if job is not None:
                         context = self._draws.of(rank, seed, walks=walks)
-                        do = partial(self._do, rank, job, entered, groups.get(rank), context)
+                        do = partial(self._do, rank, job, activity, entered, groups.get(rank), context)
                         handed[rank] = partial(copy_context().run, do)
                 return self._crew.run(handed)
         finally:  # after an error, too: the replicas may be reading tensors that the caller now changes
@@ -421,6 +426,7 @@ class Replicas:
         self,
         rank: int,
         job: Callable[[], T],
+        activity: Activity,
         modes: Modes,
         group: ProcessGroup | None,
         draws: AbstractContextManager[object],
@@ -429,7 +435,7 @@ class Replicas:
             with (
                 unhooked(),
                 modes(),
-                self.watches[rank].running(),
+                self.watches[rank].running(activity),
                 taking_part(self._norms[rank], group),
                 draws,
             ):

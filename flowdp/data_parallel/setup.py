@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from os import PathLike
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ from flowdp.device.process_tuning import as_tuning
 from flowdp.engine.active_runs import check_free
 from flowdp.modules.training_mode import start_training
 from flowdp.observe.bar import tell_devices
+from flowdp.observe.timeline_file import check_timeline
 from flowdp.options import Buffers, CadenceOptions, LoopBackend, MachineOptions, ProcessTuning
 from flowdp.validators import check_flag
 
@@ -48,6 +50,7 @@ def setup(
     backend: LoopBackend = "auto",
     machines: bool | MachineOptions = True,
     capture: bool | Literal["auto"] = "auto",
+    timeline: bool | str | PathLike[str] = False,
     tune_process: bool | ProcessTuning = True,
     progress: bool = True,
 ) -> DataParallel:
@@ -108,6 +111,8 @@ def setup(
             one CUDA device of one machine. "auto": where the first 50 show that the device waits for
             launches, and the log says so; True: from the third call of a form on, and an error with other
             devices.
+        timeline: True for a record of what each device does in each step, `dp.timeline` and `dp.report()`; or
+            the path of a .json or .html file, which `close` writes.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.
         progress: False leaves out the line on stderr that names the devices, once in a process.
 
@@ -135,6 +140,7 @@ def setup(
         backend=backend,
         tuning=as_tuning(tune_process),
         capture=capture,
+        timeline=check_timeline(timeline),
     )
     between = check_machines(machines, model)
     check_free(chosen)

@@ -25,6 +25,7 @@ from flowdp.data_parallel.loss_context import BatchPlan, Results, Traces, last_o
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.copies import move
 from flowdp.device.trees import field_of, tree_map
+from flowdp.policy.efficiency import Activity
 
 __all__ = ["Piece", "Window", "WindowResult", "run_window"]
 
@@ -195,12 +196,12 @@ def run_window(
 
     jobs = [partial(work, rank) if pieces else None for rank, pieces in enumerate(of_rank)]
     with without_hooks(replicas.trained()):  # they shall run on the sum
-        done = replicas.each(jobs)
+        done = replicas.each(jobs, activity=Activity.STEP)
     for mine, other in combinations(leaves, 2):  # one that a loss makes itself is of one batch alone
         for key in mine.keys() & other.keys():
             raise lost_gradient("the loss of a window", mine[key])
     if is_trained:
-        with replicas.summing.running():
+        with replicas.summing.running(Activity.SUM):
             accumulate(replicas.trained(), sums.sum([packed for packed in done if packed is not None]))
     # The caller's streams on all devices come after the creation of the losses.
     loss = window.join([result.loss for result in results])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -19,6 +20,7 @@ from flowdp.data_parallel.arguments import LoopOptions, check_loss
 from flowdp.data_parallel.balancer import Balancer, Pace
 from flowdp.data_parallel.call_runner import CallRunner
 from flowdp.data_parallel.loader import Epoch, set_epoch
+from flowdp.data_parallel.loop_timeline import LoopTimeline
 from flowdp.data_parallel.loss_context import LossFunction, Results
 from flowdp.data_parallel.machine_sum import MachineSum
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks, OptimizerOption
@@ -31,11 +33,13 @@ from flowdp.device.dispatch import prepare_torch
 from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.engine.shared_batches import evaluating
-from flowdp.errors import FlowdpError
+from flowdp.errors import FlowdpError, OptionError
 from flowdp.graphs.captured_call import captured_call
 from flowdp.modules.stand_in import StandInModule
+from flowdp.policy.efficiency import EfficiencyReport
 from flowdp.policy.el_che import ElChe
 from flowdp.policy.schedule import Recheck
+from flowdp.timeline.timeline import Timeline
 
 __all__ = ["DataParallel"]
 
@@ -76,8 +80,13 @@ class DataParallel(StandInModule):
         self._lanes = open_lanes(options.devices)
         self._captured = captured_call(module, self._lanes, options.capture, is_summed=sums is not None)
         self._replicas: Replicas | None = None
-        pace = None
+        pace = timeline = None
         with ExitStack() as stack:
+            if options.timeline:
+                timeline = LoopTimeline(self._lanes, type(module).__name__)
+                if isinstance(options.timeline, Path):
+                    stack.callback(timeline.timeline.save, options.timeline)
+                stack.callback(timeline.timeline.close)
             if sums is not None:
                 stack.callback(sums.close)
             if self._captured is not None:
@@ -91,7 +100,9 @@ class DataParallel(StandInModule):
                 threads = pool_sizes(options.devices, options.tuning, adapts=not repeats)
                 uses_nccl = optimizers or options.backend == "nccl"
                 link = partial(open_loop, options.backend) if uses_nccl else None
-                self._replicas = Replicas(module, self._lanes, threads, repeats=repeats, link=link)
+                self._replicas = Replicas(
+                    module, self._lanes, threads, repeats=repeats, link=link, keeps=timeline is not None
+                )
                 stack.callback(self._replicas.close)
                 lent = LentThreads(options.devices, options.tuning)
                 lent.lend()
@@ -100,7 +111,7 @@ class DataParallel(StandInModule):
                     pace = Pace(self._lanes, type(module).__name__, lent)
             self._close = weakref.finalize(self, stack.pop_all().close)
         self._optimizer_hooks = OptimizerHooks(module)
-        self._balancer = Balancer(module, options, self._replicas, self._optimizer_hooks, pace)
+        self._balancer = Balancer(module, options, self._replicas, self._optimizer_hooks, pace, timeline)
         self._optimizer_hooks.use(optimizers or None, self._balancer.step)
         self._calls = CallRunner(module, options, self._balancer, self._replicas, sums, self._captured)
         self._seal()
@@ -139,6 +150,29 @@ class DataParallel(StandInModule):
     def cadence(self) -> ElChe | None:
         """The cadence that sizes the windows; None where batches are cut."""
         return None if self._balancer.cadence is None else self._balancer.cadence.el_che
+
+    @property
+    def timeline(self) -> Timeline:
+        """Activities of all devices, steps, events and samples of the machine, so far.
+
+        Raises:
+            OptionError: `setup` was not asked for one.
+        """
+        if self._balancer.timeline is None:
+            raise OptionError(
+                "this loop records no timeline: give setup(timeline=True), or the path of a file"
+            )
+        return self._balancer.timeline.timeline
+
+    def report(self) -> EfficiencyReport:
+        """Attribute the time of all devices so far: their own throughput, the one reached, and the losses.
+
+        Raises:
+            OptionError: `setup` was not asked for a timeline.
+        """
+        report = self.timeline.report()
+        assert report is not None
+        return report
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:

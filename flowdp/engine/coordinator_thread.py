@@ -25,6 +25,7 @@ from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.event_log import EventLog
 from flowdp.options import ProcessTuning
 from flowdp.policy.formats import format_error
+from flowdp.policy.shares import format_shares
 from flowdp.policy.stall import StallWatch
 from flowdp.protocol.commands import (
     AbortGate,
@@ -216,7 +217,7 @@ class CoordinatorShell:
             case RoundEnded():
                 self._records.add(command)
                 if command.share:
-                    shares = " ".join(f"{100 * share:.0f} %" for share in command.share)
+                    shares = format_shares(command.share)
                     log.info("round %d: the shares are %s from now on", command.round, shares)
                     if idle := [rank for rank, share in enumerate(command.share) if not share]:
                         names = ", ".join(map(str, idle))

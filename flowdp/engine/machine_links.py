@@ -30,7 +30,6 @@ from flowdp.protocol.commands import (
     Command,
     CutEvaluation,
     EpochEnded,
-    EpochStarted,
     EvaluationEnded,
     Finish,
     Paused,
@@ -67,17 +66,7 @@ __all__ = [
 Posts = Mapping[int, Callable[[Order], None]]
 """By rank, what takes an order to it: its inbox, or a link to its machine."""
 
-PASSED_ON = (
-    AbortGate,
-    CutEvaluation,
-    RoundEnded,
-    EpochStarted,
-    EpochEnded,
-    EvaluationEnded,
-    Save,
-    Paused,
-    Finish,
-)
+PASSED_ON = (AbortGate, CutEvaluation, RoundEnded, EpochEnded, EvaluationEnded, Save, Paused, Finish)
 """Commands that all machines obey; an order goes to the machine of its rank alone."""
 
 

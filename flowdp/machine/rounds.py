@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.policy.cadence import Cadence
+from flowdp.policy.shares import changed_shares
 from flowdp.protocol.commands import Command
 from flowdp.protocol.messages import DataEnded, Fact, Outcome, SyncAck, Work
 from flowdp.protocol.position import Position
@@ -33,9 +33,6 @@ Shares = Literal["equal", "steps", "samples"]
 Averages = Literal["parameters", "snapshots", "gradients"]
 """The mean is taken of parameters and buffers at the gate, of copies of them while the ranks train on, or of
 gradients, before one step of all ranks."""
-
-MOVED = 0.02
-"""Change of a share that is reported: quotas are whole steps, and vary by one."""
 
 
 @dataclass(slots=True)
@@ -149,12 +146,8 @@ class Rounds(ABC):
 
     def _changed_shares(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Shares in proportion to these weights, where they differ from those reported last; else empty."""
-        whole = math.fsum(weights)
-        shares = tuple(weight / whole for weight in weights) if whole else ()
-        moved = [abs(was - share) for was, share in zip(self._reported_shares, shares, strict=False)]
-        if max(moved, default=0.0) < MOVED:
-            return ()
-        self._reported_shares = shares
+        shares = changed_shares(self._reported_shares, weights)
+        self._reported_shares = shares or self._reported_shares
         return shares
 
     @abstractmethod

@@ -36,6 +36,11 @@ class Activity(StrEnum):
     IDLE = "idle"
     TRANSFER = "transfer"
     """Batches brought to the device, beside the steps: gathered in pinned memory, and copied."""
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SUM = "gradient sum"
+    OWN = "your code"
+    """Of a loop that the user owns: all between the calls, which flowdp does not see."""
 
 
 @dataclass(slots=True)
@@ -60,19 +65,23 @@ class RankTimes:
 
 
 PARTS: Mapping[str, tuple[Activity, ...]] = {
-    "training": (Activity.STEP,),
+    "training": (Activity.STEP, Activity.FORWARD, Activity.BACKWARD),
     "waiting for others": (Activity.GATE,),
     "left out": (Activity.LEFT_OUT,),
     "rounding": (Activity.ROUNDING,),
     "guard": (Activity.GUARD,),
-    "averaging": (Activity.AVERAGE, Activity.HEAL),
+    "averaging": (Activity.AVERAGE, Activity.HEAL, Activity.SUM),
     "data": (Activity.DATA,),
     "interpreter": (),
     "evaluation": (Activity.EVALUATE,),
     "checkpoint": (Activity.SAVE,),
     "idle": (Activity.IDLE,),
+    "your code": (Activity.OWN,),
 }
-"""Parts of a device's time in the order of the report, and the activities that make them up."""
+"""Parts of a device's time in the order of the report, and the activities that make them up. The last is of a
+loop that the user owns, which has no `UNSEEN` ones."""
+
+UNSEEN = ("left out", "rounding", "guard", "data", "evaluation", "checkpoint")
 
 INTERPRETER = "interpreter"
 
@@ -86,7 +95,8 @@ MEANINGS: Mapping[str, str] = {
     "interpreter": "waiting for Python's lock, or between two steps; larger batches have fewer of both",
     "evaluation": "EvaluationOptions(every=...) makes it rarer",
     "checkpoint": "CheckpointOptions(every=...) makes them rarer",
-    "idle": "before the first step, after the last one, or in a pause",
+    "idle": "before the first step, after the last one, in a pause, or while the first device works alone",
+    "your code": "loader, loss, optimizer and logs, on one thread; the devices wait for it",
 }
 """Words on each part but training, for a report in which it is large."""
 
@@ -159,7 +169,8 @@ class EfficiencyReport:
     def notes(self) -> list[str]:
         """A line on each part that takes a tenth of a device's time or more, beside training."""
         largest = {
-            part: max((device.parts[part] for device in self.devices), default=0.0) for part in MEANINGS
+            part: max((device.parts.get(part, 0.0) for device in self.devices), default=0.0)
+            for part in MEANINGS
         }
         return [f"{part}: {words}" for part, words in MEANINGS.items() if largest[part] >= LARGE]
 
@@ -169,7 +180,7 @@ class EfficiencyReport:
         columns = (self.parts, *(device.parts for device in self.devices))
         return Table(
             ("", "all", *(device.device for device in self.devices)),
-            [(part, *(f"{100 * parts[part]:.1f} %" for parts in columns)) for part in PARTS],
+            [(part, *(f"{100 * parts[part]:.1f} %" for parts in columns)) for part in self.parts],
         )
 
     @property
@@ -192,17 +203,19 @@ def efficiency_of(ranks: Sequence[RankTimes], names: Sequence[str]) -> Efficienc
         names: Names of their devices. Shape (world_size,).
     """
     wall_ms = max((times.wall_ms for times in ranks), default=0.0)
-    devices = tuple(_device(times, name, wall_ms) for times, name in zip(ranks, names, strict=True))
+    is_loop = any(Activity.OWN in times.ms for times in ranks)
+    shown = [part for part in PARTS if part not in (UNSEEN if is_loop else ("your code",))]
+    devices = tuple(_device(times, name, wall_ms, shown) for times, name in zip(ranks, names, strict=True))
     ideal, reached = sum(device.ideal for device in devices), sum(device.reached for device in devices)
     parts = {
         part: sum(device.ideal * device.parts[part] for device in devices) / ideal if ideal else 0.0
-        for part in PARTS
+        for part in shown
     }
     return EfficiencyReport(wall_ms, ideal, reached, parts, devices)
 
 
-def _device(times: RankTimes, name: str, wall_ms: float) -> DeviceEfficiency:
-    ms = {part: sum(times.ms.get(activity, 0.0) for activity in PARTS[part]) for part in PARTS}
+def _device(times: RankTimes, name: str, wall_ms: float, shown: Sequence[str]) -> DeviceEfficiency:
+    ms = {part: sum(times.ms.get(activity, 0.0) for activity in PARTS[part]) for part in shown}
     # A rank that has left, or begun later, is idle in the rest of the run.
     ms["idle"] += wall_ms - times.wall_ms
     ms[INTERPRETER] = max(0.0, wall_ms - sum(ms.values()))

@@ -10,11 +10,16 @@ from flowdp.errors import OptionError
 
 __all__ = [
     "ThroughputBalance",
+    "changed_shares",
+    "format_shares",
     "normalised_ratios",
     "part_sizes",
     "shard_sizes",
     "weights_from",
 ]
+
+MOVED = 0.02
+"""Change of a share that is reported: quotas are whole steps, and vary by one."""
 
 _CALIBRATION_STEPS = 10
 _REBALANCE_STEPS = 50
@@ -42,6 +47,19 @@ def weights_from(
         return (1.0,) * len(ms_per_batch)
     slow_rank, ratio = speed_hint
     return tuple(1.0 if rank == slow_rank else ratio for rank in range(len(ms_per_batch)))
+
+
+def changed_shares(reported: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
+    """Shares in proportion to these weights, where they differ from those reported last; else empty."""
+    whole = math.fsum(weights)
+    shares = tuple(weight / whole for weight in weights) if whole else ()
+    moved = (abs(was - share) for was, share in zip(reported, shares, strict=False))
+    return shares if max(moved, default=0.0) >= MOVED else ()
+
+
+def format_shares(shares: Sequence[float]) -> str:
+    """Shares in whole percent: "40 % 60 %"."""
+    return " ".join(f"{100 * share:.0f} %" for share in shares)
 
 
 def normalised_ratios(ratios: Sequence[float], world_size: int) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,10 @@ COLOURS = {
     Activity.HEAL: "#f0e442",
     Activity.IDLE: "#b8b8b8",
     Activity.TRANSFER: "#7a6fb0",
+    Activity.FORWARD: "#4a9bd4",
+    Activity.BACKWARD: "#004a75",
+    Activity.SUM: "#2fb58a",
+    Activity.OWN: "#dddddd",
 }
 """Colours of the activities: those of Okabe and Ito, which colour-blind readers tell apart, and more."""
 
@@ -55,6 +60,7 @@ def figure_of(timeline: TimelineRecord) -> Figure:
     at_s = [record.at_ms / 1e3 for record in rounds]
     loss.plot(at_s, [record.loss for record in rounds])
     loss.set_ylabel("loss")
+    loss.set_visible(not all(math.isnan(record.loss) for record in rounds))  # `setup` knows none
     for rank, device in enumerate(timeline.devices):
         rate.plot(at_s, [record.rate(rank) for record in rounds], label=_literal(device))
     rate.set_ylabel("samples/s")

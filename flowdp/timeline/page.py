@@ -105,11 +105,12 @@ def _events(timeline: TimelineRecord) -> list[dict[str, Any]]:
 
 
 def _report(report: EfficiencyReport) -> dict[str, Any]:
-    colours = [COLOURS[activities[0]] if activities else INTERPRETER for activities in PARTS.values()]
+    names = list(report.parts)
+    colours = [COLOURS[PARTS[name][0]] if PARTS[name] else INTERPRETER for name in names]
     columns: list[tuple[str, EfficiencyReport | DeviceEfficiency]] = [("all", report)]
     columns += [(device.device, device) for device in report.devices]
     return {
-        "parts": list(PARTS),
+        "parts": names,
         "notes": report.notes,
         "colours": colours,
         "columns": [

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from flowdp.policy.efficiency import Activity, EfficiencyReport
 from flowdp.policy.formats import format_metric
+from flowdp.policy.shares import format_shares
 from flowdp.protocol.commands import (
     Command,
     EpochEnded,
@@ -274,7 +275,7 @@ class TimelineRecord:
 
     def _note_round(self, ended: RoundEnded) -> None:
         here = slice(self._here.start, self._here.stop)
-        self._rounds.add(
+        self.add_round(
             TimelineRound(
                 at_ms=self._since(perf_counter()),
                 wall_ms=ended.wall_ms,
@@ -285,16 +286,29 @@ class TimelineRecord:
                 anchor=ended.anchor,
                 drift=math.nan if ended.drift is None else ended.drift,
                 samples=ended.samples[here],
-            )
+            ),
+            ended.share[here],
         )
-        if ended.anchor != self._anchor:
-            before = f"{self._anchor} → " if self._anchor else ""
-            self._event("round length", f"{before}{ended.anchor} steps of the slowest device")
-            self._anchor = ended.anchor
-        if ended.share:
-            self._event("shares", "shares " + " ".join(f"{100 * share:.0f} %" for share in ended.share[here]))
         if ended.reason:
             self._event("round", f"round {ended.round}: {ended.reason}")
+
+    def add_round(self, done: TimelineRound, share: Sequence[float] = ()) -> None:
+        """Record a round.
+
+        Args:
+            done: Its numbers.
+            share: Shares of the ranks from now on, where they have changed; else empty. Shape (world_size,).
+
+        Threads:
+            The coordinator's; in a loop that the user owns, that loop's.
+        """
+        self._rounds.add(done)
+        if done.anchor != self._anchor:
+            before = f"{self._anchor} → " if self._anchor else ""
+            self._event("round length", f"{before}{done.anchor} steps of the slowest device")
+            self._anchor = done.anchor
+        if share:
+            self._event("shares", "shares " + format_shares(share))
 
     def _event(self, kind: str, text: str, rank: int | None = None) -> None:
         if rank is not None and rank not in self._here:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from flowdp.device.discovery import device_names, device_uuid
 from flowdp.errors import OptionError
 from flowdp.timeline.figure import figure_of
 from flowdp.timeline.page import page_of
@@ -15,7 +19,7 @@ from flowdp.timeline.trace import trace_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Timeline", "check_path"]
+__all__ = ["Timeline", "check_path", "open_timeline"]
 
 WRITERS = {".json": trace_of, ".html": page_of}
 
@@ -31,6 +35,13 @@ def check_path(path: object) -> Path:
     raise OptionError(
         f"a timeline is saved as a trace for Perfetto, 'run.json', or as a page, 'run.html', not as {path!r}"
     )
+
+
+def open_timeline(devices: Sequence[torch.device], first_rank: int, about: str) -> Timeline:
+    """A timeline of the ranks of this machine, whose CUDA devices are sampled; it has not begun."""
+    cards = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+    uuids = {str(card): uuid for card in cards if (uuid := device_uuid(card)) is not None}
+    return Timeline(device_names(devices), uuids, first_rank, about)
 
 
 class Timeline(TimelineRecord):

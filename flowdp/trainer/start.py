@@ -22,7 +22,6 @@ from flowdp.checks import check_checkpoints
 from flowdp.data.identity import check_identities
 from flowdp.data.open_source import dataset_length, loader_order
 from flowdp.data.source import Source
-from flowdp.device.discovery import device_names, device_uuid
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.build import build_engine
 from flowdp.engine.evaluation import Evaluator
@@ -50,7 +49,7 @@ from flowdp.replica.joint_step import owner_of
 from flowdp.replica.rank_state import has_generator
 from flowdp.replica.replica import Replica
 from flowdp.threads.shield import interrupts_held
-from flowdp.timeline.timeline import Timeline
+from flowdp.timeline.timeline import Timeline, open_timeline
 from flowdp.trainer.config import RunConfig
 from flowdp.trainer.description import run_settings
 from flowdp.trainer.inference import open_evaluator, try_evaluation
@@ -344,8 +343,6 @@ def _has_own(config: RunConfig) -> bool:
 def _open_timeline(config: RunConfig, settings: Mapping[str, Setting]) -> Timeline | None:
     if config.timeline is False:
         return None
-    cards = [device for device in dict.fromkeys(config.devices) if device.type == "cuda"]
-    uuids = {str(card): uuid for card in cards if (uuid := device_uuid(card)) is not None}
     about = " · ".join(
         (
             f"{settings['model']}, {settings['parameters']:,} parameters",
@@ -355,7 +352,7 @@ def _open_timeline(config: RunConfig, settings: Mapping[str, Setting]) -> Timeli
             f"{datetime.now():%Y-%m-%d %H:%M}",
         )
     )
-    return Timeline(device_names(config.devices), uuids, config.team.ranks.start, about)
+    return open_timeline(config.devices, config.team.ranks.start, about)
 
 
 def _fingerprint(config: RunConfig, replica: Replica) -> dict[str, object]:

@@ -154,6 +154,7 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     ),
     "data_parallel/replicas.py StreamOrder.end: computed.record(lane.compute)": WATCHED,
     "data_parallel/replicas.py StreamOrder.end: here[rank].wait_event(computed)": WATCHED,
+    "device/stopwatch.py Stopwatch.__init__: base.record(lane.current())": late("laps"),
     "device/stopwatch.py Stopwatch.running: start.record(lane.current())": late("laps"),
     "device/stopwatch.py Stopwatch.running: stop.record(lane.current())": late("laps"),
     "device/stopwatch.py Stopwatch.take_ms: stop.synchronize()": late("laps"),
@@ -210,6 +211,7 @@ TWICE: dict[str, tuple[str, Sequence[Trial], str]] = {
 """Edges for which another one stands in: that one, scenarios that are wrong without both, and the reason."""
 
 REDUNDANT = {
+    "device/stopwatch.py Stopwatch.__init__: base.synchronize()": "it is for the time of the host",
     "collective/async_mean.py SnapshotMean.apply: lane.compute.wait_event(self._is_averaged)": (
         "the helper has waited for the mean before it tells anybody of it"
     ),

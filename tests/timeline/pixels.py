@@ -49,7 +49,7 @@ def differences(lanes: list[Image], run: flowdp.Run) -> dict[tuple[int, str], tu
     found: dict[tuple[int, str], tuple[float, Any]] = {}
     for rank, (lane, device) in enumerate(zip(lanes, report.devices, strict=True)):
         drawn = fractions(lane, {activity.value: colour for activity, colour in COLOURS.items()})
-        for part, activities in PARTS.items():
+        for part, activities in ((part, PARTS[part]) for part in device.parts):
             seen = longer * sum(drawn[activity.value] for activity in activities)
             if activities and abs(seen - device.parts[part]) > TOLERANCE:
                 found[rank, part] = device.parts[part], seen
