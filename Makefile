@@ -20,6 +20,9 @@ DEMO    := $(VENV)/.demo
 # With one line of progress; the first argument is its title.
 PIP     := -m pip --disable-pip-version-check --no-input install --progress-bar off -c $(CONSTRAINTS)
 INSTALL := $(PYTHON) .ci/install.py
+# timm needs torchvision, which PyPI has for CUDA alone. Where it is found and cannot be imported, transformers and
+# torchmetrics cannot be either, so both have a folder of their own: see tests/vision.py.
+VISION  := $(PIP) --upgrade --no-deps --target $(VENV)/vision timm torchvision
 # The libraries that flowdp is measured beside have an environment of their own, without the tools of development.
 PEERS       := .venv-peers
 PEERS_RUN   := $(PEERS)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
@@ -101,16 +104,17 @@ gpu:
 # little more, so that a newcomer need not wait for the tools of development. Sizes are those of downloads on Linux.
 $(DEMO): pyproject.toml $(CONSTRAINTS)
 	@test -x $(RUN) || { echo "Making $(VENV), once: a few minutes"; $(PYTHON) -m venv $(VENV); }
-	@$(INSTALL) "Installing torch, 190 MB" $(RUN) $(PIP) "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
-	@$(INSTALL) "Installing flowdp and the demo, 60 MB" $(RUN) $(PIP) -e '.[demo]'
+	@$(INSTALL) "Installing torch (190 MB)" $(RUN) $(PIP) "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
+	@$(INSTALL) "Installing flowdp and the demo (60 MB)" $(RUN) $(PIP) -e '.[demo]'
 	@touch $@
 
 $(STAMP): $(DEMO)
-	@$(INSTALL) "Installing the tools of development, 260 MB" $(RUN) $(PIP) -e '.[$(EXTRAS)]'
+	@$(INSTALL) "Installing the tools of development (260 MB)" $(RUN) $(PIP) -e '.[$(EXTRAS)]'
+	@$(if $(filter dev,$(EXTRAS)),$(INSTALL) "Installing timm for its tests (10 MB)" $(RUN) $(VISION))
 	@touch $@
 
 $(PEERS_STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -x $(PEERS_RUN) || { echo "Making $(PEERS), once: a few minutes"; $(PYTHON) -m venv $(PEERS); }
-	@$(INSTALL) "Installing torch, 190 MB" $(PEERS_RUN) $(PIP) "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
+	@$(INSTALL) "Installing torch (190 MB)" $(PEERS_RUN) $(PIP) "$$(grep -wm1 '^torch' $(CONSTRAINTS))"
 	@$(INSTALL) "Installing Lightning and Accelerate" $(PEERS_RUN) $(PIP) -e '.[peers]'
 	@touch $@

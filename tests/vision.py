@@ -1,13 +1,32 @@
-"""Makes torchvision importable next to a CPU build of torch."""
+"""timm, and the torchvision that it needs, next to a CPU build of torch."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 import warnings
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+__all__ = ["import_timm", "mend_torchvision"]
+
+VISION = Path(sys.prefix, "vision")
+"""Folder into which `make` installs both. Others look for torchvision, and would fail where they find it."""
+
 _library: torch.library.Library | None = None
+
+
+def import_timm() -> Any:
+    """timm of this environment or of its folder; without either, skip the tests of the module that asks."""
+    if importlib.util.find_spec("timm") is None:
+        sys.path.append(str(VISION))
+    mend_torchvision()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("timm", reason=f"timm is not installed: `make test` puts it into {VISION}")
 
 
 def mend_torchvision() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,12 +23,9 @@ from tests.real.ways import (
     program,
     weights,
 )
-from tests.vision import mend_torchvision
+from tests.vision import import_timm
 
-mend_torchvision()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    timm: Any = pytest.importorskip("timm", reason="timm is not installed (flowdp[real])")
+timm = import_timm()
 
 
 def build() -> nn.Module:
