@@ -101,7 +101,8 @@ gpu:
 	@$(PYTHON) -m bench.gpu $(ARGS)
 
 # torch comes first and by its exact pin: a resolver that may choose takes a CUDA build of gigabytes. The demo needs
-# little more, so that a newcomer need not wait for the tools of development. Sizes are those of downloads on Linux.
+# little more, so that a newcomer need not wait for the tools of development. Sizes are those of downloads on Linux, with
+# the CPU build of torch.
 $(DEMO): pyproject.toml $(CONSTRAINTS)
 	@test -x $(RUN) || { echo "Making $(VENV), once: a few minutes"; $(PYTHON) -m venv $(VENV); }
 	@$(INSTALL) "Installing torch (190 MB)" $(RUN) $(PIP) "$$(grep -wm1 '^torch' $(CONSTRAINTS))"

@@ -42,7 +42,7 @@ def install(title: str, command: Sequence[str], *, is_terminal: bool) -> int:
     if is_terminal:
         ticker.start()
     else:
-        show(text, "\n")
+        print(title, flush=True)
     try:
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
