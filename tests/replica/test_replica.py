@@ -92,11 +92,15 @@ ELSEWHERE = nn.Linear(2, 1)
     ("loss", "error", "match"),
     [
         (lambda model, batch: model(batch[0]), ValueError, r"not a tensor of shape \(2, 1\); add .mean\(\)"),
-        (lambda model, batch: mse(model, batch).item(), TypeError, "not float"),
+        (
+            lambda model, batch: mse(model, batch).item(),
+            TypeError,
+            "a number without a gradient; leave .item",
+        ),
         (lambda model, batch: {"a": 1}, TypeError, "a mapping with 'a'"),
         (lambda model, batch: {}, TypeError, "a mapping with nothing"),
         (lambda model, batch: (mse(model, batch), 3), TypeError, "not tuple"),
-        (lambda model, batch: None, TypeError, "not NoneType"),
+        (lambda model, batch: None, TypeError, "not None: end it with return loss"),
         (lambda model, batch: batch[0].mean(), ValueError, "does not depend on a parameter"),
         (lambda model, batch: mse(ELSEWHERE, batch), ValueError, "use the model that is passed in"),
     ],
