@@ -79,8 +79,8 @@ def test_a_longer_round_drifts_further_and_a_short_one_says_nothing():
     assert actions(*longer) == [STABLE] * 4
     assert actions(*((drift, 20) for drift, _ in longer))[-1] is TIGHTEN
     # The rest of an epoch is a short round: it hides no rise, and begins none.
-    assert actions((0.06, 20), (0.09, 20), (0.02, 4), (0.13, 20)) == [STABLE] * 3 + [TIGHTEN]
-    assert actions((0.02, 4), (0.09, 20), (0.13, 20)) == [STABLE] * 3
+    assert actions((0.06, 20), (0.09, 20), (0.04, 4), (0.13, 20)) == [STABLE] * 3 + [TIGHTEN]
+    assert actions((0.01, 4), (0.09, 20), (0.13, 20)) == [STABLE] * 3
 
 
 def test_drifts_of_an_earlier_run_are_those_of_rounds_as_long():
