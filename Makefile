@@ -110,7 +110,7 @@ $(DEMO): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 $(STAMP): $(DEMO)
-	@$(INSTALL) "Installing the tools of development (260 MB)" $(RUN) $(PIP) -e '.[$(EXTRAS)]'
+	@$(INSTALL) "Installing the tools of development (330 MB)" $(RUN) $(PIP) -e '.[$(EXTRAS)]'
 	@$(if $(filter dev,$(EXTRAS)),$(INSTALL) "Installing timm for its tests (10 MB)" $(RUN) $(VISION))
 	@touch $@
 
