@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, default_collate, default_convert, 
 from flowdp.data.iterable_source import StreamReader
 from flowdp.data.loader_source import ReadPlan
 from flowdp.errors import DataError, ProtocolError
-from flowdp.protocol.position import Position
+from flowdp.protocol.position import OpenEpoch, Position
 from tests.data.test_loader_source import Watched
 from tests.limits import HANG_S
 
@@ -113,6 +113,43 @@ def test_with_processes_all_is_read_once_and_they_live_through_all_epochs(runs):
         pids |= {pid for _, part in taken for pid in part.tolist()}
     assert len(pids) == 2
     assert os.getpid() not in pids
+
+
+# ---------------------------------------------------------------- inside an epoch
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_inside_an_epoch_the_trained_batches_are_read_and_dropped(runs, num_workers, caplog):
+    class Sums(Stream):
+        def __iter__(self):
+            self.epoch = -1  # each is the first
+            return super().__iter__()
+
+    whole = runs(Sums(18), epochs=1, ahead=9, num_workers=num_workers)
+    batches = 6 if num_workers else 5
+    expected = whole.epoch(0, batches)
+    start = Position(1, open=(OpenEpoch(0, 4, ((1,),), ()),))
+    run = Run(Sums(18), epochs=1, start=start, ahead=9, num_workers=num_workers)
+    run.reader.orders = {0: whole.reader.checksum(0, 4)}
+    with caplog.at_level("INFO", "flowdp"):
+        run.start()
+        taken = {batch: run.take(0, batch).tolist() for batch in (1, *range(4, batches))}
+    assert taken == {batch: expected[batch].tolist() for batch in taken}
+    assert run.ended.get(timeout=HANG_S) == (0, batches)
+    assert not run.reader._read
+    with pytest.raises(ProtocolError, match="trained before"):
+        run.reader.take(0, 0, 0)
+    assert "epoch 1: read again up to batch 4" in caplog.text
+    assert run.reader.close()
+
+
+def test_batches_are_told_of_in_order_as_they_are_read(runs):
+    told: list[tuple[int, int, int]] = []
+    run = Run(Stream(10, 4), epochs=2)
+    run.reader.on_end(lambda *end: run.ended.put(end), lambda *read: told.append(read))
+    run.reader.start(wake=lambda *key: run.woken.put(key), failed=run.failed.put)
+    run.epoch(0, 3)
+    run.epoch(1, 1)
+    assert told == [(0, 0, 4), (0, 1, 4), (0, 2, 2), (1, 0, 4)]
+    assert run.reader.close()
 
 
 # ---------------------------------------------------------------- several machines
