@@ -256,9 +256,12 @@ def test_a_long_epoch_has_checkpoints_between_those_of_the_plan() -> None:
     assert still.barrier.saves.deadline_ms == 25 * MINUTE_MS
 
 
-def test_a_requested_checkpoint_stays_though_one_between_is_due() -> None:
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_a_requested_checkpoint_stays_though_one_between_is_due(comes_first: bool) -> None:
     still = Still(BarrierPlan(Interval(1, "epoch", 10.0)))
     still.now_ms, still.global_step = 10 * MINUTE_MS, 5
+    if comes_first:
+        still.barrier.look(still.now_ms, 5)
     still.barrier.wish("checkpoint")
     still.barrier.look(still.now_ms, 5)
     assert not still.captures(still.decide()).is_between

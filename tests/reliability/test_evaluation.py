@@ -156,7 +156,7 @@ def test_early_stopping_ends_in_its_epoch_with_its_answer(policy: str, devices: 
     stopping = EarlyStopping("score", patience=2, mode="max", restore_best=restore)
     state = climbs(policy, devices, SCORES, callbacks=[stopping]).fit()
     assert [record.eval["score"] for record in state.history] == SCORES[:4]
-    assert state.interrupted
+    assert not state.interrupted
     assert (state.epochs_done, state.global_step) == (4, 16)
     assert state.state_dict["value"].item() == (2 if restore else 4)
 
