@@ -2,10 +2,15 @@
 
 Needs Chromium, tmux and the extra `browser`. Two CPU devices, one of them slower, learn handwritten
 digits; the notebook is examples/notebook.ipynb.
+
+Each picture carries a stamp: a digest of what its kind of output shows of one fixed run. `outdated` names the
+pictures with another stamp than that of the code; a contract test calls it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import re
 import shutil
 import sys
@@ -21,9 +26,17 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import flowdp
+from flowdp.observe import bar, notebook
+from flowdp.observe.run_html import run_html
+from flowdp.observe.tables import device_table, epoch_table
+from flowdp.policy.efficiency import Activity
+from flowdp.timeline.figure import COLOURS
+from flowdp.timeline.record import TimelineRecord
 from tests.browser.chromium import chromium_program, open_browser, open_page
 from tests.browser.jupyter import open_lab, open_notebook, run_all
 from tests.browser.terminal import open_terminal
+from tests.observe.test_run_html import view
+from tests.timeline.test_timeline import ended
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -32,18 +45,21 @@ IMAGES = Path(__file__).resolve().parent / "images"
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples/notebook.ipynb"
 LIMIT_BYTES = 150_000
 COLUMNS = 100
-WAIT_S = 1.5e-3
+WAIT_S = 10e-3
 
 THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 
 SHELL = """<body style="margin: 0"><pre style="margin: 0; padding: 16px 20px; display: inline-block;
 background: #14171b; color: #e8eaed; font: 14px/1.35 'DejaVu Sans Mono', monospace">{}</pre></body>"""
 
+STAMP = "flowdp"
+"""Key of the stamp among a picture's texts."""
+
 SCRIPT = "from docs.pictures import train\n\ntrain(timeline=False, progress=True)\n"
 
 
 def train(timeline: Path | bool, progress: bool) -> flowdp.Run:
-    """Train to the end on two devices, of which the second waits in each of its steps."""
+    """Train to the end on two devices, the second of which waits in each of its steps."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
@@ -63,8 +79,9 @@ def train(timeline: Path | bool, progress: bool) -> flowdp.Run:
         loss,
         dataset=(images[:1500], labels[:1500]),
         evaluation=(images[1500:], labels[1500:]),
-        batch_size=16,
-        epochs=12,
+        per_device_batch_size=32,
+        policy="cadence",  # so that the length of rounds is seen
+        epochs=24,
         devices=["cpu", "cpu"],
         timeline=timeline,
         progress=progress,
@@ -114,8 +131,50 @@ def terminal(browser: Browser, folder: Path) -> None:
         write("terminal.png", watched.page.locator("pre").screenshot())
 
 
-def write(name: str, picture: bytes) -> None:
-    """Write a picture; a page of a repository is read over slow lines."""
+def outputs() -> dict[str, tuple[object, ...]]:
+    """What each picture's kind of output shows of one fixed run, and its styles, by the picture's name."""
+    seen, timeline = view(), TimelineRecord(["a", "b"], about="a model")
+    timeline.note(ended(0, anchor=3, share=(0.75, 0.25)))
+    template = Path(flowdp.__file__).parent / "timeline/page.html"
+    events = [(event.kind, event.text) for event in timeline.events]
+    page = template.read_text(encoding="utf-8"), COLOURS, list(Activity), str(seen.report), events
+    tables = epoch_table(seen.history, bar.EPOCHS), device_table(seen.report), seen.report.headline
+    return {
+        **{f"page-{theme}.png": page for theme in THEMES},
+        "dashboard.png": (run_html(seen), Path(notebook.__file__).read_text(encoding="utf-8")),
+        "terminal.png": (*map(str, tables), bar.FORMAT),
+    }
+
+
+def stamp(output: tuple[object, ...]) -> str:
+    """The digest of an output."""
+    return hashlib.sha256(repr(output).encode()).hexdigest()[:16]
+
+
+def outdated(folder: Path = IMAGES) -> list[str]:
+    """Names of the pictures that show another output than the code has now, or are missing."""
+    from PIL import Image
+
+    def stamp_of(file: Path) -> object:
+        with Image.open(file) as picture:
+            return picture.info.get(STAMP)
+
+    found = []
+    for name, output in outputs().items():
+        file = folder / name
+        if not file.is_file() or stamp_of(file) != stamp(output):
+            found.append(name)
+    return found
+
+
+def write(name: str, screenshot: bytes) -> None:
+    """Write a picture with its stamp; a page of a repository is read over slow lines."""
+    from PIL import Image, PngImagePlugin
+
+    info, file = PngImagePlugin.PngInfo(), io.BytesIO()
+    info.add_text(STAMP, stamp(outputs()[name]))
+    Image.open(io.BytesIO(screenshot)).save(file, "PNG", pnginfo=info, optimize=True)
+    picture = file.getvalue()
     if len(picture) > LIMIT_BYTES:
         raise ValueError(f"{name} has {len(picture):,} bytes, more than {LIMIT_BYTES:,}")
     (IMAGES / name).write_bytes(picture)
