@@ -86,7 +86,7 @@ UNSEEN = ("left out", "rounding", "guard", "data", "evaluation", "checkpoint")
 INTERPRETER = "interpreter"
 
 MEANINGS: Mapping[str, str] = {
-    "waiting for others": 'until the last one ends its round; less in the longer rounds of "cadence", none in "async"',
+    "waiting for others": 'until the last one ends its round; "cadence" has longer rounds, "async" none',
     "left out": "it had no samples, as the others are faster alone; it gets some with a larger batch_size",
     "rounding": "a round has whole steps, so some devices are done earlier; longer rounds have less of it",
     "guard": "the same in rounds that the divergence guard keeps short, as replicas move further apart",

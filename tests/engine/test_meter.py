@@ -214,6 +214,23 @@ def test_spans_are_the_sums_in_their_places(meter: Meter) -> None:
     assert all(one[1] <= two[0] + 1e-6 for one, two in pairwise(everything))
 
 
+def test_a_rank_without_samples_is_left_out_and_waits_for_no_slower_one(meter: Meter) -> None:
+    meter._spans, activity = RankSpans(), RankActivity(None)
+    ended: list[OrderSums] = []
+    for samples in (4, 0):
+        meter.begin(perf_counter())
+        meter.end(torch.tensor(1.0), samples, STEP)
+        meter.meet()
+        meter.met(lambda: Averaging(0.0, None))
+        meter.close(ended.append)
+        meter.settle()
+    for sums in ended:
+        activity.count(sums)
+    times = activity.times().ms
+    assert [times[name] for name in (Activity.GATE, Activity.LEFT_OUT)] == [sums.wait_ms for sums in ended]
+    assert [len(meter._spans.read(name)) for name in (Activity.GATE, Activity.LEFT_OUT)] == [1, 1]
+
+
 def test_averaging_beside_the_training_is_no_work(meter: Meter) -> None:
     steps(meter, 1.0)
     begun = perf_counter()

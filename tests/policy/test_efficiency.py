@@ -53,6 +53,17 @@ def test_as_text_and_as_html() -> None:
     assert html.count("60.0 %") == 4
 
 
+def test_a_large_part_of_a_device_has_a_line_below_the_table() -> None:
+    lone = RankTimes({Activity.STEP: 950.0, Activity.DATA: 50.0}, 900, 90, 1000.0)
+    other = RankTimes({Activity.STEP: 480.0, Activity.LEFT_OUT: 520.0}, 100, 10, 1000.0)
+    report = efficiency_of([lone, other], ["a", "b"])
+    assert report.devices[1].parts["left out"] == pytest.approx(0.52)
+    (note,) = report.notes
+    assert note.startswith("left out: it had no samples")
+    assert str(report).endswith(f"\n\n{note}")
+    assert note in report._repr_html_()
+
+
 def test_without_a_sample_it_is_one_line() -> None:
     report = efficiency_of([RankTimes(wall_ms=40.0), RankTimes(wall_ms=40.0)], ["cpu", "cpu"])
     assert str(report) == "no samples were trained in 40ms"

@@ -56,6 +56,13 @@ def test_each_rank_has_its_own_part(metrics):
     assert (second.loss, second.scalars) == (pytest.approx(0.8), {"accuracy": 0.8})
 
 
+def test_a_share_of_nothing_has_a_word():
+    tally = Tally(0, 3)
+    tally.add(0, Work(0, 1, 800, 1.0))
+    tally.add(1, Work(0, 1, 200, 1.0))
+    assert "| share 80 % 20 %  0 % (left out) |" in str(result(tally))
+
+
 def test_an_epoch_without_work_has_no_loss_and_divides_by_nothing():
     empty = result(Tally(0, 2), 0.0)
     assert empty.loss is None
