@@ -16,6 +16,9 @@ __all__ = ["TOLERANCE", "differences", "fractions", "is_colour"]
 
 Image = NDArray[np.uint8]
 
+WAITS = ("rounding", "guard")
+"""Causes of waits that the report tells apart, and lanes do not."""
+
 TOLERANCE = 0.02
 """Part of a lane by which a colour may differ from the report."""
 
@@ -49,8 +52,11 @@ def differences(lanes: list[Image], run: flowdp.Run) -> dict[tuple[int, str], tu
     found: dict[tuple[int, str], tuple[float, Any]] = {}
     for rank, (lane, device) in enumerate(zip(lanes, report.devices, strict=True)):
         drawn = fractions(lane, {activity.value: colour for activity, colour in COLOURS.items()})
-        for part, activities in ((part, PARTS[part]) for part in device.parts):
-            seen = longer * sum(drawn[activity.value] for activity in activities)
-            if activities and abs(seen - device.parts[part]) > TOLERANCE:
-                found[rank, part] = device.parts[part], seen
+        parts = dict(device.parts)
+        for cause in WAITS:
+            parts["waiting for others"] += parts.pop(cause, 0.0)
+        for part in parts:
+            seen = longer * sum(drawn[activity.value] for activity in PARTS[part])
+            if PARTS[part] and abs(seen - parts[part]) > TOLERANCE:
+                found[rank, part] = parts[part], seen
     return found
