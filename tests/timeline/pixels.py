@@ -19,8 +19,8 @@ Image = NDArray[np.uint8]
 WAITS = ("rounding", "guard")
 """Causes of waits that the report tells apart, and lanes do not."""
 
-TOLERANCE = 0.02
-"""Part of a lane by which a colour may differ from the report."""
+TOLERANCE = 0.04
+"""Part of a lane by which a colour may differ from the report: a row of a figure may be one pixel or two."""
 
 
 def is_colour(image: Image, colour: str, within: int = 2) -> NDArray[np.bool_]:
