@@ -259,9 +259,7 @@ class ElChe:
                 self._anchor = min(max(wanted, self._min_anchor), self._max_anchor)
         elif self._anchor < self._min_anchor:
             if not hold:
-                self._anchor += (
-                    1  # back to the first one: a rise that has passed costs no more than it has to
-                )
+                self._anchor += 1
         elif overhead < self._overhead_target * 0.5 and self._anchor > self._min_anchor:
             # Growth is fast and decay slow, so that the two cannot swing against each other.
             self._anchor -= 1
