@@ -100,12 +100,14 @@ class Trained:
         samples_per_s: Of its median epoch.
         loss: Of its last epoch.
         cores: Cores that this process had meanwhile.
+        own: Samples per second of its devices in their steps.
     """
 
     run: flowdp.Run
     samples_per_s: float
     loss: float
     cores: float
+    own: float
 
 
 def trained(model: nn.Module, data: Data, devices: list[str], options: argparse.Namespace) -> Trained:
@@ -127,7 +129,7 @@ def trained(model: nn.Module, data: Data, devices: list[str], options: argparse.
     run.join()
     cores = (time.process_time() - used_s) / (time.perf_counter() - start_s)
     speeds = [sum(epoch.throughput) for epoch in run.history]
-    return Trained(run, median(speeds), run.history[-1].loss or 0.0, cores)
+    return Trained(run, median(speeds), run.history[-1].loss or 0.0, cores, run.report().ideal)
 
 
 def verdict(alone: Trained, both: Trained, slowdown: float) -> str:
@@ -143,7 +145,8 @@ def verdict(alone: Trained, both: Trained, slowdown: float) -> str:
         return (
             f"{line} Other programs want the cores: the first device had {alone.cores:.0%} of one. Try again."
         )
-    return f"{line} The table above says where the rest went."
+    together = both.own / alone.own
+    return f"{line} Beside each other their steps came to {together:.2f} times; the table has the rest."
 
 
 @torch.no_grad()

@@ -119,11 +119,11 @@ def test_the_slow_device_of_the_demo_computes_in_proportion(
 def test_the_demo_says_where_cores_were_lacking(rate: float, cores: float, is_busy: bool) -> None:
     pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'flowdp[demo]'")
     demo = example(DEMO)
-    alone, both = (demo["Trained"](None, speed, 0.1, cores) for speed in (1000.0, rate))
+    alone, both = (demo["Trained"](None, speed, 0.1, cores, speed) for speed in (1000.0, rate))
     line = demo["verdict"](alone, both, 2.5)
     assert f"training was {rate / 1000:.2f} times as fast" in line
     assert ("Other programs want the cores: the first device had 40% of one" in line) == is_busy
-    assert ("The table above says" in line) == (rate < 1000 and not is_busy)
+    assert ("Beside each other their steps came to 0.90 times" in line) == (rate < 1000 and not is_busy)
 
 
 def test_the_gan_says_how_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
