@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,13 @@ def test_a_line_of_pip_says_what_it_does(line: str, expected: str | None) -> Non
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.doing(line) == expected
+
+
+def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path) -> None:
+    """A clone's folder is called flowdp, too, and is no package: an installed one comes before it."""
+    (tmp_path / "flowdp" / "docs").mkdir(parents=True)
+    script = tmp_path / "mine.py"
+    script.write_text("import flowdp; print(flowdp.__file__)")
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=alone, check=True)
+    assert done.stdout.strip().endswith("__init__.py")

@@ -34,10 +34,9 @@ def test_setup_is_a_diff_of_two_lines_with_the_result_of_one_device(monkeypatch:
     def trained(added: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-        optimizer = torch.optim.AdamW(model.parameters())
         loader = [(torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))) for _ in range(20)]
         code = "\n".join(line[1:] for line in lines if added or line[0] == " ")
-        names = {"model": model, "optimizer": optimizer, "loader": loader, "F": F}
+        names = {"model": model, "loader": loader, "F": F, "torch": torch}
         exec(code, names)
         if added:
             assert isinstance(names["model"], flowdp.DataParallel)
