@@ -91,25 +91,27 @@ def test_the_demo_says_the_gain_and_shows_the_run(tmp_path: Path) -> None:
     about = re.search(r'"about":"([^"]+)"', (tmp_path / "demo.html").read_text(encoding="utf-8"))
     assert about is not None
     assert re.fullmatch(
-        r"Sequential, 29,066 parameters . policy exact . batch size 100 . devices cpu, cpu . "
+        r"Sequential, 94,986 parameters . policy exact . batch size 100 . devices cpu, cpu . "
         r"\d{4}-\d\d-\d\d \d\d:\d\d",
         about[1].encode().decode("unicode_escape"),
     )
 
 
-@pytest.mark.parametrize(("rank", "samples"), [(0, 0), (1, 15)])
-def test_the_slow_device_of_the_demo_computes_in_proportion(
-    rank: int, samples: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rank", "waits"), [(0, []), (1, [0.03, 0.015])])
+def test_the_slow_device_of_the_demo_waits_in_proportion(
+    rank: int, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """10, 10 and 5 samples, each step of 20 ms of the processor, however much time has passed."""
     pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'flowdp[demo]'")
-    demo = example(DEMO)
-    model, more = demo["cnn"](), []
-    loss = demo["SlowRank"](model, 2.5)
-    loss.copy.register_forward_hook(lambda _, given, __: more.append(len(given[0])))
+    demo, slept = example(DEMO), list[float]()
+    clock = iter([7.0, 7.02, 7.04])
+    timed = SimpleNamespace(thread_time=lambda: next(clock), sleep=slept.append)
+    loss, model = demo["SlowRank"](2.5), demo["cnn"]()
+    monkeypatch.setitem(loss.__call__.__globals__, "time", timed)
     monkeypatch.setattr(flowdp, "current_worker", lambda: SimpleNamespace(rank=rank))
-    loss(model, (torch.randn(10, 1, 8, 8), torch.zeros(10, dtype=torch.int64))).backward()
-    assert sum(more) == samples
-    assert all(parameter.grad is None for parameter in loss.copy.parameters())
+    for samples in (10, 10, 5):
+        loss(model, (torch.randn(samples, 1, 8, 8), torch.zeros(samples, dtype=torch.int64))).backward()
+    assert slept == pytest.approx(waits)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_the_demo_says_where_cores_were_lacking(rate: float, cores: float, is_bu
     line = demo["verdict"](alone, both, 2.5)
     assert f"training was {rate / 1000:.2f} times as fast" in line
     assert ("Other programs want the cores: the first device had 40% of one" in line) == is_busy
-    assert ("Beside each other their steps came to 0.90 times" in line) == (rate < 1000 and not is_busy)
+    assert ("In their steps both came to 0.90 times" in line) == (rate < 1000 and not is_busy)
 
 
 def test_the_gan_says_how_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
