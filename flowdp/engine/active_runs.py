@@ -112,7 +112,7 @@ def _end_of_process() -> None:
 
 def _stop(runs: Sequence[Any]) -> None:
     for engine in runs:
-        engine.request(Requested("stop"))
+        engine.request(Requested("stop", "Ctrl-C"))
     _await(runs)
 
 

@@ -53,7 +53,7 @@ class Requests:
         Threads:
             The main one.
         """
-        self._sigterm = SigtermStop(partial(self.request, Requested("stop")))
+        self._sigterm = SigtermStop(partial(self.request, Requested("stop", "SIGTERM")))
 
     def close(self) -> None:
         """Hear no SIGTERM any more; may be called again, for the main thread to put its handler back."""

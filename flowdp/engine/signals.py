@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from flowdp.errors import OptionError
+from flowdp.threads.stacks import Folding
 
 __all__ = ["SigtermStop", "check_sigterm", "hearing_interrupts"]
 
@@ -120,7 +121,8 @@ class _Counting:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        signal.default_int_handler(number, frame)
+        with Folding(KeyboardInterrupt):
+            signal.default_int_handler(number, frame)
 
 
 _counting = _Counting()

@@ -210,7 +210,7 @@ class Coordinator:
     def _take_wish(self, fact: Requested) -> None:
         match fact.what:
             case "stop":
-                self._stop("run.stop(), Ctrl-C or SIGTERM")
+                self._stop(fact.value or "run.stop()")
             case "pause":
                 self._wants_pause = True
             case "unpause":
@@ -404,7 +404,7 @@ class Coordinator:
 
 
 def _named(batch: tuple[int, int] | None) -> str:
-    return "batch unknown" if batch is None else f"epoch {batch[0] + 1}, batch {batch[1]}"
+    return "batch unknown" if batch is None else f"epoch {batch[0] + 1}, batch {batch[1] + 1}"
 
 
 def _is_meeting(order: Order) -> bool:

@@ -285,7 +285,8 @@ class Finish:
 
     def __str__(self) -> str:
         why = self.error if self.error is not None else self.reason
-        return f"ended after {self.epochs_done} epochs, step {self.global_step:,}: {why}"
+        end = "stopped" if self.stopped else "ended"
+        return f"{end} after {self.epochs_done} epochs, step {self.global_step:,}: {why}"
 
 
 Command = (

@@ -80,7 +80,8 @@ class Requested:
     Attributes:
         what: Action that is asked for.
         value: The learning rate of "set_lr", the factor of "scale_lr", the `SchedulerOptions` of
-            "set_scheduler", which leave this process for no other; None otherwise.
+            "set_scheduler", which leave this process for no other; the cause of a "stop", where it is not
+            `run.stop()`; None otherwise.
     """
 
     what: Literal["stop", "pause", "unpause", "set_lr", "scale_lr", "set_scheduler", "checkpoint", "snapshot"]

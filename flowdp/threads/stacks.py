@@ -68,12 +68,18 @@ class Folding:
     """Context that leaves its frame and those below out of the traceback of a run's error.
 
     They say nothing: the cause has the user's frames. A bug of flowdp keeps them.
+
+    Args:
+        also: Another exception that is raised below by no code of the user's.
     """
+
+    def __init__(self, also: type[BaseException] = FlowdpError) -> None:
+        self._kinds = FlowdpError, also
 
     def __enter__(self) -> None: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, FlowdpError) and not isinstance(error, ProtocolError):
+        if isinstance(error, self._kinds) and not isinstance(error, ProtocolError):
             error.__traceback__ = None

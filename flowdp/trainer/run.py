@@ -480,14 +480,14 @@ class Run:
                 has the state.
         """
         self._check_caller("join")
-        with self._engine.records.reader():
-            try:
-                if not self._engine.wait(timeout):
-                    raise TimeoutError(self._unfinished(timeout))
-            except KeyboardInterrupt:
-                self._interrupt()
-                raise
-        with Folding():
+        with Folding(KeyboardInterrupt):
+            with self._engine.records.reader():
+                try:
+                    if not self._engine.wait(timeout):
+                        raise TimeoutError(self._unfinished(timeout))
+                except KeyboardInterrupt:
+                    self._interrupt("Ctrl-C")
+                    raise
             return self._collect()
 
     def _unfinished(self, timeout: float | None) -> str:
@@ -507,16 +507,16 @@ class Run:
             if error is None:
                 self.join()
                 return
-            self._interrupt()
+            self._interrupt("Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
             if self.error is not None and self.error is not error:
                 error.add_note(f"The run had failed: {format_error(self.error)}")
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, cause: str) -> None:
         """Stop the run and keep its result; a second call does not wait."""
         if self._is_interrupted:
             return
         self._is_interrupted = True
-        self.stop()
+        self._send(Requested("stop", cause))
         try:
             self._engine.records.wait()
             self._join_threads()
@@ -548,7 +548,10 @@ class Run:
         self._raise_failure()  # a callback may have failed after the end
         finish, is_told, self._tells = self._engine.records.finish, not self._tells, False
         if finish is not None and not finish.is_planned and not is_told:
-            tell(str(finish))
+            last = self._engine.saver.last if finish.stopped else None
+            tell(
+                f"{finish}; checkpoint {last}; start again with resume=True to go on" if last else str(finish)
+            )
         return self._results.fill()
 
     def _let_go(self) -> None:
@@ -568,7 +571,7 @@ class Run:
         self._engine.close()
 
     def _guarded(self, records: Callable[[], Iterator[R]]) -> Iterator[R]:
-        with self._engine.records.reader(), hearing_interrupts() as interrupts:
+        with Folding(KeyboardInterrupt), self._engine.records.reader(), hearing_interrupts() as interrupts:
             before = None
             try:
                 for record in records():
@@ -576,11 +579,11 @@ class Run:
                     with self._aside():  # for what the loop prints
                         yield record
             except KeyboardInterrupt:
-                self._interrupt()
+                self._interrupt("Ctrl-C")
                 raise
             except GeneratorExit:  # the loop was left
                 if before is not None and interrupts() > before:
-                    self._interrupt()
+                    self._interrupt("Ctrl-C")
                 raise
         with Folding():
             self._collect()

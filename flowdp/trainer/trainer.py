@@ -375,7 +375,9 @@ class Trainer:
 
     def fit(self) -> TrainedState:
         """Start and join."""
-        return self.start().join()
+        run = self.start()
+        with Folding(KeyboardInterrupt):
+            return run.join()
 
     def validate(self, state: StateOption | None = None) -> dict[str, float | MetricArray]:
         """Evaluate on the evaluation's dataset, by all devices together, without a run.

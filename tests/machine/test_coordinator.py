@@ -156,6 +156,17 @@ def test_the_end_says_why() -> None:
     assert finish_of(machine).reason == "max_steps=6 reached"
 
 
+@pytest.mark.parametrize("cause", [None, "Ctrl-C", "SIGTERM"])
+def test_the_end_says_who_has_stopped_it(cause: str | None) -> None:
+    machine, out = started()
+    machine.handle(Requested("stop", cause), 5.0)
+    machine.handle(Requested("stop", "another"), 5.0)
+    meet(machine, orders(out), steps=(1, 1), hurried=True, stop=True)
+    ended = finish_of(machine)
+    assert ended.reason == (cause or "run.stop()")
+    assert str(ended) == f"stopped after 0 epochs, step {ended.global_step}: {ended.reason}"
+
+
 def test_nothing_begins_before_all_ranks_stand() -> None:
     _machine, commands = started()
     assert set(orders(commands)) == {0, 1}

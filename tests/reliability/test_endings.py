@@ -77,6 +77,7 @@ def test_sigterm_stops_where_that_was_asked_for(tmp_path: Path, recorder: StepRe
             os.kill(os.getpid(), signal.SIGTERM)
     state = run.join(HANG_S)
     assert state.interrupted
+    assert run.status().reason == "SIGTERM"
     assert newest(tmp_path)["global_step"] == state.global_step
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +36,7 @@ from flowdp import (
     current_worker,
     runs,
 )
+from flowdp.threads.stacks import OWN
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.usefixtures("stopped_runs")
@@ -376,15 +378,19 @@ def test_a_run_that_resumes_inside_an_epoch_begins_with_it(tmp_path: Path) -> No
 # ---------------------------------------------------------------- Ctrl-C
 @pytest.mark.posix
 @pytest.mark.parametrize(
-    ("policy", "where"), [("sync", "join"), ("cadence", "metrics"), ("async", "fit"), ("sync", "block")]
+    ("policy", "where"),
+    [("sync", "join"), ("cadence", "metrics"), ("async", "fit"), ("sync", "block"), ("sync", "body")],
 )
-def test_ctrl_c_ends_the_run_and_keeps_what_it_has_made(policy: str, where: str) -> None:
+def test_ctrl_c_ends_the_run_and_keeps_what_it_has_made(
+    policy: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps = Steps()
     model = nn.Linear(1, 1)
     runs: list[Run] = []
     started = threading.Event()
     main = threading.main_thread()
-    job = trainer(steps, model=model, policy=policy, **ENDLESS)
+    folder = None if where == "metrics" else tmp_path
+    job = trainer(steps, model=model, policy=policy, checkpoint=folder, progress="auto", **ENDLESS)
     if where == "fit":
         start = job.start
         job.start = lambda: runs.append(start()) or started.set() or runs[0]
@@ -404,6 +410,9 @@ def test_ctrl_c_ends_the_run_and_keeps_what_it_has_made(policy: str, where: str)
         elif where == "metrics":
             for _ in runs[0].metrics(10**6):
                 pass
+        elif where == "body":
+            for _ in runs[0].metrics("round"):
+                steps.wait_for_more(10**9)
         elif where == "fit":
             job.fit()
         else:
@@ -412,15 +421,24 @@ def test_ctrl_c_ends_the_run_and_keeps_what_it_has_made(policy: str, where: str)
 
     watcher = threading.Thread(target=interrupt)
     watcher.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         wait()
     watcher.join(HANG_S)
+    assert not [frame for frame in traceback.extract_tb(raised.value.__traceback__) if OWN in frame.filename]
     state = runs[0].state
     assert state is not None
     assert state.interrupted
     assert state.global_step == len(steps.seen) >= 30
     assert torch.equal(model.weight, state.state_dict["weight"])
     assert runs[0].join() is state
+    assert runs[0].status().reason == "Ctrl-C"
+    saved = ""
+    if folder is not None:
+        (newest,) = folder.glob(f"step-{state.global_step:012}-*.pt")
+        saved = f"; checkpoint {newest}; start again with resume=True to go on"
+    [told] = [line for line in capsys.readouterr().err.splitlines() if "stopped" in line]
+    assert told.startswith("flowdp: stopped ")
+    assert told.endswith(f", step {state.global_step:,}: Ctrl-C{saved}")
 
 
 # ---------------------------------------------------------------- norms and shares
@@ -655,7 +673,7 @@ def test_a_command_says_whether_the_run_takes_it(tmp_path: Path) -> None:
     before = run.join().state_dict
     assert [command(run) for command in COMMANDS] == [False] * len(COMMANDS)
     assert run.join().state_dict is before
-    assert run.status().reason == "run.stop(), Ctrl-C or SIGTERM"
+    assert run.status().reason == "run.stop()"
 
 
 def constant(model: nn.Module, batch: Any) -> Tensor:
