@@ -20,10 +20,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flowdp.api import *  # noqa: F403 - the names are there
+
+    __version__: str
 else:  # a type checker would take any name for one of a module with this function
 
     def __getattr__(name: str) -> object:
         """A public name. The first use of one imports all, so that `import flowdp` alone costs nothing."""
+        if name == "__version__":
+            return import_module("importlib.metadata").version("flowdp")
         value = globals()[name] = getattr(import_module("flowdp.api"), name)
         return value
 

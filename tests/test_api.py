@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def test_a_name_is_the_same_object_everywhere() -> None:
 
 def test_dir_has_the_public_names_before_the_first_use() -> None:
     assert output_of("import flowdp; print(set(flowdp.__all__) - set(dir(flowdp)))") == "set()"
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert flowdp.__version__ == version("flowdp")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -30,6 +30,7 @@ from flowdp.machine.policies import ROUNDS
 from flowdp.options import Policy
 
 __all__ = [
+    "PARTS_ALONE",
     "SharedStatistics",
     "WindowGroups",
     "call_groups",
@@ -38,6 +39,12 @@ __all__ = [
     "plain_layers",
     "taking_part",
 ]
+
+PARTS_ALONE = (
+    "BatchNorm sees each device's part of a batch only; for statistics of all devices together, on one "
+    "machine: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+)
+"""Warning about `plain_layers` whose `min_part_size` is 2."""
 
 
 def plain_layers(module: nn.Module) -> list[_BatchNorm]:

@@ -212,7 +212,7 @@ class LoaderSource(Source):
         """The worker process that is to deliver the next batch; see `Source.waits_for`."""
         process = "" if self._processes is None else self._processes.awaited
         epoch, batch = self._reading[:2]
-        return f"waiting for {process} to read batch {batch} of epoch {epoch + 1}" if process else ""
+        return f"waiting for {process} to read batch {batch + 1} of epoch {epoch + 1}" if process else ""
 
     def take(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Batch | None:
         """Hand a batch over, or None and a `wake` later; see `Source.take`."""
@@ -452,7 +452,7 @@ class LoaderSource(Source):
         epoch, batch = key[:2]
         indices = self._indices_of(key)
         sample, text = told(cause)
-        where = f"batch {batch} of epoch {epoch + 1}"
+        where = f"batch {batch + 1} of epoch {epoch + 1}"
         if sample is not None:
             where = f"sample {sample}, for {where},"
         elif indices:

@@ -117,7 +117,7 @@ class TensorSource(Source):
             return [torch.index_select(t, 0, index, out=to) for t, to in zip(self.tensors, out, strict=True)]
         except (IndexError, RuntimeError) as error:
             raise DataError(
-                f"gathering batch {batch} of epoch {epoch + 1} from tensors of {len(self.tensors[0])} "
+                f"gathering batch {batch + 1} of epoch {epoch + 1} from tensors of {len(self.tensors[0])} "
                 f"samples failed: {error}",
                 epoch=epoch,
                 indices=index.tolist(),

@@ -9,6 +9,7 @@ from typing import Literal, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from flowdp.collective.batch_norm import SharedStatistics, check_sync_batch_norm
 from flowdp.data_parallel.layout import Layout
@@ -74,6 +75,8 @@ def check_model(model: object) -> None:
         OptionError: It is no module, or is not complete.
     """
     if not isinstance(model, nn.Module):
+        if isinstance(model, Optimizer):
+            raise OptionError("model and optimizer are swapped: flowdp.setup(model, optimizer)")
         raise OptionError(f"model must be a torch.nn.Module, not {model!r}; a factory is called first")
     check_plain(model)
     structure(model)  # raises where a tensor has no shape yet

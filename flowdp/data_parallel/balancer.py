@@ -11,7 +11,7 @@ from time import perf_counter
 
 from torch import nn
 
-from flowdp.collective.batch_norm import min_part_size, plain_layers
+from flowdp.collective.batch_norm import PARTS_ALONE, min_part_size, plain_layers
 from flowdp.data_parallel.arguments import LoopOptions
 from flowdp.data_parallel.loop_timeline import LoopTimeline
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
@@ -108,11 +108,7 @@ class Balancer:
             self._batches[rank] += count
         if not self._has_told and sum(count > 0 for count in samples) > 1 and min_part_size(self._norms) > 1:
             self._has_told = True
-            log.warning(
-                "BatchNorm normalises the part of each device by itself, so the result is not that of one "
-                "device: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before setup() takes the "
-                "statistics of the whole batch, and GroupNorm needs none"
-            )
+            log.warning(PARTS_ALONE)
         self._note(sum(samples))
 
     def note_alone(self, samples: int) -> None:

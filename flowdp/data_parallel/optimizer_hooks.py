@@ -22,7 +22,7 @@ def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimiz
     """The optimizers given, or made by a factory; () for None.
 
     Raises:
-        OptionError: They are no optimizers.
+        OptionError: They are no optimizers, or have none of the model's parameters.
     """
     if option is None:
         return ()
@@ -33,6 +33,12 @@ def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimiz
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {optimizer!r}")
+    held = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    if optimizers and held.isdisjoint(model.parameters()):
+        raise OptionError(
+            "none of the optimizer's parameters is one of the model's: make the optimizer after the model, "
+            "from this model's parameters()"
+        )
     return optimizers
 
 

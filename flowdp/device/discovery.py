@@ -228,14 +228,12 @@ def choose_devices(wanted: DevicesOption, there: DeviceSummary) -> tuple[torch.d
     Raises:
         OptionError: That machine has no such device.
     """
-    if isinstance(wanted, str):
-        if wanted != "auto":
-            raise OptionError(f"devices must be 'auto', an int or a list, not {wanted!r}: try [{wanted!r}]")
+    if isinstance(wanted, str) and wanted == "auto":
         return tuple(info.device for info in there.usable)
     if is_int(wanted):
         return _first(wanted, there)
-    if not isinstance(wanted, Sequence):
-        raise OptionError(f"devices must be 'auto', an int or a list, not {wanted!r}")
+    if isinstance(wanted, str) or not isinstance(wanted, Sequence):
+        raise OptionError(f"devices must be 'auto', an int or a list such as ['cpu', 'cpu'], not {wanted!r}")
     if not wanted:
         raise OptionError("devices is empty: name at least one, or pass 'auto'")
     return tuple(_one(entry, there) for entry in wanted)

@@ -138,7 +138,7 @@ class Diagnostics:
         epoch, batch = command.batch
         indices = self._sources[0].indices(epoch, batch)
         shown = format_indices(indices)
-        return f"{text}. The first were those of batch {batch} of epoch {epoch + 1} (indices {shown})"
+        return f"{text}. The first were those of batch {batch + 1} of epoch {epoch + 1} (indices {shown})"
 
 
 def _doing(worker: Worker, waiting: Waiting | None) -> str:
@@ -158,8 +158,8 @@ def _doing(worker: Worker, waiting: Waiting | None) -> str:
         return worker.activity.task
     if worker.activity.awaited is not None:
         epoch, batch = worker.activity.awaited
-        return f"waiting for data: batch {batch} of epoch {epoch + 1}"
+        return f"waiting for data: batch {batch + 1} of epoch {epoch + 1}"
     if step is not None:
-        return f"in a step (epoch {step.epoch + 1}, batch {step.batches[0]})"
+        return f"in a step (epoch {step.epoch + 1}, batch {step.batches[0] + 1})"
     throttled = worker.machine.throttled
     return "idle" if throttled is None else f"idle: {throttled}"

@@ -48,11 +48,14 @@ class ErrorContext:
             return ()
 
     def __str__(self) -> str:
-        """Text of the context."""
-        step, indices = self.step, self.indices
-        epoch, batch = (None, None) if step is None else (step.epoch + 1, step.batches[0])
-        shown = format_indices(indices)
-        return f"in epoch {epoch}, at its step {self._current.local_step} (batch {batch}, indices {shown})"
+        """Text of the context, which counts from 1; the indices are those of the dataset."""
+        if self.step is None:
+            return "before its first step"
+        epoch, batch = self.step.epoch + 1, self.step.batches[0] + 1
+        shown = format_indices(self.indices)
+        return (
+            f"in epoch {epoch}, at its step {self._current.local_step + 1} (batch {batch}, indices {shown})"
+        )
 
     def explain(self, cause: BaseException, task: str = "") -> BaseException:
         """Build the user's error from an exception of this rank, whose traceback begins with the user's code.

@@ -168,7 +168,7 @@ class SharedBatches:
     def _name(self, number: int, batch: int) -> str:
         """A batch with the indices of its samples."""
         indices = self.source.indices(number, batch)
-        return f"batch {batch}" + (f" (samples {format_indices(indices)})" if indices else "")
+        return f"batch {batch + 1}" + (f" (samples {format_indices(indices)})" if indices else "")
 
     def _ended(self, number: int, batches: int) -> None:
         """Note the end, on the reader thread, and wake the ranks that have claimed a batch beyond it."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flowdp.collective.batch_norm import (
+    PARTS_ALONE,
     SharedStatistics,
     WindowGroups,
     check_sync_batch_norm,
@@ -78,6 +79,7 @@ class ReplicaConfig:
         repeats: CPU ranks draw by the seed, too: the shares are fixed, so all else repeats (exact).
         checks_loss: Ranks check their loss now and then (exact).
         launch_limit: Ranks of this machine that may be in their loss at once; None: all.
+        is_resumed: The log of an earlier run has the warnings.
     """
 
     model: ModelOption
@@ -97,6 +99,7 @@ class ReplicaConfig:
     repeats: bool = False
     checks_loss: bool = False
     launch_limit: int | None = None
+    is_resumed: bool = False
 
 
 def build_replicas(
@@ -182,15 +185,8 @@ def _check_statistics(config: ReplicaConfig, module: nn.Module, team: Team) -> N
     Raises:
         OptionError: They cannot take them from all devices.
     """
-    sizes = config.sizes
-    is_parted = team.world_size > 1 or (sizes.window or 0) > max(sizes.parts, default=0)
-    if is_parted and min_part_size(plain_layers(module)) > 1:
-        log.warning(
-            "policy='exact': BatchNorm takes its statistics from each micro-batch, not from the window of %d "
-            "samples, so this run is not that of one device; with GroupNorm or LayerNorm it is, and "
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes them from all devices",
-            sizes.window,
-        )
+    if team.world_size > 1 and not config.is_resumed and min_part_size(plain_layers(module)) > 1:
+        log.warning(PARTS_ALONE)
     if not SharedStatistics(module):
         return
     if team.is_spread:

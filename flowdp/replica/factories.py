@@ -132,7 +132,8 @@ def check_plain(model: nn.Module) -> None:
         if isinstance(part, WRAPPERS):
             raise OptionError(
                 f"model: {which} is a {type(part).__module__.partition('.')[0]} {type(part).__name__}, which "
-                "hands batches to devices itself: give its .module"
+                "is set up already, as after a cell that was run twice: give its .module, as in "
+                "flowdp.setup(model.module, optimizer)"
             )
 
 

@@ -43,11 +43,13 @@ def loss_function(loss: LossOption, device: torch.device) -> Loss:
     def apply(model: nn.Module, batch: Any) -> Any:
         # Not by trying: a tensor of two samples can be taken apart, too.
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            needs = "a criterion is called as criterion(model(x), y) and needs batches of two parts"
+            if isinstance(batch, Tensor) or (isinstance(batch, (tuple, list)) and len(batch) == 1):
+                raise TypeError(f"{needs}, and this batch has no label: give a dataset of (x, y)")
             keys = list(batch) if isinstance(batch, Mapping) else []
             raise TypeError(
-                f"a criterion is called as criterion(model(x), y) and needs batches of two parts, not "
-                f"{type(batch).__name__}{keys or ''}; give a function instead, with the keys of the batch: "
-                "loss=lambda model, batch: criterion(model(batch['x']), batch['y'])"
+                f"{needs}, not {type(batch).__name__}{keys or ''}; give a function instead, with the keys of "
+                "the batch: loss=lambda model, batch: criterion(model(batch['x']), batch['y'])"
             )
         inputs, target = batch
         return criterion(model(inputs), target)

@@ -188,7 +188,8 @@ def _prepare(config: RunConfig, undo: ExitStack) -> _Prepared:
     fresh = config.open_source() if resumed is None else None
     # A resumed run has been checked, and draws the numbers of a run that was never interrupted.
     checks_loss = config.replica.checks_loss and resumed is None
-    replicas = build_replicas(replace(config.replica, checks_loss=checks_loss), config.devices, team)
+    given = replace(config.replica, checks_loss=checks_loss, is_resumed=resumed is not None)
+    replicas = build_replicas(given, config.devices, team)
     described = _fingerprint(config, replicas[0])
     settings = run_settings(config, replicas[0])
     if fresh is not None:

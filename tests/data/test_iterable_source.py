@@ -271,7 +271,7 @@ def test_a_dataset_that_raises_does_so_after_the_batches_before_it(runs, num_wor
     assert error.indices == ()
     assert isinstance(error.__cause__, KeyError)
     at = 3 if num_workers else 2  # process 1 reads 1, 3, 5, 7, then 9
-    assert str(error).startswith(f"reading batch {at} of epoch 1 failed: KeyError")
+    assert str(error).startswith(f"reading batch {at + 1} of epoch 1 failed: KeyError")
 
 
 # ---------------------------------------------------------------- closing

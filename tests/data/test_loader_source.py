@@ -278,7 +278,7 @@ def test_a_dataset_that_raises(runs, num_workers):
     assert waits is None
     assert (error.epoch, error.indices) == (0, tuple(range(40, 48)))
     assert isinstance(error.__cause__, KeyError)
-    assert "reading sample 42, for batch 5 of epoch 1, failed: KeyError" in str(error)
+    assert "reading sample 42, for batch 6 of epoch 1, failed: KeyError" in str(error)
     assert run.woken[1].get(timeout=HANG_S) == (1, 0)
     for rank, key in ((1, (1, 0)), (0, (0, 0)), (2, (0, 5))):
         with pytest.raises(DataError) as later:

@@ -261,7 +261,7 @@ def test_a_dataset_that_raises(machine, num_workers):
     one.source.take(1, 2, 3)
     error = one.failed.get(timeout=HANG_S)
     assert (error.epoch, error.indices) == (0, (41, 42, 43))
-    assert "reading sample 42, for batch 5 of epoch 1, failed: KeyError" in str(error)
+    assert "reading sample 42, for batch 6 of epoch 1, failed: KeyError" in str(error)
     for key in ((0, 5, part), (2, 4)):
         with pytest.raises(DataError) as later:
             one.take(0, *key)

@@ -57,7 +57,7 @@ def failure(dataset: Dataset[Any], **reading: Any) -> DataError:
 def test_the_error_names_the_sample(num_workers: int) -> None:
     error = failure(Photos(), num_workers=num_workers)
     assert str(error) == (
-        "reading sample 37, for batch 4 of epoch 1, failed: OSError: photo_37.jpg is truncated\n"
+        "reading sample 37, for batch 5 of epoch 1, failed: OSError: photo_37.jpg is truncated\n"
         "after 12 bytes"
     )
     assert (error.sample, error.epoch, error.indices) == (37, 0, tuple(range(32, 40)))
@@ -77,7 +77,7 @@ def test_a_dataset_that_reads_lists_names_the_batch(wrapped: bool) -> None:
     dataset = Subset(Listed(), range(64)) if wrapped else Listed()
     error = failure(dataset)
     assert error.sample is None
-    assert str(error).startswith("reading batch 4 of epoch 1 (samples 32, 33, 34, 35, 36, 37, 38, 39) failed")
+    assert str(error).startswith("reading batch 5 of epoch 1 (samples 32, 33, 34, 35, 36, 37, 38, 39) failed")
 
 
 def test_it_reads_what_torch_would() -> None:

@@ -38,7 +38,7 @@ def test_parts_are_gathered_into_the_memory_that_is_given():
 def test_a_wrong_index_names_the_batch(into):
     made = source(X[:5])
     batch = next(b for b in range(2) if made.index(0, b).max() >= 5)
-    with pytest.raises(DataError, match=f"batch {batch} of epoch 1 from tensors of 5 samples") as caught:
+    with pytest.raises(DataError, match=f"batch {batch + 1} of epoch 1 from tensors of 5 samples") as caught:
         made.gather(0, batch, out=into)
     assert caught.value.epoch == 0
     assert caught.value.indices == made.indices(0, batch)

@@ -51,13 +51,13 @@ def paced(
 ) -> tuple[Balancer, tuple[Watch, ...], Watch]:
     watches, summing = tuple(Watch() for _ in range(world_size)), Watch()
     replicas = SimpleNamespace(
-        modules=[model or nn.Identity()] * world_size,
+        modules=[model or nn.Linear(1, 1)] * world_size,
         watches=watches,
         summing=summing,
     )
     loop: Any = SimpleNamespace(cadence=CadenceOptions(**options), windows=windows, ratios=None)
     optimizers = OptimizerHooks(replicas.modules[0])
-    optimizers.use(lambda _: SGD([torch.zeros(())], 0.1), Watch().lap)
+    optimizers.use(lambda parameters: SGD(parameters, 0.1), Watch().lap)
     made = Balancer(replicas.modules[0], loop, replicas, optimizers)  # type: ignore[arg-type]
     return made, watches, summing
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import flowdp
 from flowdp import CadenceOptions, DataParallel, OptionError
+from flowdp.collective.batch_norm import PARTS_ALONE
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
 from tests.fakes import FakeCuda, hide_modes
@@ -338,7 +339,9 @@ def test_the_models_own_error_names_rank_and_device_and_the_next_call_works(
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": mlp}, "a factory is called first"),
+    ({"model": SGD(mlp().parameters(), 0.1)}, r"^model and optimizer are swapped: flowdp.setup\(model, opt"),
     ({"optimizer": 3}, "must be a torch optimizer"),
+    ({"optimizer": SGD(mlp().parameters(), 0.1)}, "none of the optimizer's parameters is one of the model's"),
     ({"devices": "gpu9"}, "devices"),
     ({"cadence": 3}, "cadence"),
     ({"cadence": CadenceOptions(speed_hint=(5, 2.0))}, "rank 5 of 2"),
@@ -351,7 +354,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), WRONG, ids=[next(iter(options)) for options, _ in WRONG])
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[text[:24] for _, text in WRONG])
 def test_what_is_wrong_is_said_before_a_thread_starts(options: dict[str, Any], message: str) -> None:
     before = threading.enumerate()
     given: Any = {
@@ -363,6 +366,24 @@ def test_what_is_wrong_is_said_before_a_thread_starts(options: dict[str, Any], m
     with pytest.raises(OptionError, match=message):
         flowdp.setup(**given)
     assert threading.enumerate() == before
+
+
+def test_a_cell_that_is_run_twice_is_told_how_to_begin_anew(setup: Setup) -> None:
+    made = setup(mlp())
+    with pytest.raises(
+        OptionError,
+        match=r"set up already, .*: give its .module, as in flowdp.setup\(model.module, optimizer\)",
+    ):
+        setup(made)
+    loss_of(setup(made.module)).backward()  # as the message says
+
+
+@two
+def test_batch_norm_is_told_of_once(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+    dp = setup(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
+    for _ in range(2):
+        loss_of(dp).backward()
+    assert caplog.messages.count(PARTS_ALONE) == 1
 
 
 # ---------------------------------------------------------------- life cycle

@@ -122,7 +122,9 @@ class TestChoose:
     @pytest.mark.parametrize(
         ("wanted", "there", "reason"),
         [
-            ("cpu", NO_CUDA, r"devices must be 'auto', an int or a list, not 'cpu': try \['cpu'\]"),
+            ("cpu", NO_CUDA, r"'auto', an int or a list such as \['cpu', 'cpu'\], not 'cpu'$"),
+            ("gpu", NO_CUDA, r"'auto', an int or a list such as \['cpu', 'cpu'\], not 'gpu'$"),
+            ("2", TWO, "'auto', an int or a list such as .*, not '2'$"),
             (True, NO_CUDA, "not True"),
             (None, NO_CUDA, "not None"),
             (2.0, NO_CUDA, "not 2.0"),

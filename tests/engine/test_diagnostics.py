@@ -109,7 +109,7 @@ def test_a_report_and_a_stall_tell_all_that_is_known() -> None:
     assert "test_a_report_and_a_stall_tell_all_that_is_known" in text
     assert text.endswith("The last events:\n  e\n  e")
     error = seen.stall_error(12.0, [threading.current_thread()])
-    assert error.ranks == ("idle", "in a step (epoch 3, batch 7)")
+    assert error.ranks == ("idle", "in a step (epoch 3, batch 8)")
     assert set(error.stacks) == {threading.current_thread().name}
     assert "nothing has moved for 12.0 s" in str(error)
 
@@ -180,7 +180,7 @@ def test_a_stall_names_the_process_that_does_not_deliver() -> None:
     error = stalled(dataset=loader)
     assert "waiting for data: batch " in " ".join(error.ranks)
     found = re.search(
-        r"reader: waiting for DataLoader worker (\d) \(process (\d+)\) to read batch 15 of epoch 1",
+        r"reader: waiting for DataLoader worker (\d) \(process (\d+)\) to read batch 16 of epoch 1",
         str(error),
     )
     assert found is not None

@@ -28,7 +28,7 @@ def place() -> ErrorContext:
 def test_it_names_the_step() -> None:
     here = place()
     here.step = Step(2, (1, 2), 0)
-    assert str(here) == ("in epoch 3, at its step 7 (batch 1, indices 10, 11, 12, 13, 14, 15, 16, 17, ...)")
+    assert str(here) == ("in epoch 3, at its step 8 (batch 2, indices 10, 11, 12, 13, 14, 15, 16, 17, ...)")
     error = here.explain(ValueError("no"))
     assert isinstance(error, StepError)
     assert str(error) == f"rank 1 on cpu failed {here}: ValueError: no"
@@ -49,6 +49,7 @@ def test_before_the_first_step_there_is_nothing_to_name() -> None:
     error = place().explain(ValueError("no"))
     assert isinstance(error, StepError)
     assert (error.epoch, error.indices) == (None, ())
+    assert str(error) == "rank 1 on cpu failed before its first step: ValueError: no"
 
 
 def test_what_has_its_place_already_passes() -> None:

@@ -338,8 +338,8 @@ def test_what_is_recorded_counts_towards_the_evaluation(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("dataset", "note"),
     [
-        ((X, Y), "in batch 1 (samples 10, 11, 12, 13, 14, 15, 16, 17, ...) of the evaluation"),
-        (Stream(), "in batch 1 of the evaluation"),
+        ((X, Y), "in batch 2 (samples 10, 11, 12, 13, 14, 15, 16, 17, ...) of the evaluation"),
+        (Stream(), "in batch 2 of the evaluation"),
     ],
 )
 def test_an_error_of_the_step_names_its_batch(ranks: Any, dataset: object, note: str) -> None:
@@ -364,7 +364,7 @@ def test_a_dataset_that_fails_is_heard_of_by_all(ranks: Any) -> None:
     models = [replica(), replica()]
     with ThreadPoolExecutor(2) as pool:
         for result in [pool.submit(many.rank, rank, models[rank]) for rank in (0, 1)]:
-            with pytest.raises(DataError, match="batch 2 of epoch 1"):
+            with pytest.raises(DataError, match="batch 3 of epoch 1"):
                 result.result(10)
     assert many.failed.get(timeout=HANG_S).epoch == 0
 

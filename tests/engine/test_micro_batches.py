@@ -320,7 +320,7 @@ def test_a_batch_is_halved_until_it_fits_and_stays_halved(caplog: pytest.LogCapt
     for text, sizes in zip(texts, ["3 samples at a time instead of 6", "2 samples at a time instead of 3",
                                    "1 samples at a time instead of 2"], strict=True):  # fmt: skip
         assert sizes in text
-        assert "rank 0 on cpu ran out of memory in epoch 1, at its step 0 (batch 0, indices 0, 1" in text
+        assert "rank 0 on cpu ran out of memory in epoch 1, at its step 1 (batch 1, indices 0, 1" in text
 
 
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async", "exact"])

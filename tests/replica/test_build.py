@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from flowdp.collective.batch_norm import PARTS_ALONE
 from flowdp.errors import CollectiveError, OptionError
 from flowdp.network.team import Team
 from flowdp.replica.batch_sizes import plan_sizes
@@ -82,16 +83,22 @@ def test_a_step_of_the_users_own_may_have_several_optimizers() -> None:
         build_replicas(settings(optimizer=two), [CPU] * 2)
 
 
-@pytest.mark.parametrize(("policy", "warns"), [("exact", True), ("sync", False)])
+@pytest.mark.parametrize(
+    ("policy", "devices", "is_resumed", "warns"),
+    [
+        ("exact", 2, False, True),
+        ("exact", 2, True, False),  # the run before has said it
+        ("exact", 1, False, False),
+        ("sync", 2, False, False),
+    ],
+)
 def test_batch_norm_under_exact_is_not_that_of_the_window(
-    policy: str, warns: bool, caplog: pytest.LogCaptureFixture
+    policy: str, devices: int, is_resumed: bool, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "flowdp"):
-        build_replicas(settings(policy, model=lambda: nn.BatchNorm1d(2)), [CPU] * 2)
-    assert (
-        any("statistics from each micro-batch, not from the window of 8" in m for m in caplog.messages)
-        == warns
-    )
+        given = settings(policy, model=lambda: nn.BatchNorm1d(2), is_resumed=is_resumed)
+        build_replicas(given, [CPU] * devices)
+    assert (PARTS_ALONE in caplog.messages) == warns
 
 
 @pytest.mark.parametrize("devices", [1, 2])

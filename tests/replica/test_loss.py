@@ -63,3 +63,6 @@ def test_a_criterion_names_the_keys_of_a_batch_that_it_cannot_take() -> None:
         call(nn.Identity(), {"x": torch.ones(1), "label": torch.ones(1)})
     with pytest.raises(TypeError, match="not tuple; give a function"):
         call(nn.Identity(), (torch.ones(1),) * 3)
+    for unlabelled in (torch.ones(2), [torch.ones(2)], (torch.ones(2),)):
+        with pytest.raises(TypeError, match=r"this batch has no label: give a dataset of \(x, y\)$"):
+            call(nn.Identity(), unlabelled)

@@ -169,7 +169,7 @@ def test_an_error_names_rank_device_batch_and_samples_and_ends_the_others() -> N
     with pytest.raises(
         StepError,
         match=r"rank \d on cpu failed while it predicts: ZeroDivisionError: of mine; "
-        r"in batch 2 \(samples 16, 17, 18, 19, 20, 21, 22, 23\)",
+        r"in batch 3 \(samples 16, 17, 18, 19, 20, 21, 22, 23\)",
     ) as caught:
         trainer(net()).predict(X, step)
     assert caught.value.device == "cpu"
