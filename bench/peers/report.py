@@ -306,10 +306,13 @@ def picture(folder: str) -> str:
 
 def draw(record: Record, folder: Path = ROOT / "docs/images") -> None:
     """Write the plot in light and dark: ratios to DDP of each model, with the spread over the rounds."""
-    import matplotlib
+    from matplotlib import rc_context
 
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "flowdp", "font.size": 9})
+    with rc_context({"svg.hashsalt": "flowdp", "font.size": 9}):
+        _draw(record, folder)
+
+
+def _draw(record: Record, folder: Path) -> None:
     from matplotlib.figure import Figure
 
     names = [name for name in sides(record, "equal") if name != PLAIN][::-1]

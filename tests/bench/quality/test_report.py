@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from bench.quality import report
 from bench.quality.__main__ import RECORD
+from tests.bench.svg import texts
 
 
 def test_the_page_is_that_of_the_record() -> None:
@@ -19,3 +24,11 @@ def test_the_default_is_the_only_row_that_keeps_the_loss_everywhere() -> None:
         if cells[-2:-1] == ["yes"]:
             kept[cells[0]] = kept.get(cells[0], 0) + 1
     assert [row for row, mixes in kept.items() if mixes == 3] == ["exact, batch total"]
+
+
+def test_the_curves_are_those_of_the_record(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'flowdp[dev]'")
+    report.figure(report.read(RECORD)).savefig(tmp_path / "quality.svg")
+    assert texts(report.PICTURE) == texts(tmp_path / "quality.svg"), (
+        "python -m bench.quality --report draws it"
+    )
