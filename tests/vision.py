@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["import_timm", "mend_torchvision"]
+__all__ = ["import_timm"]
 
 VISION = Path(sys.prefix, "vision")
 """Folder into which `make` installs both. Others look for torchvision, and would fail where they find it."""
@@ -23,17 +23,17 @@ def import_timm() -> Any:
     """timm of this environment or of its folder; without either, skip the tests of the module that asks."""
     if importlib.util.find_spec("timm") is None:
         sys.path.append(str(VISION))
-    mend_torchvision()
+    _mend_torchvision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("timm", reason=f"timm is not installed: `make test` puts it into {VISION}")
 
 
-def mend_torchvision() -> None:
+def _mend_torchvision() -> None:
     """Declare the operators that the import of torchvision lacks, if any.
 
     PyPI's wheel is built for CUDA. Next to a CPU build of torch its compiled operators cannot be loaded, and
-    importing torchvision, and so timm and torchmetrics, fails when it registers a shape function for one.
+    importing torchvision, and so timm, fails when it registers a shape function for one.
     """
     global _library
     if _library is not None or importlib.util.find_spec("torchvision") is None:

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.vision import mend_torchvision
-
 SAMPLES, BATCH, STEPS = 640, 8, 20
 SIDES = ("flowdp", "lightning", "accelerate")
 
@@ -157,7 +155,6 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     if options.folder is not None:
-        mend_torchvision()  # which Lightning imports
         {"flowdp": flowdp, "lightning": lightning, "accelerate": accelerate}[options.side](
             options.folder, options.devices, resume=options.resume
         )

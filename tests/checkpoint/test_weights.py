@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import flowdp
 from flowdp.checkpoint.weights import save_weights
-from tests.vision import mend_torchvision
 
 safetensors: Any = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
@@ -128,7 +127,6 @@ def test_a_failure_leaves_the_file_from_before(tmp_path: Path, state: flowdp.Tra
 
 @pytest.fixture(scope="module")
 def gpt2() -> nn.Module:
-    mend_torchvision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -19,7 +19,6 @@ import torch
 import flowdp
 from flowdp.device.draws import generators_kept
 from tests.docs.programs import ROOT, Program, programs
-from tests.vision import mend_torchvision
 
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
@@ -72,7 +71,6 @@ def run(program: Program, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("program", found(), ids=lambda one: f"{one.page}:{one.line}")
 def test_a_program_runs(program: Program, folder: Path) -> None:
-    mend_torchvision()
     for package in program.needs:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed (flowdp[real])")

@@ -17,9 +17,7 @@ from flowdp import EvaluationOptions, Trainer, current_worker
 from flowdp.engine import metrics
 from flowdp.engine.metrics import MetricPool, RankMetrics, States
 from tests.limits import HANG_S
-from tests.vision import mend_torchvision
 
-mend_torchvision()
 torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics import classification, regression, wrappers  # noqa: E402
 

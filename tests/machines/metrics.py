@@ -12,16 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor, nn
+from torchmetrics import classification
 
 import flowdp
 from tests.machines.launch import report
-from tests.vision import mend_torchvision
-
-mend_torchvision()
-
-import torchmetrics  # noqa: E402
-from torchmetrics import classification  # noqa: E402
 
 SAMPLES, JUDGED, INPUTS, CLASSES = 64, 203, 6, 3
 

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.machines.launch import Job
-from tests.vision import mend_torchvision
 
-mend_torchvision()
 pytest.importorskip("torchmetrics")
 
-from tests.machines.metrics import CASES, REFUSED, numbers, trainer  # noqa: E402
+from tests.machines.metrics import CASES, REFUSED, numbers, trainer
 
 pytestmark = pytest.mark.posix
 

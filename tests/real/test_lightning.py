@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flowdp
 from tests.real.ways import assert_same, program, weights
-from tests.vision import mend_torchvision
 
-mend_torchvision()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning: Any = pytest.importorskip("lightning", reason="lightning is not installed (flowdp[real])")

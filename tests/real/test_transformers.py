@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 import flowdp
 from tests.real.ways import SHARES, Shares, Weights, assert_same, check, spreading, weights
-from tests.vision import mend_torchvision
 
-mend_torchvision()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers: Any = pytest.importorskip(

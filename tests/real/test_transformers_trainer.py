@@ -16,9 +16,7 @@ from torch import Tensor, nn
 import flowdp
 from tests.real.test_transformers import TOKENS, bert, gpt2, masked, padded, t5
 from tests.real.ways import program, weights
-from tests.vision import mend_torchvision
 
-mend_torchvision()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers: Any = pytest.importorskip(
@@ -229,7 +227,6 @@ def test_in_a_notebook_a_cell_can_run_again(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed (flowdp[browser])")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed (flowdp[browser])")
     prepare = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n" + (
-        "from tests.vision import mend_torchvision; mend_torchvision()\n"
         "import functools, flowdp, torch\n"
         "flowdp.setup = functools.partial(flowdp.setup, devices=['cpu', 'cpu'])\n"
         "torch.manual_seed(0)"

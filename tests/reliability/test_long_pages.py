@@ -15,7 +15,6 @@ import flowdp
 from flowdp.device.draws import generators_kept
 from flowdp.observe.callbacks import METHODS
 from tests.docs.programs import programs
-from tests.vision import mend_torchvision
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -68,7 +67,6 @@ def test_tuning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_evaluation(tmp_path: Path) -> None:
-    mend_torchvision()
     pytest.importorskip("torchmetrics")
     names = run("evaluation.md", tmp_path)
     assert names["confusion"].sum() == len(names["held_out"][0])

@@ -13,9 +13,7 @@ from torch import nn
 
 from flowdp import EvaluationOptions, Trainer, current_worker
 from tests.limits import HANG_S
-from tests.vision import mend_torchvision
 
-mend_torchvision()
 torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics.classification import MulticlassAUROC, MulticlassConfusionMatrix  # noqa: E402
 

@@ -22,7 +22,6 @@ from flowdp.engine import active_runs
 from flowdp.errors import DataError
 from flowdp.trainer.inference import _check, forward_step, joined
 from tests.limits import HANG_S
-from tests.vision import mend_torchvision
 
 torch.manual_seed(11)
 X, Y = torch.randn(53, 4), torch.randint(0, 3, (53,))
@@ -146,7 +145,6 @@ def test_a_validation_is_an_evaluation_of_the_model_as_it_is() -> None:
 
 
 def test_a_validation_has_metrics() -> None:
-    mend_torchvision()
     pytest.importorskip("torchmetrics")
     from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score
 
