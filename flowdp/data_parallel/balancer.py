@@ -226,4 +226,8 @@ class Pace:
         ms = self._worth.ms
         if not ms:
             return "batches are cut, and not yet timed"
-        return f"a step takes {ms[True] / ms[False]:.2f} times as long when its batches are cut"
+        # More than the number of devices is gained by faster ones, or where the time alone was a busy
+        # machine's.
+        ratio, least = ms[True] / ms[False], 1 / max(1, len(self._lanes))
+        times = f"{ratio:.2f} times as long" if ratio >= least else f"less than {least:.2f} times as long"
+        return f"a step takes {times} when its batches are cut"

@@ -44,7 +44,9 @@ CROWDED_MS = 1.0
 """Limit of a small parallel operation: a longer one waits for threads that have no core."""
 
 
-def pool_sizes(devices: Sequence[torch.device], tuning: ProcessTuning, *, adapts: bool = False) -> list[int]:
+def pool_sizes(
+    devices: Sequence[torch.device], tuning: ProcessTuning, *, adapts: bool = False, tells: bool = True
+) -> list[int]:
     """Sizes of the ranks' OpenMP pools.
 
     A size decides the order of sums, and so the bits of a result. Where other programs want the cores at the
@@ -55,6 +57,7 @@ def pool_sizes(devices: Sequence[torch.device], tuning: ProcessTuning, *, adapts
         devices: One per rank.
         tuning: Settings of the run. Without `openmp` each rank has as many threads as the caller.
         adapts: Whether nothing is promised about bits. `torch.use_deterministic_algorithms` promises them.
+        tells: Whether the log says so.
 
     Returns:
         At least 1 each. Shape (world_size,).
@@ -69,7 +72,8 @@ def pool_sizes(devices: Sequence[torch.device], tuning: ProcessTuning, *, adapts
     if max(sizes) == 1 or (wait_ms := barrier_ms(budget)) <= CROWDED_MS:
         return sizes
     is_free = adapts and not torch.are_deterministic_algorithms_enabled()
-    log.warning(
+    log.log(
+        logging.WARNING if tells else logging.DEBUG,
         "other programs want the cores: %d threads take %.0f ms for a parallel operation of 0.02 ms, and a "
         "step has hundreds. %s",
         budget,

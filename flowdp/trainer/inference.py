@@ -278,7 +278,9 @@ def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
 
     with generators_kept(own=loader_generators(options.dataset)):
         doing = f"tries the evaluation before the first epoch (sanity_check={options.sanity_check})"
-        _on_all_ranks(task, replicas, evaluator.batches, _tuning(config), doing, partial(_merge, evaluator))
+        merge = partial(_merge, evaluator)
+        # The run itself looks at the cores, too, and says how many threads train.
+        _on_all_ranks(task, replicas, evaluator.batches, _tuning(config), doing, merge, tells=False)
 
 
 def _merge(evaluator: Evaluator, *_: object) -> Evaluated:
@@ -329,6 +331,7 @@ def _on_all_ranks(
     tuning: ProcessTuning,
     doing: str,
     then: Task[T] | None = None,
+    tells: bool = True,
 ) -> list[T]:
     """Execute a task on a thread for each rank, and wait for all; no thread is left, whatever happens.
 
@@ -341,6 +344,7 @@ def _on_all_ranks(
         tuning: Settings of the process meanwhile.
         doing: Description of the task in errors: "predicts".
         then: Called in the same way on the first rank's thread, when all have done theirs.
+        tells: Whether the log says that the cores are busy.
 
     Returns:
         The results of the ranks, and of `then`.
@@ -371,7 +375,7 @@ def _on_all_ranks(
 
     make_room(len(replicas))
     lanes = [replica.lane for replica in replicas]
-    threads = pool_sizes([lane.device for lane in lanes], tuning, adapts=True)
+    threads = pool_sizes([lane.device for lane in lanes], tuning, adapts=True, tells=tells)
     with ExitStack() as stack:
         stack.callback(batches.source.close)
         if len(replicas) > 1:

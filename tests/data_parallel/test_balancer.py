@@ -315,6 +315,14 @@ def test_a_loop_goes_to_one_device_with_the_same_results(setup: Any, clock: Cloc
     )
 
 
+@pytest.mark.parametrize("clock", [(0.09, 1.0)], indirect=True)
+def test_no_gain_above_the_number_of_devices_is_told(clock: Clock) -> None:
+    lanes: Any = [FakeLane(), FakeLane()]
+    own = Pace(lanes, "Net", Lent())
+    stepped(own, clock, SETTLED)
+    assert str(own) == "a step takes less than 0.50 times as long when its batches are cut"
+
+
 @faster
 def test_a_loop_stays_cut(setup: Any, clock: Clock) -> None:
     dp = setup(Counting())

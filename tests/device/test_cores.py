@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -101,6 +102,9 @@ class TestBudget:
         monkeypatch.setattr(cores, "barrier_ms", lambda count: wait_ms * (count == 2))
         assert pool_sizes([CPU, CARD], ProcessTuning(), adapts=adapts) == sizes
         assert [told in record.getMessage() for record in caplog.records if told] == [True] * bool(told)
+        caplog.clear()
+        assert pool_sizes([CPU, CARD], ProcessTuning(), adapts=adapts, tells=False) == sizes
+        assert not [record for record in caplog.records if record.levelno >= logging.INFO]
         assert pool_sizes([CPU, CPU], ProcessTuning(), adapts=adapts) == [1, 1]
         assert pool_sizes([CPU, CARD], ProcessTuning(openmp=False), adapts=adapts) == [3, 3]
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flowdp
 from flowdp import EvaluationOptions, MetricArray, OptionError, StepError, Trainer
+from flowdp.device import cores
 from flowdp.engine import active_runs
 from flowdp.errors import DataError
 from flowdp.trainer.inference import _check, forward_step, joined
@@ -284,6 +285,16 @@ def test_an_error_of_the_evaluation_is_found_before_the_first_epoch() -> None:
         own.start()
     assert not flowdp.runs()
     assert not [one for one in threading.enumerate() if one.name.startswith("flowdp")]
+
+
+def test_a_busy_machine_is_told_once_with_a_sanity_check(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cores, "thread_budget", lambda: 2)
+    monkeypatch.setattr(cores, "barrier_ms", lambda _: 5.0)
+    trained(2, [])
+    [told] = [message for message in caplog.messages if "other programs want the cores" in message]
+    assert "this run keeps its 2 threads" in told
 
 
 def test_a_resumed_run_has_no_sanity_check(tmp_path: Path) -> None:
