@@ -18,7 +18,7 @@ from flowdp.checkpoint.folder import CheckpointFolder
 from flowdp.checkpoint.machine_states import StateCollector
 from flowdp.checkpoint.weights import Weights, load_average
 from flowdp.errors import CheckpointError, CollectiveError
-from flowdp.policy.formats import format_error
+from flowdp.policy.formats import format_epochs, format_error
 from flowdp.policy.monitor import number_of
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.position import Position
@@ -141,7 +141,8 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f" in {str(self.path)!r}"
-        return f"<Checkpoint {self.version} at step {self.global_step}, {self.epoch} epochs complete{where}>"
+        epochs = format_epochs(self.epoch)
+        return f"<Checkpoint {self.version} at step {self.global_step}, {epochs} complete{where}>"
 
 
 def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ from flowdp.protocol.commands import (
     SavesPutOff,
     Send,
 )
-from flowdp.protocol.messages import Abort, Averaged, Exiting, Failed, Requested, Tick
+from flowdp.protocol.messages import Abort, Averaged, Directives, Exiting, Failed, Requested, Tick
 from flowdp.threads.inbox import Inbox
 
 __all__ = ["CoordinatorShell", "EngineParts"]
@@ -233,7 +233,7 @@ class CoordinatorShell:
                 self._records.add(command.metrics)
                 log.info("%s", command.metrics)
             case Direct():
-                (self._gate if self._link is None else self._link).direct(command.directives)
+                self._direct(command.directives)
             case AbortGate():
                 self._gate.abort(command.reason)
                 if self._link is not None:
@@ -248,6 +248,15 @@ class CoordinatorShell:
             case Finish():
                 self._finish = command
                 log.info("%s", command)
+                if command.error is None and (waiting := self._direct(Directives())):
+                    log.warning(
+                        "%s came when no round was left to obey it: the trained state has the learning rate "
+                        "from before; call it again on the run that resumes",
+                        ", ".join(f"run.{wish.what}()" for wish in waiting),
+                    )
+
+    def _direct(self, directives: Directives) -> tuple[Requested, ...]:
+        return (self._gate if self._link is None else self._link).direct(directives)
 
     def _error_of(self, command: Fail) -> FlowdpError:
         """Error of a failure that the machine has found, for which no thread has an exception."""

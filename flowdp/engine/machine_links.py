@@ -48,6 +48,7 @@ from flowdp.protocol.messages import (
     Failed,
     Order,
     Outcome,
+    Requested,
     Tick,
 )
 from flowdp.threads.gate import Gate
@@ -262,10 +263,10 @@ class LeaderLink(_Link):
         if outcome is not None:
             self._gate.conclude(outcome)
 
-    def direct(self, directives: Directives) -> None:
-        """Replace the directives of the next outcome of all machines; see `Gate.direct`."""
+    def direct(self, directives: Directives) -> tuple[Requested, ...]:
+        """Replace the directives of the next outcome of all machines; see `GateState.direct`."""
         with self._lock:
-            self._state.direct(directives)
+            return self._state.direct(directives)
 
     def relay(self, command: Command) -> None:
         """Pass a command on that concerns all machines."""
@@ -333,8 +334,9 @@ class FollowerLink(_Link):
         """Send the arrivals of this machine's ranks to the gate of all."""
         self._channel.send(0, arrivals)
 
-    def direct(self, directives: Directives) -> None:
+    def direct(self, _directives: Directives) -> tuple[Requested, ...]:
         """Do nothing: directives stand at the gate of all."""
+        return ()
 
     def relay(self, command: Command) -> None:
         """Do nothing: commands come from machine 0."""

@@ -239,6 +239,8 @@ class Coordinator:
             commands += [Send(rank, Abort(self.error)) for rank in self._present()]
         if self.phase in (Phase.LEAVING, Phase.FAILING) and len(self._gone) == self.config.world_size:
             self.phase = Phase.DONE
+            if self._new_lr:  # they came behind the last round: the gate has all that no round has told
+                commands.append(Direct(Directives(lr=self._new_lr)))
             commands.append(self._finish(now_ms))
         return commands
 
@@ -250,7 +252,7 @@ class Coordinator:
         is_planned = not stopped and self.epochs.is_complete
         reason = self._stopped_by
         if is_planned:
-            reason = f"all {config.epochs} epochs are trained"
+            reason = "all epochs are trained"
             if config.epochs is None or step == config.max_steps:
                 reason = f"max_steps={config.max_steps} reached"
         elif not stopped and config.tasks.monitor is not None:

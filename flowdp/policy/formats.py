@@ -32,6 +32,11 @@ def format_metric(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 100.0 else f"{value:.2f}"
 
 
+def format_epochs(count: int) -> str:
+    """A number of epochs: "1 epoch", "2 epochs"."""
+    return f"{count} epoch{'s' * (count != 1)}"
+
+
 def format_indices(indices: Sequence[int]) -> str:
     """The first eight of some indices, and whether there are more: "3, 7, 1, ..."."""
     return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")

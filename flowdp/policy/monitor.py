@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from flowdp.errors import OptionError
-from flowdp.policy.formats import format_metric
+from flowdp.policy.formats import format_epochs, format_metric
 from flowdp.policy.tally import EpochMetrics
 from flowdp.validators import check_int, check_number
 
@@ -90,7 +90,7 @@ class Monitor:
     def reason(self, best: Best) -> str:
         """Reason of a run's end by this monitor, in words."""
         than = "" if best.value is None else f" better than {format_metric(best.value)}"
-        return f"early stopping, no {self.name!r}{than} in {best.bad} epochs"
+        return f"early stopping, no {self.name!r}{than} in {format_epochs(best.bad)}"
 
 
 def number_of(name: str, metrics: EpochMetrics, *, evaluates: bool = False) -> float | None:

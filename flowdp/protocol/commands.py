@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flowdp.policy.formats import format_duration, format_metric
+from flowdp.policy.formats import format_duration, format_epochs, format_metric
 from flowdp.policy.interval import SHARE, Interval, SaveCost
 from flowdp.policy.tally import EpochMetrics, MetricArray
 from flowdp.protocol.messages import Directives, Order
@@ -286,7 +286,7 @@ class Finish:
     def __str__(self) -> str:
         why = self.error if self.error is not None else self.reason
         end = "stopped" if self.stopped else "ended"
-        return f"{end} after {self.epochs_done} epochs, step {self.global_step:,}: {why}"
+        return f"{end} after {format_epochs(self.epochs_done)}, step {self.global_step:,}: {why}"
 
 
 Command = (

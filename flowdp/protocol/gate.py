@@ -308,9 +308,14 @@ class GateState:
             self.error = reason
             self.arrivals.clear()
 
-    def direct(self, directives: Directives) -> None:
-        """Replace the directives of the next outcome; changes of the rates stay until an outcome has them."""
+    def direct(self, directives: Directives) -> tuple[Requested, ...]:
+        """Replace the directives of the next outcome; changes of the rates stay until an outcome has them.
+
+        Returns:
+            The changes that no outcome has yet.
+        """
         self.directives = replace(directives, lr=self.directives.lr + directives.lr)
+        return self.directives.lr
 
     def _complete(self) -> Outcome | None:
         if self.error is not None or not self.arrivals or len(self.arrivals) < len(self.members):

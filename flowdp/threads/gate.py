@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from flowdp.errors import CollectiveAborted
 from flowdp.policy.formats import format_error
 from flowdp.protocol.gate import GateState, PartState
-from flowdp.protocol.messages import Arrival, Directives, Outcome
+from flowdp.protocol.messages import Arrival, Directives, Outcome, Requested
 
 __all__ = ["Gate", "Waiting"]
 
@@ -156,10 +156,10 @@ class Gate:
         """Drop the launch, and the objects that it refers to: no round follows."""
         self._launch = None
 
-    def direct(self, directives: Directives) -> None:
-        """Replace the directives of the next outcome; changes of the rates stay until an outcome has them."""
+    def direct(self, directives: Directives) -> tuple[Requested, ...]:
+        """Replace the directives of the next outcome; see `GateState.direct`."""
         with self._lock:
-            self._state.direct(directives)
+            return self._state.direct(directives)
 
     def leave(self, rank: int) -> None:
         """Take a rank out of the open round and all later ones; from a decided one if its part is done."""

@@ -17,7 +17,7 @@ from flowdp.checkpoint.weights import Weights, checked_average, load_average, sa
 from flowdp.device.flat_parameters import memory_key
 from flowdp.engine.engine import Engine
 from flowdp.errors import FlowdpError, OptionError, StateError
-from flowdp.policy.formats import format_error, format_metric
+from flowdp.policy.formats import format_epochs, format_error, format_metric
 from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.position import Position
 from flowdp.replica.factories import ModelOption, new_module
@@ -78,10 +78,9 @@ class TrainedState:
         loss = self.history[-1].loss if self.history else None
         last = "" if loss is None else f", loss {format_metric(loss)}"
         end = ", interrupted" if self.interrupted else ""
-        return (
-            f"<TrainedState: {len(self.state_dict)} tensors, {self.epochs_done} epochs, step "
-            f"{self.global_step:,}{last}{end}>"
-        )
+        epochs = format_epochs(self.epochs_done)
+        tensors = len(self.state_dict)
+        return f"<TrainedState: {tensors} tensors, {epochs}, step {self.global_step:,}{last}{end}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Contents of a pickle: a factory may be a lambda, and the module repeats the state."""
@@ -170,10 +169,8 @@ class Status:
     reason: str = ""
 
     def __str__(self) -> str:
-        steps = " ".join(map(str, self.local_steps))
-        line = (
-            f"{self.phase} | {self.epochs_done} epochs | step {self.global_step:,} | steps per rank {steps}"
-        )
+        line = f"{self.phase} | {format_epochs(self.epochs_done)} | step {self.global_step:,}"
+        line += f" | steps per rank {' '.join(map(str, self.local_steps))}"
         line += f" | problems: {len(self.problems)}" if self.problems else ""
         return line + (f" | {self.reason.splitlines()[0]}" if self.reason else "")
 

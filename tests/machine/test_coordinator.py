@@ -149,8 +149,8 @@ def test_the_end_says_why() -> None:
     machine, commands = started(batches=6)
     meet(machine, orders(commands))
     ended = finish_of(machine)
-    assert (ended.reason, ended.is_planned, ended.stopped) == ("all 1 epochs are trained", True, False)
-    assert str(ended) == "ended after 1 epochs, step 6: all 1 epochs are trained"
+    assert (ended.reason, ended.is_planned, ended.stopped) == ("all epochs are trained", True, False)
+    assert str(ended) == "ended after 1 epoch, step 6: all epochs are trained"
     machine, commands = started(batches=6, epochs=None, max_steps=6)
     meet(machine, orders(commands))
     assert finish_of(machine).reason == "max_steps=6 reached"
@@ -224,6 +224,17 @@ def test_a_learning_rate_is_told_once() -> None:
     assert machine.handle(Requested("pause"), 6.0) == [Direct(Directives(pause=True))]
     # The same rate, requested again, is a new request.
     assert machine.handle(RATE, 7.0) == [Direct(Directives(pause=True, lr=(RATE,)))]
+
+
+def test_a_learning_rate_behind_the_last_round_goes_to_the_gate_at_the_end() -> None:
+    machine, commands = started(batches=6)
+    meet(machine, orders(commands))
+    assert machine.phase is Phase.LEAVING
+    machine.handle(Exiting(0), 200.0)
+    assert machine.handle(RATE, 200.0) == []
+    told, finish = machine.handle(Exiting(1), 200.0)
+    assert told == Direct(Directives(lr=(RATE,)))
+    assert isinstance(finish, Finish)
 
 
 def test_a_learning_rate_calls_one_meeting_under_async() -> None:

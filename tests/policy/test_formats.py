@@ -6,7 +6,18 @@ import math
 
 import pytest
 
-from flowdp.policy.formats import Table, format_duration, format_error, format_indices, format_metric
+from flowdp.policy.formats import (
+    Table,
+    format_duration,
+    format_epochs,
+    format_error,
+    format_indices,
+    format_metric,
+)
+
+
+def test_epochs():
+    assert [format_epochs(count) for count in (0, 1, 2)] == ["0 epochs", "1 epoch", "2 epochs"]
 
 
 @pytest.mark.parametrize(

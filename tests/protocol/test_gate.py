@@ -174,12 +174,12 @@ def test_a_learning_rate_stays_until_it_is_told() -> None:
     gate.direct(Directives())
     assert gate.directives == Directives(lr=(FASTER,))
     # Another one follows it.
-    gate.direct(Directives(lr=(SLOWER,)))
+    assert gate.direct(Directives(lr=(SLOWER,))) == (FASTER, SLOWER)
     outcome = gate.enter(arrival(0))
     assert outcome is not None
     assert (outcome.pause, outcome.lr) == (False, (FASTER, SLOWER))
     # It was delivered: a later request does not repeat it.
-    gate.direct(Directives(pause=True))
+    assert gate.direct(Directives(pause=True)) == ()
     assert gate.directives == Directives(pause=True)
 
 

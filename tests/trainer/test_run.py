@@ -116,7 +116,7 @@ def test_a_run_to_its_end(policy: str, devices: int) -> None:
     assert (status.phase, status.global_step, status.epochs_done) == ("done", 90, 3)
     assert sum(status.local_steps) == 90
     assert str(status).startswith("done | 3 epochs | step 90 | steps per rank ")
-    assert str(status).endswith(" | all 3 epochs are trained")
+    assert str(status).endswith(" | all epochs are trained")
     assert "Finish(" in run.dump()
     assert len(run.dump(5).splitlines()) == 6
 
@@ -252,6 +252,32 @@ def test_a_factor_multiplies_the_rates_of_all_ranks_once(policy: str) -> None:
         assert run.lr == 0.008
     run.stop()
     run.join()
+
+
+@pytest.mark.parametrize("policy", ["cadence", "exact"])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_rate_that_no_round_has_obeyed_is_named_at_the_end(
+    policy: str, goes_on: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps, rate = Steps(), 0.004 if goes_on else 0.001
+    run = trainer(steps, policy=policy, devices=2, checkpoint=tmp_path, **ENDLESS).start()
+    steps.wait_for_more(20)
+    with run.paused():
+        assert run.set_lr(0.004)
+        assert run.scale_lr(1.0)
+        if not goes_on:
+            assert run.stop()
+    run.stop()
+    run.join()
+    told = [message for message in caplog.messages if "no round was left" in message]
+    assert [message.split(" came ")[0] for message in told] == ["run.set_lr(), run.scale_lr()"] * (
+        not goes_on
+    )
+
+    resumed = trainer(steps, policy=policy, devices=2, resume=tmp_path, **ENDLESS).start()
+    resumed.stop()
+    resumed.join()
+    assert resumed.lr == rate
 
 
 def halving(every: int) -> SchedulerOptions:
@@ -709,14 +735,14 @@ def test_a_run_that_goes_on_says_from_where(
 
     run = trainer(**options).start()
     run.join()
-    told = "ended after 3 epochs, step 90: nothing was left to train, all 3 epochs are trained"
+    told = "ended after 3 epochs, step 90: nothing was left to train, all epochs are trained"
     assert capsys.readouterr().err.splitlines()[-1] == f"flowdp: {told}"
     assert str(run.report()).startswith("no samples were trained in ")
 
     with caplog.at_level("INFO", logger="flowdp"):
         trainer(**options, epochs=4).fit()
     resumed = f"resumed from checkpoint {str(newest)!r}, epoch 4, step 90"
-    assert {resumed, "ended after 4 epochs, step 120: all 4 epochs are trained"} <= set(caplog.messages)
+    assert {resumed, "ended after 4 epochs, step 120: all epochs are trained"} <= set(caplog.messages)
     assert resumed not in capsys.readouterr().err  # the log has it
     trainer(**options, epochs=5).fit()
     assert ", epoch 5, step 120\n" in capsys.readouterr().err
