@@ -124,7 +124,7 @@ def terminal(browser: Browser, folder: Path) -> None:
     with open_terminal(script, COLUMNS) as shell:
         shell.wait_for_end()
         screen = shell.screen().rstrip()
-    if "of the devices' own speed" not in screen:
+    if "of the speed in their steps" not in screen:
         raise RuntimeError(screen)
     with open_page(browser) as watched:
         watched.page.set_content(SHELL.format(escape(screen)))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +124,12 @@ class DataParallel(StandInModule):
             where = f"{self.devices[0]} alone, of {where}"
         captured = "; calls are captured" if self._captured is not None and self._captured.has_graphs else ""
         return f"<DataParallel of {type(self.module).__name__} on {where}{pace}{captured}>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a DataParallel has threads, and cannot be saved or copied: save its state_dict(), or take the "
+            "module itself, as in torch.save(model.module, path) and copy.deepcopy(model.module)"
+        )
 
     # ------------------------------------------------------------------ properties
     @property

@@ -72,7 +72,7 @@ def _head(view: RunView) -> str:
     words = [f"<b>{escape(view.phase)}</b>", f"epoch {epoch}" + (f"/{known}" if known else "")]
     words.append(f"step {view.global_step:,}" + (f"/{view.total_steps:,}" if view.total_steps else ""))
     words.append(f"{view.report.reached:,.0f} samples/s")
-    words.append(f"{100 * view.report.efficiency:.0f} % of the devices' own speed")
+    words.append(f"{100 * view.report.efficiency:.0f} % of the speed in their steps")
     words.append(format_duration(view.report.wall_ms))
     done = 0.0 if not view.total_steps else min(1.0, view.global_step / view.total_steps)
     rail = f'<div class="rail"><i style="width:{100 * done:.1f}%"></i></div>' if view.total_steps else ""

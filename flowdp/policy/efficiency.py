@@ -190,7 +190,7 @@ class EfficiencyReport:
             return f"no samples were trained in {format_duration(self.wall_ms)}"
         captured = f", {self.captured} of {len(self.devices)} with captured steps" if self.captured else ""
         return (
-            f"{self.reached:,.0f} samples/s, {100 * self.efficiency:.1f} % of the devices' own speed "
+            f"{self.reached:,.0f} samples/s, {100 * self.efficiency:.1f} % of the speed in their steps "
             f"({self.ideal:,.0f}), in {format_duration(self.wall_ms)}{captured}"
         )
 

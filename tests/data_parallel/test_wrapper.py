@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import signal
 import sys
 import threading
@@ -366,6 +367,14 @@ def test_what_is_wrong_is_said_before_a_thread_starts(options: dict[str, Any], m
     with pytest.raises(OptionError, match=message):
         flowdp.setup(**given)
     assert threading.enumerate() == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_one_of_the_module(setup: Setup, copied: Callable[[Any], Any]) -> None:
+    dp = setup(mlp())
+    with pytest.raises(TypeError, match=r"as in torch\.save\(model\.module, path\)"):
+        copied(dp)
+    copied(dp.module)
 
 
 def test_a_cell_that_is_run_twice_is_told_how_to_begin_anew(setup: Setup) -> None:

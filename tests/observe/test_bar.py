@@ -195,7 +195,7 @@ TABLES = (
     r" *\d +[\d.e-]+ +[\d,]+ +[\d.]+m?s *",
     r" *device +samples/s +share +training +else *",
     r" *cpu \(rank \d\) +[\d,]+ +\d+ % +\d+ %.*",
-    r"[\d,]+ samples/s, [\d.]+ % of the devices' own speed \([\d,]+\), in [\d.]+m?s",
+    r"[\d,]+ samples/s, [\d.]+ % of the speed in their steps \([\d,]+\), in [\d.]+m?s",
 )
 BAR = r"epoch 3/3: 100%\|█+\| 90/90 \[.*, loss=.*, samples/s=.*, share=.*\]"
 

@@ -58,7 +58,7 @@ def view(**fields: Any) -> RunView:
 def test_it_says_where_the_run_is() -> None:
     page = Page(run_html(view()))
     text = "".join(page.texts)
-    assert "running · epoch 2/3 · step 50/200 · 120 samples/s · 50 % of the devices' own speed" in text
+    assert "running · epoch 2/3 · step 50/200 · 120 samples/s · 50 % of the speed in their steps" in text
     assert "width:25.0%" in run_html(view())
     assert "waiting for others 50 %" in text
     assert page.tags.count("polyline") == 1

@@ -43,7 +43,7 @@ def test_as_text_and_as_html() -> None:
     names = ["cuda:0", "<b>"]
     report = efficiency_of([RankTimes(dict(FAST), 600, 60, 1000.0)] * 2, names)
     lines = str(report).splitlines()
-    assert lines[0] == "1,200 samples/s, 60.0 % of the devices' own speed (2,000), in 1.0s"
+    assert lines[0] == "1,200 samples/s, 60.0 % of the speed in their steps (2,000), in 1.0s"
     assert lines[2].split() == ["all", *names]
     assert lines[3].split() == ["training", *["60.0", "%"] * 3]
     assert len({len(line) for line in lines[2:13]}) == 1
