@@ -671,7 +671,8 @@ def the_windows_of_one_rank_count_as_one(_, self, held):
 @advice("S15", 200, ExactRounds, "_order")
 def ranks_are_told_of_different_splits(order, self, block, rank):
     shares = [1.0 + (other == rank) for other in range(self.world_size)]
-    block.parts = list(zip(*self._parts(block.deal[0], shares), strict=True))
+    sizes = self._sizes(self.epochs.of(block.epoch), block.deal[0])
+    block.parts = list(zip(*self._parts(sizes, shares), strict=True))
     return order(self, block, rank)
 
 
