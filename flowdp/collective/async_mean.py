@@ -123,13 +123,14 @@ class SnapshotMean:
             start.record(lane.comm)
             squares = self._mean_of(members, home).reduce([samples[member] for member in members], drift=True)
             assert squares is not None
+            row = lane.pinned(squares.shape, squares.dtype)  # to read an accelerator's tensor would wait, too
+            row.copy_(squares, non_blocking=True)
             if not lane.is_async:  # no mark of its own tells when the copies to other devices are done
                 for other in self._one_per_device(lane):
                     other.comm.synchronize()
             end.record(lane.comm)
         end.synchronize()
-        with lane.on(lane.comm):
-            *distances, mean_square = squares.tolist()
+        *distances, mean_square = row.tolist()
         self.norm = sqrt(mean_square)
         drifts = [0.0] * len(samples)
         for member, square in zip(members, distances, strict=True):

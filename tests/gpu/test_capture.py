@@ -245,7 +245,7 @@ def test_two_calls_before_a_backward_and_outputs_without_gradients_on_a_card(tol
 
 
 @pytest.mark.gpu(1)
-def test_a_second_backward_of_a_captured_call_is_torchs_error():
+def test_a_second_backward_of_a_captured_call_behind_a_later_one_is_an_error():
     device = torch.device("cuda", 0)
     module = model(0.0).to(device)
     with flowdp.setup(module, devices=[device], capture=True, progress=False) as dp:
@@ -256,6 +256,7 @@ def test_a_second_backward_of_a_captured_call_is_torchs_error():
             output.sum().backward()
         output = dp(x)
         output.sum().backward()
+        dp(x)  # writes over the memory of the call before
         with pytest.raises(RuntimeError, match="a second time"):
             output.sum().backward()
         torch.cuda.synchronize()
