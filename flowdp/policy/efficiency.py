@@ -40,7 +40,7 @@ class Activity(StrEnum):
     BACKWARD = "backward"
     SUM = "gradient sum"
     OWN = "your code"
-    """Of a loop that the user owns: all between the calls, which flowdp does not see."""
+    """Time between the calls of a loop of your own (`setup`), which flowdp does not see."""
 
 
 @dataclass(slots=True)

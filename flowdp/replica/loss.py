@@ -29,7 +29,7 @@ REMEDIES = {
     "float": ": leave .item() out",
     "tuple": " of something else: return the loss alone, or (loss, {'name': number})",
 }
-"""What to do about a return value that is no loss, by the name of its class."""
+"""Remedies for a return value that is no loss, by the name of its class."""
 
 NOT_OURS = "the loss does not depend on a parameter of the replica: use the model that is passed in"
 

@@ -200,7 +200,8 @@ def test_a_number_that_no_guard_sees_is_found_by_the_first_comparison(
 ) -> None:
     journal.run(True, loss=loss)
     assert [(step, kind) for step, kind, _ in journal.events] == [(3, "end")]
-    assert "the loss differs by" in journal.events[0][2]
+    # The loss or, where the two numbers lie close together, a gradient.
+    assert "a captured step differs from an eager one" in journal.events[0][2]
     assert len([line for line in caplog.messages if "go on eagerly, from the eager result" in line]) == 1
 
 

@@ -275,6 +275,7 @@ def test_a_rate_that_no_round_has_obeyed_is_named_at_the_end(
     )
 
     resumed = trainer(steps, policy=policy, devices=2, resume=tmp_path, **ENDLESS).start()
+    steps.wait_for_more(1)  # before its first step a run has no rate to read
     resumed.stop()
     resumed.join()
     assert resumed.lr == rate
