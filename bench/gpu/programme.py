@@ -78,6 +78,7 @@ PARTS = {
     "prefetch": Part(40, partial(_measure, "prefetch")),
     "averaging": Part(40, partial(_measure, "averaging")),
     "host": Part(30, partial(_measure, "host")),
+    "calls": Part(60, partial(_measure, "calls"), is_experiment=True),
     "evaluation": Part(50, partial(_measure, "evaluation")),
     "plans": Part(50, partial(_measure, "plans")),
     "reading": Part(45, partial(_measure, "reading")),
@@ -104,7 +105,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     ),
     "model": ("model", "notebook", "loop"),
     "peers": ("peers",),
-    "unequal": ("unequal",),
+    "unequal": ("unequal", "calls"),
 }
 """Parts of each call, the most telling ones first."""
 

@@ -9,8 +9,6 @@ in memory of the graphs, so they serve no other call until it has run, or cannot
 While it is recorded, other tensors stand in the places of the parameters and share their memory: a loss of
 the caller's that is still alive keeps the nodes at which the parameters' graphs end, and these belong to the
 stream of the caller, on which nothing may be captured.
-
-Nothing of this module has run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from flowdp.graphs.guards import Guards, hook_tables
 from flowdp.graphs.trials import Pair, bound_of, first_difference, spec_of, without_trace
 from flowdp.options import CaptureOptions
 from flowdp.policy.formats import format_error
-from flowdp.policy.worth import LaunchWatch
+from flowdp.policy.worth import LaunchWatch, Periods
 
 __all__ = ["CapturedCall", "captured_call"]
 
@@ -101,6 +101,7 @@ class CapturedCall(Decisions[CallGraphs]):
         self._turn = threading.RLock()
         self._stopwatch = Stopwatch(lane)
         self._launches_ms: deque[float] = deque()
+        self._periods = None if watch is None else Periods()  # until they have told
         self._stream: Any = None
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
@@ -121,11 +122,23 @@ class CapturedCall(Decisions[CallGraphs]):
         self.drop()
 
     def _run(self, args: Any, kwargs: Any) -> Any:
+        start_ms, periods = 0.0, self._periods
+        if periods is not None:
+            start_ms = 1e3 * perf_counter()
+            periods.begins(start_ms)
+            if periods.is_slower is not None:
+                self._judge(periods)
+                periods = None
+        if self.ended is not None:
+            return self._module(*args, **kwargs)
         if (seen := watcher()) is not None:
             self._tell(f"calls under {seen} are eager")
             return self._module(*args, **kwargs)
         if not self.begins(self._lane.device):
-            return self._time(args, kwargs)
+            outputs = self._time(args, kwargs)
+            if periods is not None:
+                periods.was(start_ms, is_captured=False)
+            return outputs
         self._stream = self._stream or self._lane.current()
         found = self._form_of(args, kwargs)
         if found is None:
@@ -140,7 +153,18 @@ class CapturedCall(Decisions[CallGraphs]):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if action == "compare":
             return self._compare(form, form.graph, tensors, args, kwargs)
+        if periods is not None:
+            periods.was(start_ms, is_captured=True)
         return form.graph.run(tensors)
+
+    def _judge(self, periods: Periods) -> None:
+        """End it where the loop has become slower."""
+        self._periods = None
+        if periods.is_slower:
+            self.end(
+                f"the loop takes {periods.captured_ms:.3g} ms from one captured call to the next, and "
+                f"{periods.eager_ms:.3g} ms without graphs"
+            )
 
     def _time(self, args: Any, kwargs: Any) -> Any:
         """An eager call, timed; nothing waits for the device."""

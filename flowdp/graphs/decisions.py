@@ -188,7 +188,8 @@ class Decisions(Generic[G]):
             self.problem = reason
         self.drop()
         how = "go on eagerly, from the eager result" if differs else "run eagerly"
-        self._tell(f"{self._noun}s {how}: {reason}", is_shown=differs)
+        is_told = self.watch is not None and self.guards is not None  # that they are captured
+        self._tell(f"{self._noun}s {how}: {reason}", is_shown=differs or is_told)
 
     def drop(self) -> None:
         """Let go of all graphs."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from statistics import median
+from collections.abc import Sequence
+from statistics import fmean, median
 
-__all__ = ["FUTILE", "PAYS", "WARM_UP", "LaunchWatch", "Worth"]
+__all__ = ["FUTILE", "PAYS", "WARM_UP", "LaunchWatch", "Periods", "Worth"]
 
 WARM_STEPS = 2
 """Steps behind a change that are not timed: caches fill, and pools of threads begin or end."""
@@ -141,3 +142,46 @@ class LaunchWatch:
         self.is_behind = 2 * sum(device <= BESIDE * launch for launch, device in seen) > len(seen)
         self.launch_ms, self.device_ms = (median(times) for times in zip(*seen, strict=True))
         self._seen.clear()
+
+
+class Periods:
+    """Tells whether a loop is slower since its calls are captured: by the time from one call to the next.
+
+    Graphs save launches, and cost copies and Python of their own: that a device waited for launches does not
+    say which is more. A call that is recorded or compared counts for neither.
+
+    Attributes:
+        is_slower: None: too few captured calls have been seen.
+        eager_ms: Mean time from an eager call to the next, once that is known.
+        captured_ms: The same of captured ones.
+    """
+
+    def __init__(self) -> None:
+        self.is_slower: bool | None = None
+        self.eager_ms = self.captured_ms = 0.0
+        self._seen: dict[bool, list[float]] = {False: [], True: []}
+        self._last: tuple[bool, float] | None = None
+
+    def begins(self, now_ms: float) -> None:
+        """A call begins."""
+        if self._last is None or self.is_slower is not None:
+            return
+        way, start_ms = self._last
+        self._last = None
+        self._seen[way].append(now_ms - start_ms)
+        if len(self._seen[True]) == WATCHED:
+            self.eager_ms, self.captured_ms = _usual(self._seen[False]), _usual(self._seen[True])
+            self.is_slower = self.captured_ms > self.eager_ms
+
+    def was(self, start_ms: float, *, is_captured: bool) -> None:
+        """Say how a call was done, which began at `start_ms`."""
+        self._last = is_captured, start_ms
+
+
+def _usual(seen: Sequence[float]) -> float:
+    """The mean without the first ones, and without the slowest quarter: evaluations, another program's work.
+
+    Not the median: where a step has several calls, that is the time between two of them.
+    """
+    settled = sorted(seen[SETTLED:] or seen)
+    return fmean(settled[: max(1, 3 * len(settled) // 4)])

@@ -23,7 +23,7 @@ from flowdp.graphs import call_graphs
 from flowdp.graphs.call_graphs import CallGraphs
 from flowdp.graphs.captured_call import MOST_AHEAD, CapturedCall, captured_call
 from flowdp.options import CaptureOptions
-from flowdp.policy.worth import LaunchWatch
+from flowdp.policy.worth import WATCHED, LaunchWatch
 from tests.fakes import FakeCuda, FakeEvent, hide_modes
 
 CPU = torch.device("cpu")
@@ -724,6 +724,32 @@ def test_a_device_with_calls_of_before_to_do_is_not_waiting(
     called(call)(batch(0)[0])
     assert len(watch._seen) == MOST_AHEAD
     assert [launch_ms > 0 for launch_ms, _ in watch._seen] == [True] + [False] * (MOST_AHEAD - 1)
+
+
+@pytest.mark.parametrize("captured_ms", [0.5, 2.0])
+def test_a_loop_that_graphs_make_slower_goes_on_without_them(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, told: Any, captured_ms: float
+) -> None:
+    now_s, module, watch = 0.0, model(), LaunchWatch()
+    monkeypatch.setattr("flowdp.graphs.captured_call.perf_counter", lambda: now_s)
+    monkeypatch.setattr(FakeEvent, "elapsed_time", lambda *_: 0.0)  # the device waits
+    call = CapturedCall(module, StreamLane(CPU, cuda), watch)
+    for number in range(3 * WATCHED):
+        called(call)(batch(number)[0]).sum().backward()
+        now_s += 1e-3 * (captured_ms if call.has_graphs else 1.0)
+    assert (call.ended is None) is call.has_graphs is (captured_ms < 1.0)
+    assert call.problem is None
+    assert call._periods is None
+    first, *others = told()
+    assert "waits for launches" in first
+    if captured_ms < 1.0:
+        assert others == []
+        return
+    reason = "the loop takes 2 ms from one captured call to the next, and 1 ms without graphs"
+    assert others == [f"capture: Sequential: calls run eagerly: {reason}"]
+    before = cuda.captures.replays
+    called(call)(batch(0)[0]).sum().backward()
+    assert cuda.captures.replays == before
 
 
 def test_compiled_functions_are_recorded_and_give_one_backward(

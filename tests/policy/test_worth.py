@@ -16,6 +16,7 @@ from flowdp.policy.worth import (
     WARM_STEPS,
     WATCHED,
     LaunchWatch,
+    Periods,
     Worth,
 )
 
@@ -158,3 +159,52 @@ def test_a_host_is_behind_where_the_device_ends_with_its_launches(device_ms: flo
     assert (watch.launch_ms, watch.device_ms) == (1.0, device_ms)
     watch.take(1.0, 100.0)
     assert watch.is_behind is is_behind
+
+
+def periods(eager_ms: float, captured_ms: float, at: dict[int, float] | None = None) -> Periods:
+    """A loop of WATCHED eager calls and enough captured ones; `at`: ms more behind one of them."""
+    periods, now_ms, calls = Periods(), 0.0, 0
+    while periods.is_slower is None:
+        periods.begins(now_ms)
+        is_captured = calls >= WATCHED
+        periods.was(now_ms, is_captured=is_captured)
+        now_ms += (captured_ms if is_captured else eager_ms) + (at or {}).get(calls, 0.0)
+        calls += 1
+    assert calls == 2 * WATCHED + 1
+    return periods
+
+
+@pytest.mark.parametrize(
+    ("captured_ms", "is_slower"), [(0.5, False), (0.99, False), (1.01, True), (3.0, True)]
+)
+def test_captured_calls_are_kept_where_the_loop_is_faster_with_them(
+    captured_ms: float, is_slower: bool
+) -> None:
+    seen = periods(1.0, captured_ms)
+    assert seen.is_slower is is_slower
+    assert (seen.eager_ms, seen.captured_ms) == pytest.approx((1.0, captured_ms))
+    # First calls load kernels, and evaluations lie between others.
+    loud = dict.fromkeys([*range(SETTLED), 20, 33, 60, 77], 500.0)
+    assert periods(1.0, captured_ms, loud).is_slower is is_slower
+
+
+def test_a_step_of_several_calls_is_judged_as_a_whole() -> None:
+    seen, now_ms = Periods(), 0.0
+    for call in range(2 * WATCHED + 1):
+        is_captured = call >= WATCHED
+        seen.begins(now_ms)
+        seen.was(now_ms, is_captured=is_captured)
+        # Two calls of a step follow each other at once; the rest of it is what graphs make slower.
+        now_ms += 0.1 if call % 2 else 1.0 + 0.5 * is_captured
+    assert seen.is_slower
+
+
+def test_calls_that_are_recorded_or_compared_count_for_neither() -> None:
+    seen = Periods()
+    for call in range(4 * WATCHED):
+        now_ms = float(call)
+        seen.begins(now_ms)
+        if call % 4:  # the time behind the fourth is as if it had never begun
+            seen.was(now_ms, is_captured=call > 2 * WATCHED)
+    assert seen.is_slower is not None
+    assert (seen.eager_ms, seen.captured_ms) == (1.0, 1.0)

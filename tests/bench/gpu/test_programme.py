@@ -27,6 +27,7 @@ WANTED = {
     "prefetch": "step with prefetch / compute alone",
     "averaging": "local, 4 x 0.12 M with drift: fraction of copy bandwidth",
     "host": "own code of a step, us",
+    "calls": "calls, GPT, setup, captured: host, backward, us",
     "capture": "capture, ranks on one card: 1",
     "nccl1": "nccl1: skipped, NCCL needs a CUDA device",
     "nccl2": "nccl2: skipped, NCCL needs a CUDA device",
