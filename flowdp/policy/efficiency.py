@@ -176,11 +176,12 @@ class EfficiencyReport:
 
     @property
     def table(self) -> Table:
-        """Parts of all devices together and of each."""
+        """Parts of all devices together and of each, without those that took nobody's time."""
         columns = (self.parts, *(device.parts for device in self.devices))
+        rows = [(part, *(f"{100 * parts[part]:.1f} %" for parts in columns)) for part in self.parts]
         return Table(
             ("", "all", *(device.device for device in self.devices)),
-            [(part, *(f"{100 * parts[part]:.1f} %" for parts in columns)) for part in self.parts],
+            [row for row in rows if set(row[1:]) != {"0.0 %"}],
         )
 
     @property

@@ -46,7 +46,12 @@ def test_as_text_and_as_html() -> None:
     assert lines[0] == "1,200 samples/s, 60.0 % of the speed in their steps (2,000), in 1.0s"
     assert lines[2].split() == ["all", *names]
     assert lines[3].split() == ["training", *["60.0", "%"] * 3]
-    assert len({len(line) for line in lines[2:13]}) == 1
+    table = lines[2 : lines.index("", 2)]
+    assert len({len(line) for line in table}) == 1
+    # Parts that took nobody's time are left out.
+    spent = [part for part, share in report.parts.items() if share]
+    assert [line.rpartition("  ")[0].split("  ")[0] for line in table[1:]] == spent
+    assert len(spent) < len(report.parts)
     html = report._repr_html_()
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
