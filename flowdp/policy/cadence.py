@@ -18,6 +18,10 @@ __all__ = ["Cadence"]
 PROBE_STEPS = 3
 """Steps of every rank in the first round: long enough to measure, short enough to cost nothing."""
 
+WINDOW_STEPS = 20
+"""Steps that a known pace is worth beside those of the next round: `bench/LOG.md` has others. First steps are
+slow, and a pace that follows by a tenth a round keeps fast devices waiting for many rounds."""
+
 
 class Cadence:
     """The quotas of planned and asynchronous rounds.
@@ -48,6 +52,7 @@ class Cadence:
             max_anchor=options.max_anchor,
             max_batch_diff=options.max_batch_diff,
             speed_hint=options.speed_hint,
+            window=WINDOW_STEPS,
         )
         self.guard = self._new_guard(())
         self.action = GuardAction.STABLE

@@ -50,6 +50,8 @@ class ElChe:
             None is no limit.
         speed_hint: (slow rank, how many times faster every other rank is), until measured. A ratio below 1
             counts as 1.
+        window: Steps that a known pace is worth beside the steps of a new report; None: a report counts by how
+            far it is from the known pace, whatever its steps.
 
     Raises:
         OptionError: Fewer than 2 devices, an anchor below 1, or a slow rank that is not there.
@@ -66,6 +68,7 @@ class ElChe:
         max_anchor: int | None = _DEFAULT_MAX_ANCHOR,
         max_batch_diff: int | None = None,
         speed_hint: tuple[int, float] | None = None,
+        window: int | None = None,
     ) -> None:
         if world_size < 2:
             raise OptionError(
@@ -79,6 +82,7 @@ class ElChe:
         self._max_anchor = cap
         self._overhead_target = min(max(overhead_target, 0.01), 0.50)
         self._max_batch_diff = max_batch_diff
+        self._window = window
         self._ms = [0.0] * world_size
         self._calibrated = False
         # A cap below the anchor leaves the first counts as they are: they follow at the first report.
@@ -164,7 +168,8 @@ class ElChe:
 
         A rank without steps, and a time that is not positive and finite, is no measurement. The pace is an
         average whose weight is the relative error of the prediction, within 0.1..0.8: jitter is nearly
-        ignored, a real change is adopted in a report or two. The anchor grows by the factor that the
+        ignored, a real change is adopted in a report or two. With a `window` a report of many steps, which
+        has little jitter, weighs more. The anchor grows by the factor that the
         overhead exceeds its target, and falls one step at a time below half of it. One that was nudged
         below the first anchor comes back to it one step at a time.
 
@@ -181,7 +186,7 @@ class ElChe:
         self._check_length("actual_batches", actual_batches)
         for rank, (wall, steps) in enumerate(zip(wall_ms, actual_batches, strict=True)):
             if steps > 0 and _is_measured(wall):
-                self._observe(rank, wall / steps)
+                self._observe(rank, wall / steps, steps)
         if max(self._ms) <= 0.0:
             return
         compute_ms = max((wall for wall in wall_ms if _is_measured(wall)), default=0.0)
@@ -244,12 +249,13 @@ class ElChe:
                 f"{name} has {len(values)} values for {self._world_size} devices; give one each"
             )
 
-    def _observe(self, rank: int, ms: float) -> None:
+    def _observe(self, rank: int, ms: float, steps: int) -> None:
         known = self._ms[rank]
         if not self._calibrated or known <= 0.0:
             self._ms[rank] = ms
             return
-        alpha = min(max(abs(ms - known) / known, 0.1), 0.8)
+        evidence = 0.0 if self._window is None else steps / (steps + self._window)
+        alpha = min(max(abs(ms - known) / known, evidence, 0.1), 0.8)
         self._ms[rank] = alpha * ms + (1.0 - alpha) * known
 
     def _tune_anchor(self, overhead: float, hold: bool) -> None:
