@@ -130,12 +130,13 @@ class ReadPlan:
 class LoaderSource(Source):
     """One thread that reads one DataLoader, ahead of the ranks that will take its batches.
 
-    Deadlock: the reader pauses only while `ahead` batches are stored and no rank waits for a later one. So a
-    rank that holds up a round by waiting for its batch is served, however many batches others have not taken.
-    Memory stays bounded: batches are dealt in the order of reading, so everything read on the way to an
-    awaited batch belongs to this round's plan or an earlier one. At most `ahead` batches are stored, or those
-    dealt and not taken, whichever is more; torch's processes hold num_workers * prefetch_factor besides, and
-    where the source `keeps`, batches that are in no mean yet are stored, too.
+    Deadlock: the reader pauses only while `ahead` batches behind the last one taken are stored and no rank
+    waits for a later one. So a rank that holds up a round by waiting for its batch is served, however many
+    batches others have not taken; and a rank whose order is the last to be dealt need not wait for each.
+    Memory stays bounded: batches are dealt in the order of reading, so all before one that is taken or
+    awaited belongs to this round's plan or an earlier one. At most those dealt and not taken are stored, and
+    `ahead`; torch's processes hold num_workers * prefetch_factor besides, and where the source `keeps`,
+    batches that are in no mean yet are stored, too.
 
     On demand, an epoch begins when a batch of it is waited for, and the thread starts with the first one: so
     nothing but the processes exists until then, and another source may start processes of its own.
@@ -149,7 +150,7 @@ class LoaderSource(Source):
 
     Attributes:
         plan: As given.
-        ahead: Batches read and not taken above which the reader waits, unless a rank waits for it.
+        ahead: Batches stored behind the last one taken at which the reader waits, unless a rank waits for it.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class LoaderSource(Source):
         self._left: dict[_Key, int] = {}  # of those that were taken in part: samples that were not
         self._waiting: dict[_Key, list[int]] = {}  # asked for and not read -> the ranks that asked
         self._last: _Key = (plan.start.done, -1)  # everything up to it has been read, or was before
+        self._taken: _Key = self._last  # the last in the order of reading that was taken
         self._error: DataError | None = None
         self._closing = False
 
@@ -221,7 +223,9 @@ class LoaderSource(Source):
             if self._error is not None:
                 raise self._error
             payload = self._take(rank, key, part)
-            if payload is None:
+            if payload is not None:
+                self._taken = max(self._taken, key)
+            else:
                 if self._closing or not self._comes(key):
                     return None
                 # A batch of one rank alone belongs to the rank that asks last: it was dealt anew.
@@ -385,7 +389,13 @@ class LoaderSource(Source):
 
     def _has_room(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._waiting or len(self._read) < self.ahead)
+            self._changed.wait_for(
+                lambda: (
+                    self._closing
+                    or self._waiting
+                    or sum(key > self._taken for key in self._read) < self.ahead
+                )
+            )
             return not self._closing
 
     def _may_read(self, epoch: int) -> bool:

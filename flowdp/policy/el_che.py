@@ -50,7 +50,7 @@ class ElChe:
             None is no limit.
         speed_hint: (slow rank, how many times faster every other rank is), until measured. A ratio below 1
             counts as 1.
-        window: Steps that a known pace is worth beside the steps of a new report; None: a report counts by how
+        window: Steps that a known pace is worth beside those of a new report; None: a report counts by how
             far it is from the known pace, whatever its steps.
 
     Raises:

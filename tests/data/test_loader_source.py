@@ -175,6 +175,24 @@ def test_a_rank_that_waits_is_served_though_others_leave_theirs_lying(runs):
         assert run.reader.take(0, epoch, batch) is not None  # all of them are stored
 
 
+def test_batches_that_slow_ranks_leave_lying_keep_nobody_from_reading_ahead():
+    """An order is a range of batches: the rank whose was dealt last takes from the end of what is read."""
+    reached = threading.Event()
+
+    class Announced(Counted):
+        def __getitem__(self, index):
+            if index == 9 * 8 - 1:
+                reached.set()
+            return super().__getitem__(index)
+
+    dataset = Announced()
+    run = Run(dataset, ahead=3, shuffle=False).start()
+    run.take(1, 0, 5)  # batches 0 to 4 are another rank's, which is slow
+    assert reached.wait(HANG_S)
+    assert run.close()
+    assert dataset.counts.tolist() == [1] * 72 + [0] * (SAMPLES - 72)
+
+
 def test_a_batch_given_back_is_taken_again(runs):
     run = runs(Counted())
     payload = run.take(0, 0, 3)

@@ -158,6 +158,17 @@ def test_a_rank_that_is_gone_has_no_quota_and_holds_nobody_up() -> None:
 
 
 # ---------------------------------------------------------------- outliers
+def test_slow_first_steps_are_forgotten_in_a_few_rounds() -> None:
+    """The first steps of a process load code and allocate: here they took a third longer."""
+    cadence = Cadence(2, CadenceOptions())
+    measured(cadence, (5.3, 16.6))
+    for _ in range(3):
+        measured(cadence, (4.5, 16.6))
+    assert cadence.ms_per_step[0] == pytest.approx(4.5, rel=0.01)
+    walls = [quota * ms for quota, ms in zip(cadence.quotas, (4.5, 16.6), strict=True)]
+    assert max(walls) - min(walls) < 0.03 * max(walls)
+
+
 def test_one_long_step_changes_nothing() -> None:
     cadence = Cadence(2, CadenceOptions())
     measured(cadence, (20.0, 20.0))

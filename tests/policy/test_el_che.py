@@ -61,6 +61,15 @@ def test_a_real_change_of_speed_is_adopted_for_the_most_part_at_once():
     assert che.batch_counts == (26, 10)
 
 
+@pytest.mark.parametrize(
+    ("window", "steps", "weight"), [(None, 90, 0.1), (10, 90, 0.8), (10, 5, 1 / 3), (10, 1, 0.1)]
+)
+def test_with_a_window_a_report_of_many_steps_weighs_more(window, steps, weight):
+    che = calibrated(window=window)
+    che.report_timing([steps * 10.5, 10 * 20.0], [steps, 10], 0.0)
+    assert che.ms_per_batch[0] == pytest.approx(10.0 + weight * 0.5)
+
+
 def test_the_anchor_decays_by_one_and_never_below_the_first():
     che = calibrated(anchor=10)
     che.report_timing([200.0, 200.0], [20, 10], 100.0)
