@@ -80,14 +80,16 @@ def test_the_demo_says_the_gain_and_shows_the_run(tmp_path: Path) -> None:
         check=True,
     ).stdout
     *lines, last = said.splitlines()
-    assert sum(line.startswith("epoch ") for line in lines) == 4
+    assert sum(line.startswith("epoch ") for line in lines) == 6
     told = re.match(
-        r"With a second device, 2\.5 times slower, training was \d\.\d\d times as fast as on the first one "
-        r"alone, where 1\.40 is possible; losses (\d\.\d+) and (\d\.\d+)\.",
+        r"With a second device, 2\.5 times slower, training is \d\.\d\d times as fast as on the first one "
+        r"alone \(1\.40 is possible\); with equal parts, as under DistributedDataParallel, \d\.\d\d times\. "
+        r"Last losses: (\d\.\d+), (\d\.\d+), (\d\.\d+)\.",
         last,
     )
     assert told is not None, last
     assert float(told[1]) == pytest.approx(float(told[2]), abs=1e-3)
+    assert float(told[1]) == pytest.approx(float(told[3]), abs=1e-3)
     about = re.search(r'"about":"([^"]+)"', (tmp_path / "demo.html").read_text(encoding="utf-8"))
     assert about is not None
     assert re.fullmatch(
@@ -118,9 +120,10 @@ def test_the_slow_device_of_the_demo_waits_in_proportion(
 def test_the_demo_says_how_far_the_gain_is_from_the_possible_one(rate: float, is_far: bool) -> None:
     pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'flowdp[demo]'")
     demo = example(DEMO)
-    alone, both = (demo["Trained"](None, speed, 0.1) for speed in (1000.0, rate))
-    line = demo["verdict"](alone, both, 2.5)
-    assert f"training was {rate / 1000:.2f} times as fast" in line
+    alone, equal, both = (demo["Trained"](None, speed, 0.1) for speed in (1000.0, 800.0, rate))
+    line = demo["verdict"](alone, equal, both, 2.5)
+    assert f"training is {rate / 1000:.2f} times as fast" in line
+    assert "under DistributedDataParallel, 0.80 times." in line
     assert ("The table says where the rest went" in line) == is_far
 
 
