@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain, islice, repeat
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -76,21 +77,17 @@ def steps(place: Place, work: Work, capture: bool | None, count: int, at: Callab
         at: Is told of the begin of each part: "forward", "backward", "rest", "end".
     """
     epoch = resident(place, work)
+    batches = chain.from_iterable(epoch() for _ in repeat(None))
     with called(place, work, capture) as (model, optimizer):
-        done = 0
-        while done < count:
-            for batch in epoch():
-                at("forward")
-                loss = work.loss(model, batch)
-                at("backward")
-                loss.backward()
-                at("rest")
-                optimizer.step()
-                optimizer.zero_grad()
-                at("end")
-                done += 1
-                if done == count:
-                    break
+        for batch in islice(batches, count):
+            at("forward")
+            loss = work.loss(model, batch)
+            at("backward")
+            loss.backward()
+            at("rest")
+            optimizer.step()
+            optimizer.zero_grad()
+            at("end")
 
 
 def step_ms(place: Place, work: Work, capture: bool | None) -> float:

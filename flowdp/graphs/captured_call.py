@@ -122,13 +122,10 @@ class CapturedCall(Decisions[CallGraphs]):
         self.drop()
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        start_ms, periods = 0.0, self._periods
-        if periods is not None:
-            start_ms = 1e3 * perf_counter()
-            periods.begins(start_ms)
+        if (periods := self._periods) is not None:
+            periods.begins(1e3 * perf_counter())
             if periods.is_slower is not None:
                 self._judge(periods)
-                periods = None
         if self.ended is not None:
             return self._module(*args, **kwargs)
         if (seen := watcher()) is not None:
@@ -137,7 +134,7 @@ class CapturedCall(Decisions[CallGraphs]):
         if not self.begins(self._lane.device):
             outputs = self._time(args, kwargs)
             if periods is not None:
-                periods.was(start_ms, is_captured=False)
+                periods.was(is_captured=False)
             return outputs
         self._stream = self._stream or self._lane.current()
         found = self._form_of(args, kwargs)
@@ -154,7 +151,7 @@ class CapturedCall(Decisions[CallGraphs]):
         if action == "compare":
             return self._compare(form, form.graph, tensors, args, kwargs)
         if periods is not None:
-            periods.was(start_ms, is_captured=True)
+            periods.was(is_captured=True)
         return form.graph.run(tensors)
 
     def _judge(self, periods: Periods) -> None:

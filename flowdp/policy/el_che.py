@@ -169,9 +169,9 @@ class ElChe:
         A rank without steps, and a time that is not positive and finite, is no measurement. The pace is an
         average whose weight is the relative error of the prediction, within 0.1..0.8: jitter is nearly
         ignored, a real change is adopted in a report or two. With a `window` a report of many steps, which
-        has little jitter, weighs more. The anchor grows by the factor that the
-        overhead exceeds its target, and falls one step at a time below half of it. One that was nudged
-        below the first anchor comes back to it one step at a time.
+        has little jitter, weighs more. The anchor grows by the factor that the overhead exceeds its target,
+        and falls one step at a time below half of it. One that was nudged below the first anchor comes back
+        to it one step at a time.
 
         Args:
             wall_ms: Time in steps per rank. Shape (world_size,).

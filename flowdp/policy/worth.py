@@ -160,22 +160,21 @@ class Periods:
         self.is_slower: bool | None = None
         self.eager_ms = self.captured_ms = 0.0
         self._seen: dict[bool, list[float]] = {False: [], True: []}
-        self._last: tuple[bool, float] | None = None
+        self._start_ms = 0.0  # of the call before ...
+        self._was: bool | None = None  # ... and whether it was captured
 
     def begins(self, now_ms: float) -> None:
-        """A call begins."""
-        if self._last is None or self.is_slower is not None:
-            return
-        way, start_ms = self._last
-        self._last = None
-        self._seen[way].append(now_ms - start_ms)
+        """Take the time at which a call begins."""
+        if self._was is not None:
+            self._seen[self._was].append(now_ms - self._start_ms)
+        self._start_ms, self._was = now_ms, None
         if len(self._seen[True]) == WATCHED:
             self.eager_ms, self.captured_ms = _usual(self._seen[False]), _usual(self._seen[True])
             self.is_slower = self.captured_ms > self.eager_ms
 
-    def was(self, start_ms: float, *, is_captured: bool) -> None:
-        """Say how a call was done, which began at `start_ms`."""
-        self._last = is_captured, start_ms
+    def was(self, *, is_captured: bool) -> None:
+        """Say how the call that has begun is done."""
+        self._was = is_captured
 
 
 def _usual(seen: Sequence[float]) -> float:

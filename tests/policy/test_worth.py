@@ -167,7 +167,7 @@ def periods(eager_ms: float, captured_ms: float, at: dict[int, float] | None = N
     while periods.is_slower is None:
         periods.begins(now_ms)
         is_captured = calls >= WATCHED
-        periods.was(now_ms, is_captured=is_captured)
+        periods.was(is_captured=is_captured)
         now_ms += (captured_ms if is_captured else eager_ms) + (at or {}).get(calls, 0.0)
         calls += 1
     assert calls == 2 * WATCHED + 1
@@ -193,7 +193,7 @@ def test_a_step_of_several_calls_is_judged_as_a_whole() -> None:
     for call in range(2 * WATCHED + 1):
         is_captured = call >= WATCHED
         seen.begins(now_ms)
-        seen.was(now_ms, is_captured=is_captured)
+        seen.was(is_captured=is_captured)
         # Two calls of a step follow each other at once; the rest of it is what graphs make slower.
         now_ms += 0.1 if call % 2 else 1.0 + 0.5 * is_captured
     assert seen.is_slower
@@ -205,6 +205,6 @@ def test_calls_that_are_recorded_or_compared_count_for_neither() -> None:
         now_ms = float(call)
         seen.begins(now_ms)
         if call % 4:  # the time behind the fourth is as if it had never begun
-            seen.was(now_ms, is_captured=call > 2 * WATCHED)
+            seen.was(is_captured=call > 2 * WATCHED)
     assert seen.is_slower is not None
     assert (seen.eager_ms, seen.captured_ms) == (1.0, 1.0)
