@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from bench.gpu.part import Figure, Finding, Note, Place, lanes_of, timed_ms
+from bench.gpu.part import Figure, Finding, Note, Place, lanes_of, occupy, timed_ms
 from bench.harness import compare
 from flowdp.collective.base import Averaging, Collective
 from flowdp.collective.fused import kernels_on
@@ -68,12 +68,16 @@ def one_round(collective: Collective, lanes: Sequence[Lane], outcome: Outcome) -
 
 
 def mean_ms(
-    collective: Collective, lanes: Sequence[Lane], rounds: int, drift: bool, equal: bool = False
+    place: Place, collective: Collective, lanes: Sequence[Lane], rounds: int, drift: bool, equal: bool = False
 ) -> float:
-    """Median time of a mean on the device, by CUDA events."""
+    """Median time of a mean on the device, by CUDA events, begun behind other work."""
     samples = [3] * len(lanes) if equal else range(3, 3 + len(lanes))
-    outcomes = (outcome_of(number, samples, drift=drift) for number in range(rounds + 2))
-    times = [one_round(collective, lanes, outcome).sync_ms for outcome in outcomes]
+    times = []
+    for number in range(rounds + 2):
+        for lane in lanes if place.is_cuda else ():
+            with lane.on(lane.compute):
+                occupy()
+        times.append(one_round(collective, lanes, outcome_of(number, samples, drift=drift)).sync_ms)
     return median(times[2:])
 
 
@@ -142,7 +146,7 @@ def against_copies(
     try:
         label = f"{name}, {ranks} x {parameters / 1e6:g} M{', equal samples' if equal else ''}"
         for drift in (False, True):
-            ours = partial(mean_ms, collective, lanes, rounds, drift, equal)
+            ours = partial(mean_ms, place, collective, lanes, rounds, drift, equal)
             result = compare(
                 f"{label}{' with drift' if drift else ''}: fraction of copy bandwidth",
                 {"copy": copied, "mean": ours},
