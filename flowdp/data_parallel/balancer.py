@@ -23,7 +23,7 @@ from flowdp.policy.shares import (
     ThroughputBalance,
     changed_shares,
     format_shares,
-    shard_sizes,
+    part_sizes,
     weights_from,
 )
 from flowdp.policy.worth import Worth
@@ -92,7 +92,7 @@ class Balancer:
 
     def cut(self, samples: int) -> tuple[int, ...]:
         """Samples per rank of a batch. Shape (world_size,)."""
-        return shard_sizes(samples, self.ratios, min_part_size(self._norms))
+        return part_sizes(samples, self.ratios, min_part_size(self._norms))
 
     def note_work(self, samples: Sequence[int], batches: Sequence[int] | None = None) -> None:
         """Note the ranks' batches.

@@ -84,7 +84,6 @@ def prefetch_depth(
     batch_bytes: int,
     *,
     ranks: int = 1,
-    ahead_bytes: int = 0,
     usage: float = USAGE,
     limit: int = DEPTH_LIMIT,
 ) -> int:
@@ -94,14 +93,12 @@ def prefetch_depth(
         memory: Memory of the device, after a whole step; None for a CPU device.
         batch_bytes: Size of one batch on the device.
         ranks: Ranks that share the device.
-        ahead_bytes: Size of the batches that all of them hold ahead already; a part of the peak.
         usage: Part of the device that may be in use.
         limit: Batches ahead, at most.
     """
     if memory is None or batch_bytes == 0:
         return min(HOST_DEPTH, limit)
-    share = (spare_bytes(memory, usage) + ahead_bytes) // ranks
-    return min(max(share // batch_bytes, 0), limit)
+    return min(max(spare_bytes(memory, usage) // ranks // batch_bytes, 0), limit)
 
 
 class RingBudget:

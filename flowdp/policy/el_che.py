@@ -53,6 +53,14 @@ class ElChe:
         window: Steps that a known pace is worth beside those of a new report; None: a report counts by how
             far it is from the known pace, whatever its steps.
 
+    Attributes:
+        world_size: As given.
+        anchor: Steps of the slowest rank between two averagings.
+        max_anchor: Most such steps.
+        overhead_target: As given, clamped.
+        max_batch_diff: As given.
+        is_calibrated: Whether anything was measured.
+
     Raises:
         OptionError: Fewer than 2 devices, an anchor below 1, or a slow rank that is not there.
 
@@ -76,41 +84,29 @@ class ElChe:
             )
         if anchor < 1:
             raise OptionError(f"anchor must be at least 1 step, not {anchor}")
-        cap = max(_DEFAULT_MAX_ANCHOR, anchor) if max_anchor is None else max(max_anchor, 1)
-        self._world_size = world_size
-        self._anchor = self._min_anchor = min(anchor, cap)
-        self._max_anchor = cap
-        self._overhead_target = min(max(overhead_target, 0.01), 0.50)
-        self._max_batch_diff = max_batch_diff
+        self.world_size = world_size
+        self.max_anchor = max(_DEFAULT_MAX_ANCHOR, anchor) if max_anchor is None else max(max_anchor, 1)
+        self.anchor = self._min_anchor = min(anchor, self.max_anchor)
+        self.overhead_target = min(max(overhead_target, 0.01), 0.50)
+        self.max_batch_diff = max_batch_diff
+        self.is_calibrated = False
         self._window = window
         self._ms = [0.0] * world_size
-        self._calibrated = False
         # A cap below the anchor leaves the first counts as they are: they follow at the first report.
         self._counts = [anchor] * world_size
         if speed_hint is not None:
             self._apply_hint(*speed_hint)
 
     def _apply_hint(self, slow_rank: int, ratio: float) -> None:
-        if not 0 <= slow_rank < self._world_size:
+        if not 0 <= slow_rank < self.world_size:
             raise OptionError(
                 f"speed_hint names rank {slow_rank} as the slow one, but the ranks are "
-                f"0..{self._world_size - 1}"
+                f"0..{self.world_size - 1}"
             )
-        fast = _round_half_up(self._anchor * max(ratio, 1.0))
-        self._counts = [fast] * self._world_size
-        self._counts[slow_rank] = self._anchor
+        self._counts = [_round_half_up(self.anchor * max(ratio, 1.0))] * self.world_size
+        self._counts[slow_rank] = self.anchor
 
     # ---------------------------------------------------------------- state
-    @property
-    def world_size(self) -> int:
-        """Devices."""
-        return self._world_size
-
-    @property
-    def anchor(self) -> int:
-        """Steps of the slowest rank between two averagings."""
-        return self._anchor
-
     @property
     def batch_counts(self) -> tuple[int, ...]:
         """Steps per rank. Shape (world_size,)."""
@@ -129,32 +125,12 @@ class ElChe:
     @property
     def anchor_wall_ms(self) -> float:
         """Wall time between two averagings that the counts aim at; 0 until measured."""
-        return self._anchor * max(self._ms) if self._calibrated else 0.0
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether anything was measured."""
-        return self._calibrated
+        return self.anchor * max(self._ms)
 
     @property
     def has_speed_hint(self) -> bool:
         """Whether the counts differ, by a hint or by measurement."""
         return len(set(self._counts)) > 1
-
-    @property
-    def overhead_target(self) -> float:
-        """Averaging time over compute time to stay below."""
-        return self._overhead_target
-
-    @property
-    def max_anchor(self) -> int:
-        """Most steps of the slowest rank between two averagings."""
-        return self._max_anchor
-
-    @property
-    def max_batch_diff(self) -> int | None:
-        """Most steps by which one report may move a count; None is no limit."""
-        return self._max_batch_diff
 
     def batches(self, rank: int) -> int:
         """Steps of one rank."""
@@ -187,13 +163,12 @@ class ElChe:
         for rank, (wall, steps) in enumerate(zip(wall_ms, actual_batches, strict=True)):
             if steps > 0 and _is_measured(wall):
                 self._observe(rank, wall / steps, steps)
-        if max(self._ms) <= 0.0:
+        if not any(self._ms):
             return
         compute_ms = max((wall for wall in wall_ms if _is_measured(wall)), default=0.0)
         if compute_ms > 0.0 and _is_measured(sync_ms):
             self._tune_anchor(sync_ms / compute_ms, hold)
         self._recount()
-        self._calibrated = True
 
     def nudge_anchor_down(self, factor: float) -> None:
         """Meet sooner: multiply the anchor by `factor`, clamped to 0.1..1, and round up.
@@ -201,9 +176,8 @@ class ElChe:
         It may go below the first anchor, because replicas that drift apart weigh more than overhead; later
         reports raise it again.
         """
-        self._anchor = max(1, min(self._anchor, math.ceil(self._anchor * min(max(factor, 0.1), 1.0))))
-        if max(self._ms) > 0.0:
-            self._recount()
+        self.anchor = math.ceil(self.anchor * min(max(factor, 0.1), 1.0))
+        self._recount()
 
     def restore(self, anchor: int, ms_per_batch: Sequence[float]) -> None:
         """Begin with the measurements of an earlier run.
@@ -217,16 +191,13 @@ class ElChe:
         """
         self._check_length("ms_per_batch", ms_per_batch)
         self._ms = [ms if _is_measured(ms) else 0.0 for ms in ms_per_batch]
-        self._anchor = max(1, min(anchor, self._max_anchor))
-        if max(self._ms) > 0.0:
-            self._recount()
-            self._calibrated = True
+        self.anchor = max(1, min(anchor, self.max_anchor))
+        self._recount()
 
     def forget(self, rank: int) -> None:
         """Drop the measurements of a rank that is gone, or whose speed has changed."""
         self._ms[rank] = 0.0
-        if max(self._ms) > 0.0:
-            self._recount()
+        self._recount()
 
     def clamp_total(self, max_total: int) -> tuple[int, ...]:
         """Counts scaled down to `max_total` steps of all ranks, in the same proportions.
@@ -244,14 +215,12 @@ class ElChe:
 
     # ---------------------------------------------------------------- the parts
     def _check_length(self, name: str, values: Sequence[float]) -> None:
-        if len(values) != self._world_size:
-            raise OptionError(
-                f"{name} has {len(values)} values for {self._world_size} devices; give one each"
-            )
+        if len(values) != self.world_size:
+            raise OptionError(f"{name} has {len(values)} values for {self.world_size} devices; give one each")
 
     def _observe(self, rank: int, ms: float, steps: int) -> None:
         known = self._ms[rank]
-        if not self._calibrated or known <= 0.0:
+        if known <= 0.0:
             self._ms[rank] = ms
             return
         evidence = 0.0 if self._window is None else steps / (steps + self._window)
@@ -259,30 +228,34 @@ class ElChe:
         self._ms[rank] = alpha * ms + (1.0 - alpha) * known
 
     def _tune_anchor(self, overhead: float, hold: bool) -> None:
-        if overhead > self._overhead_target:
+        if overhead > self.overhead_target:
             if not hold:
-                wanted = math.ceil(self._anchor * (overhead / self._overhead_target))
-                self._anchor = min(max(wanted, self._min_anchor), self._max_anchor)
-        elif self._anchor < self._min_anchor:
+                wanted = math.ceil(self.anchor * (overhead / self.overhead_target))
+                self.anchor = min(max(wanted, self._min_anchor), self.max_anchor)
+        elif self.anchor < self._min_anchor:
             if not hold:
-                self._anchor += 1
-        elif overhead < self._overhead_target * 0.5 and self._anchor > self._min_anchor:
+                self.anchor += 1
+        elif overhead < self.overhead_target * 0.5 and self.anchor > self._min_anchor:
             # Growth is fast and decay slow, so that the two cannot swing against each other.
-            self._anchor -= 1
+            self.anchor -= 1
 
     def _recount(self) -> None:
+        """Set the counts by what is measured, if anything is."""
         slowest = max(self._ms)
+        if not slowest:
+            return
         for rank, ms in enumerate(self._ms):
-            target = max(1, _round_half_up(self._anchor * (slowest / ms))) if ms > 0.0 else self._anchor
+            target = max(1, _round_half_up(self.anchor * (slowest / ms))) if ms > 0.0 else self.anchor
             count = self._counts[rank]
-            if self._calibrated:
+            if self.is_calibrated:
                 # Below a tenth of the count a change is jitter, and following it would only oscillate.
                 if abs(target - count) <= count * _DEAD_ZONE:
                     continue
-                if self._max_batch_diff is not None:
-                    low, high = count - self._max_batch_diff, count + self._max_batch_diff
+                if self.max_batch_diff is not None:
+                    low, high = count - self.max_batch_diff, count + self.max_batch_diff
                     target = min(max(target, low), high)
             self._counts[rank] = target
+        self.is_calibrated = True
 
 
 def fitted_quotas(

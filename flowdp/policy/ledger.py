@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from heapq import heapify, heapreplace
-from itertools import accumulate
 
 from flowdp.errors import ProtocolError
 
@@ -121,14 +120,9 @@ class Ledger:
                 self.left[rank] = hand + self.left[rank]
             return self._deal_tail(quotas, ms_per_step, due)
         fresh = [quota - steps for quota, steps in zip(quotas, ahead, strict=True)]
-        takers = [rank for rank, steps in enumerate(fresh) if steps]
-        is_even = max(quotas) == 1 or (len(set(ms_per_step)) == 1 and not any(ahead))
-        if is_even and len({fresh[rank] for rank in takers}) == 1:
-            self._take_turns(hands, takers, fresh[takers[0]])
-        else:
-            for rank in interleave(fresh, ms_per_step, ahead):
-                hands[rank] += range(self.position, self.position + self.groups[rank])
-                self.position += self.groups[rank]
+        for rank in interleave(fresh, ms_per_step, ahead):
+            hands[rank] += range(self.position, self.position + self.groups[rank])
+            self.position += self.groups[rank]
         self.dealt += sum(map(len, hands))
         return tuple(map(tuple, hands))
 
@@ -212,15 +206,6 @@ class Ledger:
                 f"epoch {self.epoch}: {self.trained} batches trained, {self.dealt} dealt, {remaining} "
                 f"remaining do not make {self.batches}"
             )
-
-    def _take_turns(self, hands: list[list[int]], ranks: Sequence[int], count: int) -> None:
-        """Add `count` steps of each of these ranks, one after the other: as `interleave` would, at once."""
-        ends = list(accumulate(self.groups[rank] for rank in ranks))
-        first, self.position = self.position, self.position + count * ends[-1]
-        for rank, end in zip(ranks, ends, strict=True):
-            group = self.groups[rank]
-            steps = range(first + end - group, self.position, ends[-1])
-            hands[rank] += steps if group == 1 else (start + i for start in steps for i in range(group))
 
     def _take_left(self, rank: int, quota: int) -> list[int]:
         hand, self.left[rank] = self.left[rank][:quota], self.left[rank][quota:]

@@ -14,7 +14,6 @@ __all__ = [
     "format_shares",
     "normalised_ratios",
     "part_sizes",
-    "shard_sizes",
     "weights_from",
 ]
 
@@ -81,40 +80,12 @@ def normalised_ratios(ratios: Sequence[float], world_size: int) -> tuple[float, 
     return tuple(ratio / whole for ratio in ratios)
 
 
-def shard_sizes(batch_size: int, ratios: Sequence[float], least: int = 1) -> tuple[int, ...]:
-    """Split one batch by ratios that sum to 1.
-
-    Sizes are rounded half away from zero, at least `least` while samples last; the last rank takes the rest.
-    A batch that is too small for all ranks leaves the last ones empty.
-
-    Args:
-        batch_size: Samples to split.
-        ratios: Shape (ranks,).
-        least: Samples of a rank that has any. A batch of fewer goes whole to the first rank.
-
-    Returns:
-        Sizes that sum to `batch_size`. Shape (ranks,).
-    """
-    sizes = []
-    left = batch_size
-    for rank, ratio in enumerate(ratios[:-1]):
-        after = min(len(ratios) - rank - 1, left // least - 1)
-        size = max(least, math.floor(batch_size * ratio + 0.5))
-        # Enough stays for the ranks behind, as far as the samples go.
-        size = min(size, max(least, left - least * after), left)
-        if 0 < left - size < least:  # too few for another rank: this one takes them, or leaves enough
-            size = left if left < 2 * least else left - least
-        sizes.append(size)
-        left -= size
-    return (*sizes, left)
-
-
 def part_sizes(samples: int, ratios: Sequence[float], least: int = 1) -> tuple[int, ...]:
     """Split the samples of one step of all ranks so that they finish together.
 
-    Unlike with `shard_sizes` no rank pays for the rounding of the others, and the last one finishes as early
-    as whole samples allow: ratios that are nearly equal give equal sizes. Every rank gets at least `least`,
-    so that its speed stays known, while they last; else the slowest ranks get none.
+    No rank pays for the rounding of the others, and the last one finishes as early as whole samples allow:
+    ratios that are nearly equal give equal sizes. Every rank gets at least `least`, so that its speed stays
+    known, while they last; else the slowest ranks get none.
 
     Args:
         samples: To split.

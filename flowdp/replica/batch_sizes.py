@@ -29,14 +29,14 @@ class Sizes:
     Attributes:
         source: Samples of a batch of the source; None: as the DataLoader says.
         widths: Batches of the source in a micro-batch. Shape (world_size,).
-        groups: And in a step; None: one each. Shape (world_size,).
+        groups: And in a step. Shape (world_size,).
         window: Samples that all ranks train together for one step (exact); None elsewhere.
         parts: Samples of a micro-batch of a window (exact), at most. Shape (world_size,).
     """
 
     source: int | None
     widths: tuple[int, ...]
-    groups: tuple[int, ...] | None = None
+    groups: tuple[int, ...]
     window: int | None = None
     parts: tuple[int, ...] = ()
 
@@ -48,8 +48,6 @@ class Sizes:
             policy: How the replicas are kept one model.
         """
         groups = self.groups
-        if groups is None or ROUNDS[policy].averages == "gradients":
-            return batches
         if len(set(groups)) == 1:
             return -(-batches // groups[0])
         if ROUNDS[policy].shares != "equal":
@@ -73,7 +71,7 @@ class Sizes:
     def together(self, dataset: object) -> int | None:
         """Samples of one step of all ranks; None as above."""
         unit = self._unit(dataset)
-        return self.window or (None if unit is None else unit * sum(self.groups or self.widths))
+        return self.window or (None if unit is None else unit * sum(self.groups))
 
     def samples(self, dataset: object, batches: int) -> int:
         """Samples of so many batches of the source; of batches of any size their number."""
@@ -90,7 +88,7 @@ class Sizes:
         Raises:
             OptionError: It cannot tell how many batches to deal for them.
         """
-        if max_steps is not None and len(set(self.groups or (1,))) > 1:
+        if max_steps is not None and len(set(self.groups)) > 1:
             raise OptionError(
                 "max_steps cannot be kept with a per_device_batch_size that differs: how many steps the "
                 "batches make then depends on the devices that train them; give epochs"
@@ -162,8 +160,7 @@ def plan_sizes(
         )
     if each is None:
         if whole is None or _has_own_batches(dataset):  # each device trains whole batches of the loader
-            groups = (accumulation,) * world_size
-            return Sizes(None, (1,) * world_size, groups if accumulation > 1 else None)
+            return Sizes(None, (1,) * world_size, (accumulation,) * world_size)
         each = (-(-whole // world_size),) * world_size
     unit = math.gcd(*each)
     widths = tuple(size // unit for size in each)
@@ -173,7 +170,7 @@ def plan_sizes(
             "a per_device_batch_size that differs between devices needs a dataset of a known length, and an "
             "IterableDataset has none"
         )
-    return Sizes(unit, widths, groups if max(groups) > 1 else None)
+    return Sizes(unit, widths, groups)
 
 
 def _whole(dataset: object, batch_size: object) -> int | None:
@@ -233,4 +230,5 @@ def _exact(
     window = whole * accumulation
     # With accumulation a forward is at most as large as without it.
     parts = each or (whole if accumulation > 1 else window,) * world_size
-    return Sizes(window, (1,) * world_size, None, window, parts)
+    ones = (1,) * world_size
+    return Sizes(window, ones, ones, window, parts)

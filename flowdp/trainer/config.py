@@ -216,7 +216,7 @@ class RunConfig:
         """The same run as a trial: one step of each device and one evaluation; nothing is written."""
         batches, cadence, ratios = 1, self.cadence, self.ratios
         if self.replica.policy != "exact":
-            batches = sum(self.sizes.groups or (1,) * self.world_size)
+            batches = sum(self.sizes.groups)
             lead = 0 if self.replica.policy == "async" else None
             cadence, ratios = CadenceOptions(anchor=1, max_anchor=1, max_batch_diff=lead), None
         evaluation = self.evaluation

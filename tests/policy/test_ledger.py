@@ -36,7 +36,7 @@ def test_interleave(
 
 
 @given(st.data())
-def test_equal_ranks_take_turns_as_they_would_ask(data: st.DataObject) -> None:
+def test_a_deal_follows_the_order_in_which_ranks_ask(data: st.DataObject) -> None:
     groups = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     count, getting = (
         data.draw(st.integers(1, 5)),

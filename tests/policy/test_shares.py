@@ -8,7 +8,6 @@ from flowdp.policy.shares import (
     ThroughputBalance,
     normalised_ratios,
     part_sizes,
-    shard_sizes,
     weights_from,
 )
 
@@ -22,33 +21,21 @@ def test_weights_are_measured_speeds_else_the_hint_else_equal():
     assert weights_from([0.0, 0.0]) == (1.0, 1.0)
 
 
-@given(st.integers(0, 300), weights)
-def test_shards_fill_the_batch_and_leave_nobody_out_while_samples_last(batch_size, given_weights):
-    ratios = normalised_ratios(given_weights, len(given_weights))
-    sizes = shard_sizes(batch_size, ratios)
-    assert sum(sizes) == batch_size
-    assert sum(size > 0 for size in sizes) == min(batch_size, len(ratios))
-    assert min(sizes) >= 0
-
-
 @given(st.integers(0, 60), weights, st.integers(1, 4))
 def test_no_share_is_smaller_than_the_least(samples, given_weights, least):
     ratios = normalised_ratios(given_weights, len(given_weights))
-    for split in (shard_sizes, part_sizes):
-        sizes = split(samples, ratios, least)
-        assert sum(sizes) == samples
-        if samples >= least:
-            assert all(size == 0 or size >= least for size in sizes)
-        else:  # too few: one rank has them all, and its output is that of one device
-            assert sum(size > 0 for size in sizes) <= 1
-        if samples >= least * len(sizes):
-            assert min(sizes) >= least
+    sizes = part_sizes(samples, ratios, least)
+    assert sum(sizes) == samples
+    if samples >= least:
+        assert all(size == 0 or size >= least for size in sizes)
+    else:  # too few: one rank has them all, and its output is that of one device
+        assert sum(size > 0 for size in sizes) <= 1
+    if samples >= least * len(sizes):
+        assert min(sizes) >= least
 
 
 def test_two_samples_at_least():
-    assert shard_sizes(3, [0.5, 0.5], 2) == (3, 0)
-    assert shard_sizes(31, [1 / 31, 30 / 31], 2) == (2, 29)
-    assert shard_sizes(5, [0.5, 0.25, 0.25], 2) == (3, 2, 0)
+    assert part_sizes(3, [0.5, 0.5], 2) == (3, 0)
     assert part_sizes(3, [1.0, 30.0], 2) == (0, 3)
     assert part_sizes(31, [1.0, 30.0], 2) == (2, 29)
     assert part_sizes(5, [1.0, 1.0, 1.0], 2) == (3, 2, 0)

@@ -18,8 +18,8 @@ DATA = TensorDataset(torch.ones(20, 1))
 @pytest.mark.parametrize(
     ("per_device", "accumulation", "expected"),
     [
-        (8, 1, Sizes(8, (1, 1))),
-        ([8, 8], 1, Sizes(8, (1, 1))),
+        (8, 1, Sizes(8, (1, 1), (1, 1))),
+        ([8, 8], 1, Sizes(8, (1, 1), (1, 1))),
         (8, 3, Sizes(8, (1, 1), (3, 3))),
         ((64, 32), 1, Sizes(32, (2, 1), (2, 1))),
         ((6, 4), 1, Sizes(2, (3, 2), (3, 2))),
@@ -37,18 +37,18 @@ def test_devices_that_average_parameters_divide_the_batch(
     batch_size: int, ranks: int, each: int, is_loader: bool
 ) -> None:
     data, given = (DataLoader(DATA, batch_size), None) if is_loader else (DATA, batch_size)
-    assert plan_sizes(data, given, None, 1, "cadence", ranks) == Sizes(each, (1,) * ranks)
+    assert plan_sizes(data, given, None, 1, "cadence", ranks) == Sizes(each, (1,) * ranks, (1,) * ranks)
 
 
 @pytest.mark.parametrize(
     ("batch_size", "per_device", "accumulation", "expected"),
     [
-        (64, None, 1, Sizes(64, (1, 1), None, 64, (64, 64))),
-        (64, None, 3, Sizes(192, (1, 1), None, 192, (64, 64))),
-        (None, 8, 1, Sizes(16, (1, 1), None, 16, (8, 8))),
-        (100, 8, 1, Sizes(100, (1, 1), None, 100, (8, 8))),
-        (None, (6, 4), 1, Sizes(10, (1, 1), None, 10, (6, 4))),
-        (None, (6, 4), 2, Sizes(20, (1, 1), None, 20, (6, 4))),
+        (64, None, 1, Sizes(64, (1, 1), (1, 1), 64, (64, 64))),
+        (64, None, 3, Sizes(192, (1, 1), (1, 1), 192, (64, 64))),
+        (None, 8, 1, Sizes(16, (1, 1), (1, 1), 16, (8, 8))),
+        (100, 8, 1, Sizes(100, (1, 1), (1, 1), 100, (8, 8))),
+        (None, (6, 4), 1, Sizes(10, (1, 1), (1, 1), 10, (6, 4))),
+        (None, (6, 4), 2, Sizes(20, (1, 1), (1, 1), 20, (6, 4))),
     ],
 )
 def test_what_a_window_is(
@@ -60,7 +60,6 @@ def test_what_a_window_is(
 @pytest.mark.parametrize(
     ("groups", "policy", "batches", "steps"),
     [
-        (None, "cadence", 7, 7),
         ((1, 1), "cadence", 7, 7),
         ((3, 3), "cadence", 7, 3),
         ((2, 1), "sync", 7, 5),
@@ -69,10 +68,8 @@ def test_what_a_window_is(
         ((2, 1), "cadence", 7, None),
     ],
 )
-def test_steps_of_an_epoch(
-    groups: Sequence[int] | None, policy: Any, batches: int, steps: int | None
-) -> None:
-    sizes = Sizes(4, (1, 1), None if groups is None else tuple(groups))
+def test_steps_of_an_epoch(groups: Sequence[int], policy: Any, batches: int, steps: int | None) -> None:
+    sizes = Sizes(4, (1, 1), tuple(groups))
     assert sizes.steps(batches, policy) == steps
 
 

@@ -21,7 +21,6 @@ from flowdp.policy.schedule import lr_factor, position
 from flowdp.policy.shares import (
     ThroughputBalance,
     part_sizes,
-    shard_sizes,
     weights_from,
 )
 from flowdp.policy.tally import Tally, Work
@@ -196,7 +195,7 @@ def _given_options(vector: Vector) -> Answers:
 # ---------------------------------------------------------------- shares
 @answers("SH-001", "SH-003", "SH-005")
 def _shards(vector: Vector) -> Answers:
-    return {"sizes": shard_sizes(vector["input"]["batch_size"], vector["setup"]["chunk_ratios"])}
+    return {"sizes": part_sizes(vector["input"]["batch_size"], vector["setup"]["chunk_ratios"])}
 
 
 def rebalanced(throughput: list[int], ratios: list[float]) -> ThroughputBalance:
@@ -211,7 +210,7 @@ def rebalanced(throughput: list[int], ratios: list[float]) -> ThroughputBalance:
 @answers("SH-007")
 def _shards_after_rebalance(vector: Vector) -> Answers:
     balance = rebalanced(vector["setup"]["ema_throughput"], [0.5, 0.5])
-    return {"sizes": shard_sizes(vector["input"]["batch_size"], balance.ratios)}
+    return {"sizes": part_sizes(vector["input"]["batch_size"], balance.ratios)}
 
 
 @answers("RB-002", "RB-004")
