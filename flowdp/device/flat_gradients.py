@@ -67,10 +67,11 @@ class FlatGradients:
     def forget(self) -> None:
         """Begin another sum: what is there means nothing, and is not read; `begin` or `wrote` follow.
 
-        So nothing is enqueued where a graph writes all of it in the next step.
+        So nothing is enqueued where a graph writes all of it in the next step. That puts every gradient in
+        its place, too.
         """
         self.is_void = True
-        self._take_places()
+        self._note_versions()
 
     def begin(self) -> None:
         """Let backward add to zeros, in a step that none has begun."""
@@ -169,6 +170,9 @@ class FlatGradients:
         if not all(map(is_, map(_grad, self.parameters), self.views)):
             for parameter, own in zip(self.parameters, self.views, strict=True):
                 parameter.grad = own
+        self._note_versions()
+
+    def _note_versions(self) -> None:
         self._versions = list(map(_version, self.views))
 
     def _sums_in(self, dtype: torch.dtype) -> torch.dtype:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -34,8 +34,8 @@ Mark = Any
 """A point in a rank's work: seconds by `perf_counter`, or an `Event`."""
 
 
-class Kind(Enum):
-    """Kind of work that a mark ends."""
+class Kind(IntEnum):
+    """Kind of work that a mark ends; an int, as other enums are hashed in Python, several times a step."""
 
     STEP = auto()
     ROUND = auto()

@@ -9,10 +9,10 @@ change show in a comparison with an eager step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, call, is_, itemgetter
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -58,8 +58,11 @@ class Guards:
         self._picks: list[Callable[[Any], Any]] = []
         self._cells: list[CellType] = []
         self._held: list[tuple[Mapping[Any, Any], Any]] = []  # other tensors: table and key
-        self._homes: list[dict[str, Any]] = []  # of parameters, buffers and submodules
-        self._sized: list[Mapping[Any, Any]] = []  # to which nothing may be added, tables of hooks among them
+        # Parameters, buffers and submodules; and tables to which nothing may be added, those of hooks among
+        # them. Most of both are empty, and to see that they still are takes the least time.
+        self._homes: list[ValuesView[Any]] = []
+        self._sized: list[Mapping[Any, Any]] = []
+        self._empty: list[Mapping[Any, Any]] = []
         self._seen: set[int] = set()
         self._watch("the model", self._module)
         for name, value in _named(self._loss):
@@ -72,7 +75,7 @@ class Guards:
         for space, names in _spaces(self._loss):
             self._table("a global of the loss", space, names)
         self._cells = [cell for function in _functions(self._loss) for cell in function.__closure__ or ()]
-        entries = chain.from_iterable(map(dict.values, self._homes))
+        entries = chain.from_iterable(self._homes)
         held = [table[key] for table, key in self._held] + [_content(cell) for cell in self._cells]
         tensors = {id(one): one for one in (*entries, *held) if isinstance(one, Tensor)}
         self.state = [tensor for tensor in tensors.values() if tensor.layout is torch.strided]
@@ -82,23 +85,23 @@ class Guards:
     def changed(self) -> str | None:
         """Something that has changed, in words; None where nothing has."""
         try:
-            values = self._look()
-            kept = self._objects()
-            if values == self._values and len(kept) == len(self._kept) and all(map(is_, kept, self._kept)):
-                return None
+            if not any(self._empty) and self._look() == self._values:
+                kept = self._objects()
+                if len(kept) == len(self._kept) and all(map(is_, kept, self._kept)):
+                    return None
+            for name, pick, table, before in zip(
+                self._names, self._picks, self._tables, self._values[0], strict=True
+            ):
+                if pick(table) != before:
+                    return f"the values of {name} were {before}, they are {pick(table)}"
         except Exception:  # an attribute is gone, or a tensor in the place of a number
             return "an attribute is gone, or of another type"
-        for name, pick, table, before in zip(
-            self._names, self._picks, self._tables, self._values[0], strict=True
-        ):
-            if pick(table) != before:
-                return f"the values of {name} were {before}, they are {pick(table)}"
         return "a layer, parameter, buffer or hook, its memory or requires_grad"
 
     def _look(self) -> tuple[list[Any], ...]:
         """All that is compared by value."""
         return (
-            [pick(table) for pick, table in zip(self._picks, self._tables, strict=True)],
+            [*map(call, self._picks, self._tables)],
             [*map(len, self._sized)],
             [*map(_free, self.state), *map(Tensor.data_ptr, self.state)],
             [value for cell in self._cells if isinstance(value := _content(cell), PLAIN)],
@@ -107,7 +110,7 @@ class Guards:
     def _objects(self) -> list[Any]:
         """All that is compared by identity."""
         return [
-            *chain.from_iterable(map(dict.values, self._homes)),
+            *chain.from_iterable(self._homes),
             *(table.get(key) for table, key in self._held),
             *(value for cell in self._cells if not isinstance(value := _content(cell), PLAIN)),
         ]
@@ -123,8 +126,10 @@ class Guards:
             for part_name, part in value.named_modules():
                 self._seen.add(id(part))
                 self._table(f"{part_name or type(part).__name__}", vars(part))
-                self._homes += [vars(part)[key] for key in TABLES]
-                self._sized += hook_tables(part)
+                homes, hooks = [vars(part)[key] for key in TABLES], hook_tables(part)
+                self._homes += [home.values() for home in homes if home]
+                self._sized += filter(None, hooks)
+                self._empty += [table for table in (*homes, *hooks) if not table]
         elif not isinstance(value, Tensor) and isinstance(getattr(value, "__dict__", None), dict):
             self._table(name, vars(value))
 

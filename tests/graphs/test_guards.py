@@ -23,6 +23,7 @@ class Net(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.drop = nn.Dropout(0.1)
+        self.drop.register_forward_hook(lambda *_: None)
         self.register_buffer("scale", torch.ones(1))
         self.plain = torch.ones(1)
         self.beta = 0.5
@@ -44,6 +45,8 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "attribute gone": lambda net: delattr(net, "beta"),
     "frozen": lambda net: net.layer.weight.requires_grad_(False),
     "forward hook": lambda net: net.layer.register_forward_hook(lambda *_: None),
+    "second hook": lambda net: net.drop.register_forward_hook(lambda *_: None),
+    "hook, and attribute gone": lambda net: (net.layer.register_forward_hook(print), delattr(net, "beta")),
     "backward hook": lambda net: net.layer.register_full_backward_hook(lambda *_: None),
     "buffer": lambda net: setattr(net, "scale", torch.ones(1)),
     "parameter": lambda net: setattr(net.layer, "weight", nn.Parameter(torch.ones(2, 2))),
