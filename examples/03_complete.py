@@ -1,4 +1,7 @@
-"""A complete program: all devices, evaluation, the best checkpoint, a progress bar, resume. Run it twice."""
+"""A complete program: all devices, evaluation, the best checkpoint, a progress bar, resume.
+
+Started again, it finds that all is trained; with more epochs, it goes on from there.
+"""
 
 import sys
 
@@ -12,7 +15,7 @@ pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
 images = pixels.float() / 16
 train, test = (images[:1500], labels[:1500]), (images[1500:], labels[1500:])
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-folder = sys.argv[1] if len(sys.argv) > 1 else "runs/digits"
+folder = sys.argv[1] if len(sys.argv) > 1 else "runs/complete"
 
 # ------------------------------------------------------------------ the program
 trainer = flowdp.Trainer(

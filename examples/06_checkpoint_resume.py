@@ -24,8 +24,8 @@ class StopAt(flowdp.Callback):
     def on_train_start(self, run: flowdp.Run) -> None:
         self.run = run
 
-    def on_round(self, record: flowdp.RoundEnded) -> None:
-        if record.global_step >= self.step:
+    def on_step(self, worker: Any, _: Tensor | None) -> None:
+        if worker.global_step >= self.step:
             self.run.stop()
 
 
@@ -36,7 +36,7 @@ class Report(flowdp.Callback):
         print(metrics)
 
     def on_checkpoint(self, checkpoint: flowdp.Checkpoint) -> None:
-        print(f"checkpoint at step {checkpoint.global_step}, {checkpoint.epoch} epochs complete")
+        print(f"checkpoint at step {checkpoint.global_step}, {checkpoint.epoch} of 50 epochs complete")
 
 
 def digits() -> tuple[Any, Any]:
@@ -78,7 +78,7 @@ def main(folder: Path) -> tuple[flowdp.TrainedState, flowdp.TrainedState]:
     patience = flowdp.EarlyStopping("accuracy", patience=3, mode="max", restore_best=True)
     second = trainer(folder, 3, patience).fit()
     best = torch.load(folder / "best.pt", weights_only=True)  # plain torch reads it
-    print(f"early at step {second.global_step}; the best was {best['best']:.1%}, in epoch {best['epoch']}")
+    print(f"stopped early at step {second.global_step}; best: {best['best']:.1%} in epoch {best['epoch']}")
     return first, second
 
 

@@ -2,7 +2,7 @@
 
     pip install "flowdp[torchft]"
     torchft_lighthouse --min_replicas 1 --heartbeat_timeout_ms 2000          # once, on any host
-    TORCHFT_LIGHTHOUSE=http://host:29510 python examples/elastic.py runs/digits    # on each machine
+    TORCHFT_LIGHTHOUSE=http://host:29510 python examples/elastic.py runs/elastic    # on each machine
 
 To try it on one host, start the last line in several terminals, and kill one of them.
 """
@@ -33,7 +33,7 @@ def train() -> flowdp.TrainedState:
         batch_size=32,  # of all devices of all machines together
         epochs=int(sys.argv[2]) if len(sys.argv) > 2 else 100,
         devices=["cpu", "cpu"],  # leave this out to train on all GPUs of each machine
-        checkpoint=sys.argv[1],  # on storage that all machines reach
+        checkpoint=sys.argv[1] if len(sys.argv) > 1 else "runs/elastic",  # on storage that all machines reach
         resume=True,
     ).fit()
 

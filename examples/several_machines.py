@@ -15,6 +15,8 @@ from sklearn.datasets import load_digits
 
 import flowdp
 
+folder = sys.argv[1] if len(sys.argv) > 1 else "runs/digits"
+
 images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
 torch.manual_seed(0)
 state = flowdp.Trainer(
@@ -25,7 +27,7 @@ state = flowdp.Trainer(
     batch_size=32,  # of all devices of all machines together
     epochs=5,
     devices=["cpu", "cpu"],  # leave this out to train on all GPUs of each machine
-    checkpoint=sys.argv[1],
+    checkpoint=folder,
     resume=True,  # after a restart: machine 0 reads, and the others get it from there
 ).fit()
 print(state)
