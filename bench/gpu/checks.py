@@ -27,7 +27,7 @@ from flowdp.collective import host
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.local import DeviceMean
 from flowdp.collective.nccl import NcclMean
-from flowdp.data.prefetch import Carrier
+from flowdp.data.prefetch import PrefetchFeed
 from flowdp.device.flat_parameters import Flat, FlatReplica
 from flowdp.replica.replica import Replica
 
@@ -163,7 +163,7 @@ def held_by(module: nn.Module) -> Tensor:
 def stalled(staller: Staller) -> Iterator[None]:
     """Delay the copies of prefetch and the averaging."""
     with ExitStack() as stack:
-        stack.enter_context(_before(Carrier, "_bring", lambda *_: staller.at("copy")))
+        stack.enter_context(_before(PrefetchFeed, "_bring", lambda *_: staller.at("copy")))
         for kind in (DeviceMean, NcclMean):
             stack.enter_context(_before(kind, "_enqueue", _on_comm(staller)))
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import flowdp
 from bench.gpu.part import Figure, Finding, Note, Place
-from flowdp.data.feed import DirectFeed
+from flowdp.data.feed import Feed
 from flowdp.data.resident import ResidentFeed
 from flowdp.engine.meter import Meter
 from flowdp.engine.worker_thread import Worker
@@ -64,7 +64,7 @@ class Stopwatch:
 
 def parts(place: Place) -> dict[str, tuple[type, str]]:
     """Parts of a worker's step: name, class and method."""
-    feed = place.pick(ResidentFeed, DirectFeed)
+    feed = place.pick(ResidentFeed, Feed)
     return {
         "what next": (WorkerMachine, "next"),
         "take": (feed, "take"),
@@ -103,7 +103,7 @@ def measure(place: Place) -> Iterator[Finding]:
     yield Figure("own code of a step, us", min(null_step_us(place, steps) for _ in range(place.pick(3, 2))))
 
     # The gather of a batch is also done by a hand loop.
-    feed = place.pick(ResidentFeed, DirectFeed)
+    feed = place.pick(ResidentFeed, Feed)
     with replaced(feed, "take", lambda *_: ()):
         least = min(null_step_us(place, steps) for _ in range(place.pick(3, 2)))
     yield Figure("own code of a step without the gather, us", least)

@@ -10,10 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from flowdp.data.moving import is_plain
+from flowdp.device.streams import QUIET
 from flowdp.device.trees import (
     concatenated,
     cut,
@@ -103,14 +105,20 @@ def makes_new(loader: object) -> bool:
 
 
 def cloned(batch: Any) -> Any:
-    """A batch in memory of its own."""
+    """A batch in memory of its own; what was pinned is so again, for copies to a device."""
     return tree_map(_clone, batch)
 
 
 def _clone(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray | list):
         return copy.copy(leaf)
-    return leaf.clone() if is_plain(leaf) and not leaf.requires_grad else leaf
+    if not is_plain(leaf) or leaf.requires_grad:
+        return leaf
+    if not leaf.is_pinned():
+        return leaf.clone()
+    with QUIET:
+        own = torch.empty_like(leaf, pin_memory=True)
+    return own.copy_(leaf)
 
 
 def taken_apart(payload: Any) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Any]]:

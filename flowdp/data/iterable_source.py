@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flowdp.data.epoch_order import ALL, KEPT_EPOCHS
 from flowdp.data.identity import Identity, content_checksum
-from flowdp.data.loader_source import NOTHING, LoaderSource, ReadPlan
+from flowdp.data.loader_source import LoaderSource, ReadPlan
 from flowdp.data.processes import begin
 from flowdp.data.source import Batch
 from flowdp.device.trees import batch_length
@@ -26,6 +26,9 @@ from flowdp.policy.formats import format_error
 __all__ = ["Counted", "Measured", "StreamReader"]
 
 Collate = Callable[[Any], Batch]
+
+_END = object()
+"""An iterator's answer at its end."""
 
 HEAD = 1024
 """Numbers of each tensor of a batch that its checksum is taken of."""
@@ -91,7 +94,7 @@ class StreamReader(LoaderSource):
             worker_init_fn=partial(begin, worker_init_fn),
             **loader,
         )
-        super().__init__(None, made, plan, is_counted=True, stride=plan.stride)
+        super().__init__(None, made, plan, is_counted=True)
         self._most = plan.limit.of_unknown
         self.batch_size = batch_size
         self.is_part = plan.is_part
@@ -131,11 +134,9 @@ class StreamReader(LoaderSource):
         dataset = self._loader.dataset
         return type(getattr(dataset, "iterable", dataset)).__name__
 
-    def _comes(self, key: tuple[int, ...]) -> bool:
+    def _comes(self, rank: int, key: tuple[int, ...]) -> bool:
         epoch, batch = key
-        if batch >= self._lengths.get(epoch, batch + 1):
-            return False
-        return super()._comes(key)
+        return batch < self._lengths.get(epoch, batch + 1) and super()._comes(rank, key)
 
     def _begin(self) -> Iterator[Batch] | None:
         # Without processes the reader thread alone touches the dataset.
@@ -160,8 +161,8 @@ class StreamReader(LoaderSource):
             position, missing = self.plan.start.remaining(epoch) or (0, ())
             current = self._in_turn(partial(self._iterate, epoch)) if iterator is None else iterator
             while self._most is None or self._reading[1] < self._most:
-                read = self._in_turn(partial(next, current, NOTHING))
-                if read is NOTHING:
+                read = self._in_turn(partial(next, current, _END))
+                if read is _END:
                     break
                 self._note(*self._reading, read, position)
                 if self._reading[1] < position and self._reading[1] not in missing:

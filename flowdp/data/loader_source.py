@@ -11,7 +11,7 @@ import itertools
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -37,12 +37,9 @@ from flowdp.protocol.position import Position
 from flowdp.threads.stacks import folded
 from flowdp.threads.turns import Turns
 
-__all__ = ["NOTHING", "LoaderSource", "ReadPlan"]
+__all__ = ["LoaderSource", "ReadPlan"]
 
 _Key = tuple[int, ...]  # (epoch, batch), or more of it: its order is the order of reading
-
-NOTHING = object()
-"""An iterator's answer at its end."""
 
 VALUES = (type(None), bool, int, float, str, bytes, type, FunctionType, Tensor, np.ndarray)
 """Types that any number of threads may read."""
@@ -146,7 +143,6 @@ class LoaderSource(Source):
         loader: Loader to read.
         plan: Epochs to read.
         is_counted: The loader yields (samples, batch), because nothing else tells the number of samples.
-        stride: See `Source`.
 
     Attributes:
         plan: As given.
@@ -160,9 +156,8 @@ class LoaderSource(Source):
         plan: ReadPlan,
         *,
         is_counted: bool,
-        stride: Stride,
     ) -> None:
-        super().__init__(order, stride)
+        super().__init__(order, plan.stride)
         self.plan = plan
         self.keeps = plan.keeps
         # Two for each rank, and two for the road; with processes at least their batches in work, so that none
@@ -193,13 +188,14 @@ class LoaderSource(Source):
     def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
         """Begin to read; see `Source.start`."""
         try:
-            with starting() if self._loader.num_workers else nullcontext():
+            with starting():
                 iterator = self._begin()
         except Exception as error:
             raise DataError(f"the DataLoader could not be started: {format_error(error)}") from error
         if self._loader.num_workers > 0:
             self._processes = Processes(iterator)
             self._sent = SentAttributes(self._loader.dataset)
+        # The callbacks are the thread's alone: a source that was read must not keep the run alive.
         self._thread = threading.Thread(
             target=self._run, args=(self._feed(iterator), wake, failed), name="flowdp-reader", daemon=True
         )
@@ -226,7 +222,7 @@ class LoaderSource(Source):
             if payload is not None:
                 self._taken = max(self._taken, key)
             else:
-                if self._closing or not self._comes(key):
+                if self._closing or not self._comes(rank, key):
                     return None
                 # A batch of one rank alone belongs to the rank that asks last: it was dealt anew.
                 ranks = [] if part is None else self._waiting.get(key, [])
@@ -324,7 +320,7 @@ class LoaderSource(Source):
             turns.take_away(self._thread)
         return not self._thread.is_alive()
 
-    def _comes(self, key: _Key) -> bool:
+    def _comes(self, _rank: int, key: _Key) -> bool:
         """Whether a batch that is not stored will be read; raises if there is none, or it was taken."""
         self._check_exists(key)
         if key <= self._last:
@@ -382,7 +378,7 @@ class LoaderSource(Source):
                 for rank in self._put(*read):
                     wake(rank, epoch, batch)
         except BaseException as error:  # also a SystemExit of the dataset: waiting ranks must hear of it
-            self._fail(self._reading, error, wake, failed)
+            self._fail(error, wake, failed)
         finally:
             if self._processes is not None:
                 self._processes.shut_down()
@@ -407,44 +403,34 @@ class LoaderSource(Source):
             self._begun = epoch
             return not self._closing
 
-    def _put(self, key: _Key, payload: Any) -> Sequence[int]:
-        """Store a batch; returns the ranks that wait for it."""
-        samples, payload = self._owned(payload)
-        with self._changed:
-            if self._closing:
-                return ()
-            self._last = key
-            return self._store(key, samples, payload)
-
-    def _owned(self, payload: Any) -> tuple[int, Batch]:
-        """The samples of a batch, where they are counted, and the batch, safe from what is read later."""
-        samples, payload = payload if self._is_counted else (0, payload)
+    def _put(self, key: _Key, read: Any) -> Sequence[int]:
+        """Store a batch, safe from what is read later; returns the ranks that wait for it."""
+        samples, payload = read if self._is_counted else (0, read)
         if payload is None:
             raise TypeError("the batch is None; the collate function must return one")
         if not self._makes_new:
             payload = cloned(payload)
         elif self.keeps:
             payload = tree_map(_unshared, payload)
-        return samples, payload
-
-    def _store(self, key: _Key, samples: int, payload: Batch) -> Sequence[int]:
-        """Store a batch, under the lock; returns the ranks that wait for it."""
-        self._read[key] = payload
-        if self._is_counted:
-            self._samples[key] = samples
-            if len(self._samples) > KEPT_BATCHES:
-                del self._samples[next(iter(self._samples))]
-        return self._waiting.pop(key, ())
+        with self._changed:
+            if self._closing:
+                return ()
+            self._last = key
+            self._read[key] = payload
+            if self._is_counted:
+                self._samples[key] = samples
+                if len(self._samples) > KEPT_BATCHES:
+                    del self._samples[next(iter(self._samples))]
+            return self._waiting.pop(key, ())
 
     def _fail(
         self,
-        key: _Key,
         error: BaseException,
         wake: Callable[[int, int, int], None],
         failed: Callable[[DataError], None],
     ) -> None:
         if not isinstance(error, DataError):
-            error = self._describe(key, error)
+            error = self._describe(error)
         with self._changed:
             if self._closing:  # ending the processes may break a read; no rank waits for it
                 return
@@ -458,9 +444,12 @@ class LoaderSource(Source):
             for rank in ranks:
                 wake(rank, epoch, batch)
 
-    def _describe(self, key: _Key, cause: BaseException) -> DataError:
-        epoch, batch = key[:2]
-        indices = self._indices_of(key)
+    def _describe(self, cause: BaseException) -> DataError:
+        """The error of a read that failed."""
+        epoch, batch, *part = self._reading
+        indices = self.indices(epoch, batch)
+        if part:
+            indices = indices[slice(*part)]
         sample, text = told(cause)
         where = f"batch {batch + 1} of epoch {epoch + 1}"
         if sample is not None:
@@ -470,10 +459,6 @@ class LoaderSource(Source):
         error = DataError(f"reading {where} failed: {text}", epoch=epoch, indices=indices, sample=sample)
         error.__cause__ = folded(cause)
         return error
-
-    def _indices_of(self, key: _Key) -> tuple[int, ...]:
-        """The dataset indices of a key."""
-        return self.indices(key[0], key[1])
 
 
 def _unshared(leaf: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.data.batches import Portion
-from flowdp.data.epoch_order import ALL, BatchOrder, Stride
+from flowdp.data.epoch_order import ALL, BatchOrder
 from flowdp.data.loader_source import LoaderSource, ReadPlan
 from flowdp.data.samples import Samples, begin_process
 from flowdp.data.source import Batch
@@ -38,7 +38,6 @@ class Reader(LoaderSource):
         dataset: Map-style.
         order: Which samples each batch holds.
         plan: Epochs to read.
-        stride: See `Source`; None: that of the plan.
         is_counted: See `LoaderSource`.
         worker_init_fn: Called with its number in each worker process before it reads.
         loader: Further arguments of `torch.utils.data.DataLoader`.
@@ -51,7 +50,6 @@ class Reader(LoaderSource):
         dataset: Dataset[Any],
         order: BatchOrder,
         plan: ReadPlan,
-        stride: Stride | None = None,
         *,
         is_counted: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
@@ -64,7 +62,7 @@ class Reader(LoaderSource):
             worker_init_fn=partial(begin_process, worker_init_fn),
             **loader,
         )
-        super().__init__(order, made, plan, is_counted=is_counted, stride=stride or plan.stride)
+        super().__init__(order, made, plan, is_counted=is_counted)
         self._most = max(1, made.num_workers * (made.prefetch_factor or 2))  # as many as torch takes
         self._iterator: Any = None
         # Of the reader thread, once it runs: handed to torch, which returns them in this order ...
@@ -98,7 +96,7 @@ class Reader(LoaderSource):
             try:
                 payload = self._in_turn(partial(next, iterator))
             except StopIteration as stop:  # the dataset's own
-                raise self._describe(key, stop)  # noqa: B904 - it has its cause
+                raise self._describe(stop)  # noqa: B904 - it has its cause
             self._under_way.popleft()
             yield key, payload
 
@@ -145,7 +143,8 @@ class DemandReader(Reader):
     may_go_on: ClassVar[bool] = True
 
     def __init__(self, dataset: Dataset[Any], order: BatchOrder, plan: ReadPlan, **options: Any) -> None:
-        super().__init__(dataset, order, plan, ALL, **options)
+        super().__init__(dataset, order, plan, **options)
+        self.stride = ALL
         # Under the lock of `_changed`: of each rank, in the order of its training.
         self._expected: dict[int, dict[_Key, None]] = {}
 
@@ -180,25 +179,20 @@ class DemandReader(Reader):
     def _key(self, epoch: int, batch: int, part: SampleRange | None) -> _Key:
         return (epoch, batch) if part is None else (epoch, batch, part.start, part.stop)
 
-    def _take(self, rank: int, key: _Key, _part: SampleRange | None) -> Batch | None:
+    def _take(self, _rank: int, key: _Key, _part: SampleRange | None) -> Batch | None:
         payload = self._read.pop(key, None)
         if payload is not None:
             for keys in self._expected.values():
                 keys.pop(key, None)
-        elif not self._closing:
-            self._check_exists(key)
-            self._expected.setdefault(rank, {}).setdefault(key)
         return payload
 
     def _portion(self, payload: Batch, _key: _Key, part: SampleRange) -> Portion:
         return Portion.of(payload, part.samples)
 
-    def _comes(self, _key: _Key) -> bool:
+    def _comes(self, rank: int, key: _Key) -> bool:
+        self._check_exists(key)
+        self._expected.setdefault(rank, {}).setdefault(key)
         return True
-
-    def _indices_of(self, key: _Key) -> tuple[int, ...]:
-        indices = super()._indices_of(key)
-        return indices[key[2] : key[3]] if len(key) > 2 else indices
 
     # ------------------------------------------------------------ under the lock
     def _is_expected(self, key: _Key) -> bool:

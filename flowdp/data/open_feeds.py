@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from flowdp.data.feed import DirectFeed, Feed
+from flowdp.data.feed import Feed
 from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.data.resident import ResidentData, ResidentFeed
 from flowdp.data.source import Source
@@ -29,7 +29,7 @@ def open_feeds(
     usage: float = USAGE,
     depth: int | None = None,
 ) -> list[Feed]:
-    """One feed per rank: direct on the CPU, on CUDA resident where the dataset fits, else prefetched.
+    """One feed per rank: a plain one on the CPU, on CUDA resident where the dataset fits, else prefetched.
 
     Only a dataset of tensors can be resident, or a subset that has at least half of them. Tensors on another
     device than the rank's are copied there, or to the host once where they do not fit.
@@ -51,12 +51,12 @@ def open_feeds(
         ranks = [rank for rank, lane in enumerate(lanes) if lane.device == device]
         lane = lanes[ranks[0]]
         if not lane.is_async:
-            feeds |= {rank: DirectFeed(on_host(), rank) for rank in ranks}
+            feeds |= {rank: Feed(on_host(), rank) for rank in ranks}
             continue
         reset_peak(lane)
         data = _bring(source, lane, len(ranks), usage)
         if data is not None:
-            feeds |= {rank: ResidentFeed(data, lanes[rank]) for rank in ranks}
+            feeds |= {rank: ResidentFeed(data, rank, lanes[rank]) for rank in ranks}
             continue
         gauge = RingGauge(lane, len(ranks), usage=usage, limit=depth)
         for rank in ranks:
@@ -74,7 +74,7 @@ def open_feeds(
 def _bring(source: Source, lane: Lane, ranks: int, usage: float) -> ResidentData | None:
     """The dataset on a device, where it is made of tensors and fits there."""
     memory = read_memory(lane)
-    if not isinstance(source, TensorSource) or source.is_part or memory is None:
+    if not isinstance(source, TensorSource) or source.is_sparse or memory is None:
         return None
     if not fits(memory, ResidentData.needed_bytes(source, lane.device, ranks), usage=usage):
         return None

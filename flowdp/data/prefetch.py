@@ -19,17 +19,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowdp.data.batches import Portion, taken_apart
+from flowdp.data.batches import taken_apart
 from flowdp.data.feed import Feed
 from flowdp.data.moving import is_plain
 from flowdp.data.source import Batch, Source
@@ -134,68 +135,6 @@ class _Fetched:
     is_dropped: bool = False
 
 
-class Carrier:
-    """Brings a rank's batches to its device.
-
-    Args:
-        source: Source of all ranks' batches.
-        lane: Lane of the rank.
-        spans: Recorder of the rank's spans; None: there is no timeline.
-
-    Attributes:
-        tensors: The source, where its batches are gathered here; else None.
-        batch_bytes: Size of the largest batch so far on the device; 0 before the first.
-
-    Threads:
-        The prefetch thread. The attributes: any.
-    """
-
-    def __init__(self, source: Source, lane: Lane, spans: RankSpans | None) -> None:
-        is_gathered = isinstance(source, TensorSource) and all(map(is_plain, source.tensors))
-        self.tensors = source if is_gathered and isinstance(source, TensorSource) else None
-        self.batch_bytes = 0
-        self._lane = lane
-        self._staging = Staging(lane)
-        self._copies = None if spans is None else CopySpans(lane, spans)
-
-    def fill(self, slot: Slot, fetched: _Fetched) -> None:
-        """Enqueue the copies of a batch into a slot.
-
-        Raises:
-            torch.OutOfMemoryError: The device has no room for it.
-
-        Streams:
-            `copy` is current.
-        """
-        self._lane.copy.wait_event(slot.free)
-        slot.batch = None
-        with nullcontext() if self._copies is None else self._copies.copy():
-            slot.batch = self._bring(fetched.key, fetched.payload)
-            slot.ready.record(self._lane.copy)
-
-    def clear(self) -> None:
-        """Let the pinned memory go. Threads: any, behind the last copy."""
-        self._staging.clear()
-
-    def land(self) -> None:
-        """Wait for the copies, and record their times."""
-        if self._copies is not None:
-            self._copies.close()
-
-    def _bring(self, key: _Key, payload: Batch) -> Batch:
-        if self.tensors is not None:
-            rows = self._staging.gather(self.tensors, *key)
-            self._measure(rows)
-            return self.tensors.pack(rows) if key[2] is None else Portion.gathered(rows, self.tensors.pack)
-        leaves, build = taken_apart(payload)
-        moved = self._staging.bring(leaves)
-        self._measure(leaf for leaf in moved if isinstance(leaf, Tensor))
-        return build(moved)
-
-    def _measure(self, tensors: Iterable[Tensor]) -> None:
-        self.batch_bytes = max(self.batch_bytes, sum(tensor.nbytes for tensor in tensors))
-
-
 class RingGauge:
     """Sizes the rings of a device's ranks by its memory.
 
@@ -298,6 +237,9 @@ class PrefetchFeed(Feed):
         gauge: Gauge of the device, which sizes the ring; this one joins it.
         held: Most batches in use at a time.
         spans: Recorder of the rank's spans; None: there is no timeline.
+
+    Attributes:
+        batch_bytes: Size of the largest batch so far on the device; 0 before the first.
     """
 
     def __init__(
@@ -310,12 +252,14 @@ class PrefetchFeed(Feed):
         held: int = 1,
         spans: RankSpans | None = None,
     ) -> None:
-        self._source = source
-        self._rank = rank
+        super().__init__(source, rank)
         self._lane = lane
         self._gauge = gauge
-        self._carrier = Carrier(source, lane, spans)
-        self._notify: Callable[[int, int], None]
+        is_gathered = isinstance(source, TensorSource) and all(map(is_plain, source.tensors))
+        self._tensors = source if is_gathered and isinstance(source, TensorSource) else None
+        self._staging = Staging(lane)
+        self._copies = None if spans is None else CopySpans(lane, spans)
+        self.batch_bytes = 0
         self._thread: threading.Thread | None = None
         self._in_use: list[Slot] = []  # the worker's
 
@@ -338,11 +282,6 @@ class PrefetchFeed(Feed):
 
     # ------------------------------------------------------------ for the gauge
     @property
-    def batch_bytes(self) -> int:
-        """Size of the largest batch so far on the device; 0 before the first."""
-        return self._carrier.batch_bytes
-
-    @property
     def ahead(self) -> int:
         """Slots of the ring but for those in use."""
         return self._slots.ahead
@@ -356,7 +295,7 @@ class PrefetchFeed(Feed):
             Whether memory became free, or will.
         """
         with self._changed:
-            if self._carrier.tensors is None:
+            if self._tensors is None:
                 depth = min(depth, payload_depth(self.batch_bytes))
             made = self._slots.made
             self._slots.resize(depth)
@@ -371,7 +310,7 @@ class PrefetchFeed(Feed):
     # ------------------------------------------------------------ the worker
     def start(self, notify: Callable[[int, int], None]) -> None:
         """Start the prefetch thread; see `Feed.start`."""
-        self._notify = notify
+        super().start(notify)
         self._thread = threading.Thread(target=self._run, name=f"flowdp-prefetch-{self._rank}", daemon=True)
         self._thread.start()
 
@@ -450,7 +389,7 @@ class PrefetchFeed(Feed):
         with self._changed:  # a reference to an ended run must not keep the device's memory
             self._fetched.clear()
             self._slots.unused.clear()
-            self._carrier.clear()
+            self._staging.clear()
             self._in_use = []
         self._gauge.close()
         return True
@@ -490,7 +429,8 @@ class PrefetchFeed(Feed):
                 while (fetched := self._fetch()) is not None:
                     self._load(fetched)
                     self._gauge.look(fetched.key[0])
-                self._carrier.land()
+                if self._copies is not None:
+                    self._copies.close()
         except BaseException as error:  # the waiting worker must hear of it
             keep_memory([self._lane])
             self._fail(error)
@@ -504,7 +444,7 @@ class PrefetchFeed(Feed):
                     return None
                 key = self._upcoming[len(self._fetched)]
                 payload = None
-                if self._carrier.tensors is None:
+                if self._tensors is None:
                     # Under the lock: a `follow` finds it here, or it lies at the source.
                     payload = self._source.take(self._rank, *key)
                     if payload is None:
@@ -521,7 +461,7 @@ class PrefetchFeed(Feed):
         """Bring a batch to the device, unless it is given back meanwhile, or the end comes."""
         while (slot := self._acquire(fetched)) is not None:
             try:
-                self._carrier.fill(slot, fetched)
+                self._fill(slot, fetched)
             except torch.OutOfMemoryError:
                 if not self._make_room():
                     raise
@@ -538,6 +478,31 @@ class PrefetchFeed(Feed):
             if is_wanted:
                 self._notify(*fetched.key[:2])
             return
+
+    def _fill(self, slot: Slot, fetched: _Fetched) -> None:
+        """Enqueue the copies of a batch into a slot.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for it.
+        """
+        self._lane.copy.wait_event(slot.free)
+        slot.batch = None
+        with nullcontext() if self._copies is None else self._copies.copy():
+            slot.batch = self._bring(fetched)
+            slot.ready.record(self._lane.copy)
+
+    def _bring(self, fetched: _Fetched) -> Batch:
+        moved: list[Any]
+        build: Callable[[list[Any]], Batch]
+        if self._tensors is None:
+            leaves, build = taken_apart(fetched.payload)
+            moved = self._staging.bring(leaves)
+        else:
+            moved = self._staging.gather(self._tensors, *fetched.key)
+            build = partial(self._tensors.batch_of, part=fetched.key[2])
+        nbytes = sum(leaf.nbytes for leaf in moved if isinstance(leaf, Tensor))
+        self.batch_bytes = max(self.batch_bytes, nbytes)
+        return build(moved)
 
     def _acquire(self, fetched: _Fetched) -> Slot | None:
         """Wait for a slot; None where the batch was given back meanwhile, or at the end."""

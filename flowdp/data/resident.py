@@ -6,7 +6,6 @@ Of each epoch the order alone goes to the device, once, through pinned memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -83,17 +82,16 @@ class _OrderOnDevice:
 class ResidentFeed(Feed):
     """A rank's batches as places in the order of an epoch on its device."""
 
-    def __init__(self, data: ResidentData, lane: Lane) -> None:
-        self._source = data.source
+    _source: TensorSource
+
+    def __init__(self, data: ResidentData, rank: int, lane: Lane) -> None:
+        super().__init__(data.source, rank)
         self._tensors = data.tensors
         self._lane = lane
         self._orders: list[_OrderOnDevice | None] = [None] * ORDERS_KEPT
         lane.await_caller()  # tensors that the user made there
         lane.compute.wait_event(data.copied)
         keep_for(lane.compute, data.tensors)
-
-    def start(self, notify: Callable[[int, int], None]) -> None:
-        """Every batch is there; see `Feed.start`."""
 
     def take(self, epoch: int, batch: int, part: SampleRange | None = None) -> Gathered:
         """A batch that is still to be gathered, on `compute`; always there. See `Feed.take`."""

@@ -130,8 +130,9 @@ class Source(ABC):
         """
         return ""
 
-    @abstractmethod
-    def start(self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]) -> None:
+    def start(  # noqa: B027 - here and below: where all batches are at hand there is nothing to do
+        self, *, wake: Callable[[int, int, int], None], failed: Callable[[DataError], None]
+    ) -> None:
         """Begin to read. Call it once, before any other thread of the run exists.
 
         Args:
@@ -146,7 +147,7 @@ class Source(ABC):
             DataError: The worker processes could not be started.
         """
 
-    def expect(  # noqa: B027 - most read everything, or nothing ahead
+    def expect(  # noqa: B027
         self, rank: int, upcoming: Sequence[tuple[int, int, SampleRange | None]]
     ) -> None:
         """Announce the batches that a rank has not taken and will take if nothing changes.
@@ -184,8 +185,9 @@ class Source(ABC):
             ProtocolError: The batch was taken before and not given back, or trained before a resume.
         """
 
-    @abstractmethod
-    def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
+    def give_back(  # noqa: B027
+        self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None
+    ) -> None:
         """Return batches that were taken and not trained, so that they can be taken again.
 
         Call it before the report that lets the batch be dealt anew.
@@ -194,7 +196,7 @@ class Source(ABC):
             Any.
         """
 
-    def settle(self, keys: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - most keep nothing
+    def settle(self, keys: Sequence[tuple[int, int]]) -> None:  # noqa: B027
         """These batches are averaged in and will not be requested again.
 
         Args:
@@ -204,7 +206,7 @@ class Source(ABC):
             Any.
         """
 
-    def reclaim(self, rank: int) -> None:  # noqa: B027 - most can make any batch again
+    def reclaim(self, rank: int) -> None:  # noqa: B027
         """Reclaim the batches of a lost rank, but for those given back or settled.
 
         Call it before the report that lets those batches be dealt anew, when that rank takes nothing more.
@@ -213,7 +215,6 @@ class Source(ABC):
             Any.
         """
 
-    @abstractmethod
     def close(self) -> bool:
         """Stop reading, end threads and processes; takes 2 s at most, and may be called twice.
 
@@ -223,3 +224,4 @@ class Source(ABC):
         Threads:
             Any but the reader's own, so not from `wake` or `failed`.
         """
+        return True

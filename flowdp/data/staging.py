@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -31,21 +30,6 @@ HOST_SLOTS = 3
 """Buffers of pinned memory: one is filled, one is copied, and with a third neither waits for the other."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Buffer:
-    """A pinned buffer.
-
-    Attributes:
-        memory: Its bytes. Shape [bytes].
-        copied: Recorded on `copy` behind the copies out of it.
-        kept: Tensors that were pinned already, which are copied from where they are.
-    """
-
-    memory: Tensor
-    copied: Event
-    kept: Sequence[Tensor]
-
-
 class Staging:
     """Brings batches to a rank's device.
 
@@ -58,7 +42,8 @@ class Staging:
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self._buffers: deque[_Buffer] = deque()
+        # Bytes, the event behind the copies out of them, and tensors that are copied from where they are.
+        self._buffers: deque[tuple[Tensor, Event, Sequence[Tensor]]] = deque()
 
     def bring(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of a batch on the device; what does not move is as it was.
@@ -70,13 +55,12 @@ class Staging:
         plain = [leaf for leaf in leaves if is_plain(leaf) and leaf.numel() > 0 and not leaf.requires_grad]
         pinned = [leaf for leaf in plain if leaf.is_pinned()]
         staged = {id(leaf) for leaf in plain} - {id(leaf) for leaf in pinned}
-        buffer, parts = self._lend([leaf for leaf in plain if id(leaf) in staged], pinned)
-        part = iter(parts)
-        moved = [
-            own_memory(next(part).copy_(leaf) if id(leaf) in staged else leaf, self._lane) for leaf in leaves
-        ]
-        buffer.copied.record(self._lane.copy)
-        return moved
+        with self._lent([leaf for leaf in plain if id(leaf) in staged], pinned) as parts:
+            part = iter(parts)
+            return [
+                own_memory(next(part).copy_(leaf) if id(leaf) in staged else leaf, self._lane)
+                for leaf in leaves
+            ]
 
     def gather(
         self, source: TensorSource, epoch: int, batch: int, part: SampleRange | None = None
@@ -87,50 +71,40 @@ class Staging:
             torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
             for tensor in source.tensors
         ]
-        buffer, parts = self._lend(likes)
-        source.gather(epoch, batch, part, out=parts)
-        moved = [own_memory(rows, self._lane) for rows in parts]
-        buffer.copied.record(self._lane.copy)
-        return moved
+        with self._lent(likes) as parts:
+            source.gather(epoch, batch, part, out=parts)
+            return [own_memory(rows, self._lane) for rows in parts]
 
-    def _lend(self, likes: Sequence[Tensor], pinned: Sequence[Tensor] = ()) -> tuple[_Buffer, list[Tensor]]:
-        """A buffer that no copy reads any more, and parts of it, formed like these tensors.
+    @contextmanager
+    def _lent(self, likes: Sequence[Tensor], pinned: Sequence[Tensor] = ()) -> Iterator[list[Tensor]]:
+        """Context in which pinned memory is filled, and copies out of it are enqueued; yields its parts.
 
         Args:
-            likes: A part of the buffer is made for each.
-            pinned: Tensors that are copied from where they are, and kept as long as the buffer.
+            likes: A part is made for each, and formed like it.
+            pinned: Tensors that are copied from where they are, and kept until those copies are over.
         """
-        buffer = self._next(sum(aligned(like.nbytes) for like in likes), pinned)
+        if len(self._buffers) == HOST_SLOTS:
+            memory, copied, _ = self._buffers.popleft()
+            copied.synchronize()
+        else:
+            with QUIET:
+                memory, copied = torch.empty(0, dtype=torch.uint8, device="cpu"), self._lane.event()
+        nbytes = sum(aligned(like.nbytes) for like in likes)
+        if len(memory) < nbytes:
+            with QUIET:  # torch would round it up to a power of two, too
+                memory = self._lane.pinned((1 << (nbytes - 1).bit_length(),), torch.uint8)
+        self._buffers.append((memory, copied, pinned))
         parts, used = [], 0
         for like in likes:
-            part = buffer.memory[used : used + like.nbytes].view(like.dtype)
+            part = memory[used : used + like.nbytes].view(like.dtype)
             parts.append(part.as_strided(like.shape, dense_strides(like)))
             used += aligned(like.nbytes)
-        return buffer, parts
+        yield parts
+        copied.record(self._lane.copy)
 
     def clear(self) -> None:
         """Let the memory go."""
         self._buffers.clear()
-
-    def _next(self, nbytes: int, pinned: Sequence[Tensor]) -> _Buffer:
-        """A buffer of so many bytes that no copy reads any more."""
-        memory, copied = None, None
-        if len(self._buffers) == HOST_SLOTS:
-            oldest = self._buffers.popleft()
-            memory, copied = oldest.memory, oldest.copied
-            copied.synchronize()
-        if memory is None or len(memory) < nbytes:
-            memory = self._pinned(nbytes)
-        buffer = _Buffer(memory, copied or self._lane.event(), pinned)
-        self._buffers.append(buffer)
-        return buffer
-
-    def _pinned(self, nbytes: int) -> Tensor:
-        with QUIET:
-            if not nbytes:
-                return torch.empty(0, dtype=torch.uint8, device="cpu")
-            # Torch would round it up to a power of two, too.
-            return self._lane.pinned((1 << (nbytes - 1).bit_length(),), torch.uint8)
 
 
 IN_FLIGHT = 3

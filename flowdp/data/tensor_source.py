@@ -24,7 +24,7 @@ class TensorSource(Source):
     Attributes:
         tensors: Equal in length. Each of shape [samples, ...].
         pack: Makes the batch of the gathered parts.
-        is_part: Most rows of the tensors are no samples: those at `rows` are (int64), or all if that is None.
+        is_sparse: Most rows of the tensors are no samples: those at `rows` are, int64; None: all are.
     """
 
     batch_size: int
@@ -43,7 +43,7 @@ class TensorSource(Source):
         self.tensors = tuple(tensors)
         self.pack = pack
         self._rows = rows
-        self.is_part = rows is not None and 2 * len(rows) < len(self.tensors[0])
+        self.is_sparse = rows is not None and 2 * len(rows) < len(self.tensors[0])
 
     def on_host(self) -> TensorSource:
         """The same source with its tensors in the host's memory; itself where they lie there.
@@ -68,17 +68,12 @@ class TensorSource(Source):
         device_module(device).current_stream(device).synchronize()
         return self
 
-    def start(
-        self,
-        *,
-        wake: Callable[[int, int, int], None],
-        failed: Callable[[DataError], None],
-    ) -> None:
-        """Nothing is read ahead; see `Source.start`."""
-
     def take(self, _rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Batch:
         """Gather a batch, for whatever rank; always there. See `Source.take`."""
-        rows = self.gather(epoch, batch, part)
+        return self.batch_of(self.gather(epoch, batch, part), part)
+
+    def batch_of(self, rows: list[Tensor], part: SampleRange | None) -> Batch:
+        """The batch of gathered rows, or the `Portion` where they are a part of one."""
         return self.pack(rows) if part is None else Portion.gathered(rows, self.pack)
 
     def index(self, epoch: int, batch: int) -> Tensor:
@@ -127,13 +122,6 @@ class TensorSource(Source):
         """See `Source.identity`."""
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in self.tensors)
         return super().identity()._replace(tensors=shapes)
-
-    def give_back(self, epoch: int, batch: int, payload: Batch, part: SampleRange | None = None) -> None:
-        """Nothing to keep: it is gathered again. See `Source.give_back`."""
-
-    def close(self) -> bool:
-        """Nothing to end; see `Source.close`."""
-        return True
 
 
 def _rows(tensor: Tensor, index: Tensor) -> Tensor:

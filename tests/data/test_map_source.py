@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
-from flowdp.data.feed import DirectFeed
+from flowdp.data.feed import Feed
 from flowdp.data.loader_source import ReadPlan
 from flowdp.data.map_source import DemandReader
 from flowdp.errors import DataError, ProtocolError
@@ -44,7 +44,7 @@ class Machine:
         self.dataset, self.source = dataset, source
         self.woken: list[queue.SimpleQueue[tuple[int, int]]] = [queue.SimpleQueue() for _ in range(ranks)]
         self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
-        self.feeds = [DirectFeed(source, rank) for rank in range(ranks)]
+        self.feeds = [Feed(source, rank) for rank in range(ranks)]
         for feed, woken in zip(self.feeds, self.woken, strict=True):
             feed.start(lambda epoch, batch, woken=woken: woken.put((epoch, batch)))  # type: ignore[misc]
 

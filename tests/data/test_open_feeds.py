@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowdp.data.feed import DirectFeed, Feed
+from flowdp.data.feed import Feed
 from flowdp.data.open_feeds import open_feeds
 from flowdp.data.prefetch import PrefetchFeed
 from flowdp.data.resident import ResidentFeed
@@ -32,7 +32,7 @@ def kinds(feeds: list[Feed]) -> list[type]:
 def test_cpu_ranks_take_the_sources_own_batches():
     made = source()
     feeds = open_feeds(made, [HOST, HOST])
-    assert kinds(feeds) == [DirectFeed, DirectFeed]
+    assert kinds(feeds) == [Feed, Feed]
     assert feeds[1].take(0, 1).tolist() == X[4:8].tolist()  # type: ignore[union-attr]
 
 
@@ -40,7 +40,7 @@ def test_a_dataset_that_fits_is_resident_and_shared():
     card = Card()
     lanes = [CardLane(card), CardLane(card), HOST]
     feeds = open_feeds(source(), lanes)
-    assert kinds(feeds) == [ResidentFeed, ResidentFeed, DirectFeed]
+    assert kinds(feeds) == [ResidentFeed, ResidentFeed, Feed]
     assert feeds[0]._tensors is feeds[1]._tensors  # type: ignore[attr-defined]
     assert card.allocated == X.nbytes
     assert card.peaks_reset == 1
@@ -81,6 +81,6 @@ def test_tensors_of_another_device_that_do_not_fit_are_streamed_from_the_host():
     made = TensorSource([far], lambda parts: parts[0], source()._order)
     card = Card(total=100)
     feeds = open_feeds(made, [CardLane(card), CardLane(card), HOST])
-    assert kinds(feeds) == [PrefetchFeed, PrefetchFeed, DirectFeed]
+    assert kinds(feeds) == [PrefetchFeed, PrefetchFeed, Feed]
     assert feeds[2].take(0, 0).tolist() == X[:4].tolist()  # type: ignore[union-attr]
     assert Far.brought == 1

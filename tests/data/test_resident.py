@@ -27,7 +27,7 @@ def source(order: Any = None, *tensors: Tensor) -> TensorSource:
 
 def on_card(made: TensorSource) -> tuple[ResidentFeed, CardLane]:
     lane = CardLane()
-    return ResidentFeed(ResidentData(made, lane), lane), lane
+    return ResidentFeed(ResidentData(made, lane), 0, lane), lane
 
 
 def take(feed: ResidentFeed, lane: Lane, epoch: int, batch: int) -> Any:
@@ -46,7 +46,7 @@ def check(made: TensorSource, feed: ResidentFeed, lane: Lane, epoch: int, batch:
 @pytest.mark.parametrize("lane_of", [CardLane, lambda: HostLane(torch.device("cpu"))], ids=["card", "host"])
 def test_all_batches_of_all_epochs(lane_of):
     made, lane = source(), lane_of()
-    feed = ResidentFeed(ResidentData(made, lane), lane)
+    feed = ResidentFeed(ResidentData(made, lane), 0, lane)
     feed.start(lambda epoch, batch: pytest.fail("no thread waits"))
     for epoch in range(5):
         for batch in range(BATCHES):
@@ -59,7 +59,7 @@ def test_all_batches_of_all_epochs(lane_of):
 def test_a_batch_waits_for_the_copies_of_the_dataset():
     made, lane = source(), CardLane()
     lane.card.deaf.add(lane.compute)
-    feed = ResidentFeed(ResidentData(made, lane), lane)
+    feed = ResidentFeed(ResidentData(made, lane), 0, lane)
     take(feed, lane, 0, 0)
     assert any("copy_" in race for race in lane.card.races)
 
@@ -93,7 +93,7 @@ def test_what_the_user_made_there_is_waited_for():
     made = source(None, x)
     with card.stream(user):
         x.fill_(3.0)
-        feed = ResidentFeed(ResidentData(made, lane), lane)
+        feed = ResidentFeed(ResidentData(made, lane), 0, lane)
     assert take(feed, lane, 0, 0)[0].tolist() == [[3.0, 3.0]] * BATCH
     assert card.races == []
 

@@ -16,14 +16,7 @@ from flowdp.protocol.messages import SampleRange
 class Plain(Source):
     """A source with only the base class's answers."""
 
-    def start(self, *, wake: Any, failed: Any) -> None: ...
-
     def take(self, rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Any: ...
-
-    def give_back(self, epoch: int, batch: int, payload: Any, part: SampleRange | None = None) -> None: ...
-
-    def close(self) -> bool:
-        return True
 
 
 def test_its_order_tells() -> None:

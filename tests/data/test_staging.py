@@ -12,10 +12,11 @@ from torch import Tensor
 
 from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.data.staging import HOST_SLOTS, IN_FLIGHT, CopySpans, Staging
-from flowdp.device.streams import StreamLane
+from flowdp.device.streams import QUIET, StreamLane
 from flowdp.policy.efficiency import Activity
 from flowdp.timeline.spans import RankSpans
 from tests.data.cards import CardLane
+from tests.data.opening import opened
 from tests.data.test_prefetch import BATCHES, tensors
 from tests.fakes import FakeCuda
 from tests.limits import HANG_S
@@ -93,15 +94,74 @@ def test_what_the_loader_has_pinned_is_copied_from_there_and_kept_until_it_is():
     with lane.on(lane.copy):
         [moved] = staging.bring([leaf])
     assert torch.equal(moved, leaf)
-    assert staging._buffers[-1].kept == [leaf]
+    assert staging._buffers[-1][2] == [leaf]
     assert lane.pins == 0
+
+
+class Buffered:
+    """A dataset that fills one pinned buffer again and again."""
+
+    def __init__(self, pins: set[int]) -> None:
+        self.buffer = torch.empty(4, 3)
+        pins.add(self.buffer.data_ptr())
+
+    def __len__(self) -> int:
+        return 24
+
+    def get_batch(self, indices: list[int]) -> Tensor:
+        return self.buffer.copy_(torch.tensor(indices)[:, None])
+
+
+def test_a_pinned_batch_of_a_dataset_is_copied_once_on_the_host(monkeypatch):
+    pins: set[int] = set()
+    copies: list[int] = []
+    empty_like, copy, clone = torch.empty_like, Tensor.copy_, Tensor.clone
+
+    def made(like: Tensor, *, pin_memory: bool = False, **options: Any) -> Tensor:
+        memory = empty_like(like, **options)
+        if pin_memory:
+            assert QUIET.locked(), "pinned while a collective may be launched"
+            pins.add(memory.data_ptr())
+        return memory
+
+    def counted(call: Any) -> Any:
+        def counting(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+            copies.append(tensor.numel())
+            return call(tensor, *arguments, **options)
+
+        return counting
+
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor, *_: tensor.data_ptr() in pins)
+    monkeypatch.setattr(torch, "empty_like", made)
+    dataset = Buffered(pins)
+    source = opened(dataset, 4, epochs=1, shuffle=False)
+    notes: queue.Queue[tuple[int, int]] = queue.Queue()
+    lane = Counting()
+    feed = PrefetchFeed(source, 0, lane, gauge=RingGauge(lane))
+    feed.start(lambda epoch, batch: notes.put((epoch, batch)))
+    monkeypatch.setattr(Tensor, "copy_", counted(copy))
+    monkeypatch.setattr(Tensor, "clone", counted(clone))
+    source.start(wake=lambda rank, *key: feed.wake(*key), failed=lambda error: None)
+    feed.follow([(0, batch, None) for batch in range(6)])
+    for number in range(6):
+        with lane.on(lane.compute):
+            while (batch := feed.take(0, number)) is None:
+                notes.get(timeout=HANG_S)
+            assert batch[:, 0].tolist() == list(range(4 * number, 4 * number + 4))
+            feed.release()
+    monkeypatch.undo()
+    assert feed.close()
+    assert source.close()
+    # The dataset's own, the clone of it, and the copy to the device.
+    assert copies == [12] * 3 * 6
+    assert lane.pins == 0, "no staging beside it"
 
 
 def test_a_leaf_with_a_graph_keeps_it():
     lane = CardLane()
-    leaf = torch.ones(3, requires_grad=True)
+    staging, leaf = Staging(lane), torch.ones(3, requires_grad=True)
     with lane.on(lane.copy):
-        [moved] = Staging(lane).bring([leaf])
+        [moved] = staging.bring([leaf])
     moved.sum().backward()
     assert torch.equal(leaf.grad, torch.ones(3))
 

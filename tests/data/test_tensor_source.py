@@ -48,7 +48,7 @@ def test_a_wrong_index_names_the_batch(into):
 def test_a_small_part_of_the_rows_is_known_as_one(samples):
     order = EpochOrder(samples, 2, 0, shuffle=True, drop_last=False)
     made = TensorSource((X, Y), tuple, order, torch.arange(10)[10 - samples :])
-    assert made.is_part is (samples < 5)
+    assert made.is_sparse is (samples < 5)
     assert torch.equal(made.take(0, 0, 1)[1], Y[10 - samples :][order.indices(0, 1)])
 
 

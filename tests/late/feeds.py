@@ -43,7 +43,7 @@ def resident(_cuda: LateCuda) -> list[str]:
     (numbers,) = late([torch.arange(LENGTH, dtype=torch.float64)])
     order = EpochOrder(LENGTH, BATCH, 7, shuffle=True, drop_last=False)
     source = TensorSource((numbers,), tuple, order)
-    feed = ResidentFeed(ResidentData(source, lane), lane)
+    feed = ResidentFeed(ResidentData(source, lane), 0, lane)
     batches: list[tuple[Tensor, Tensor]] = []
     for epoch in range(4):
         for batch in range(source.batches):
@@ -62,7 +62,7 @@ def closed(_cuda: LateCuda) -> list[str]:
     lane = StreamLane(torch.device("cuda:0"))
     order = EpochOrder(LENGTH, BATCH, 7, shuffle=True, drop_last=False)
     source = TensorSource((torch.arange(LENGTH, dtype=torch.float64),), tuple, order)
-    feed = ResidentFeed(ResidentData(source, lane), lane)
+    feed = ResidentFeed(ResidentData(source, lane), 0, lane)
     with lane.on(lane.compute):
         (rows,) = feed.take(0, 0).batch
     feed.close()

@@ -121,8 +121,8 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/prefetch.py Slots.give_back: self.lane.copy.wait_event(slot.free)": late(
         "a ring that gives a slot up"
     ),
-    "data/prefetch.py Carrier.fill: self._lane.copy.wait_event(slot.free)": REUSED,
-    "data/prefetch.py Carrier.fill: slot.ready.record(self._lane.copy)": [(STREAMED, LATE)],
+    "data/prefetch.py PrefetchFeed._fill: self._lane.copy.wait_event(slot.free)": REUSED,
+    "data/prefetch.py PrefetchFeed._fill: slot.ready.record(self._lane.copy)": [(STREAMED, LATE)],
     "data/resident.py ResidentData.__init__: self.copied.record(lane.copy)": late("steered"),
     "data/resident.py ResidentFeed.__init__: lane.await_caller()": late("resident by hand"),
     "data/resident.py ResidentFeed.__init__: lane.compute.wait_event(data.copied)": late("steered"),
@@ -130,9 +130,11 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "data/moving.py keep_for: leaf.record_stream(stream)": MADE_BATCHES,
     "data/moving.py own_memory: keep_for(lane.compute, tensors_of(moved))": [(MADE, LATE)] * OFTEN,
     "data/moving.py await_dataset: lane.await_default(stream, device)": MADE_BATCHES,
-    "data/staging.py Staging.bring: buffer.copied.record(self._lane.copy)": late("staged"),
-    "data/staging.py Staging.gather: buffer.copied.record(self._lane.copy)": [(GATHERED, LATE)] * OFTEN,
-    "data/staging.py Staging._next: copied.synchronize()": late("staged"),
+    "data/staging.py Staging._lent: copied.record(self._lane.copy)": [
+        *late("staged"),
+        *[(GATHERED, LATE)] * OFTEN,
+    ],
+    "data/staging.py Staging._lent: copied.synchronize()": late("staged"),
     "data/tensor_source.py TensorSource.for_all_streams: "
     "device_module(device).current_stream(device).synchronize()": late("shared batches, made late"),
     "data_parallel/loader.py Epoch.__iter__: lane.await_caller(lane.copy)": late(
