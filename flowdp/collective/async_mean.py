@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flowdp.collective.fused import kernels_on
-from flowdp.collective.mean import BlockMean, Site, arithmetic, relative_drift, shift
+from flowdp.collective.mean import BlockMean, Site, arithmetic, copy_all, relative_drift, shift
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET, Event, Lane
@@ -80,8 +80,7 @@ class SnapshotMean:
         self._taken[rank] = None
         if not self._slots[rank]:
             self._slots[rank] = [torch.empty_like(memory) for memory in replica.memories]
-        for slot, memory in zip(self._slots[rank], replica.memories, strict=True):
-            slot.copy_(memory)
+        copy_all(replica.memories, self._slots[rank])
         self._is_down[rank].record(self._lanes[rank].compute)
         self._taken[rank] = round
 

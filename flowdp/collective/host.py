@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import sqrt
 from time import perf_counter
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from flowdp.collective.base import NOTHING, Averaging, Judge, Reading, is_held, unjudged
 from flowdp.collective.machines_mean import MachinesMean
-from flowdp.collective.mean import BlockMean, Part, Site, relative_drift
+from flowdp.collective.mean import BlockMean, Part, Site, copy_all, drift_of
 from flowdp.collective.on_streams import ROUNDS
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import FlatReplica, FlatTensors
@@ -209,10 +208,7 @@ class HostMean:
         if not (outcome.drift and outcome.samples[rank]):
             return Averaging(sync_ms, None)
         rows = [row.tolist() for reducer in reducers if (row := self._squares[reducer]) is not None]
-        place = outcome.members.index(rank)
-        mean_square = sum(row[-1] for row in rows)
-        drift = relative_drift(sum(row[place] for row in rows), mean_square)
-        return Averaging(sync_ms, drift, sqrt(mean_square))
+        return Averaging(sync_ms, *drift_of(outcome.members.index(rank), rows))
 
     def _reduce(self, rank: int, outcome: Outcome, *, alone: bool) -> Tensor | None:
         members = outcome.members
@@ -242,6 +238,5 @@ def _copy(
     start, end = marks
     with lane.on(lane.comm):
         start.record(lane.comm)
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source, non_blocking=True)
+        copy_all(sources, targets, non_blocking=True)
         end.record(lane.comm)

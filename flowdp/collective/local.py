@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from math import sqrt
 
 import torch
 from torch import Tensor
 
 from flowdp.collective.fused import kernels_on
-from flowdp.collective.mean import BlockMean, Carrier, Part, Site, relative_drift
+from flowdp.collective.mean import BlockMean, Carrier, Part, Site, drift_of
 from flowdp.collective.on_streams import StreamedMean
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import Lane, Stream
@@ -143,9 +142,8 @@ class DeviceMean(StreamedMean):
         return BlockMean(flats, memories, memories, site=site, part=Part(part, parts, self._is_cut))
 
     def _drift(self, rank: int, outcome: Outcome, rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-        place, last = outcome.members.index(rank), len(outcome.members)
-        mean_square = sum(row[last] for row in rows)
-        return relative_drift(sum(row[place] for row in rows), mean_square), sqrt(mean_square)
+        members = len(outcome.members)
+        return drift_of(outcome.members.index(rank), (row[: members + 1] for row in rows))
 
 
 class _Ahead(Carrier):

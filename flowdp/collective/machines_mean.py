@@ -25,7 +25,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from flowdp.collective.mean import BlockMean, Site, arithmetic, relative_drift, shift
+from flowdp.collective.mean import BlockMean, Site, arithmetic, copy_all, relative_drift, shift
 from flowdp.collective.outer import OuterMomentum
 from flowdp.device.flat_parameters import Flat
 from flowdp.network.machines import Reduction
@@ -145,7 +145,7 @@ class MachinesMean:
         self._measure(self._memories, outcome)
         self._move()
         for memories in self._memories:
-            _copy_all(self._means, memories)
+            copy_all(self._means, memories)
 
     def settle(self) -> None:
         """Bring in the mean that is on its way, so that the replicas of all machines are equal.
@@ -178,7 +178,7 @@ class MachinesMean:
         self._arrive(drift=outcome.drift)
         self._reduce_ours(outcome)
         for memories in (self._given, *self._memories):
-            _copy_all(self._means, memories)
+            copy_all(self._means, memories)
         sent = [part for part in self._outgoing(outcome) if part.is_trained]
         wait = self._machines.begin([part.tensor for part in sent])
         self._on_way, self._rest = (wait, sent, outcome), outcome
@@ -292,8 +292,3 @@ def _scale(memory: Tensor, weight: float) -> Tensor:
 
 def _square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2 if tensor.numel() else 0.0
-
-
-def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)

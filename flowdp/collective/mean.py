@@ -36,6 +36,8 @@ __all__ = [
     "Site",
     "add_weighted",
     "arithmetic",
+    "copy_all",
+    "drift_of",
     "flat_view",
     "reduce_all",
     "relative_drift",
@@ -83,6 +85,17 @@ def relative_drift(square: float, mean_square: float) -> float:
     """||replica - mean|| / ||mean|| from the two sums of squares; 0.0 where the mean is as good as zero."""
     mean = math.sqrt(mean_square)
     return 0.0 if mean <= 1e-10 else math.sqrt(square) / mean
+
+
+def drift_of(member: int, rows: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """The drift of a member, and the norm of the mean.
+
+    Args:
+        member: Place of the member in the rows.
+        rows: What `BlockMean.reduce` returned for each part of the memories, as numbers.
+    """
+    sums = [sum(column) for column in zip(*rows, strict=True)]
+    return relative_drift(sums[member], sums[-1]), math.sqrt(sums[-1])
 
 
 class Carrier:
@@ -301,8 +314,11 @@ class BlockMean:
             coming = at + carrier.slots - 1
             if self._far and coming < len(blocks):
                 slot = coming % carrier.slots
-                near[coming] = self._landing(blocks[coming], slot)
-                carrier.fetch(slot, partial(_copy_all, blocks[coming].sources, near[coming]))
+                near[coming] = [
+                    self._room(source.dtype, (slot, member), source) if member in self._far else source
+                    for member, source in enumerate(blocks[coming].sources)
+                ]
+                carrier.fetch(slot, partial(copy_all, blocks[coming].sources, near[coming]))
             if at < 0:
                 continue
             block, slot = blocks[at], at % carrier.slots
@@ -314,13 +330,6 @@ class BlockMean:
                 carrier.send(slot, partial(_spread, targets[0], block.sent))
         if self._far:
             carrier.end()
-
-    def _landing(self, block: _Block, slot: int) -> Sequence[Tensor]:
-        """The sources of a block, with room on this device instead of those that are far."""
-        return [
-            self._room(source.dtype, (slot, member), source) if member in self._far else source
-            for member, source in enumerate(block.sources)
-        ]
 
     def _size(self, is_in_one: bool) -> int:
         """Elements of a block."""
@@ -521,10 +530,11 @@ def _spread(mean: Tensor, targets: Sequence[Tensor]) -> None:
             target.copy_(mean)
 
 
-def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+def copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor], *, non_blocking: bool = False) -> None:
+    """Copy each source to its target, where that is another tensor; enqueued on the current streams."""
     for source, target in zip(sources, targets, strict=True):
         if target is not source:
-            target.copy_(source)
+            target.copy_(source, non_blocking=non_blocking)
 
 
 def flat_view(tensor: Tensor) -> Tensor:

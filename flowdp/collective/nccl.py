@@ -188,9 +188,6 @@ class NcclMean(StreamedMean):
         ranks = self._team.ranks
         return [rank - ranks.start for rank in outcome.members if rank in ranks]
 
-    def _workers(self, outcome: Outcome) -> Sequence[int]:
-        return self._here(outcome)
-
     def _writers(self, rank: int, _workers: Sequence[int]) -> Sequence[int]:  # only itself
         return (rank,)
 

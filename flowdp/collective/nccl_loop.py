@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowdp.collective.communicators import Communicators, room_errors
 from flowdp.collective.mean import arithmetic
 from flowdp.collective.nccl import load
-from flowdp.collective.nccl_sums import Call, nccl_call, nccl_errors
+from flowdp.collective.nccl_sums import nccl_call, nccl_errors
 from flowdp.device.copies import aligned, dense_strides
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, Lane
@@ -177,7 +177,7 @@ class NcclLoop:
         Raises:
             CollectiveError: NCCL refuses, or is closed.
         """
-        self._launch(rows, "broadcast", 0)
+        self._launch([[row.view(torch.uint8) for row in rank_rows] for rank_rows in rows], "broadcast", 0)
 
     def reduce(self, rows: Memories) -> None:
         """Replace the first rank's rows by the sums over all ranks; the others' are undefined then.
@@ -199,15 +199,10 @@ class NcclLoop:
         """Give the communicators back; a second time does nothing."""
         self._comms.close()
 
-    def _calls(self, lane: Lane, rows: Sequence[Tensor], name: str, *how: int) -> list[Call]:
-        if name == "broadcast":
-            rows = [row.view(torch.uint8) for row in rows]
-        return [nccl_call(self._nccl, lane, name, row, row, *how) for row in rows]
-
     def _launch(self, rows: Memories, name: str, *how: int) -> None:
         here = [lane.current() for lane in self._lanes]
         calls = [
-            self._calls(lane, rank_rows, name, *how)
+            [nccl_call(self._nccl, lane, name, row, row, *how) for row in rank_rows]
             for lane, rank_rows in zip(self._lanes, rows, strict=True)
         ]
         try:

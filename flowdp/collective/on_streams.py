@@ -163,9 +163,9 @@ class StreamedMean(ABC):
         """Members of a round that are ranks of this process."""
         return outcome.members
 
-    @abstractmethod
     def _workers(self, outcome: Outcome) -> Sequence[int]:
         """The ranks whose comm streams work in this round."""
+        return self._here(outcome)
 
     @abstractmethod
     def _writers(self, rank: int, workers: Sequence[int]) -> Sequence[int]:

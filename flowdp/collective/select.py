@@ -123,13 +123,14 @@ def open_collective(
         The one that starts the run, before any other thread of it exists.
     """
     path = choose_path(backend, policy, [lane.device for lane in lanes], team, overlaps=overlaps)
-    if team is not None and team.is_spread:
-        path = _agreed(path, team)
+    machines = None if team is None else team.machines
+    if machines is not None and not all(machines.gather(path.backend == "nccl")):
+        path = path.otherwise or path  # another machine may have other devices
     if path.backend == "nccl":
         try:
-            if team is not None and team.is_spread:
-                return open_nccl_machines(replicas, lanes, team, outer)
-            return NcclMean(replicas, lanes, outer=outer)
+            if team is None or machines is None:
+                return NcclMean(replicas, lanes, outer=outer)
+            return open_nccl_machines(replicas, lanes, team, outer)
         except MachineLostError:
             raise
         except CollectiveError as error:
@@ -177,14 +178,6 @@ def _between_machines(
     if backend == "auto" and _is_one_each(devices) and not overlaps and team.options.payload == "full":
         return Path("nccl", "CUDA devices with one rank each, between machines, too", host)
     return host
-
-
-def _agreed(path: Path, team: Team) -> Path:
-    """The path that all machines can take: one may have other devices."""
-    assert team.machines is not None
-    if all(team.machines.gather(path.backend == "nccl")) or path.otherwise is None:
-        return path
-    return path.otherwise
 
 
 def _is_one_each(chosen: Sequence[torch.device]) -> bool:

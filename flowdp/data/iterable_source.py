@@ -157,26 +157,26 @@ class StreamReader(LoaderSource):
                 return
             # A part has the numbers of its stride, and not those between.
             first, step = self.stride if self.is_part else ALL
-            self._reading = (epoch, first)
+            batch = first
+            self._reading = (epoch, batch)
             position, missing = self.plan.start.remaining(epoch) or (0, ())
             current = self._in_turn(partial(self._iterate, epoch)) if iterator is None else iterator
-            while self._most is None or self._reading[1] < self._most:
+            iterator = None
+            while self._most is None or batch < self._most:
                 read = self._in_turn(partial(next, current, _END))
                 if read is _END:
                     break
-                self._note(*self._reading, read, position)
-                if self._reading[1] < position and self._reading[1] not in missing:
-                    if self._closing:
-                        return
-                elif self.stride.has(self._reading[1]):
-                    yield self._reading, read
+                self._note(epoch, batch, read, position)
+                is_trained = batch < position and batch not in missing
+                if self.stride.has(batch) and not is_trained:
+                    yield (epoch, batch), read
                 elif self._closing:
                     return
-                self._reading = (epoch, self._reading[1] + step)
-            iterator = None
-            if self._reading[1] < position:
+                batch += step
+                self._reading = (epoch, batch)
+            if batch < position:
                 self._check_trained(epoch, None, position)
-            self._end(*self._reading, is_empty=self._reading[1] == first)
+            self._end(epoch, batch, is_empty=batch == first)
 
     def _note(self, epoch: int, batch: int, read: tuple[int, Batch], position: int) -> None:
         """Take a batch's checksum, and compare it where the trained part of the epoch ends; tell of it.

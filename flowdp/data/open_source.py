@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -217,9 +218,9 @@ def as_tensors(dataset: object) -> tuple[Sequence[Tensor], Pack] | None:
     """The tensors to gather from, and the function that packs their parts; None for any other dataset."""
     if isinstance(dataset, Tensor):
         named: dict[str, object] = {"the tensor": dataset}
-        pack: Pack = _only
+        pack: Pack = itemgetter(0)
     elif type(dataset) is TensorDataset:
-        named, pack = {f"tensor {i}": tensor for i, tensor in enumerate(dataset.tensors)}, _as_it_is
+        named, pack = {f"tensor {i}": tensor for i, tensor in enumerate(dataset.tensors)}, list
     elif isinstance(dataset, Mapping):
         keys = list(dataset)
         named = {repr(key): dataset[key] for key in keys}
@@ -293,13 +294,13 @@ def _loader_of(dataset: Any, batch_size: int | None, reading: ReadingOptions) ->
     """A DataLoader that reads a dataset as these options say, and how parts of its tensors are packed."""
     if isinstance(dataset, DataLoader):
         _check_loader(dataset, reading)
-        return dataset, _PLAIN
+        return dataset, list
     if batch_size is None:
         raise OptionError("batch_size is missing: how many samples one device trains in one step")
     check_int("batch_size", batch_size)
     collate, num_workers, drop_last = reading.collate_fn, reading.num_workers or 0, bool(reading.drop_last)
     shuffle = reading.shuffle is not False
-    tensors, pack = as_tensors(dataset) or (None, _PLAIN)
+    tensors, pack = as_tensors(dataset) or (None, list)
     is_gathered = tensors is not None and type(dataset) is not TensorDataset
     has_batches = hasattr(dataset, "get_batch")
     if isinstance(dataset, IterableDataset):
@@ -411,15 +412,8 @@ def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
-_PLAIN: Pack = _as_it_is
-
-
 def _by_key(keys: Sequence[object], parts: list[Tensor]) -> dict[object, Tensor]:
     return dict(zip(keys, parts, strict=True))
-
-
-def _only(parts: list[Tensor]) -> Tensor:
-    return parts[0]
 
 
 def open_evaluation(
