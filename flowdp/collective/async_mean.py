@@ -115,7 +115,8 @@ class SnapshotMean:
         with ExitStack() as stack:
             # First-use allocations happen while no grouped collective is being launched.
             stack.enter_context(QUIET if lane.is_async else nullcontext())
-            for other in self._one_per_device(lane):
+            lanes = self._one_per_device(lane)
+            for other in lanes:
                 # Torch orders a copy between two devices with the current streams of both.
                 stack.enter_context(other.on(other.comm))
                 self._wait_for(other, members)
@@ -125,7 +126,7 @@ class SnapshotMean:
             row = lane.pinned(squares.shape, squares.dtype)  # to read an accelerator's tensor would wait, too
             row.copy_(squares, non_blocking=True)
             if not lane.is_async:  # no mark of its own tells when the copies to other devices are done
-                for other in self._one_per_device(lane):
+                for other in lanes:
                     other.comm.synchronize()
             end.record(lane.comm)
         end.synchronize()
@@ -197,17 +198,16 @@ class SnapshotMean:
                     lane.comm.wait_event(self._is_down[rank])
 
     def _mean_of(self, members: Sequence[int], home: int) -> BlockMean:
-        if not self._mean:
-            for replica, lane in zip(self._replicas, self._lanes, strict=True):
-                if lane.device not in self._mean:
-                    self._mean[lane.device] = [
-                        torch.empty(
-                            flat.memory.shape,
-                            dtype=flat.memory.dtype if flat.counts else arithmetic(flat.memory.dtype),
-                            device=flat.memory.device,
-                        )
-                        for flat in replica.flats
-                    ]
+        for replica, lane in zip(self._replicas, self._lanes, strict=True):
+            if lane.device not in self._mean:
+                self._mean[lane.device] = [
+                    torch.empty(
+                        flat.memory.shape,
+                        dtype=flat.memory.dtype if flat.counts else arithmetic(flat.memory.dtype),
+                        device=flat.memory.device,
+                    )
+                    for flat in replica.flats
+                ]
         if self._parts is None or self._parts[0] != members:
             here = self._lanes[home].device
             kernels = kernels_on(here, len(members)) if self._lanes[home].is_async else None

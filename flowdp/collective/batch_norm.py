@@ -31,8 +31,8 @@ from flowdp.options import Policy
 
 __all__ = [
     "PARTS_ALONE",
+    "RankGroups",
     "SharedStatistics",
-    "WindowGroups",
     "call_groups",
     "check_sync_batch_norm",
     "min_part_size",
@@ -152,26 +152,8 @@ def taking_part(shared: SharedStatistics, group: ProcessGroup | None) -> Iterato
         group.close()
 
 
-@contextmanager
-def call_groups(lanes: Sequence[Lane], ranks: Sequence[int]) -> Iterator[dict[int, ProcessGroup]]:
-    """Groups for one call of the ranks that have a part in it, by rank; one alone needs none.
-
-    An error inside ends them: a part that never began is waited for, else.
-    """
-    groups: dict[int, ProcessGroup] = {}
-    if len(ranks) > 1:
-        made = group_lanes([lanes[rank] for rank in ranks], threading.TIMEOUT_MAX)
-        groups = dict(zip(ranks, made, strict=True))
-    try:
-        yield groups
-    except BaseException:
-        for group in groups.values():
-            group.abort("the call was given up")
-        raise
-
-
-class WindowGroups:
-    """Process groups of the ranks that have a part of a window, one for each set of ranks.
+class RankGroups:
+    """Process groups of the ranks that have a part of a batch, one for each set of ranks.
 
     Threads:
         Any: each rank calls the methods in its thread.
@@ -184,7 +166,7 @@ class WindowGroups:
         self._gone: set[int] = set()
 
     def of(self, rank: int, ranks: Sequence[int]) -> ProcessGroup | None:
-        """The group of a rank while it trains its part; None where no other rank has a part."""
+        """The group of a rank while it works on its part; None where no other rank has a part."""
         if len(ranks) < 2:
             return None
         with self._lock:
@@ -203,6 +185,24 @@ class WindowGroups:
             for groups in self._groups.values():
                 if rank in groups:
                     groups[rank].close()
+
+
+@contextmanager
+def call_groups(lanes: Sequence[Lane], ranks: Sequence[int]) -> Iterator[dict[int, ProcessGroup | None]]:
+    """Groups for one call of the ranks that have a part in it, by rank; one alone needs none.
+
+    An error inside ends them: a part that never began is waited for, else.
+    """
+    if len(ranks) < 2:
+        yield {}
+        return
+    groups = RankGroups(lanes)
+    try:
+        yield {rank: groups.of(rank, ranks) for rank in ranks}
+    except BaseException:
+        for rank in ranks:
+            groups.leave(rank)
+        raise
 
 
 def _takes_statistics(layer: _BatchNorm) -> bool:

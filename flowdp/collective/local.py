@@ -9,8 +9,8 @@ the copy. So each part has streams of its own on all cards, or they would work o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -116,17 +116,10 @@ class DeviceMean(StreamedMean):
             for done in self._done:
                 lane.comm.wait_event(done)
 
-    @contextmanager
-    def _at(self, part: int, workers: Sequence[int]) -> Iterator[None]:
+    def _at(self, part: int, workers: Sequence[int]) -> AbstractContextManager[None]:
         """Make a worker's comm stream current, and on other cards one that goes with it."""
-        with ExitStack() as stack:
-            for other in workers:
-                if other != workers[part]:
-                    lane = self._lanes[other]
-                    stack.enter_context(lane.on(lane.aside(part)))
-            lane = self._lanes[workers[part]]
-            stack.enter_context(lane.on(lane.comm))
-            yield
+        lane, others = self._lanes[workers[part]], [*workers[:part], *workers[part + 1 :]]
+        return _on_each(lane, lane.comm, [self._lanes[other] for other in others], part)
 
     def _mean_of(self, members: Sequence[int], worker: int, part: int, parts: int) -> BlockMean:
         here = self._lanes[worker].device
@@ -175,7 +168,7 @@ class _Ahead(Carrier):
     def fetch(self, slot: int, copy: Callable[[], object]) -> None:
         """See `Carrier.fetch`."""
         self._in.wait_event(self._summed[slot])
-        with self._at(self._in, self._numbers[0]):
+        with _on_each(self._lane, self._in, self._others, self._numbers[0]):
             copy()
         self._fetched[slot].record(self._in)
 
@@ -187,7 +180,7 @@ class _Ahead(Carrier):
         """See `Carrier.send`."""
         self._summed[slot].record(self._lane.comm)
         self._out.wait_event(self._summed[slot])
-        with self._at(self._out, self._numbers[1]):
+        with _on_each(self._lane, self._out, self._others, self._numbers[1]):
             copy()
 
     def end(self) -> None:
@@ -195,10 +188,12 @@ class _Ahead(Carrier):
         self._sent.record(self._out)
         self._lane.comm.wait_event(self._sent)
 
-    @contextmanager
-    def _at(self, stream: Stream, number: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            for other in self._others:
-                stack.enter_context(other.on(other.aside(number)))
-            stack.enter_context(self._lane.on(stream))
-            yield
+
+@contextmanager
+def _on_each(lane: Lane, stream: Stream, others: Iterable[Lane], number: int) -> Iterator[None]:
+    """Make a stream current, and on other lanes the one of a number."""
+    with ExitStack() as stack:
+        for other in others:
+            stack.enter_context(other.on(other.aside(number)))
+        stack.enter_context(lane.on(stream))
+        yield

@@ -77,7 +77,7 @@ class StreamReader(LoaderSource):
         worker_init_fn: Callable[[int], None] | None = None,
         **loader: Any,
     ) -> None:
-        self.can_resume_inside = plan.machines == 1
+        self.can_resume_inside = plan.stride == ALL
         for epoch in plan.start.open:
             if len(epoch.missing) < epoch.position and not self.can_resume_inside:
                 raise CheckpointError(

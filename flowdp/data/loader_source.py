@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from flowdp.data.batches import Portion, cloned, makes_new
-from flowdp.data.epoch_order import KEPT_BATCHES, NOTHING_TRAINED, BatchOrder, Stride
+from flowdp.data.epoch_order import ALL, KEPT_BATCHES, NOTHING_TRAINED, BatchOrder, Stride
 from flowdp.data.limit import UNLIMITED, Limit
 from flowdp.data.processes import GRACE_S, Processes, SentAttributes, starting
 from flowdp.data.samples import told
@@ -84,9 +84,8 @@ class ReadPlan:
             and no more.
         keeps: See `Source`; for batches that are taken whole.
         limit: Part of each epoch that is read.
-        machine: Number of this machine.
-        machines: Machines of the run. Above 1, the batches of an epoch are read that this machine's ranks
-            expect, or on demand and of a stream every `machines`-th, from number `machine` on.
+        stride: Batches of an epoch that are this machine's, on demand and of a stream. Others of a run on
+            several machines are read as this machine's ranks expect them.
         is_part: An IterableDataset yields this machine's batches alone.
     """
 
@@ -96,8 +95,7 @@ class ReadPlan:
     on_demand: bool = False
     keeps: bool = False
     limit: Limit = UNLIMITED
-    machine: int = 0
-    machines: int = 1
+    stride: Stride = ALL
     is_part: bool = False
 
     def numbers(self) -> Iterator[int]:
@@ -117,11 +115,6 @@ class ReadPlan:
             for batch in itertools.chain(missing, range(position, batches)):
                 if self.stride.has(batch):
                     yield (epoch, batch)
-
-    @property
-    def stride(self) -> Stride:
-        """Batches of an epoch that are read where each machine reads its own; see `Source`."""
-        return Stride(self.machine, self.machines)
 
 
 class LoaderSource(Source):

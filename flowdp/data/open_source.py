@@ -106,7 +106,7 @@ def open_source(
     `StreamReader` for the duties of a sampler and an IterableDataset.
 
     On several machines each opens the whole dataset, and reads of it what its own ranks need: a source on
-    demand every `machines`-th batch, an IterableDataset all, any other what they `expect`; see `StreamReader`
+    demand every n-th batch, an IterableDataset all, any other what they `expect`; see `StreamReader`
     and `DemandReader` for the duties of a dataset. `check_identities` tells whether all have opened the same.
 
     Args:
@@ -144,9 +144,10 @@ def open_source(
         size = batch_size or loader.batch_size
         return StreamReader(dataset, size, plan, collate_fn=collate, drop_last=loader.drop_last, **options)
     order = _order_of(loader, seed, batch_size, plan)
-    if isinstance(order, SamplerOrder) and plan.machines > 1:
+    is_shared = plan.stride.step > 1
+    if isinstance(order, SamplerOrder) and is_shared:
         order.check_alike(plan.epochs)
-    reader = DemandReader if plan.machines > 1 and not plan.on_demand else Reader
+    reader = DemandReader if is_shared and not plan.on_demand else Reader
     if loader.batch_sampler is None:
         measured = Measured(collate, is_listed=True)
         return reader(dataset, order, plan, collate_fn=measured, is_counted=True, **options)

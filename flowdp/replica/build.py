@@ -13,8 +13,8 @@ from torch import nn
 
 from flowdp.collective.batch_norm import (
     PARTS_ALONE,
+    RankGroups,
     SharedStatistics,
-    WindowGroups,
     check_sync_batch_norm,
     min_part_size,
     plain_layers,
@@ -151,7 +151,7 @@ def build_replicas(
     launching = None if config.launch_limit is None else Semaphore(config.launch_limit)
     factor = lr_factor(config.scheduler.lr_scaling, world_size)
     remedy = _frozen_remedy(modules, averages, world_size)
-    groups = WindowGroups(lanes)
+    groups = RankGroups(lanes)
     replicas = []
     for index, (rank, lane) in enumerate(zip(team.ranks, lanes, strict=True)):
         with lane.on(lane.compute):
@@ -239,7 +239,7 @@ def _replica(
     rank: int,
     parts: ReplicaParts,
     function: Callable[..., Any],
-    groups: WindowGroups,
+    groups: RankGroups,
 ) -> Replica:
     if config.train_step is not None:
         return CustomStepReplica(parts, config.train_step)

@@ -16,7 +16,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 
-from flowdp.collective.batch_norm import SharedStatistics, WindowGroups
+from flowdp.collective.batch_norm import RankGroups, SharedStatistics
 from flowdp.device.flat_gradients import SharedGradients
 from flowdp.device.flat_parameters import FlatTensors
 from flowdp.device.streams import QUIET
@@ -62,7 +62,7 @@ class ExactReplica(WindowReplica):
         loss: Loss,
         *,
         size: int,
-        groups: WindowGroups,
+        groups: RankGroups,
         seed: int | None = None,
         checks: bool = False,
     ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flowdp.checks import check_checkpoints
-from flowdp.data.epoch_order import NOTHING_TRAINED
+from flowdp.data.epoch_order import NOTHING_TRAINED, Stride
 from flowdp.data.limit import UNLIMITED, Limit
 from flowdp.data.loader_source import ReadPlan
 from flowdp.data.open_source import is_stream, open_evaluation, open_source
@@ -178,8 +178,7 @@ class RunConfig:
             start or NOTHING_TRAINED,
             keeps=self.failures.on_failure == "continue",
             limit=self.limit or UNLIMITED,
-            machine=self.team.index,
-            machines=machines,
+            stride=Stride(self.team.index, machines),
             is_part=self.team.is_spread and self.team.options.stream == "part",
         )
         return open_source(self.dataset, self.sizes.source, self.reading, plan, seed=self.replica.seed)
@@ -198,8 +197,7 @@ class RunConfig:
             None,
             len(self.devices),
             limit=limit or UNLIMITED,
-            machine=self.team.index,
-            machines=len(self.team.sizes),
+            stride=Stride(self.team.index, len(self.team.sizes)),
         )
         dataset = self.dataset if is_overfitted else self.evaluation.dataset
         return open_evaluation(dataset, self.forward_size, self.reading, plan)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
+from flowdp.data.epoch_order import Stride
 from flowdp.data.identity import Identity, check_identities, content_checksum
 from flowdp.errors import OptionError
 from tests.data.opening import opened
@@ -19,7 +20,7 @@ NAMES = ("machine 0 (one)", "machine 1 (two)", "machine 2 (three)")
 
 def identity(dataset: Any, **options: Any) -> Identity:
     size = None if isinstance(dataset, DataLoader) else 5
-    return opened(dataset, **{"batch_size": size, "epochs": 3, "machines": 3, **options}).identity()
+    return opened(dataset, **{"batch_size": size, "epochs": 3, "stride": Stride(0, 3), **options}).identity()
 
 
 class Stream(IterableDataset[Any]):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
+from flowdp.data.epoch_order import Stride
 from flowdp.data.iterable_source import StreamReader
 from flowdp.data.loader_source import ReadPlan
 from flowdp.errors import DataError, ProtocolError
@@ -157,7 +158,7 @@ def test_batches_are_told_of_in_order_as_they_are_read(runs):
 def test_a_machine_has_every_nth_batch_of_the_stream(runs, num_workers):
     taken: list[tuple[int, Any]] = []
     for machine in range(3):
-        run = runs(Stream(22, 2), 3, machine=machine, machines=3, ahead=1, num_workers=num_workers)
+        run = runs(Stream(22, 2), 3, stride=Stride(machine, 3), ahead=1, num_workers=num_workers)
         batches = {0: 8, 1: max(1, num_workers)}
         for epoch, count in batches.items():
             for batch in range(machine, count, 3):

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flowdp.data.batches import Portion
-from flowdp.data.epoch_order import EpochOrder
+from flowdp.data.epoch_order import EpochOrder, Stride
 from flowdp.data.feed import Feed
 from flowdp.data.loader_source import ReadPlan
 from flowdp.data.map_source import DemandReader
@@ -38,7 +38,7 @@ class Machine:
 
     def __init__(self, dataset: Any, *, ranks: int = 1, **options: Any) -> None:
         size = None if isinstance(dataset, DataLoader) else BATCH
-        given = {"batch_size": size, "seed": 1, "epochs": 3, "takers": ranks, "machines": 2}
+        given = {"batch_size": size, "seed": 1, "epochs": 3, "takers": ranks, "stride": Stride(0, 2)}
         source = opened(dataset, **{**given, **options})
         assert isinstance(source, DemandReader)
         self.dataset, self.source = dataset, source
@@ -126,7 +126,7 @@ def shares(samples: int, count: int, draw: random.Random) -> list[SampleRange]:
 def test_of_all_machines_each_sample_once_whatever_plans_become_void(machine, num_workers, exact, voids):
     """Random plans for ranks of three machines, of which some become void and are dealt anew."""
     draw = random.Random(17)
-    machines = [machine(Counted(), ranks=2, machines=3, num_workers=num_workers) for _ in range(3)]
+    machines = [machine(Counted(), ranks=2, stride=Stride(0, 3), num_workers=num_workers) for _ in range(3)]
     ranks = [(one, rank) for one in machines for rank in range(2)]
     announced: list[Counter[int]] = [Counter() for _ in machines]
     handed = Counter[int]()
@@ -178,7 +178,7 @@ def test_no_more_than_ahead_is_read_while_no_rank_waits():
 
     dataset = Announced()
     order = EpochOrder(SAMPLES, BATCH, seed=0, shuffle=False, drop_last=False)
-    source = DemandReader(dataset, order, ReadPlan(1, machines=2))
+    source = DemandReader(dataset, order, ReadPlan(1, stride=Stride(0, 2)))
     source.ahead = 3
     source.start(wake=lambda *_: None, failed=lambda _: None)
     source.expect(0, whole(*range(BATCHES)))

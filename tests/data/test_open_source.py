@@ -501,11 +501,13 @@ class ByEpoch(Custom):
 
 
 def on_machines(sampler: Any, **options: Any) -> Source:
-    return opened(DataLoader(Pairs(), 5, sampler=sampler), machines=2, **options)
+    return opened(DataLoader(Pairs(), 5, sampler=sampler), stride=Stride(0, 2), **options)
 
 
 def batched(sampler: Any) -> Source:
-    return opened(DataLoader(Pairs(), batch_sampler=OwnBatches(sampler, 5, drop_last=False)), machines=2)
+    return opened(
+        DataLoader(Pairs(), batch_sampler=OwnBatches(sampler, 5, drop_last=False)), stride=Stride(0, 2)
+    )
 
 
 class OwnBatches(BatchSampler):
@@ -551,9 +553,9 @@ def test_a_stream_of_several_machines():
             return iter(range(9))
 
     for dataset in (Stream(), DataLoader(Stream(), 3)):
-        source = opened(dataset, machine=1, machines=2)
+        source = opened(dataset, stride=Stride(1, 2))
         assert (source.stride, source.is_part) == (Stride(1, 2), False)
-        source = opened(dataset, machine=1, machines=2, is_part=True)
+        source = opened(dataset, stride=Stride(1, 2), is_part=True)
         assert (source.stride, source.is_part) == (Stride(1, 2), True)
 
 
@@ -632,7 +634,7 @@ class ReadStream(Reads, IterableDataset[Any]):
 
 def read_by(machine: int, machines: int, dataset: object, **options: Any) -> list[list[int]]:
     """What a machine reads in two evaluations."""
-    source = opened_evaluation(dataset, batch_size=8, machine=machine, machines=machines, **options)
+    source = opened_evaluation(dataset, batch_size=8, stride=Stride(machine, machines), **options)
     batches = SharedBatches(source)
     woken: queue.SimpleQueue[bool] = queue.SimpleQueue()
     batches.start(wake=lambda *_: woken.put(True), failed=lambda _: woken.put(False))
@@ -667,7 +669,7 @@ def test_all_machines_together_read_each_sample_once(machines: int, kind: str) -
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_machine_without_a_batch(num_workers: int) -> None:
-    source = opened_evaluation(Numbers(), batch_size=4, num_workers=num_workers, machine=2, machines=3)
+    source = opened_evaluation(Numbers(), batch_size=4, num_workers=num_workers, stride=Stride(2, 3))
     batches = SharedBatches(source)
     batches.start(wake=lambda *_: None, failed=lambda _: None)
     number = batches.begin(0)

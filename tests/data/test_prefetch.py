@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowdp.data.epoch_order import EpochOrder
+from flowdp.data.epoch_order import EpochOrder, Stride
 from flowdp.data.loader_source import LoaderSource
 from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.data.source import Batch, Source
@@ -198,7 +198,7 @@ def everything(epochs: int = 3) -> list[Key]:
 
 
 LANES = {"host": lambda: HostLane(torch.device("cpu")), "card": CardLane}
-SOURCES = {"tensors": tensors, "read": read, "on demand": partial(read, machines=2)}
+SOURCES = {"tensors": tensors, "read": read, "on demand": partial(read, stride=Stride(0, 2))}
 
 
 def no_race(*lanes: Lane) -> None:

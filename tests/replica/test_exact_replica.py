@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowdp.collective.batch_norm import WindowGroups
+from flowdp.collective.batch_norm import RankGroups
 from flowdp.data.batches import Portion
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.protocol.gate import Outcome, Window
@@ -34,7 +34,7 @@ def replica(
     module = options.pop("module", None) or nn.Linear(2, 1)
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
     parts = parts_of(module, optimizer, **options)
-    own = ExactReplica(parts, loss, size=size, groups=WindowGroups([]))
+    own = ExactReplica(parts, loss, size=size, groups=RankGroups([]))
     return own, CurrentWorker(0, CPU, module, samples=7, sink=lambda *_: None)
 
 
