@@ -43,7 +43,7 @@ def fingerprint(
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     said: dict[str, Any] = plain(
         {
-            "model": structure(module, every_name=True),
+            "model": structure(module, as_saved=True),
             "optimizers": kinds,
             "dataset_length": dataset_length,
             "monitor": monitor,

@@ -52,8 +52,6 @@ class SnapshotMean:
     def __init__(
         self, replicas: Sequence[FlatTensors], lanes: Sequence[Lane], outer: Sequence[OuterMomentum] = ()
     ) -> None:
-        for replica in replicas:
-            replica.check_like(replicas[0])
         self._shared, self._own = _outer(outer, lanes)
         self._replicas = tuple(replicas)
         self._lanes = tuple(lanes)

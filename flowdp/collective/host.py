@@ -79,8 +79,6 @@ class HostMean:
         *,
         overlaps: bool = False,
     ) -> None:
-        for replica in replicas:
-            replica.check_like(replicas[0])
         self._replicas, self._lanes, self._meet = tuple(replicas), tuple(lanes), meet
         self._memories: list[list[Tensor]] = [
             [] if lane.is_async else replica.memories for replica, lane in zip(replicas, lanes, strict=True)

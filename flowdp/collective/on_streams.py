@@ -68,7 +68,6 @@ class StreamedMean(ABC):
         outer: OuterOptions | None = None,
     ) -> None:
         for replica, lane in zip(replicas, lanes, strict=True):
-            replica.check_like(replicas[0])
             if not lane.is_async:
                 raise OptionError(
                     f"rank {replica.rank} trains on {lane.device}, which has no streams; ranks on the CPU "

@@ -260,22 +260,17 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def generators_kept(
-    devices: Sequence[torch.device] | None = None, own: Iterable[torch.Generator] = ()
-) -> Iterator[None]:
+def generators_kept(own: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Context that puts the generators of `seed_everything` back to where they were.
 
     Args:
-        devices: Accelerators whose generators are kept; None: all.
         own: More generators to put back.
 
     Threads:
         Any, while nothing else draws.
     """
     python, numpy = random.getstate(), np.random.get_state()
-    if devices is None:
-        devices = started_devices()
-    generators = [torch.default_generator, *map(device_generator, devices), *own]
+    generators = [torch.default_generator, *map(device_generator, started_devices()), *own]
     states = [(generator, generator.get_state()) for generator in generators]
     try:
         yield

@@ -210,7 +210,6 @@ class SharedGradients(FlatGradients, FlatTensors):
     def __init__(self, replica: FlatReplica) -> None:
         self.rank = replica.rank
         self._replica = replica
-        self._specs = replica._specs
         device = replica.flats[0].memory.device
         self.touched = bytes(1 + len(list(replica.parameters())))
         size = ALIGNMENT // torch.float64.itemsize + len(self.touched)

@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 
 from flowdp.device.copies import ALIGNMENT, dense_strides
 from flowdp.device.frozen_parameters import frozen_sums
-from flowdp.device.structure import check_same, tensor_form
 from flowdp.errors import CollectiveError, OptionError
 
 __all__ = ["Flat", "FlatReplica", "FlatTensors", "memory_key"]
@@ -56,28 +55,15 @@ class Flat:
         return not self.memory.dtype.is_floating_point
 
 
-@dataclass(frozen=True, slots=True)
-class _Spec:
-    """Properties of a tensor on which two replicas must agree."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Location:
+    """Place and form of a tensor in its module: a buffer may be another object after every forward."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def form(self) -> str:
-        """Text of the layout, for comparison."""
-        strides = ", ".join(map(str, self.strides))
-        return f"a {self.kind}, {tensor_form(self.dtype, self.shape)} with strides ({strides})"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Location:
-    """Place of a tensor in its module: a buffer may be another object after every forward."""
-
-    spec: _Spec
     table: dict[str, Tensor]
     key: str
 
@@ -87,7 +73,7 @@ class _Location:
 
 
 class FlatTensors(ABC):
-    """Contribution of one rank to a mean, as flat memory.
+    """Contribution of one rank to a mean, as flat memory; that of all ranks has one layout.
 
     Attributes:
         rank: Rank index.
@@ -96,7 +82,6 @@ class FlatTensors(ABC):
 
     rank: int
     flats: tuple[Flat, ...]
-    _specs: tuple[_Spec, ...]
 
     @property
     def memories(self) -> list[Tensor]:
@@ -144,17 +129,6 @@ class FlatTensors(ABC):
     @abstractmethod
     def scatter(self) -> None:
         """Copy the mean out to the tensors that the last `gather` found outside."""
-
-    def check_like(self, other: FlatTensors) -> None:
-        """Check that two ranks have the same tensors in the same places.
-
-        Raises:
-            OptionError: They differ; the message names the first tensor that does, its rank and both forms.
-        """
-        if self._specs != other._specs:
-            mine, theirs = ({spec.name: spec.form for spec in one._specs} for one in (self, other))
-            remedy = "the model factory must build the same model for every device"
-            check_same(mine, theirs, f"on rank {self.rank}", f"on rank {other.rank}", remedy)
 
 
 class FlatReplica(FlatTensors):
@@ -212,7 +186,7 @@ class FlatReplica(FlatTensors):
             # Tensors that are two objects over one memory must share one view, or they would come apart.
             owner = first.setdefault(memory_key(location.tensor), location.tensor)
             if owner is location.tensor:
-                by_dtype.setdefault(_real(location.spec.dtype), []).append(location)
+                by_dtype.setdefault(_real(location.dtype), []).append(location)
             else:
                 aliases[location.tensor] = owner
         numbers = groups or {}
@@ -228,7 +202,6 @@ class FlatReplica(FlatTensors):
             tensor.data = owner.data
         self.has_buffers = any(flat.split < len(flat.memory) for flat in self.flats)
         self._pointers = [view.data_ptr() for view in self._views]
-        self._specs = tuple(location.spec for location in self._locations)
 
     def _flatten(self, dtype: torch.dtype, locations: list[_Location]) -> Flat:
         step = ALIGNMENT // dtype.itemsize
@@ -236,15 +209,15 @@ class FlatReplica(FlatTensors):
         end = split = 0
         for location in locations:  # parameters come first: `_locations` yields them before any buffer
             start = end if _is_parameter(location) else max(end, split)
-            length = location.tensor.numel() * (2 if location.spec.dtype.is_complex else 1)
+            length = location.tensor.numel() * (2 if location.dtype.is_complex else 1)
             places.append((start, start + length))
             end = start + -(-length // step) * step
             if _is_parameter(location):
                 split = -(-end // (step * self._spans)) * step * self._spans
         memory = torch.zeros(max(end, split), dtype=dtype, device=locations[0].tensor.device)
         for location, (start, stop) in zip(locations, places, strict=True):
-            tensor, spec = location.tensor, location.spec
-            view = memory[start:stop].view(spec.dtype).as_strided(spec.shape, spec.strides)
+            tensor = location.tensor
+            view = memory[start:stop].view(location.dtype).as_strided(location.shape, location.strides)
             view.copy_(tensor.data)
             tensor.data = view
             self._locations.append(location)
@@ -271,14 +244,13 @@ class FlatReplica(FlatTensors):
         try:
             pointers = [location.table[location.key].data_ptr() for location in self._locations]
         except (KeyError, AttributeError):
-            lost = (
-                location.spec
+            lost = next(
+                location
                 for location in self._locations
                 if not isinstance(location.table.get(location.key), Tensor)
             )
-            spec = next(lost)
             raise CollectiveError(
-                f"rank {self.rank}: {spec.kind} {spec.name!r} was there at the start and is gone; averaged "
+                f"rank {self.rank}: {lost.kind} {lost.name!r} was there at the start and is gone; averaged "
                 "tensors must stay in the module"
             ) from None
         if pointers == self._pointers:  # 160 tensors: about 10 us
@@ -287,13 +259,14 @@ class FlatReplica(FlatTensors):
         pairs = zip(pointers, self._pointers, strict=True)
         self._moved = [index for index, (now, then) in enumerate(pairs) if now != then]
         for index in self._moved:
-            tensor, spec = self._locations[index].tensor, self._specs[index]
-            if tensor.shape != spec.shape:
+            location = self._locations[index]
+            shape = tuple(location.tensor.shape)
+            if shape != location.shape:
                 raise CollectiveError(
-                    f"rank {self.rank}: {spec.kind} {spec.name!r} had shape {spec.shape} when the run "
-                    f"started and has {tuple(tensor.shape)} now; averaged tensors must keep their shape"
+                    f"rank {self.rank}: {location.kind} {location.name!r} had shape {location.shape} when "
+                    f"the run started and has {shape} now; averaged tensors must keep their shape"
                 )
-            self._views[index].copy_(tensor.data)
+            self._views[index].copy_(location.tensor.data)
 
     def scatter(self) -> None:
         """Copy the mean out to the tensors that the last `gather` found moved."""
@@ -318,7 +291,7 @@ class FlatReplica(FlatTensors):
         for part, value in zip(self.trained(), values, strict=True):
             part.copy_(value)
         for index in self._moved:
-            if self._specs[index].kind == "parameter":
+            if self._locations[index].kind == "parameter":
                 self._locations[index].tensor.data.copy_(self._views[index])
 
     def keep_buffers(self) -> None:
@@ -344,7 +317,7 @@ class FlatReplica(FlatTensors):
     def _outside(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Buffers that the module keeps elsewhere by now, and their places in the flat memory."""
         for location, view, pointer in zip(self._locations, self._views, self._pointers, strict=True):
-            if location.spec.kind == "buffer":
+            if location.kind == "buffer":
                 tensor = location.table.get(location.key)
                 if tensor is not None and tensor.data_ptr() != pointer and tensor.shape == view.shape:
                     yield tensor.data, view
@@ -428,13 +401,11 @@ def _locations(module: nn.Module) -> Iterator[_Location]:
                         f"in another dtype, or out of the module's buffers"
                     )
                 # `empty_like` keeps dense strides and makes others (expanded, with gaps) dense.
-                strides = dense_strides(tensor)
-                spec = _Spec(name, kind, tuple(tensor.shape), strides, dtype)
-                yield _Location(spec, table, key)
+                yield _Location(name, kind, tuple(tensor.shape), dense_strides(tensor), dtype, table, key)
 
 
 def _is_parameter(location: _Location) -> bool:
-    return location.spec.kind == "parameter" and isinstance(location.tensor, nn.Parameter)
+    return location.kind == "parameter" and isinstance(location.tensor, nn.Parameter)
 
 
 def _registered(module: nn.Module) -> dict[str, str]:

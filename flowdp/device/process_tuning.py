@@ -25,7 +25,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 from flowdp.device.cores import pause_openmp
@@ -64,12 +64,9 @@ def tuned_process(tuning: ProcessTuning) -> Iterator[None]:
     """
     if tuning.malloc:
         keep_freed_memory()
-    with ExitStack() as stack:
-        if tuning.openmp:
-            pause_openmp()
-        if tuning.switch_interval:
-            _switch_interval.hold()
-            stack.callback(_switch_interval.release)
+    if tuning.openmp:
+        pause_openmp()
+    with _switch_interval if tuning.switch_interval else nullcontext():
         yield
 
 
@@ -93,7 +90,7 @@ def keep_freed_memory() -> bool:
 
 
 class _SwitchInterval:
-    """The interpreter's switch interval, short while any run holds it.
+    """A context in which the interpreter's switch interval is short; several runs may be inside.
 
     A worker spends most of a step in kernels that release the interpreter; to come back it waits until the
     thread that has it gives way, after one interval at worst. 5 ms are ten steps of a small model.
@@ -101,20 +98,20 @@ class _SwitchInterval:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # several runs may start and end at once
-        self._holders = 0
+        self._inside = 0
         self._before_s: float | None = None  # None: the user's own is short enough, and stays
 
-    def hold(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
-            if self._holders == 0 and sys.getswitchinterval() > SWITCH_INTERVAL_S:
+            if self._inside == 0 and sys.getswitchinterval() > SWITCH_INTERVAL_S:
                 self._before_s = sys.getswitchinterval()
                 sys.setswitchinterval(SWITCH_INTERVAL_S)
-            self._holders += 1
+            self._inside += 1
 
-    def release(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._holders -= 1
-            if self._holders or self._before_s is None:
+            self._inside -= 1
+            if self._inside or self._before_s is None:
                 return
             if sys.getswitchinterval() == SWITCH_INTERVAL_S:  # else the user changed it meanwhile
                 sys.setswitchinterval(self._before_s)

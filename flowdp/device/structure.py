@@ -21,26 +21,36 @@ __all__ = [
 ]
 
 
-def structure(module: nn.Module, *, every_name: bool = False) -> dict[str, str]:
+def structure(module: nn.Module, *, as_saved: bool = False) -> dict[str, str]:
     """Each parameter and buffer in words, by name, in order.
 
     Args:
         module: On any device.
-        every_name: Whether a tensor with several names is listed under each, not under the first alone.
+        as_saved: Whether it is compared with a file: a tensor with several names is listed under each, not
+            under the first alone, and its strides do not matter.
 
     Raises:
         OptionError: A tensor has no shape yet (lazy modules).
     """
     found = {}
-    parameters = module.named_parameters(remove_duplicate=not every_name)
-    buffers = module.named_buffers(remove_duplicate=not every_name)
+    parameters = module.named_parameters(remove_duplicate=not as_saved)
+    buffers = module.named_buffers(remove_duplicate=not as_saved)
     for kind, named in (("", parameters), ("buffer", buffers)):
         for name, tensor in named:
             if is_lazy(tensor):
                 raise OptionError(f"{name!r} has no shape yet; run one batch through the model first")
             is_frozen = not kind and not tensor.requires_grad
-            found[name] = tensor_form(tensor.dtype, tensor.shape, "frozen" if is_frozen else kind)
+            strides = "" if as_saved or is_frozen else _strides(tensor)
+            found[name] = tensor_form(tensor.dtype, tensor.shape, "frozen" if is_frozen else kind) + strides
     return found
+
+
+def _strides(tensor: Tensor) -> str:
+    """The order of a tensor's elements in flat memory, where it is not that of its dimensions."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return ""
+    dense = torch.empty_like(tensor, device="meta")
+    return "" if dense.is_contiguous() else f" with strides {dense.stride()}"
 
 
 def tensor_form(dtype: torch.dtype, shape: Iterable[int], kind: str = "") -> str:

@@ -52,7 +52,6 @@ class WeightAverage(FlatTensors):
             *replica.flats,
             *(Flat(average, len(average), is_measured=False) for average in self.averages),
         )
-        self._specs = replica._specs
         self.has_begun = False
         kept = module.state_dict().keys()
         if lacking := [name for name in self.named() if name not in kept]:

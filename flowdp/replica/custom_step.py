@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,12 +53,8 @@ class CustomStepReplica(Replica):
             TypeError: It returned something else than a mapping of numbers or None.
             ValueError: The value under "loss" is not a scalar.
         """
-        batch = made(batch)
-        if self.launching is None:
-            result = self._call(batch, worker)
-        else:
-            with self.launching:
-                result = self._call(batch, worker)
+        with self.launching or nullcontext(), self.casting():
+            result = self.function(worker, made(batch))
         if not self.has_stepped:
             self._check_first()
         if result is None:
@@ -71,12 +68,6 @@ class CustomStepReplica(Replica):
                 worker.record(name, value)
         if "loss" in result:
             self.loss.add(Computed(self._scalar(result["loss"])), 1.0)
-
-    def _call(self, batch: Any, worker: CurrentWorker) -> object:
-        if self.casting.dtype is None:
-            return self.function(worker, batch)
-        with self.casting():
-            return self.function(worker, batch)
 
     def step(self, _factor: float | Tensor = 1.0) -> Tensor | None:  # there is nothing to scale
         """Clear the gradients that the call has left; see `Replica.step`."""

@@ -23,7 +23,7 @@ from flowdp.device.streams import QUIET
 from flowdp.protocol.messages import Checksum, Outcome, SampleRange
 from flowdp.replica.factories import each_of
 from flowdp.replica.flat_optimizer import FlatOptimizer, refuse_state
-from flowdp.replica.loss import NOT_OURS, Loss
+from flowdp.replica.loss import Loss
 from flowdp.replica.parts import ReplicaParts
 from flowdp.replica.replica import Replica
 from flowdp.replica.window_replica import WindowReplica
@@ -263,7 +263,3 @@ class ExactReplica(WindowReplica):
     def touched(self) -> bytes:
         """See `SharedGradients`."""
         return self.gradients.touched
-
-    def _check_gradients(self) -> None:
-        if not self.gradients.is_touched:
-            raise ValueError(NOT_OURS)

@@ -180,14 +180,12 @@ class LearningRate:
         self._names = _group_names(optimizers)
         self._groups = [group for optimizer in own for group in optimizer.param_groups]
         for optimizer in own:
-            for rate in (group.get("lr") for group in optimizer.param_groups):
-                if rate is None:
-                    raise OptionError(
-                        f"{type(optimizer).__name__} has no learning rate (lr=None): give it one, and switch "
-                        "off that it computes its own (transformers' Adafactor: relative_step=False)"
-                    )
+            if any(group.get("lr") is None for group in optimizer.param_groups):
+                raise OptionError(
+                    f"{type(optimizer).__name__} has no learning rate (lr=None): give it one, and switch off "
+                    "that it computes its own (transformers' Adafactor: relative_step=False)"
+                )
         options = options or SchedulerOptions()
-        scheduler = options.scheduler
         self._unit = options.unit
         self._lambda = options.lr_lambda
         self._factor = factor
@@ -195,9 +193,7 @@ class LearningRate:
         self._warm_up = warm_up_factor(0, options.warmup_steps)
         self._rescaled = -1  # round whose wishes were obeyed last
         self._is_set = False  # the factor is the user's wish, and no more the world size's
-        self._schedulers = [] if scheduler is None else [_twin(scheduler, one) for one in own]
-        for twin in self._schedulers:
-            _check_unit(twin, options.unit)
+        self._schedulers = _twins(options, own)
         self._count = 0
         self._plain = [float(group["lr"]) for group in self._groups]  # rates of the scheduler
         self._base = list(self._plain)
@@ -256,7 +252,7 @@ class LearningRate:
             if wish.what == "set_scheduler":
                 self._write(plain=True)
                 self._unit, self._lambda = wish.value.unit, wish.value.lr_lambda
-                self._schedulers = self._made(wish.value, self._optimizers)
+                self._schedulers = self._replacement(wish.value, self._optimizers)
                 self._count = outcome.global_step if self._unit == "step" else epoch
                 self._plain = [float(group["lr"]) for group in self._groups]
                 self._write()
@@ -276,20 +272,15 @@ class LearningRate:
         copies = [copy.copy(optimizer) for optimizer in self._optimizers]
         for optimizer in copies:
             optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
-        return any(map(_watches, self._made(options, copies)))
+        return any(map(_watches, self._replacement(options, copies)))
 
     @staticmethod
-    def _made(options: SchedulerOptions, optimizers: Sequence[Optimizer]) -> list[Any]:
-        """Schedulers of optimizers, which begin at the rates of their groups."""
-        if options.scheduler is None:
-            return []
-        for optimizer in optimizers:
+    def _replacement(options: SchedulerOptions, optimizers: Sequence[Optimizer]) -> list[Any]:
+        """Schedulers in the place of others: they begin at the rates that the groups have."""
+        for optimizer in optimizers if options.scheduler is not None else ():
             for group in optimizer.param_groups:
-                group.pop("initial_lr", None)  # of a scheduler before
-        made = [_twin(options.scheduler, optimizer) for optimizer in optimizers]
-        for twin in made:
-            _check_unit(twin, options.unit)
-        return made
+                group.pop("initial_lr", None)
+        return _twins(options, optimizers)
 
     def set(self, lr: float) -> None:
         """Scale all groups so that the first one with a rate has `lr` here, and keep that scale.
@@ -473,29 +464,37 @@ def _watches(scheduler: object) -> bool:
     )  # timm's has one inside
 
 
-def _twin(scheduler: SchedulerOption, optimizer: Optimizer) -> Any:
-    """The user's scheduler, for another optimizer."""
+def _twins(options: SchedulerOptions, optimizers: Sequence[Optimizer]) -> list[Any]:
+    """The user's scheduler for each of these optimizers; empty where there is none."""
+    scheduler = options.scheduler
+    return [] if scheduler is None else [_twin(scheduler, options.unit, one) for one in optimizers]
+
+
+def _twin(scheduler: SchedulerOption, unit: SchedulerUnit | None, optimizer: Optimizer) -> Any:
+    made: Any
     if _is_scheduler(scheduler):
         # Nested schedulers share the optimizer: the memo gives all of them the new one.
-        twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
-        # Torch's own marks at an optimizer warn about schedulers that are stepped first. A rank that had no
-        # batch yet steps its scheduler first, rightly.
-        _mark_step_as_called(optimizer)
-        return twin
-    assert callable(scheduler)
-    made = scheduler(optimizer)
-    if not _is_scheduler(made):
-        raise OptionError(
-            f"the scheduler factory returned {made!r}, not a torch scheduler, nor another with optimizer, "
-            "step, state_dict and load_state_dict"
-        )
-    if made.optimizer is not optimizer:
-        raise OptionError("the scheduler factory must use the optimizer that it is given")
+        made = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
+    else:
+        assert callable(scheduler)
+        made = scheduler(optimizer)
+        if not _is_scheduler(made):
+            raise OptionError(
+                f"the scheduler factory returned {made!r}, not a torch scheduler, nor another with "
+                "optimizer, step, state_dict and load_state_dict"
+            )
+        if made.optimizer is not optimizer:
+            raise OptionError("the scheduler factory must use the optimizer that it is given")
+    _check_unit(made, unit)
     _mark_step_as_called(optimizer)
     return made
 
 
 def _mark_step_as_called(optimizer: Optimizer) -> None:
+    """Set torch's mark that an optimizer has stepped: without it torch warns of a scheduler that steps first.
+
+    A rank that had no batch yet steps its scheduler first, rightly.
+    """
     optimizer._opt_called = True  # type: ignore[attr-defined]
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return

@@ -131,12 +131,12 @@ class RunningLoss:
         else:
             self._weight = weight if self._weight is None else self._weight + weight
 
-    def clear(self) -> None:
-        """Forget the micro-batches."""
-        self.value, self._weight, self._unnamed = None, None, 0.0
-
     def take(self) -> tuple[Tensor | None, Tensor | None, float]:
-        """The sum of the losses, of the weights that some name, and the part of the samples of the others."""
+        """Forget the micro-batches.
+
+        Returns:
+            The sum of their losses, of the weights that some name, and the part of the samples of the others.
+        """
         sums = self.value, self._weight, self._unnamed
         self.value, self._weight, self._unnamed = None, None, 0.0
         return sums

@@ -162,7 +162,7 @@ class Replica(Capturable):
             As `add`.
         """
         self.update.clear()
-        self.loss.clear()
+        self.loss.take()
         self._start.put_back()
 
     def is_finite(self) -> bool:

@@ -29,7 +29,7 @@ def python_default() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.005)
     yield
-    assert process._switch_interval._holders == 0
+    assert process._switch_interval._inside == 0
     sys.setswitchinterval(before)
 
 

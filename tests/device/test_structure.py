@@ -34,7 +34,7 @@ def test_the_structure_of_a_model() -> None:
         "1.running_var": "float16 (3,) buffer",
         "1.num_batches_tracked": "int64 () buffer",
     }
-    assert "1.twin" in structure(net, every_name=True)
+    assert "1.twin" in structure(net, as_saved=True)
     with pytest.raises(OptionError, match=r"'weight' has no shape yet"):
         structure(nn.LazyLinear(3))
 
@@ -47,6 +47,10 @@ def test_the_structure_of_a_model() -> None:
         (lambda m: m.register_buffer("more", m[0].weight.data), r"'more' is .* here and missing there"),
         (lambda m: m.__setitem__(0, nn.Linear(2, 3, bias=False)), "'0.bias' is missing here and"),
         (lambda m: m[1].register_buffer("running_mean", m[0].weight.data), r"'1.running_mean'.*\(3, 2\)"),
+        (
+            lambda m: setattr(m[0].weight, "data", torch.ones(2, 3).t()),
+            r"'0.weight' .* with strides \(1, 3\) here",
+        ),
     ],
 )
 def test_the_first_difference_is_named(change, said) -> None:

@@ -134,7 +134,6 @@ def by_kind(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("policy", ["cadence", "exact"])
 def test_each_parameter_group_lies_in_one_piece_on_every_rank(policy: str) -> None:
     made = build_replicas(settings(policy, model=Alternating, optimizer=by_kind), [CPU, CPU])
-    made[0].flat.check_like(made[1].flat)
     for replica in made:
         assert replica.update.flat is not None
         assert [one.dim() for one, _ in replica.flat.parameters()] == [2, 2, 1, 1]

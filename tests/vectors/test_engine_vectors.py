@@ -282,7 +282,7 @@ def a_snapshot(vector: dict[str, Any]) -> Answers:
     return {
         "param_snapshot_sent": sent.round == 0 and rank.snapshots._taken == [0],
         "shutdown": has_left,
-        "n_params": len(rank.flat._specs),
+        "n_params": len(rank.flat._views),
     }
 
 
