@@ -89,7 +89,7 @@ class FlatOptimizer:
         self._memory = FlatMemory(replica, gradients)
         self._twin: FlatTwin | None = None
         self.is_joining = False  # the state is asked for by `joined_state`
-        self._is_ahead = False  # the twin has stepped since the replica's optimizer got its state
+        self._is_ahead = False  # the state is the twin's, since the replica's optimizer got it last
         self._is_apart = False  # the replica's optimizer steps for itself, for good
         self._moved: list[int] = []  # parameters that the module keeps elsewhere
         self._revision = 0  # counts the twins
@@ -150,9 +150,8 @@ class FlatOptimizer:
             twin = self._twin
             if twin is None or not self._is_ahead or self.is_cut:
                 return
-            for run in twin.all_runs():
-                for at, state in twin.states(run):
-                    self._own.state[self._memory.parameters[at]] = state
+            for at, start, state in twin.pieces():
+                self._own.state[self._memory.parameters[at]] = self._memory.join(at, [(start, state)])
             self._is_ahead = False
 
     def reload(self) -> None:
@@ -235,12 +234,11 @@ class FlatOptimizer:
         return _unfit_options(own) or self._unfit_state()
 
     def pieces(self) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-        """State of the span: a parameter, where a part of it begins, and the state of that part."""
+        """State of the span; see `FlatTwin.pieces`."""
         if self._twin is None:  # a state was loaded
             self._rebuild()
         assert self._twin is not None
-        for run in self._twin.all_runs():
-            yield from self._twin.parts(run)
+        return self._twin.pieces()
 
     # ---------------------------------------------------------------- the twin
     def _rebuild(self) -> None:
@@ -265,6 +263,7 @@ class FlatOptimizer:
             self._step_apart(why)
             return
         self._twin = FlatTwin(own, self._memory)
+        self._is_ahead = True
         self._revision += 1
 
     def _step_apart(self, why: str) -> None:
@@ -305,20 +304,15 @@ def joined_state(owners: Sequence[FlatOptimizer]) -> dict[str, Any]:
     first.is_joining = True
     whole: dict[str, Any] = first._own.state_dict()
     first.is_joining = False
-    parts: dict[Tensor, list[tuple[int, int, dict[str, Tensor]]]] = {}
+    pieces: dict[int, list[tuple[int, dict[str, Tensor]]]] = {}
     for owner in owners:
-        for piece in owner.pieces():
-            parts.setdefault(first._memory.parameters[piece[0]], []).append(piece)
+        for at, start, state in owner.pieces():
+            pieces.setdefault(at, []).append((start, state))
+    places = {parameter: at for at, parameter in enumerate(first._memory.parameters)}
     listed = chain.from_iterable(group["params"] for group in first._own.param_groups)
     for number, parameter in enumerate(listed):
-        if found := parts.get(parameter):
-            at, _, any_part = found[0]
-            whole["state"][number] = {
-                name: first._memory.join(at, [(start, state[name]) for _, start, state in found])
-                if name in ELEMENTWISE[type(first._own)]
-                else value
-                for name, value in any_part.items()
-            }
+        if found := pieces.get(places.get(parameter, -1)):
+            whole["state"][number] = first._memory.join(places[parameter], found)
     return whole
 
 

@@ -124,39 +124,45 @@ class FlatMemory:
         end = min(start + self.views[at].numel(), run.begin + run.flat.numel())
         return slice(begin - run.begin, end - run.begin), slice(begin - start, end - start)
 
-    def cut(self, value: Tensor, run: Run, at: int) -> Tensor:
-        """A parameter's part of a flat value."""
-        view = self.views[at]
-        start = value.storage_offset() + view.storage_offset() - run.begin
-        return value.as_strided(view.shape, view.stride(), start)
-
     def dense(self, value: Tensor, at: int) -> Tensor:
         """A parameter's value as its elements lie in memory. Shape (elements,)."""
         view = self.views[at]
-        dense = torch.empty_strided(view.shape, view.stride(), dtype=value.dtype, device=value.device)
-        return dense.copy_(value).as_strided((view.numel(),), (1,))
+        if value.stride() != view.stride():
+            like = torch.empty_strided(view.shape, view.stride(), dtype=value.dtype, device=value.device)
+            value = like.copy_(value)
+        return value.as_strided((view.numel(),), (1,))
 
-    def join(self, at: int, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """The value of a parameter from its parts and where they begin."""
-        view, memory = self.views[at], parts[0][1]
-        if len(parts) > 1:
-            memory = torch.empty(view.numel(), dtype=memory.dtype)
-            for start, part in parts:
-                memory[start : start + len(part)].copy_(part)
-        return memory.as_strided(view.shape, view.stride())
+    def join(self, at: int, pieces: Sequence[tuple[int, dict[str, Tensor]]]) -> dict[str, Tensor]:
+        """The state of a parameter, in its form: one piece is not copied, several come to the host.
+
+        Args:
+            at: The parameter.
+            pieces: Where each begins, and its state: memory of shape (elements,), and numbers of shape [].
+        """
+        view, whole = self.views[at], dict(pieces[0][1])
+        for name, value in whole.items():
+            if not value.dim():
+                continue
+            memory = value
+            if len(pieces) > 1:
+                memory = torch.empty(view.numel(), dtype=value.dtype)
+                for start, state in pieces:
+                    memory[start : start + len(state[name])].copy_(state[name])
+            whole[name] = memory.as_strided(view.shape, view.stride())
+        return whole
 
 
 class FlatTwin:
     """An optimizer of flat memory, with the groups and the state that another one has for its parameters.
 
     Args:
-        own: The other one; it gets views of the state, or none where each rank steps a span.
+        own: The other one; its state moves here.
         memory: Where its parameters lie.
 
     Attributes:
         optimizer: Has one parameter for each run.
         picks_fused: Whether it takes torch's fused kernel by itself.
-        seen: See `_look`, as it was.
+        seen: The `groups_form` of the other one's groups, as it was.
         members: Parameters of all runs.
         stepped: Those of them that have gradients in this step.
         revision: Counts up with every change of the runs.
@@ -185,7 +191,7 @@ class FlatTwin:
         self.members = [at for run in self.all_runs() for at in range(run.start, run.stop)]
         for run in self.all_runs():
             self._absorb(run)
-        for parameter in memory.parameters if memory.spans else ():
+        for parameter in memory.parameters:
             own.state.pop(parameter, None)
 
     def all_runs(self) -> Iterator[Run]:
@@ -268,56 +274,32 @@ class FlatTwin:
                     return False
         return True
 
-    def states(self, run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The parameters of a run, and the state of each: views of the flat one, and numbers of its own."""
-        if state := self.optimizer.state.get(run.flat):
-            for at in range(run.start, run.stop):
-                yield (
-                    at,
-                    {
-                        name: self._memory.cut(value, run, at)
-                        if name in self._names
-                        else self._own_number(value)
-                        for name, value in state.items()
-                    },
-                )
-
-    def parts(self, run: Run) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-        """See `FlatOptimizer.pieces`, of a run."""
-        if state := self.optimizer.state.get(run.flat):
-            for at in range(run.start, run.stop):
-                mine, its = self._memory.part(run, at)
-                yield (
-                    at,
-                    its.start,
-                    {
+    def pieces(self) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+        """A parameter, where the part of it begins that lies here, and its state: see `FlatMemory.join`."""
+        for run in self.all_runs():
+            if state := self.optimizer.state.get(run.flat):
+                for at in range(run.start, run.stop):
+                    mine, its = self._memory.part(run, at)
+                    own = {
                         name: value[mine] if name in self._names else self._own_number(value)
                         for name, value in state.items()
-                    },
-                )
+                    }
+                    yield at, its.start, own
 
     def _absorb(self, run: Run) -> None:
-        """Move the state of a run's parameters into flat memory; the replica's optimizer gets views of it."""
+        """Copy the state of a run's parameters into flat memory."""
         memory = self._memory
-        given = {name: value for name, value in self._state_of(run.start).items() if value is not None}
-        if not given:
-            return
-        mine: dict[str, Tensor] = {}
-        for name, value in given.items():
-            if name not in self._names:
-                mine[name] = self._twin_number(value)
+        for name, value in self._state_of(run.start).items():
+            if value is None:
                 continue
-            mine[name] = torch.zeros(run.flat.numel(), dtype=value.dtype, device=run.flat.device)
+            if name not in self._names:
+                self.optimizer.state[run.flat][name] = self._twin_number(value)
+                continue
+            flat = torch.zeros(run.flat.numel(), dtype=value.dtype, device=run.flat.device)
             for at in range(run.start, run.stop):
-                saved = self._state_of(at)[name]
-                if memory.spans:
-                    ours, its = memory.part(run, at)
-                    mine[name][ours].copy_(memory.dense(saved, at)[its])
-                    continue
-                view = memory.cut(mine[name], run, at)
-                view.copy_(saved)
-                self._own.state[memory.parameters[at]][name] = view
-        self.optimizer.state[run.flat] = mine
+                mine, its = memory.part(run, at)
+                flat[mine].copy_(memory.dense(self._state_of(at)[name], at)[its])
+            self.optimizer.state[run.flat][name] = flat
 
     def _twin_number(self, value: Tensor) -> Tensor:
         """A number of the state as the twin keeps it."""
