@@ -346,6 +346,33 @@ def test_torch_goes_on_from_its_state_and_it_from_torchs(kind: type[Optimizer], 
 
 
 # ---------------------------------------------------------------- steps one by one
+@pytest.mark.parametrize("kind", list(ELEMENTWISE))
+def test_state_that_was_loaded_is_there_in_the_order_of_its_parameters_before_a_step_has_used_it(
+    kind: type[Optimizer],
+) -> None:
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        return kind(parameters, lr=0.01, **({"momentum": 0.9} if kind is optim.SGD else {}))
+
+    mine, theirs = Bag(((3, 4, 5, 5), (7, 5))), Bag(((3, 4, 5, 5), (7, 5)))
+    for bag in (mine, theirs):
+        bag.all[0].data = bag.all[0].data.to(memory_format=torch.channels_last)
+        bag.all[1].data = bag.all[1].data.t().contiguous().t()
+    one, other = Flat(mine, make), Plain(theirs, make)
+    for step in range(2):
+        other.step(step, [True, True])
+    saved = copy.deepcopy(other.own.state_dict())
+    for entry in saved["state"].values():
+        for name, value in entry.items():
+            entry[name] = value.contiguous()
+    one.own.load_state_dict(saved)
+    mine.backward(2, [True, True])
+    one.flat.prepare(one.gradients.collect())  # and no step, as where it runs out of memory
+    found = one.own.state_dict()["state"]
+    for number, entry in other.own.state_dict()["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(found[number][name], value)
+
+
 def test_hooks_that_are_registered_later_see_the_users_optimizer_and_its_parameters() -> None:
     mine, plain = both(optim.AdamW, {"lr": 0.1, "fused": True})
     seen: list[int] = []
