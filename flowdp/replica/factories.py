@@ -43,6 +43,7 @@ __all__ = [
     "new_module",
     "seed_devices",
     "several_optimizers",
+    "tensors_in",
 ]
 
 log = logging.getLogger("flowdp")
@@ -178,7 +179,7 @@ def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> None:
         check_same(own, structures[0], f"on rank {rank}", "on rank 0", remedy)
     for module, lane in zip(modules[1:], lanes[1:], strict=True):
         with lanes[0].on(lanes[0].compute), lane.on(lane.compute), torch.no_grad():
-            for mine, theirs in zip(_values(module), _values(modules[0]), strict=True):
+            for mine, theirs in zip(tensors_in(module), tensors_in(modules[0]), strict=True):
                 mine.copy_(theirs)
         lane.drain()
 
@@ -225,17 +226,17 @@ def equal_machines(modules: Sequence[nn.Module], lanes: Sequence[Lane], machines
     for name, own in zip(machines.names, structures, strict=True):
         check_same(own, structures[0], f"on {name}", f"on {machines.names[0]}", remedy)
     with lanes[0].on(lanes[0].compute), torch.no_grad():
-        values = [tensor.to("cpu", copy=True).contiguous() for tensor in _values(modules[0])]
+        values = [tensor.to("cpu", copy=True).contiguous() for tensor in tensors_in(modules[0])]
     # Bytes: not every dtype travels, and none is to be changed on the way.
     machines.spread([value.reshape(-1).view(torch.uint8) for value in values if value.numel()])
     for module, lane in zip(modules, lanes, strict=True):
         with lane.on(lane.compute), torch.no_grad():
-            for tensor, value in zip(_values(module), values, strict=True):
+            for tensor, value in zip(tensors_in(module), values, strict=True):
                 tensor.copy_(value)
         lane.drain()
 
 
-def _values(module: nn.Module) -> list[Tensor]:
+def tensors_in(module: nn.Module) -> list[Tensor]:
     """All parameters and buffers of a module."""
     return [*module.parameters(), *module.buffers()]
 

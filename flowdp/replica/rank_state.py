@@ -30,7 +30,6 @@ from flowdp.replica.replica import Replica
 __all__ = [
     "capture",
     "capture_generator",
-    "has_generator",
     "named_momentum",
     "of_rank",
     "restore",
@@ -113,11 +112,6 @@ def named_momentum(replica: Replica, outer: OuterMomentum | None) -> dict[str, T
     return {} if outer is None else replica.flat.named(outer.momentum)
 
 
-def has_generator(device: torch.device) -> bool:
-    """Whether the random numbers of a device are a rank's own, and saved."""
-    return is_accelerator(device)
-
-
 def of_rank(ranks: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
     """State of a rank from a checkpoint of any number of ranks: that of rank `rank % len(ranks)`.
 
@@ -165,7 +159,7 @@ def restore(
             if replica.update.scaler is not None and state["scaler"] is not None:
                 replica.update.scaler.load_state_dict(state["scaler"])
             replica.learning_rate.load_state_dict(state["learning_rate"])
-        if state["generator"] is not None and has_generator(replica.device):
+        if state["generator"] is not None and is_accelerator(replica.device):
             device_generator(replica.device).set_state(state["generator"])
     except CheckpointError:
         raise
@@ -186,16 +180,16 @@ def _to_host(
     tensors = {memory_key(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
     # Tensors on the host may be changed at once: they are copied now. So are those of another device, which
     # owns parameters and stands still.
-    far = [key for key, tensor in tensors.items() if lane.is_async and _is_dense_on(tensor, lane.device)]
+    far = [
+        key
+        for key, tensor in tensors.items()
+        if lane.is_async and tensor.device == lane.device and tensor.layout is torch.strided
+    ]
     copies = HostCopies(blocks or PinnedBlocks(lane), [tensors[key] for key in far])
     made = dict(zip(far, copies.tensors, strict=True))
     made |= {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items() if key not in made}
     copied = [made[memory_key(leaf)] if isinstance(leaf, Tensor) else _copied_object(leaf) for leaf in leaves]
     return copied, copies.wait
-
-
-def _is_dense_on(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device == device and tensor.layout is torch.strided
 
 
 def _copied_object(leaf: Any) -> Any:
@@ -207,7 +201,7 @@ def _copied_object(leaf: Any) -> Any:
 
 def _generator_state(device: torch.device) -> Tensor | None:
     """Generator state of an accelerator; that of the CPU belongs to the process, and the user."""
-    return device_generator(device).get_state() if has_generator(device) else None
+    return device_generator(device).get_state() if is_accelerator(device) else None
 
 
 def _hidden_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from flowdp.errors import DataError
 from flowdp.graphs.base import Capturable, Computed, Factors, shared
 from flowdp.policy.schedule import Recheck
 from flowdp.protocol.messages import Checksum, Outcome, SampleRange
-from flowdp.replica.factories import all_of, each_of
+from flowdp.replica.factories import all_of, each_of, tensors_in
 from flowdp.replica.flat_optimizer import obstacle
 from flowdp.replica.loss import NOT_OURS, RunningLoss, unpack_loss
 from flowdp.replica.optimizer_copy import load_state
@@ -253,7 +252,7 @@ class Replica(Capturable):
         _after(self.lane, donor.lane)
         # Torch orders a copy between two devices with the current streams of both.
         with donor.lane.on(donor.lane.compute), self.lane.on(self.lane.compute):
-            for mine, theirs in zip(_tensors(self.module), _tensors(donor.module), strict=True):
+            for mine, theirs in zip(tensors_in(self.module), tensors_in(donor.module), strict=True):
                 mine.copy_(theirs)
             for own, other in zip(all_of(self.optimizers), all_of(donor.optimizers), strict=True):
                 load_state(own, other.state_dict(), with_groups=False)
@@ -429,7 +428,3 @@ def _after(lane: Lane, other: Lane) -> None:
     mark = other.event()
     mark.record(other.compute)
     lane.compute.wait_event(mark)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    return chain(module.parameters(), module.buffers())

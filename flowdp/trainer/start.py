@@ -22,6 +22,7 @@ from flowdp.checks import check_checkpoints
 from flowdp.data.identity import check_identities
 from flowdp.data.open_source import dataset_length, loader_order
 from flowdp.data.source import Source
+from flowdp.device.accelerator import is_accelerator
 from flowdp.engine.active_runs import check_free
 from flowdp.engine.build import build_engine
 from flowdp.engine.evaluation import Evaluator
@@ -46,7 +47,6 @@ from flowdp.replica.build import build_replicas
 from flowdp.replica.exact_replica import ExactReplica
 from flowdp.replica.factories import all_of
 from flowdp.replica.joint_step import owner_of
-from flowdp.replica.rank_state import has_generator
 from flowdp.replica.replica import Replica
 from flowdp.threads.shield import interrupts_held
 from flowdp.timeline.timeline import Timeline, open_timeline
@@ -331,7 +331,7 @@ def _open_transfer(config: RunConfig, *, writes: bool) -> Transfer | None:
     machines = config.team.machines
     if machines is None:
         return None
-    told = machines.gather((writes, any(map(has_generator, config.devices))))
+    told = machines.gather((writes, any(map(is_accelerator, config.devices))))
     writes, draw = told[0][0], any(draws for _, draws in told[1:])
     return Transfer(machines) if writes and (draw or _has_own(config)) else None
 

@@ -148,7 +148,7 @@ def fake_generators() -> None:
             report("generator", rank=rank, state=None if found is None else found.tolist())
 
     rank_state._generator_state = state_of
-    start.has_generator = lambda device: True  # type: ignore[attr-defined]
+    start.is_accelerator = lambda device: True  # type: ignore[attr-defined]
     Resumed.put_back = put_back  # type: ignore[method-assign]
 
 
