@@ -132,10 +132,7 @@ class CheckpointFolder:
         self.best: float | None = None
         self._top: list[tuple[float, str]] = []  # values and names of the best files, the best first
         self._folder = Path(options.dir)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._lost(error) from error
+        self._files()
         self.lock = FolderLock(self._folder)
         self._is_swept = False
         self._between: Path | None = None  # the newest file, where the next one replaces it
@@ -236,7 +233,9 @@ class CheckpointFolder:
                     remove(path)
 
     def _files(self) -> list[Path]:
+        """Files of the folder, which is made where it is not there: it may be deleted during the run."""
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             return list(self._folder.iterdir())
         except OSError as error:
             raise self._lost(error) from error

@@ -51,7 +51,7 @@ class Engine:
         saver: Writer of checkpoints, and keeper of the best model.
         devices: One per rank of this machine.
         handle: The user's `Run`, while it lives.
-        trained: The user's module, into which the run writes its result; None: it writes into none.
+        trained: See `Services`.
         begun_s: When it began, by `time.monotonic`.
         is_abandoned: The user has told the run to stop and does not wait for it any more (a second Ctrl-C).
         latch: Where all that a start has made waits for `begin`.
@@ -61,12 +61,12 @@ class Engine:
         services = parts.services
         self.config, self.event_log = config, parts.event_log
         self.records, self.failures, self.saver = services.records, services.failures, services.saver
+        self.trained = services.trained
         self._requests = services.requests
         self._parts: EngineParts | None = parts
         self.devices = tuple(replica.device for replica in self.replicas)
         self.latch = Latch()
         self.handle: Any = None
-        self.trained: object = None
         self.begun_s = 0.0
         self.is_abandoned = False
         self._past: tuple[list[Progress], list[RankTimes]] = [], []  # of a run that was let go of

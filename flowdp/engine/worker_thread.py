@@ -231,7 +231,7 @@ class Worker:
                 return
         self.parts.feed.release()
         loss = replica.step_alone() if step.alone else replica.step(batcher.factor)
-        current.local_step += 1
+        current.local_step += step.alone or not replica.steps_at_gate
         if self._services.step_callbacks:
             if replica.captured is not None and loss is not None:
                 loss = loss.clone()  # a graph writes to its own again, and a callback may keep it
@@ -382,10 +382,10 @@ class Worker:
         if self._meeting.joint is not None:
             self._meeting.joint.step(self.parts.index, outcome)
         self._meter.stepped(replica.update.take_norms())
-        if not arrival.samples:  # it had no part of the window, so `_step` has not counted it
+        self.current.local_step += 1
+        if not arrival.samples:  # it had no part of the window
             self._place.step = self.machine.window
             self.current.global_step = arrival.global_step
-            self.current.local_step += 1
         # Without a part, too: a callback that writes to the model does it on all devices alike.
         if self._services.step_callbacks:
             self._call_back(loss, arrival.samples)

@@ -43,8 +43,9 @@ def format_indices(indices: Sequence[int]) -> str:
 
 
 def format_error(error: BaseException) -> str:
-    """The class of an error and its text: "ValueError: boom"."""
-    return f"{type(error).__name__}: {format_text(error)}"
+    """The class of an error and its text, if it has one: "ValueError: boom"."""
+    text = format_text(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def format_text(error: BaseException) -> str:

@@ -39,6 +39,7 @@ from flowdp.replica.factories import (
     all_of,
     build_models,
     build_optimizers,
+    check_closure,
     check_hooks,
     equal_machines,
     equal_start,
@@ -220,8 +221,10 @@ def _optimizers(config: ReplicaConfig, module: nn.Module, lane: Lane) -> Optimiz
     source = config.model if isinstance(config.model, nn.Module) else None
     with lane.on(lane.compute):
         optimizers = build_optimizers(config.optimizer, module, source)
-    if config.train_step is None and len(optimizers) > 1:
-        raise OptionError(several_optimizers(len(optimizers)))
+    if config.train_step is None:
+        if len(optimizers) > 1:
+            raise OptionError(several_optimizers(len(optimizers)))
+        check_closure(all_of(optimizers)[0])
     return optimizers
 
 

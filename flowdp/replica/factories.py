@@ -35,6 +35,7 @@ __all__ = [
     "all_of",
     "build_models",
     "build_optimizers",
+    "check_closure",
     "check_hooks",
     "check_plain",
     "each_of",
@@ -304,6 +305,20 @@ def _check_made(made: object, own: set[nn.Parameter]) -> Optimizer:
             "build it from its argument, optimizer=lambda params: torch.optim.SGD(params, ...)"
         )
     return made
+
+
+def check_closure(optimizer: Optimizer) -> None:
+    """Check that an optimizer steps without a closure, as the step of a loss calls it.
+
+    Raises:
+        OptionError: It computes the loss itself.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, by a closure: give a "
+            "train_step in place of the loss, which calls worker.optimizers[0].step(closure)"
+        )
 
 
 def several_optimizers(count: int) -> str:

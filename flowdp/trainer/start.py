@@ -132,13 +132,13 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             requests=requests,
             saver=saver,
             evaluator=prepared.evaluator,
+            trained=trained,
             step_callbacks=step_callbacks(config.callbacks),
             close_observer=observer.close,
             timeline=_open_timeline(config, prepared.settings),
         )
         plan = _plan(config, source, replicas, resumed)
         engine = build_engine(plan, replicas, services, config.failures, config.runtime, config.outer_step)
-        engine.trained = trained
         undo.callback(engine.take_back)
         if resumed is not None:
             resumed.put_back_momentum(engine.ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,14 @@ def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path: Path) -> 
     assert error.value.version == 2
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert store.best == 0.5
+
+
+def test_a_folder_that_is_deleted_while_a_run_trains_is_made_again(tmp_path: Path) -> None:
+    store = CheckpointFolder(CheckpointOptions(tmp_path / "a"))
+    fill(store, [None])
+    shutil.rmtree(tmp_path / "a")
+    fill(store, [None], 2)
+    assert names(tmp_path / "a") == ["step-000000000020-2.pt"]
 
 
 STEPS = ("fsync", "read", "_name_also", "replace", "_sync_folder")

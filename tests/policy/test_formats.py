@@ -72,6 +72,7 @@ class Mute(Exception):
 @pytest.mark.parametrize("raised", [ValueError("boom"), SystemExit(3)])
 def test_an_error_without_a_text(raised):
     assert format_error(ValueError("boom")) == "ValueError: boom"
+    assert format_error(MemoryError()) == "MemoryError"
     assert format_error(Mute(raised)) == f"Mute: (no text: its __str__ raised {type(raised).__name__})"
 
 

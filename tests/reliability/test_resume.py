@@ -235,7 +235,7 @@ def test_the_folder_of_another_run_is_refused(tmp_path: Path, recorder: StepReco
     [
         ({"model": nn.Linear(1, 1)}, "another model: 'trained' is float32"),
         ({"samples": 22, "model": Counts()}, "the dataset had 23 samples, it has 22 samples now"),
-        ({"per_device_batch_size": 5}, "batch_size was 4, it is 5 now"),
+        ({"per_device_batch_size": 5}, "batch_size was 4, it is 5 now.*per_device_batch_size=4 keeps it"),
         ({"seed": 1}, "seed was 0, it is 1 now"),
         ({"reading": flowdp.ReadingOptions(shuffle=False)}, "shuffle was True, it is False now"),
     ],

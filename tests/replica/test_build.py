@@ -83,6 +83,12 @@ def test_a_step_of_the_users_own_may_have_several_optimizers() -> None:
         build_replicas(settings(optimizer=two), [CPU] * 2)
 
 
+@pytest.mark.parametrize("policy", ["cadence", "exact"])
+def test_an_optimizer_that_needs_a_closure_is_for_a_step_of_the_users_own(policy: str) -> None:
+    with pytest.raises(OptionError, match=r"LBFGS computes the loss .* give a train_step"):
+        build_replicas(settings(policy, optimizer=torch.optim.LBFGS), [CPU] * 2)
+
+
 @pytest.mark.parametrize(
     ("policy", "devices", "is_resumed", "warns"),
     [

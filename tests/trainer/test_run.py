@@ -325,7 +325,7 @@ def test_a_scheduler_that_was_set_is_resumed_with_itself(policy: str, tmp_path: 
     run.stop()
     run.join()
     known = next(at for at, seen in enumerate(steps.seen) if at >= known and seen[3] != 1e-3)
-    begin = steps.seen[known][2]
+    begin = min(position for _, _, position, _ in steps.seen[known:])  # any rank may be seen first
     with pytest.raises(CheckpointError, match="resume with the same scheduler"):
         trainer(**options).start()
     again = Steps()
@@ -610,6 +610,25 @@ def test_what_is_registered_in_the_first_forward_is_an_error_of_the_first_step(
         trainer(model=Registers(kind), devices=devices, **options).fit()
     assert raised.value.step == 0
     assert ("persistent=False" in str(raised.value)) == (kind != "parameter")
+
+
+class Stuck(torch.optim.SGD):
+    """An optimizer whose second step raises."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        if self.taken > 1:
+            raise ArithmeticError("stuck")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "exact"])
+def test_an_error_of_the_optimizer_names_the_step_that_it_was_to_take(policy: str) -> None:
+    with pytest.raises(StepError, match=r"at its step 2 \(.*ArithmeticError: stuck") as raised:
+        trainer(policy=policy, optimizer=lambda params: Stuck(params, 0.1)).fit()
+    assert raised.value.step == 1
 
 
 class Refuses(nn.Linear):

@@ -26,7 +26,7 @@ MOST_ELEMENTS = 100
 """Elements of a metric that are written; a larger one is no row of numbers."""
 
 OF_TRAINING = ("loss", "grad_norm", "grad_norm_max")
-OF_RUN = ("epoch_ms", "efficiency", "rounds", "sync_ms", "anchor", "divergence")
+OF_RUN = ("epoch_ms", "efficiency", "rounds", "sync_ms", "divergence")
 OF_RANK = ("loss", "lr", "samples", "steps", "busy_ms", "data_wait_ms", "wait_ms", "sync_ms")
 OF_ROUND = (
     "rounds",
@@ -36,7 +36,6 @@ OF_ROUND = (
     "grad_norm_max",
     "param_norm",
     "drift",
-    "anchor",
     "wall_ms",
     "sync_ms",
 )
