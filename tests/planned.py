@@ -8,7 +8,6 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.policies import make_rounds
-from flowdp.machine.rounds import Constraints
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.commands import Command, RoundEnded, Send
 from flowdp.protocol.messages import DataEnded, Outcome, StartEpoch, SyncAck, SyncNow, SyncPoints, Work
@@ -54,7 +53,8 @@ def rounds(
 def decide(
     machine: PlannedRounds, now_ms: float = 0.0, *, hold: bool = False, limit: int | None = None
 ) -> list[Command]:
-    commands = machine.decide(now_ms, Constraints(hold, limit=limit))
+    machine.limit = limit
+    commands = machine.decide(now_ms, hold=hold)
     machine.check()
     return commands
 

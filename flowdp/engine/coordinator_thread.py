@@ -32,7 +32,6 @@ from flowdp.protocol.commands import (
     Average,
     Command,
     CutEvaluation,
-    Direct,
     EpochEnded,
     EpochStarted,
     EvaluationEnded,
@@ -46,7 +45,7 @@ from flowdp.protocol.commands import (
     SavesPutOff,
     Send,
 )
-from flowdp.protocol.messages import Abort, Averaged, Directives, Exiting, Failed, Requested, Tick
+from flowdp.protocol.messages import Averaged, Directives, Exiting, Failed, Leave, Requested, Tick
 from flowdp.threads.inbox import Inbox
 
 __all__ = ["CoordinatorShell", "EngineParts"]
@@ -232,8 +231,8 @@ class CoordinatorShell:
             case EpochEnded():
                 self._records.add(command.metrics)
                 log.info("%s", command.metrics)
-            case Direct():
-                self._direct(command.directives)
+            case Directives():
+                self._direct(command)
             case AbortGate():
                 self._gate.abort(command.reason)
                 if self._link is not None:
@@ -292,7 +291,7 @@ class CoordinatorShell:
         if self._link is not None:
             self._link.give_up(reason)
         for post in self._parts.posts.values():
-            post(Abort(reason))
+            post(Leave(reason))
 
     def _end(self) -> None:
         """Join every thread, then say that the run is over."""

@@ -24,7 +24,7 @@ from flowdp.errors import FlowdpError
 from flowdp.graphs.captured_step import CAPTURED
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.policy.efficiency import EfficiencyReport, RankTimes, efficiency_of
-from flowdp.protocol.messages import Abort, BatchRead, BatchReady, DataEnded, Requested
+from flowdp.protocol.messages import BatchRead, BatchReady, DataEnded, Leave, Requested
 from flowdp.replica.replica import Replica
 from flowdp.threads.inbox import Inbox
 from flowdp.threads.latch import Latch
@@ -167,7 +167,7 @@ class Engine:
                     if thread.ident is not None:
                         undo.callback(thread.join)
                 for worker in parts.workers:
-                    undo.callback(worker.parts.inbox.post, Abort("the start was taken back"))
+                    undo.callback(worker.parts.inbox.post, Leave("the start was taken back"))
 
     def abandon(self) -> None:
         """Note that the user does not wait for the run any more."""

@@ -39,13 +39,13 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import (
-    Abort,
     Arrival,
     CheckpointWritten,
     Directives,
     Exiting,
     Fact,
     Failed,
+    Leave,
     Order,
     Outcome,
     Requested,
@@ -412,7 +412,7 @@ class Follower:
                     self.phase = Phase.DONE
             case _Orphaned() if self.phase is not Phase.DONE:
                 self._reason, self.phase = fact.error, Phase.FAILING
-                orders = [Send(rank, Abort(self._reason)) for rank in self._ranks if rank not in self._left]
+                orders = [Send(rank, Leave(self._reason)) for rank in self._ranks if rank not in self._left]
                 commands = [AbortGate(self._reason), *orders]
             case Tick() | CheckpointWritten() | _Orphaned():
                 pass  # machine 0 has its own

@@ -26,15 +26,7 @@ from flowdp.engine.micro_batches import MicroBatcher
 from flowdp.engine.nan_guard import NanGuard
 from flowdp.engine.parts import Mail, MeetingPoint, RankParts, Services
 from flowdp.errors import CollectiveAborted, DeviceError, StepError
-from flowdp.machine.worker import (
-    Apply,
-    Done,
-    Idle,
-    Leave,
-    Snapshot,
-    Step,
-    WorkerMachine,
-)
+from flowdp.machine.worker import Apply, Done, Idle, Snapshot, Step, WorkerMachine
 from flowdp.options import FailureOptions
 from flowdp.policy.efficiency import Activity
 from flowdp.protocol.messages import (
@@ -42,6 +34,7 @@ from flowdp.protocol.messages import (
     BarrierTask,
     BatchReady,
     Exiting,
+    Leave,
     Outcome,
     SnapshotReady,
     StartEpoch,

@@ -18,7 +18,7 @@ from typing import ClassVar
 from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
-from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares, outcome_of, reason_of, summary
+from flowdp.machine.rounds import Averages, Rounds, Shares, outcome_of, reason_of, summary
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.drift import Overshoot, largest_drift, lead_limits
 from flowdp.policy.ledger import ENDLESS
@@ -302,9 +302,8 @@ class AsyncRounds(Rounds):
         return [Send(rank, end) for rank, state in enumerate(self._ranks) if state.shorten(end)]
 
     # ------------------------------------------------------------------ decisions
-    def decide(self, now_ms: float, constraints: Constraints) -> list[Command]:
+    def decide(self, now_ms: float, *, hold: bool = False, meet: bool = False) -> list[Command]:
         """Deal orders, open a round, or call a meeting. Orders are small, so a limit asks for no more."""
-        hold = constraints.hold
         if self._meeting is not None:
             # The last one waits for everything that is dealt, which a stop or a pause does not.
             if not hold or self._meeting.is_hurried:
@@ -313,7 +312,7 @@ class AsyncRounds(Rounds):
             return self._send_all(SyncNow(self._meeting.number))
         commands: list[Command] = []
         # Before the first step since the last meeting there is nothing to meet for.
-        meet = (hold or constraints.meet) and self._is_dirty
+        meet = (hold or meet) and self._is_dirty
         if not hold and not meet:
             commands += self._deal(now_ms)
         round_ = self._round

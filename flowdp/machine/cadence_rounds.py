@@ -76,7 +76,7 @@ class CadenceRounds(PlannedRounds):
             return 1
         batches = sum(quota * group for quota, group in zip(quotas, ledger.groups, strict=True))
         count = min(self._inner_rounds, -(-ledger.remaining // batches))
-        if self._limit is not None:
+        if self.limit is not None:
             count = min(count, -(-self._room // sum(quotas)))
         return count
 

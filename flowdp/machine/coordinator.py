@@ -22,11 +22,9 @@ from flowdp.machine.barrier import Barrier
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.policies import make_rounds
-from flowdp.machine.rounds import Constraints
 from flowdp.protocol.commands import (
     AbortGate,
     Command,
-    Direct,
     EpochEnded,
     EpochStarted,
     Fail,
@@ -38,7 +36,6 @@ from flowdp.protocol.commands import (
     Send,
 )
 from flowdp.protocol.messages import (
-    Abort,
     BatchRead,
     CheckpointWritten,
     CopyReplica,
@@ -48,9 +45,9 @@ from flowdp.protocol.messages import (
     Exiting,
     Fact,
     Failed,
+    Leave,
     Order,
     Requested,
-    Shutdown,
     SnapshotReady,
     StartEpoch,
     TaskDone,
@@ -236,11 +233,11 @@ class Coordinator:
         if self.phase in (Phase.STARTING, Phase.RUNNING, Phase.LEAVING) and self.error is not None:
             self.phase = Phase.FAILING
             commands.append(AbortGate(self.error))
-            commands += [Send(rank, Abort(self.error)) for rank in self._present()]
+            commands += [Send(rank, Leave(self.error)) for rank in self._present()]
         if self.phase in (Phase.LEAVING, Phase.FAILING) and len(self._gone) == self.config.world_size:
             self.phase = Phase.DONE
             if self._new_lr:  # they came behind the last round: the gate has all that no round has told
-                commands.append(Direct(Directives(lr=self._new_lr)))
+                commands.append(Directives(lr=self._new_lr))
             commands.append(self._finish(now_ms))
         return commands
 
@@ -280,8 +277,8 @@ class Coordinator:
         commands += self._direct()
         stands = self.barrier.is_wanted or self.rounds.wants_meeting
         hold = self._ends or self._wants_pause or stands
-        constraints = Constraints(hold, self._wants_meeting, self.barrier.limit)
-        orders = self.rounds.decide(now_ms, constraints)
+        self.rounds.limit = self.barrier.limit
+        orders = self.rounds.decide(now_ms, hold=hold, meet=self._wants_meeting)
         commands += map(EpochStarted, range(self._begun, self.epochs.opened))
         self._begun = self.epochs.opened
         if self._wants_meeting and any(isinstance(c, Send) and _is_meeting(c.order) for c in orders):
@@ -292,7 +289,7 @@ class Coordinator:
             return commands
         if self._ends or self.epochs.is_complete:
             self.phase = Phase.LEAVING
-            commands += [Send(rank, Shutdown()) for rank in self._present()]
+            commands += [Send(rank, Leave()) for rank in self._present()]
         elif self._wants_pause and not self.is_paused:
             commands += self._stand_still()
         return commands
@@ -390,7 +387,7 @@ class Coordinator:
             self._directives = wanted
             # A change of the rates is sent once: an outcome may have carried it before the coordinator
             # hears of that.
-            commands.append(Direct(replace(wanted, lr=self._new_lr)))
+            commands.append(replace(wanted, lr=self._new_lr))
             self._wants_meeting = self._wants_meeting or bool(self._new_lr)
             self._new_lr = ()
         return commands
@@ -399,7 +396,7 @@ class Coordinator:
         self.is_paused = True
         # No round came to obey the wish, or one did: neither shall the first round after the pause.
         self._directives = replace(self._directives, pause=False)
-        return [Paused(True), Direct(self._directives)]
+        return [Paused(True), self._directives]
 
     def _present(self) -> list[int]:
         return [rank for rank in range(self.config.world_size) if rank not in self._gone]

@@ -18,7 +18,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.armed_rounds import ArmedRounds, Dealt, HeldRounds
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import EpochLedger, Epochs
-from flowdp.machine.rounds import Averages, Constraints, Rounds, Shares, reason_of, summary
+from flowdp.machine.rounds import Averages, Rounds, Shares, reason_of, summary
 from flowdp.policy.drift import largest_drift
 from flowdp.protocol.commands import Command, RoundEnded, Send
 from flowdp.protocol.messages import DataEnded, Exiting, Fact, StartEpoch, SyncAck, SyncNow, SyncPoints
@@ -93,7 +93,6 @@ class PlannedRounds(Rounds):
         self._unreported: dict[int, int] = {}  # samples of ranks that are gone
         self._armed: deque[ArmedRounds] = deque()
         self._hurried = -1
-        self._limit: int | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -151,14 +150,13 @@ class PlannedRounds(Rounds):
         cut = {rank for armed in self._armed for rank in armed.shorten(end)}
         return [Send(rank, end) for rank in self._present if rank in cut]
 
-    def decide(self, now_ms: float, constraints: Constraints) -> list[Command]:
+    def decide(self, now_ms: float, *, hold: bool = False, meet: bool = False) -> list[Command]:
         """Arm the rounds that are due.
 
         All ranks meet behind each, so a wish to meet needs no order, but where inner rounds come before that.
         """
-        self._limit = constraints.limit
         commands: list[Command] = []
-        while not constraints.hold and self._may_arm:
+        while not hold and self._may_arm:
             orders = self._arm(now_ms)
             if not orders:
                 break
@@ -166,7 +164,7 @@ class PlannedRounds(Rounds):
         if self._armed and self.may_hurry:
             armed = self._armed[0]
             # An order that was armed just now ends with the first outcome behind the wish in any case.
-            is_called = constraints.hold or (constraints.meet and armed.sync.inner and not commands)
+            is_called = hold or (meet and armed.sync.inner and not commands)
             if self._hurried < armed.last_round and (is_called or now_ms >= self._late_ms(armed)):
                 self._hurried = armed.last_round
                 commands += [Send(rank, SyncNow(armed.last_round)) for rank in self._present]
@@ -250,7 +248,7 @@ class PlannedRounds(Rounds):
     @property
     def _room(self) -> int:
         """Steps of all ranks that may be armed."""
-        return ORDER_STEPS * self.world_size if self._limit is None else self._limit - self._next_step
+        return ORDER_STEPS * self.world_size if self.limit is None else self.limit - self._next_step
 
     def _arm(self, now_ms: float) -> list[Command]:
         before = self._next_step

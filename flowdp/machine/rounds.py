@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from flowdp.errors import ProtocolError
@@ -19,7 +18,6 @@ from flowdp.protocol.position import Position
 
 __all__ = [
     "Averages",
-    "Constraints",
     "Rounds",
     "Shares",
     "outcome_of",
@@ -35,22 +33,6 @@ Averages = Literal["parameters", "snapshots", "gradients"]
 gradients, before one step of all ranks."""
 
 
-@dataclass(slots=True)
-class Constraints:
-    """Limits on the orders that may be given now.
-
-    Attributes:
-        hold: Nothing new, and the round in progress ends at the next step boundary: for a stop, a pause or a
-            barrier.
-        meet: All ranks shall meet at the gate soon.
-        limit: No round begins at this global step or behind it; None: no limit.
-    """
-
-    hold: bool = False
-    meet: bool = False
-    limit: int | None = None
-
-
 class Rounds(ABC):
     """The rounds of a run under one policy. A class for each; `machine.policies` chooses.
 
@@ -64,6 +46,7 @@ class Rounds(ABC):
         cadence: Quotas of rounds of several steps; None where every round is one step.
         global_step: Steps of all ranks in the means so far.
         next_round: Number of the next round, where none is out.
+        limit: No round begins at this global step or behind it; None: no limit. Set before `decide`.
     """
 
     shares: ClassVar[Shares]
@@ -75,6 +58,7 @@ class Rounds(ABC):
         self.world_size = config.world_size
         self.global_step = 0
         self.next_round = 0
+        self.limit: int | None = None
         self._plan = 0
         self._bad: dict[int, tuple[int, int] | None] = {}
         self._reported_shares: tuple[float, ...] = (1.0 / config.world_size,) * config.world_size
@@ -124,8 +108,15 @@ class Rounds(ABC):
         return bad
 
     @abstractmethod
-    def decide(self, now_ms: float, constraints: Constraints) -> list[Command]:
-        """Give the orders that are due."""
+    def decide(self, now_ms: float, *, hold: bool = False, meet: bool = False) -> list[Command]:
+        """Give the orders that are due.
+
+        Args:
+            now_ms: The time.
+            hold: Nothing new, and the round in progress ends at the next step boundary: for a stop, a pause
+                or a barrier.
+            meet: All ranks shall meet at the gate soon.
+        """
 
     def deadline_ms(self) -> float | None:
         """Time at which `decide` is due again without a fact; None: never."""

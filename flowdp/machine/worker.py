@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from flowdp.errors import ProtocolError
 from flowdp.policy.schedule import position
 from flowdp.protocol.messages import (
-    Abort,
     Arrival,
     BarrierTask,
     CopyReplica,
     DataEnded,
     Evaluate,
+    Leave,
     Order,
     Outcome,
     RequestParams,
     SampleRange,
     SaveState,
     Settle,
-    Shutdown,
     StartEpoch,
     SyncNow,
     SyncPoints,
@@ -38,7 +37,6 @@ __all__ = [
     "Apply",
     "Done",
     "Idle",
-    "Leave",
     "Snapshot",
     "Step",
     "WorkerMachine",
@@ -106,17 +104,6 @@ class Apply:
 @dataclass(frozen=True, slots=True)
 class Idle:
     """Wait at the inbox."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """End the thread.
-
-    Attributes:
-        reason: None at the end of the run, else whose failure.
-    """
-
-    reason: str | None
 
 
 Action = Step | Arrival | Done | Snapshot | Apply | BarrierTask | Idle | Leave
@@ -233,10 +220,8 @@ class WorkerMachine:
                 self._throttle = order
             case Evaluate() | SaveState() | CopyReplica() | Settle():
                 self._tasks.append(order)
-            case Shutdown():
-                self._leave = self._leave or Leave(None)
-            case Abort():
-                self._leave = Leave(order.reason)
+            case Leave():
+                self._leave = order if self._leave is None or order.reason is not None else self._leave
 
     def next(self, in_step: bool = False) -> Action:
         """Decide the next action.
@@ -286,26 +271,11 @@ class WorkerMachine:
         )
 
     def judged(self, arrival: Arrival, touched: bytes = b"") -> Arrival:
-        """An arrival with all that is known by now of the replica's numbers, and of its gradients."""
-        window = arrival.window
-        if window is not None and window.touched != touched:
-            window = Window(window.alone, window.compare, touched)
-        elif arrival.bad == self.is_bad:
-            return arrival
-        # Once a window of exact, where `replace` would take twice as long.
-        return Arrival(
-            arrival.rank,
-            arrival.round,
-            arrival.global_step,
-            arrival.steps,
-            arrival.samples,
-            arrival.left,
-            arrival.drift,
-            self.is_bad,
-            arrival.inner,
-            arrival.earlier,
-            window,
-        )
+        """Write into an arrival all that is known by now of the replica's numbers, and of its gradients."""
+        arrival.bad = self.is_bad
+        if arrival.window is not None:
+            arrival.window.touched = touched
+        return arrival
 
     def trained(self, samples: int) -> None:
         """The step that `next` named is done."""

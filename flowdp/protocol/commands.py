@@ -20,7 +20,7 @@ __all__ = [
     "Average",
     "Command",
     "CutEvaluation",
-    "Direct",
+    "Directives",
     "EpochEnded",
     "EpochStarted",
     "EvaluationEnded",
@@ -42,13 +42,6 @@ class Send:
 
     rank: int
     order: Order
-
-
-@dataclass(frozen=True, slots=True)
-class Direct:
-    """Put these directives at the gate."""
-
-    directives: Directives
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +289,7 @@ Command = (
     | Quarantined
     | Save
     | SavesPutOff
-    | Direct
+    | Directives
     | AbortGate
     | Average
     | RoundEnded

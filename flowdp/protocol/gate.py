@@ -18,7 +18,7 @@ from flowdp.errors import CollectiveAborted, ProtocolError
 __all__ = ["Arrival", "Directives", "GateState", "Outcome", "PartState", "Requested", "Window", "decide"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Window:
     """The window of a round in which one optimizer steps for all ranks (exact).
 
@@ -35,9 +35,9 @@ class Window:
     touched: bytes | None = b""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrival:
-    """A rank stands in the gate.
+    """A rank stands in the gate. Nothing changes the record from then on.
 
     Attributes:
         rank: Rank index.

@@ -13,7 +13,6 @@ from flowdp.policy.tally import MetricArray, Work
 from flowdp.protocol.gate import Arrival, Directives, Outcome, Requested, Window
 
 __all__ = [
-    "Abort",
     "Arrival",
     "Averaged",
     "BarrierTask",
@@ -30,6 +29,7 @@ __all__ = [
     "Exiting",
     "Fact",
     "Failed",
+    "Leave",
     "Order",
     "Outcome",
     "Pace",
@@ -38,7 +38,6 @@ __all__ = [
     "SampleRange",
     "SaveState",
     "Settle",
-    "Shutdown",
     "SnapshotReady",
     "StartEpoch",
     "StepsDone",
@@ -258,19 +257,14 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    """Leave at once: another rank has failed.
+class Leave:
+    """End the thread.
 
     Attributes:
-        reason: The failure in words.
+        reason: None at the end of the run, else the failure of another rank in words.
     """
 
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Shutdown:
-    """The run is over: leave."""
+    reason: str | None = None
 
 
 # ---------------------------------------------------------------- tasks at a barrier
@@ -380,7 +374,7 @@ class CheckpointWritten:
     version: int
 
 
-Order = StartEpoch | DataEnded | SyncNow | Throttle | RequestParams | Update | Abort | Shutdown | BarrierTask
+Order = StartEpoch | DataEnded | SyncNow | Throttle | RequestParams | Update | Leave | BarrierTask
 
 
 # ---------------------------------------------------------------- facts

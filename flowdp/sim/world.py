@@ -16,25 +16,19 @@ from typing import Any
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.coordinator import Coordinator
-from flowdp.machine.worker import (
-    Apply,
-    Done,
-    Idle,
-    Leave,
-    Snapshot,
-    Step,
-    WorkerMachine,
-)
+from flowdp.machine.worker import Apply, Done, Idle, Snapshot, Step, WorkerMachine
 from flowdp.policy.tally import Work, pace_ms
-from flowdp.protocol.commands import Average, Command, Direct, EpochEnded, Finish, RoundEnded, Send
+from flowdp.protocol.commands import Average, Command, EpochEnded, Finish, RoundEnded, Send
 from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import (
     Arrival,
     Averaged,
     BarrierTask,
     Checksum,
+    Directives,
     Exiting,
     Fact,
+    Leave,
     Order,
     Outcome,
     SnapshotReady,
@@ -239,8 +233,8 @@ class World:
         match command:
             case Send():
                 self.send(command.rank, command.order)
-            case Direct():
-                self.gate.direct(command.directives)
+            case Directives():
+                self.gate.direct(command)
             case Average():
                 self.clock.after(self.sync_ms, self._average, command.round)
             case RoundEnded() | EpochEnded():

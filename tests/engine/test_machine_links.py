@@ -49,13 +49,13 @@ from flowdp.network.team import Team
 from flowdp.observe.records import Records
 from flowdp.protocol.commands import AbortGate, Finish, Paused, RoundEnded, Send
 from flowdp.protocol.messages import (
-    Abort,
     Arrival,
     DataEnded,
     Directives,
     Exiting,
     Fact,
     Failed,
+    Leave,
     Requested,
     SyncNow,
     Tick,
@@ -301,7 +301,7 @@ def test_a_follower_without_machine_0_ends_when_its_ranks_have_left() -> None:
     machine, _ = follower(2, 3)
     machine.handle(Exiting(2), 0.0)
     lost = _Orphaned("CollectiveError: machine 0 was lost")
-    assert machine.handle(lost, 1.0) == [AbortGate(lost.error), Send(3, Abort(lost.error))]
+    assert machine.handle(lost, 1.0) == [AbortGate(lost.error), Send(3, Leave(lost.error))]
     assert machine.phase is Phase.FAILING
     assert machine.handle(Exiting(3, "aborted"), 2.0) == [Finish(lost.error, True, 0, 0)]
     assert machine.phase is Phase.DONE

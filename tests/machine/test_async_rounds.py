@@ -8,7 +8,6 @@ from typing import Any
 from flowdp.machine.async_rounds import AsyncRank, AsyncRounds
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.rounds import Constraints
 from flowdp.options import CadenceOptions
 from flowdp.protocol.commands import Average, Command, RoundEnded, Send
 from flowdp.protocol.messages import (
@@ -49,7 +48,7 @@ class Run:
 
     def decide(self, *, hold: bool = False, meet: bool = False) -> list[Command]:
         """The machine's commands except orders, which are kept in `out`."""
-        commands = self.machine.decide(self.now_ms, Constraints(hold, meet))
+        commands = self.machine.decide(self.now_ms, hold=hold, meet=meet)
         self.machine.check()
         for command in commands:
             if isinstance(command, Send) and isinstance(command.order, StartEpoch):

@@ -19,7 +19,6 @@ from flowdp.protocol.commands import (
     AbortGate,
     Command,
     CutEvaluation,
-    Direct,
     EpochEnded,
     EpochStarted,
     Fail,
@@ -33,7 +32,6 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.gate import GateState, Window
 from flowdp.protocol.messages import (
-    Abort,
     Checksum,
     CopyReplica,
     DataEnded,
@@ -42,10 +40,10 @@ from flowdp.protocol.messages import (
     Evaluated,
     Exiting,
     Failed,
+    Leave,
     Outcome,
     Requested,
     SaveState,
-    Shutdown,
     SnapshotReady,
     StartEpoch,
     StepsDone,
@@ -179,7 +177,7 @@ def test_a_run_ends_when_nothing_is_left() -> None:
     # The only round is trained: the epoch is reported, and all ranks may leave.
     commands = meet(machine, orders(commands))
     assert [type(c) for c in commands] == [RoundEnded, EpochEnded, Send, Send]
-    assert others(commands) == [Send(0, Shutdown()), Send(1, Shutdown())]
+    assert others(commands) == [Send(0, Leave()), Send(1, Leave())]
     assert machine.phase is Phase.LEAVING
     # The run is over when the last rank has exited.
     assert machine.handle(Exiting(0), 101.0) == []
@@ -190,21 +188,21 @@ def test_a_run_ends_when_nothing_is_left() -> None:
 
 def test_a_stop_is_told_at_the_gate_and_ends_the_run() -> None:
     machine, commands = started()
-    assert others(machine.handle(Requested("stop"), 5.0)) == [Direct(Directives(stop=True)), *sync_now(0)]
+    assert others(machine.handle(Requested("stop"), 5.0)) == [Directives(stop=True), *sync_now(0)]
     # The second request has no effect.
     assert machine.handle(Requested("stop"), 6.0) == []
     commands = meet(machine, orders(commands), (1, 0), stop=True, hurried=True)
-    assert others(commands) == [Send(0, Shutdown()), Send(1, Shutdown())]
+    assert others(commands) == [Send(0, Leave()), Send(1, Leave())]
     machine.handle(Exiting(0), 1.0)
     assert end(machine.handle(Exiting(1), 1.0)) == (True, 1, 0)
 
 
 def test_a_pause_stands_still_after_the_round_and_goes_on_from_there() -> None:
     machine, commands = started()
-    assert others(machine.handle(Requested("pause"), 5.0)) == [Direct(Directives(pause=True)), *sync_now(0)]
+    assert others(machine.handle(Requested("pause"), 5.0)) == [Directives(pause=True), *sync_now(0)]
     commands = meet(machine, orders(commands), (2, 1), pause=True, hurried=True)
     # All ranks are paused, and the first round after the pause must not pause again.
-    assert others(commands) == [Paused(True), Direct(Directives())]
+    assert others(commands) == [Paused(True), Directives()]
     assert orders(commands) == {}
     assert machine.deadline_ms() is None
     # During the pause nothing happens by itself.
@@ -218,12 +216,12 @@ def test_a_pause_stands_still_after_the_round_and_goes_on_from_there() -> None:
 
 def test_a_learning_rate_is_told_once() -> None:
     machine, _ = started("sync", batches=100)
-    assert machine.handle(RATE, 5.0) == [Direct(Directives(lr=(RATE,)))]
+    assert machine.handle(RATE, 5.0) == [Directives(lr=(RATE,))]
     # An outcome may have delivered it in the middle of a block, without an acknowledgment; the next request
     # must not repeat it.
-    assert machine.handle(Requested("pause"), 6.0) == [Direct(Directives(pause=True))]
+    assert machine.handle(Requested("pause"), 6.0) == [Directives(pause=True)]
     # The same rate, requested again, is a new request.
-    assert machine.handle(RATE, 7.0) == [Direct(Directives(pause=True, lr=(RATE,)))]
+    assert machine.handle(RATE, 7.0) == [Directives(pause=True, lr=(RATE,))]
 
 
 def test_a_learning_rate_behind_the_last_round_goes_to_the_gate_at_the_end() -> None:
@@ -233,14 +231,14 @@ def test_a_learning_rate_behind_the_last_round_goes_to_the_gate_at_the_end() -> 
     machine.handle(Exiting(0), 200.0)
     assert machine.handle(RATE, 200.0) == []
     told, finish = machine.handle(Exiting(1), 200.0)
-    assert told == Direct(Directives(lr=(RATE,)))
+    assert told == Directives(lr=(RATE,))
     assert isinstance(finish, Finish)
 
 
 def test_a_learning_rate_calls_one_meeting_under_async() -> None:
     machine, commands = started("async", batches=100)
     commands = machine.handle(RATE, 5.0)
-    assert others(commands) == [Direct(Directives(lr=(RATE,))), *sync_now(0)]
+    assert others(commands) == [Directives(lr=(RATE,)), *sync_now(0)]
     order = StartEpoch
     # The meeting is over; none is due.
     outcome = Outcome(0, 0, (0, 1), (0, 0), (0, 0), lr=(RATE,), hurried=True)
@@ -254,7 +252,7 @@ def test_a_failure_frees_everybody() -> None:
     machine, _ = started()
     assert machine.handle(Exiting(1, "rank 1 failed"), 5.0) == [
         AbortGate("rank 1 failed"),
-        Send(0, Abort("rank 1 failed")),
+        Send(0, Leave("rank 1 failed")),
     ]
     assert machine.phase is Phase.FAILING
     # Messages sent before rank 0 knew of it are dropped, and so is a request.
@@ -276,7 +274,7 @@ def test_replicas_that_differ_end_the_run() -> None:
     assert "rank 1 " in failure.error
     # The shell is told first; then all are released as after any failure.
     reason = failure.error
-    assert commands[-3:] == [AbortGate(reason), Send(0, Abort(reason)), Send(1, Abort(reason))]
+    assert commands[-3:] == [AbortGate(reason), Send(0, Leave(reason)), Send(1, Leave(reason))]
     assert commands.index(failure) < commands.index(AbortGate(reason))
     for rank in (0, 1):
         commands = machine.handle(Exiting(rank), 2.0)
@@ -321,7 +319,7 @@ def test_the_end_of_the_data_is_passed_on_and_ends_the_run() -> None:
     assert machine.handle(end, 1.0) == [Send(1, end)]
     commands = meet(machine, block, steps=(3, 2), hurried=True)
     assert [type(c) for c in commands] == [RoundEnded, EpochEnded, Send, Send]
-    assert others(commands) == [Send(0, Shutdown()), Send(1, Shutdown())]
+    assert others(commands) == [Send(0, Leave()), Send(1, Leave())]
 
 
 # ---------------------------------------------------------------- barriers
@@ -354,10 +352,10 @@ def test_after_an_epoch_all_stand_still_for_its_evaluation() -> None:
 
 def test_a_checkpoint_that_is_asked_for_halts_the_ranks_at_their_next_meeting() -> None:
     machine, out = started()
-    assert machine.handle(Requested("checkpoint"), 1.0) == [Direct(Directives(halt=True)), *sync_now(0)]
+    assert machine.handle(Requested("checkpoint"), 1.0) == [Directives(halt=True), *sync_now(0)]
     assert machine.handle(Requested("checkpoint"), 2.0) == []
     commands = meet(machine, orders(out), steps=(1, 2), hurried=True, halt=True)
-    assert Direct(Directives()) in commands
+    assert Directives() in commands
     save, rest = saved(machine, commands)
     assert (save.version, save.position.global_step) == (1, 3)
     [one] = save.position.open
@@ -369,7 +367,7 @@ def test_a_run_that_ends_well_is_saved_at_its_end() -> None:
     machine, out = started(batches=6, tasks=BarrierPlan(Interval(100, "step")))
     save, rest = saved(machine, meet(machine, orders(out)))
     assert (save.position.done, save.position.open) == (1, ())
-    assert rest == [Send(0, Shutdown()), Send(1, Shutdown())]
+    assert rest == [Send(0, Leave()), Send(1, Leave())]
 
 
 def test_a_run_that_is_stopped_is_saved_where_it_stops() -> None:
@@ -377,7 +375,7 @@ def test_a_run_that_is_stopped_is_saved_where_it_stops() -> None:
     machine.handle(Requested("stop"), 1.0)
     save, rest = saved(machine, meet(machine, orders(out), steps=(1, 1), hurried=True, stop=True))
     assert save.position.global_step == 2
-    assert rest == [Send(0, Shutdown()), Send(1, Shutdown())]
+    assert rest == [Send(0, Leave()), Send(1, Leave())]
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
@@ -413,7 +411,7 @@ def test_an_evaluation_that_a_stop_has_taken_is_made_by_the_next_run(is_begun: b
     if epochs == 2:
         assert orders(rest)[0].metrics == (0.5,)
         return
-    assert rest == [Send(0, Shutdown()), Send(1, Shutdown())]
+    assert rest == [Send(0, Leave()), Send(1, Leave())]
     second.handle(Exiting(0), 300.0)
     assert end(second.handle(Exiting(1), 300.0)) == (False, 6, 1)
 
@@ -474,7 +472,7 @@ def test_the_others_go_on_without_a_rank_that_failed_alone() -> None:
     first = orders(commands)[0].sync
     assert first is not None
     ended = Outcome(first.round, 2, (0,), (1, 0), (8, 0), stop=True)
-    assert Send(0, Shutdown()) in machine.handle(SyncAck(0, ended, Work(0, 1, 8)), 4.0)
+    assert Send(0, Leave()) in machine.handle(SyncAck(0, ended, Work(0, 1, 8)), 4.0)
     commands = machine.handle(Exiting(0), 5.0)
     assert end(commands) == (True, 2, 0)
     assert isinstance(finish := commands[0], Finish)
@@ -624,7 +622,7 @@ def test_the_work_per_fact_does_not_grow_with_the_ranks(policy: Policy) -> None:
 def test_a_lost_machine_is_not_waited_for() -> None:
     machine, _ = started(world_size=2, machines=(1, 1))
     commands = machine.handle(Failed("machine 1 is lost", (1,)), 5.0)
-    assert commands == [AbortGate("machine 1 is lost"), Send(0, Abort("machine 1 is lost"))]
+    assert commands == [AbortGate("machine 1 is lost"), Send(0, Leave("machine 1 is lost"))]
     [finish] = machine.handle(Exiting(0), 6.0)
     assert isinstance(finish, Finish)
     assert finish.error == "machine 1 is lost"

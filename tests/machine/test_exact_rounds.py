@@ -12,7 +12,6 @@ import pytest
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds, split
-from flowdp.machine.rounds import Constraints
 from flowdp.options import CadenceOptions
 from flowdp.protocol.commands import Command, Fail, RoundEnded, Send
 from flowdp.protocol.gate import Window
@@ -52,7 +51,7 @@ def rounds(
 
 def decide(machine: ExactRounds, now_ms: float = 0.0, *, hold: bool = False) -> list[Block]:
     """The armed blocks; there are no other commands."""
-    commands = machine.decide(now_ms, Constraints(hold))
+    commands = machine.decide(now_ms, hold=hold)
     machine.check()
     found: list[Block] = []
     for command in commands:
@@ -272,7 +271,7 @@ def test_a_round_in_progress_is_never_hurried() -> None:
         settle(machine, acks(block))
     decide(machine)
     for hold in (False, True):
-        commands = machine.decide(1e9, Constraints(hold, meet=True))
+        commands = machine.decide(1e9, hold=hold, meet=True)
         assert not any(
             isinstance(command, Send) and isinstance(command.order, SyncNow) for command in commands
         )

@@ -10,7 +10,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig, GlobalBatch
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.policies import ROUNDS, make_rounds
-from flowdp.machine.rounds import Averages, Constraints, Shares, outcome_of, reason_of, summary
+from flowdp.machine.rounds import Averages, Shares, outcome_of, reason_of, summary
 from flowdp.options import Policy
 from flowdp.protocol.commands import Send
 from flowdp.protocol.messages import Outcome, StartEpoch, SyncAck, Work
@@ -30,8 +30,8 @@ def test_they_begin_idle_and_order_nothing_on_hold(policy: Policy) -> None:
         0,
         0,
     )
-    assert rounds.decide(0.0, Constraints(hold=True)) == []
-    commands = rounds.decide(0.0, Constraints())
+    assert rounds.decide(0.0, hold=True) == []
+    commands = rounds.decide(0.0)
     assert {c.rank for c in commands if isinstance(c, Send) and isinstance(c.order, StartEpoch)} == {0, 1}
     assert not rounds.is_idle
     assert rounds.pop_bad() == {}

@@ -12,7 +12,6 @@ from flowdp.machine.worker import (
     Apply,
     Done,
     Idle,
-    Leave,
     Snapshot,
     Step,
     WorkerMachine,
@@ -22,12 +21,12 @@ from flowdp.protocol.messages import (
     Arrival,
     DataEnded,
     Evaluate,
+    Leave,
     Outcome,
     Pace,
     RequestParams,
     SampleRange,
     SaveState,
-    Shutdown,
     StartEpoch,
     SyncNow,
     SyncPoints,
@@ -152,8 +151,8 @@ def test_it_leaves_when_told_even_between_two_steps() -> None:
     machine = WorkerMachine(0)
     machine.handle(planned((0, 1)))
     step(machine)
-    machine.handle(Shutdown())
-    assert machine.next() == Leave(None)
+    machine.handle(Leave())
+    assert machine.next() == Leave()
 
 
 # ---------------------------------------------------------------- async

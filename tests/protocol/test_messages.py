@@ -15,10 +15,13 @@ from flowdp.protocol.messages import Fact, Order, StartEpoch, SyncPoints
 
 RECORDS = [value for value in vars(messages).values() if isinstance(value, type) and is_dataclass(value)]
 
+OWN = messages.Arrival, messages.Window
+"""A rank makes these anew in every round, and writes to them until it stands in the gate."""
+
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_a_message_is_frozen_and_small(record: type) -> None:
-    assert record.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert record.__dataclass_params__.frozen == (record not in OWN)  # type: ignore[attr-defined]
     assert "__slots__" in vars(record)
     assert record.__doc__ is not None
     assert record.__name__ in messages.__all__ or record.__module__ != messages.__name__

@@ -25,7 +25,7 @@ from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.exact_rounds import ExactRounds
 from flowdp.machine.planned_rounds import PlannedRounds
-from flowdp.machine.worker import Action, Leave, WorkerMachine
+from flowdp.machine.worker import Action, WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.interval import Interval, SaveBudget, Schedule
@@ -46,17 +46,16 @@ from flowdp.protocol.commands import (
 )
 from flowdp.protocol.gate import GateState, PartState
 from flowdp.protocol.messages import (
-    Abort,
     Arrival,
     BarrierTask,
     DataEnded,
     Exiting,
     Fact,
     Failed,
+    Leave,
     Order,
     Outcome,
     Requested,
-    Shutdown,
     SnapshotReady,
     SyncAck,
     SyncNow,
@@ -179,12 +178,13 @@ def deaf(order: type[Order]) -> Plant:
     )
 
 
-def unsent(order: type[Order], *others: type[Command]) -> Plant:
-    """The coordinator does not send one kind of order, nor give other commands."""
+def unsent(order: type[Order]) -> Plant:
+    """The coordinator does not send one kind of order."""
+    return unsaid(lambda command: isinstance(command, Send) and isinstance(command.order, order))
 
-    def is_lost(command: Command) -> bool:
-        return isinstance(command, others) or (isinstance(command, Send) and isinstance(command.order, order))
 
+def unsaid(is_lost: Callable[[Command], bool]) -> Plant:
+    """The coordinator does not give some commands."""
     return around(
         Coordinator,
         "handle",
@@ -229,7 +229,7 @@ class StopByInbox(Coordinator):
             return [] if not isinstance(fact, Exiting) else super()._take(fact, now_ms)
         if isinstance(fact, Requested) and fact.what == "stop" and self.phase is Phase.RUNNING:
             self.told = True
-            return [Send(rank, Shutdown()) for rank in self._present()]
+            return [Send(rank, Leave()) for rank in self._present()]
         return super()._take(fact, now_ms)
 
     def _take_exit(self, fact: Exiting, now_ms: float) -> list[Command]:
@@ -257,7 +257,7 @@ class MeetAndLeave(WorkerMachine):
     stops = False
 
     def handle(self, order: Order) -> None:
-        if isinstance(order, Shutdown) and self.order is not None and self.order.sync is not None:
+        if order == Leave() and self.order is not None and self.order.sync is not None:
             self.stops = True
             self._sync_now = 2**61
         else:
@@ -266,7 +266,7 @@ class MeetAndLeave(WorkerMachine):
     def met(self, outcome: Outcome) -> Any:
         done = super().met(outcome)
         if self.stops:
-            self._leave = Leave(None)
+            self._leave = Leave()
         return done
 
 
@@ -276,14 +276,14 @@ class FinishAndLeave(WorkerMachine):
     stops = False
 
     def handle(self, order: Order) -> None:
-        if isinstance(order, Shutdown):
+        if order == Leave():
             self.stops = True
         else:
             super().handle(order)
 
     def next(self, *, in_step: bool = False) -> Action:
         if self.stops and self.order is None:
-            return Leave(None)
+            return Leave()
         return super().next(in_step=in_step)
 
 
@@ -296,6 +296,12 @@ class LeavingWorld(JudgedWorld):
 
 
 # ---------------------------------------------------------------- bugs of several lines
+def tells_of_a_failure(command: Command) -> bool:
+    """Whether a command frees ranks after a failure."""
+    is_order = isinstance(command, Send) and isinstance(command.order, Leave) and command.order != Leave()
+    return is_order or isinstance(command, AbortGate)
+
+
 def ended_as_complete(
     _: Any, self: Epochs, now_ms: float, anchor: int, global_step: int, **given: Any
 ) -> list[EpochMetrics]:
@@ -502,7 +508,7 @@ def a_phantom_step_for_each_acknowledgment(take, self, fact, now_ms):
     return commands
 
 
-mutant("peers_are_not_told_of_a_failure", "L2", 100, unsent(Abort, AbortGate))
+mutant("peers_are_not_told_of_a_failure", "L2", 100, unsaid(tells_of_a_failure))
 
 
 @advice("S2", 300, PlannedRounds, "take")
@@ -555,7 +561,7 @@ mutant(
         around(
             PlannedRounds,
             "decide",
-            lambda decide, self, now_ms, given: decide(self, now_ms, replace(given, hold=False)),
+            lambda decide, self, now_ms, hold, meet: decide(self, now_ms, meet=meet),
         ),
         instead(GateState, "direct", lambda self, directives: None),
     ),

@@ -36,10 +36,9 @@ from flowdp.network.team import Team
 from flowdp.observe.records import Records
 from flowdp.options import FailureOptions
 from flowdp.protocol.messages import (
-    Abort,
     Fact,
+    Leave,
     RequestParams,
-    Shutdown,
     SnapshotReady,
     StartEpoch,
     StepsDone,
@@ -259,7 +258,7 @@ class Rank:
         return fact
 
     def end(self) -> None:
-        self.inbox.post(Shutdown())
+        self.inbox.post(Leave())
         self.thread.join(HANG_S)
         assert not self.thread.is_alive()
 
@@ -301,7 +300,7 @@ def a_plan(vector: dict[str, Any]) -> Answers:
 @answers("WK-007")
 def told_to_leave_before_the_plan(vector: dict[str, Any]) -> Answers:
     rank = Rank(vector["setup"]["dataset"], vector["setup"]["batch"])
-    rank.start(Shutdown(), StartEpoch(0, 0, tuple(range(100))))
+    rank.start(Leave(), StartEpoch(0, 0, tuple(range(100))))
     rank.thread.join(HANG_S)
     return {"returns_shutdown": not rank.thread.is_alive() and rank.worker.current.local_step == 0}
 
@@ -309,9 +308,7 @@ def told_to_leave_before_the_plan(vector: dict[str, Any]) -> Answers:
 @answers("WK-009")
 def meetings_after_the_end(vector: dict[str, Any]) -> Answers:
     rank = Rank()
-    rank.start(
-        Abort("gone"), *(StartEpoch(0, 0, (), SyncPoints(n, 0, 1, 0, 0)) for n in range(3)), Shutdown()
-    )
+    rank.start(Leave("gone"), *(StartEpoch(0, 0, (), SyncPoints(n, 0, 1, 0, 0)) for n in range(3)), Leave())
     rank.thread.join(HANG_S)
     assert not rank.thread.is_alive()
     return {"collective_calls": rank.mean.calls, "returns": True}

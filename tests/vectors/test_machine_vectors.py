@@ -16,8 +16,7 @@ from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.epochs import Epochs
-from flowdp.machine.rounds import Constraints
-from flowdp.machine.worker import Idle, Leave, Snapshot, Step, WorkerMachine
+from flowdp.machine.worker import Idle, Snapshot, Step, WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.policy.drift import Overshoot
 from flowdp.policy.ledger import Ledger
@@ -28,8 +27,8 @@ from flowdp.protocol.messages import (
     Averaged,
     Directives,
     Exiting,
+    Leave,
     RequestParams,
-    Shutdown,
     SnapshotReady,
     StartEpoch,
     StepsDone,
@@ -73,7 +72,7 @@ class Free:
         self.requested = False
 
     def decide(self) -> None:
-        for command in self.machine.decide(0.0, Constraints()):
+        for command in self.machine.decide(0.0):
             assert isinstance(command, Send)
             match command.order:
                 case StartEpoch():
@@ -277,7 +276,7 @@ def _end_of_a_round(vector: Vector) -> Answers:
         assert run.trains(0, 1) + run.trains(1, 1) > 0
     for rank, steps in enumerate(run.steps()):
         run.machine.take(SnapshotReady(rank, 0, steps, 8 * steps), 0.0)
-    run.machine.decide(0.0, Constraints())
+    run.machine.decide(0.0)
     said = run.machine.take(Averaged(0, 1.0, (0.05, 0.03)), 0.0)
     run.decide()
     ranks = run.machine._ranks
@@ -373,7 +372,7 @@ def _two_epochs_under_way(vector: Vector) -> Answers:
 @answers("CK-014")
 def _end_of_the_run(vector: Vector) -> Answers:
     machine, said = trained_epochs(2, vector["setup"]["num_epochs"])
-    leaves = [c for c in said if isinstance(c, Send) and isinstance(c.order, Shutdown)]
+    leaves = [c for c in said if isinstance(c, Send) and c.order == Leave()]
     return {"last_aggregated_epoch": machine.epochs.done - 1, "shutdown_msgs": len(leaves)}
 
 
@@ -442,8 +441,8 @@ def _throttle(vector: Vector) -> Answers:
 def _a_throttled_worker_hears(vector: Vector) -> Answers:
     worker = WorkerMachine(0)
     worker.handle(Throttle(0, "at its lead limit"))
-    worker.handle(Shutdown())
-    return {"returns_shutdown": worker.next() == Leave(None)}
+    worker.handle(Leave())
+    return {"returns_shutdown": worker.next() == Leave()}
 
 
 @answers("WK-001")
@@ -485,8 +484,8 @@ def _meeting_alone(vector: Vector) -> Answers:
 def _shutdown_before_a_plan(vector: Vector) -> Answers:
     worker = WorkerMachine(0)
     worker.handle(StartEpoch(0, 0, tuple(range(vector["input"]["plan"][2]))))
-    worker.handle(Shutdown())
-    return {"returns_shutdown": worker.next() == Leave(None)}
+    worker.handle(Leave())
+    return {"returns_shutdown": worker.next() == Leave()}
 
 
 @answers("WK-009")
@@ -494,11 +493,11 @@ def _meetings_before_a_shutdown(vector: Vector) -> Answers:
     worker = WorkerMachine(0)
     for round in range(3):
         worker.handle(StartEpoch(0, 0, (), SyncPoints(round, 0, 1, 0, 0)))
-    worker.handle(Shutdown())
+    worker.handle(Leave())
     actions = [worker.next() for _ in range(4)]
     return {
         "collective_calls": sum(isinstance(action, Arrival) for action in actions),
-        "returns": all(action == Leave(None) for action in actions),
+        "returns": all(action == Leave() for action in actions),
     }
 
 
