@@ -9,15 +9,7 @@ from flowdp.collective.host import HostMean
 from flowdp.engine.parts import MeetingPoint, RankParts, Services
 from flowdp.errors import ProtocolError
 from flowdp.policy.efficiency import Activity
-from flowdp.protocol.messages import (
-    BarrierTask,
-    CopyReplica,
-    Evaluate,
-    Evaluated,
-    SaveState,
-    Settle,
-    TaskDone,
-)
+from flowdp.protocol.messages import BarrierTask, CopyReplica, Evaluate, SaveState, Settle, TaskDone
 from flowdp.replica.rank_state import capture, capture_generator, restore
 from flowdp.replica.replica import Replica
 
@@ -66,9 +58,7 @@ class BarrierTasks:
         self._collective = meeting.collective
         self._blocks = PinnedBlocks(self._replica.lane)
 
-    def serve(
-        self, task: BarrierTask, wait: Callable[[], bool], moved: Callable[[], None]
-    ) -> Evaluated | TaskDone:
+    def serve(self, task: BarrierTask, wait: Callable[[], bool], moved: Callable[[], None]) -> TaskDone:
         """Execute a task and return the answer to the coordinator.
 
         Args:
@@ -92,19 +82,17 @@ class BarrierTasks:
                     self._saver.put(self._rank, part)
                 elif self._saver.keeps_generators:
                     self._saver.put(self._rank, capture_generator(self._replica))
-                return TaskDone(self._rank)
             case CopyReplica(receiver=None):
                 donor = task.donor - self._rank + self._index
                 self._replica.copy_from(self._replicas[donor])
                 self._replica.lane.drain()  # the donor may train on as soon as the coordinator hears
-                return TaskDone(self._rank)
             case CopyReplica(donor, int(receiver)):
                 self._copy_between(donor, receiver)
-                return TaskDone(self._rank)
             case Settle() if isinstance(self._collective, HostMean):
                 self._collective.settle(self._index)
-                return TaskDone(self._rank)
-        raise ProtocolError(f"rank {self._rank} cannot do {task}")
+            case _:
+                raise ProtocolError(f"rank {self._rank} cannot do {task}")
+        return TaskDone(self._rank)
 
     def _is_follower_first(self) -> bool:
         """Whether this is the first rank of a machine that follows."""

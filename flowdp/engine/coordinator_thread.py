@@ -96,7 +96,7 @@ class EngineParts:
         services = self.services
         readers = [thread for source in services.sources for thread in source.threads()]
         writer = [] if services.saver.thread is None else [services.saver.thread]
-        links = [] if self.link is None else self.link.threads()
+        links = [] if services.channel is None else services.channel.threads()
         return [*self.threads, coordinator, *readers, *writer, *links]
 
 
@@ -235,8 +235,6 @@ class CoordinatorShell:
                 self._direct(command)
             case AbortGate():
                 self._gate.abort(command.reason)
-                if self._link is not None:
-                    self._link.abort()
                 self._failing_ms = self._now_ms() + GRACE_MS
             case Average():
                 self._jobs.post(command)

@@ -32,13 +32,12 @@ from flowdp.engine.metrics import (
 )
 from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
 from flowdp.errors import OptionError
-from flowdp.protocol.messages import Evaluated
+from flowdp.protocol.messages import Evaluation, TaskDone
 from flowdp.replica.loss import unpack_loss
 from flowdp.validators import check_function, check_int, one_of
 
 __all__ = [
     "EvalStep",
-    "EvalSums",
     "EvaluationOptions",
     "Evaluator",
     "check_evaluation",
@@ -48,9 +47,6 @@ __all__ = [
 EvalStep = Callable[..., Mapping[str, Any] | None]
 """The user's own: (model, batch) or (model, batch, metrics) -> means over the batch, or metrics that it has
 updated, by name; None for nothing beside `metrics`."""
-
-EvalSums = tuple[tuple[int, float, tuple[tuple[str, float], ...]], ...]
-"""Results of batches: number, samples (or another weight of the means), and (name, mean) pairs."""
 
 _Row = tuple[int, float | Tensor, str, float | Tensor]  # batch, weight, name, mean
 
@@ -172,7 +168,7 @@ class Evaluator:
 
     def run(
         self, index: int, replica: EvaluatedReplica, wait: Callable[[], bool], moved: Callable[[], None]
-    ) -> Evaluated:
+    ) -> TaskDone:
         """Evaluate batches until none is left. Every rank of the run calls it for each evaluation.
 
         Values that the user's code records (`record_scalar`) count towards the evaluation, and not towards
@@ -215,13 +211,13 @@ class Evaluator:
             metrics = reading.metrics()
             if metrics:
                 self.pool.put(number, worker.rank, metrics)
-            return Evaluated(worker.rank, _read(reading.rows), has_metrics=bool(metrics))
+            return TaskDone(worker.rank, _read(reading.rows), has_metrics=bool(metrics))
         finally:
             for metric in reading.used.values():
                 reset(metric)
             worker.sink, worker.samples = sink, samples
 
-    def merge(self, rank: int, number: int) -> Evaluated:
+    def merge(self, rank: int, number: int) -> TaskDone:
         """Merge the metrics that all ranks have brought to the pool: numbers as a batch of weight 1.
 
         Args:
@@ -236,7 +232,7 @@ class Evaluator:
         """
         with torch.no_grad():
             numbers, arrays = metric_values(self.pool.merged(number))
-        return Evaluated(rank, ((-1, 1.0, numbers),) if numbers else (), arrays)
+        return TaskDone(rank, ((-1, 1.0, numbers),) if numbers else (), arrays)
 
 
 class _Reading:
@@ -337,7 +333,7 @@ def _number(name: object, value: object) -> float | Tensor:
     raise TypeError(f"{name!r} must be one number, the mean over the batch, not {what}")
 
 
-def _read(rows: list[_Row]) -> EvalSums:
+def _read(rows: list[_Row]) -> tuple[Evaluation, ...]:
     """Bring the numbers to the host; those of a device by one copy."""
     values = [value for row in rows for value in (row[1], row[3])]
     for device in {value.device for value in values if isinstance(value, Tensor)}:

@@ -58,7 +58,6 @@ __all__ = [
     "FollowerLink",
     "LeaderLink",
     "Posts",
-    "Relayed",
     "RemoteError",
     "origin_of",
     "sent_error",
@@ -69,13 +68,6 @@ Posts = Mapping[int, Callable[[Order], None]]
 
 PASSED_ON = (AbortGate, CutEvaluation, RoundEnded, EpochEnded, EvaluationEnded, Save, Paused, Finish)
 """Commands that all machines obey; an order goes to the machine of its rank alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Relayed:
-    """A command of the coordinator that leads, for the thread of one that follows."""
-
-    command: Command
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +192,11 @@ class _Link(ABC):
         self._gate = gate
         self._channel.start(self._received, self._ended, partial(self._sign_for, sign))
 
-    def abort(self) -> None:
-        """Free the rank that stands in a sum where a machine is lost: the others may not come to its end."""
-        if isinstance(self._failures.first, MachineLostError):
+    def relay(self, command: Command) -> None:
+        """Do what a command that was obeyed here means for the other machines."""
+        if isinstance(command, AbortGate) and isinstance(self._failures.first, MachineLostError):
+            # A rank may stand in a sum with a machine that is lost: the others may not come to its end.
             self._machines.give_up()
-
-    def threads(self) -> list[threading.Thread]:
-        """Threads of the links."""
-        return self._channel.threads()
 
     def _sign_for(self, sign: Callable[[], Sign], machine: int) -> Sign:
         """Sign of life for a machine: of this one, and of all that it has no link to."""
@@ -269,14 +258,15 @@ class LeaderLink(_Link):
             return self._state.direct(directives)
 
     def relay(self, command: Command) -> None:
-        """Pass a command on that concerns all machines."""
+        """Pass a command on that concerns all machines; see `_Link.relay`."""
+        super().relay(command)
         if isinstance(command, AbortGate):
             with self._lock:
                 self._state.abort(command.reason)
             self._tell_failure()
         self._is_over |= isinstance(command, Finish)
         if isinstance(command, PASSED_ON):
-            self._channel.tell_all(Relayed(command))
+            self._channel.tell_all(command)
 
     def give_up(self, reason: str) -> None:
         """See `_Link.give_up`."""
@@ -338,9 +328,6 @@ class FollowerLink(_Link):
         """Do nothing: directives stand at the gate of all."""
         return ()
 
-    def relay(self, command: Command) -> None:
-        """Do nothing: commands come from machine 0."""
-
     def give_up(self, reason: str) -> None:
         """See `_Link.give_up`."""
         self.send(Failed(reason, tuple(self._team.ranks)))
@@ -367,7 +354,7 @@ class FollowerLink(_Link):
                 assert isinstance(self._outlet, StateSender)
                 self._outlet.take(message)
             case _:
-                self._is_over |= isinstance(message, Relayed) and isinstance(message.command, Finish)
+                self._is_over |= isinstance(message, Finish)
                 self._post(message)
 
     def _ended(self, machine: int, error: CollectiveError | None) -> None:
@@ -404,11 +391,11 @@ class Follower:
         """Pass a fact on, or return the command that has come."""
         commands: list[Command] = []
         match fact:
-            case Relayed():
-                commands = [fact.command]
-                if isinstance(fact.command, RoundEnded):
-                    self.global_step = fact.command.global_step
-                elif isinstance(fact.command, Finish):
+            case _ if isinstance(fact, PASSED_ON):
+                commands = [fact]
+                if isinstance(fact, RoundEnded):
+                    self.global_step = fact.global_step
+                elif isinstance(fact, Finish):
                     self.phase = Phase.DONE
             case _Orphaned() if self.phase is not Phase.DONE:
                 self._reason, self.phase = fact.error, Phase.FAILING

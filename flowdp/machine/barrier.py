@@ -30,7 +30,6 @@ from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,
     Evaluate,
-    Evaluated,
     Evaluation,
     SaveState,
     Settle,
@@ -73,6 +72,8 @@ class Barrier:
         config: The run.
 
     Attributes:
+        bad: Ranks with NaN or inf parameters, which are to be healed -> (epoch, batch) of the first, if
+            known.
         versions: Checkpoints so far, those of the run that this one continues included.
         saves: Checkpoints that are due by steps or minutes.
         evaluations: Evaluations that are due by steps.
@@ -92,7 +93,7 @@ class Barrier:
         self._is_best = False  # the epoch reported last, whose state is kept
         # Complete epochs that are not reported yet, or not with their evaluation.
         self._ended = [] if start.owed_epoch is None else [start.owed_epoch]
-        self._to_heal: tuple[int, ...] = ()
+        self.bad: dict[int, tuple[int, int] | None] = {}
         self._is_unsettled = self._wants_settling = False  # a mean may be on its way; shall be brought in
         self._asked: _Asked | None = None
         self._evaluations = self._captures = 0
@@ -124,7 +125,7 @@ class Barrier:
     def is_wanted(self) -> bool:
         """Whether a barrier is wanted or in progress."""
         wants_capture = self.saves.is_wanted or self._is_best or self._answered < self._wishes
-        is_begun = self._wants_settling or bool(self._asked or self._to_heal or self._ended)
+        is_begun = self._wants_settling or bool(self._asked or self.bad or self._ended)
         return is_begun or self.evaluations.is_wanted or wants_capture
 
     @property
@@ -155,10 +156,6 @@ class Barrier:
         """The run is about to end or to pause; whether a mean that may be on its way is brought in first."""
         self._wants_settling = self._is_unsettled
         return self._wants_settling
-
-    def heal(self, bad: Sequence[int]) -> None:
-        """These replicas have NaN or inf parameters."""
-        self._to_heal = tuple(bad)
 
     def ended(self, metrics: EpochMetrics) -> list[Command]:
         """An epoch is complete; it is reported at once, or when its evaluation is."""
@@ -195,21 +192,21 @@ class Barrier:
         if version == self.versions:
             self.saves.budget.written(now_ms)
 
-    def take(self, fact: Evaluated | TaskDone) -> BarrierTask:
-        """Take an answer; returns the task.
+    def take(self, fact: TaskDone) -> None:
+        """Take an answer.
 
         Raises:
             ProtocolError: No such task of this rank is out.
         """
-        asked, evaluates = self._asked, isinstance(fact, Evaluated)
-        if asked is None or fact.rank not in asked.waits_for or isinstance(asked.task, Evaluate) != evaluates:
+        asked = self._asked
+        if asked is None or fact.rank not in asked.waits_for:
             raise ProtocolError(f"unexpected {fact}: {asked} is under way")
         asked.waits_for.discard(fact.rank)
-        if isinstance(fact, Evaluated):
-            asked.results += fact.results
-            asked.arrays |= fact.arrays
-            asked.holders |= {fact.rank} if fact.has_metrics else set()
-        return asked.task
+        asked.results += fact.results
+        asked.arrays |= fact.arrays
+        asked.holders |= {fact.rank} if fact.has_metrics else set()
+        if isinstance(asked.task, CopyReplica):
+            self.bad.pop(fact.rank, None)
 
     # ------------------------------------------------------------------ doing
     def decide(
@@ -245,7 +242,7 @@ class Barrier:
         if self._is_unsettled:
             self._is_unsettled = self._wants_settling = False
             return self._ask(Settle(), present, now_ms)
-        if self._to_heal:
+        if self.bad:
             return self._heal(present, now_ms)
         if self._ended:
             metrics = self._ended[0]
@@ -271,15 +268,11 @@ class Barrier:
 
     def _heal(self, present: Sequence[int], now_ms: float) -> list[Command]:
         """Heal the bad replicas of a machine by one that it has, or the first of them by another's."""
-        bad = [rank for rank in present if rank in self._to_heal]
-        if not bad:
-            self._to_heal = ()
-            return []
+        bad = [rank for rank in present if rank in self.bad]
         machine_of = self._config.machine_of
-        healthy = [rank for rank in present if rank not in self._to_heal]
+        healthy = [rank for rank in present if rank not in self.bad]
         there = [rank for rank in healthy if machine_of[rank] == machine_of[bad[0]]]
         healed = [rank for rank in bad if machine_of[rank] == machine_of[bad[0]]] if there else bad[:1]
-        self._to_heal = tuple(rank for rank in bad if rank not in healed)
         if there:
             return self._ask(CopyReplica(there[0]), healed, now_ms)
         return self._ask(CopyReplica(healthy[0], receiver=bad[0]), [healthy[0], bad[0]], now_ms)

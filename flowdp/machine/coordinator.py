@@ -38,10 +38,8 @@ from flowdp.protocol.commands import (
 from flowdp.protocol.messages import (
     BatchRead,
     CheckpointWritten,
-    CopyReplica,
     DataEnded,
     Directives,
-    Evaluated,
     Exiting,
     Fact,
     Failed,
@@ -95,8 +93,6 @@ class Coordinator:
         self._new_lr: tuple[Requested, ...] = ()  # not yet at the gate
         self._wants_meeting = False  # so that an outcome tells the learning rate soon
         self._directives = Directives()
-        # Ranks with NaN or inf parameters that are to be healed -> (epoch, batch) of the first, if known.
-        self._bad: dict[int, tuple[int, int] | None] = {}
         if config.start is not None:
             self.epochs.resume(config.start)
             self.rounds.resume(config.start)
@@ -162,9 +158,8 @@ class Coordinator:
                     return self.rounds.end(fact)
             case CheckpointWritten():
                 self.barrier.written(fact.version, now_ms)  # in any phase: the writer may be late
-            case Evaluated() | TaskDone() if self.phase is Phase.RUNNING:
-                if isinstance(self.barrier.take(fact), CopyReplica):
-                    self._bad.pop(fact.rank, None)
+            case TaskDone() if self.phase is Phase.RUNNING:
+                self.barrier.take(fact)
             case _ if self.phase is Phase.RUNNING:
                 return self._failing(self.rounds.take(fact, now_ms))
             case _ if self.phase in (Phase.FAILING, Phase.DONE):
@@ -177,7 +172,7 @@ class Coordinator:
 
     def _take_exit(self, fact: Exiting, now_ms: float) -> list[Command]:
         self._gone.add(fact.rank)
-        self._bad.pop(fact.rank, None)
+        self.barrier.bad.pop(fact.rank, None)
         if fact.error is not None:
             if fact.is_alone and self._may_go_on():
                 return [LeaveGate(fact.rank), *self.rounds.take(fact, now_ms)]
@@ -338,8 +333,8 @@ class Coordinator:
 
         A replica that an acknowledgment reports is reported again by the outcome before it is healed.
         """
-        new = {rank: at for rank, at in self.rounds.pop_bad().items() if rank not in self._bad}
-        bad = self._bad | new
+        new = {rank: at for rank, at in self.rounds.pop_bad().items() if rank not in self.barrier.bad}
+        bad = self.barrier.bad | new
         if not bad:
             return []
         # A replica whose gradient was left out of one window has taken the step of the others, and is sound.
@@ -348,9 +343,8 @@ class Coordinator:
             where = [f"rank {rank}: {_named(batch)}" for rank, batch in bad.items()]
             what = "NaN or infinite numbers in every replica, there is none left to go on from"
             return self._failing([Fail(f"{what} ({'; '.join(where)})", kind="numbers")])
-        if new and heals:
-            self._bad = bad
-            self.barrier.heal(tuple(bad))
+        if heals:
+            self.barrier.bad = bad
         return [Quarantined(rank, batch) for rank, batch in new.items()]
 
     def _position(self, now_ms: float) -> Position:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from flowdp.policy import tally
@@ -98,19 +98,6 @@ def brief(value: object) -> str:
 
 
 # ---------------------------------------------------------------- the log
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """A fact, and the commands that answered it."""
-
-    now_ms: float
-    fact: Fact
-    commands: Sequence[Command]
-
-    def __str__(self) -> str:
-        answer = "; ".join(map(brief, self.commands)) or "-"
-        return f"{self.now_ms:.1f} ms {brief(self.fact)} => {answer}"
-
-
 class EventLog:
     """The last events of a run, in order.
 
@@ -118,12 +105,15 @@ class EventLog:
     """
 
     def __init__(self) -> None:
-        self._events: deque[_Event] = deque(maxlen=KEPT)
+        self._events: deque[tuple[float, Fact, Sequence[Command]]] = deque(maxlen=KEPT)
 
     def take(self, fact: Fact, now_ms: float, commands: Sequence[Command]) -> None:
         """Write down a fact that the coordinator has just taken, and its commands."""
-        self._events.append(_Event(now_ms, fact, commands))
+        self._events.append((now_ms, fact, commands))
 
     def tail(self, count: int) -> list[str]:
         """The last events as short text, oldest first."""
-        return [str(event) for event in list(self._events.copy())[-count:]]
+        return [
+            f"{now_ms:.1f} ms {brief(fact)} => {'; '.join(map(brief, commands)) or '-'}"
+            for now_ms, fact, commands in list(self._events.copy())[-count:]
+        ]

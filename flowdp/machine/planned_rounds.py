@@ -60,14 +60,9 @@ class StepTimes:
         self.inner_ms = 0.0
 
     @property
-    def slowest_ms(self) -> float:
-        """Time of one step of the slowest rank; 0 before the first measurement."""
-        return max(self.pace_ms)
-
-    @property
     def steps_at_once(self) -> int:
-        """Rounds of one step to arm together."""
-        slowest = self.slowest_ms
+        """Rounds of one step to arm together; 1 before the first measurement."""
+        slowest = max(self.pace_ms)
         return 1 if slowest == 0 else min(ORDER_STEPS, max(1, int(ORDER_MS / (slowest + self.sync_ms))))
 
 

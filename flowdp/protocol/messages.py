@@ -24,7 +24,6 @@ __all__ = [
     "DataEnded",
     "Directives",
     "Evaluate",
-    "Evaluated",
     "Evaluation",
     "Exiting",
     "Fact",
@@ -335,32 +334,24 @@ mean) pairs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
-    """A rank has no batch of the evaluation left to take, or has merged the metrics of all ranks.
+class TaskDone:
+    """A rank has done its barrier task.
+
+    It has no batch of the evaluation left to take, or has merged the metrics of all ranks; its state is on
+    its way to the host; its replica equals the others or was given to a rank of another machine; or no mean
+    is on its way to it.
 
     Attributes:
         rank: Rank index.
-        results: Results of the batches that it took: number, samples, and (name, mean over the samples)
-            pairs.
+        results: Results of the batches that it has evaluated.
         arrays: Values of merged metrics with several elements, by their names.
         has_metrics: It has updated metrics, which are to be merged with those of the other ranks.
     """
 
     rank: int
-    results: tuple[Evaluation, ...]
+    results: tuple[Evaluation, ...] = ()
     arrays: tuple[tuple[str, MetricArray], ...] = ()
     has_metrics: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TaskDone:
-    """A rank has done its barrier task, which was no evaluation.
-
-    Its state is on its way to the host, its replica equals the others or was given to a rank of another
-    machine, or no mean is on its way to it.
-    """
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,7 +519,6 @@ Fact = (
     | Averaged
     | BatchRead
     | DataEnded
-    | Evaluated
     | TaskDone
     | CheckpointWritten
     | Exiting

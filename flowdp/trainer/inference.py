@@ -34,7 +34,7 @@ from flowdp.engine.shared_batches import EvaluatedReplica, SharedBatches
 from flowdp.errors import DataError, FlowdpError, OptionError
 from flowdp.options import ProcessTuning
 from flowdp.policy.tally import MetricArray, evaluation_means
-from flowdp.protocol.messages import Evaluated
+from flowdp.protocol.messages import TaskDone
 from flowdp.replica.build import ReplicaConfig
 from flowdp.replica.inference import build_inference
 from flowdp.replica.rank_state import restore_model
@@ -65,7 +65,7 @@ def validate(config: RunConfig, state: StateOption | None) -> dict[str, float | 
     evaluator = open_evaluator(config.alone)
     assert evaluator is not None
 
-    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Evaluated:
+    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> TaskDone:
         return evaluator.run(rank, replica, wait, lambda: None)
 
     merge = partial(_merge, evaluator)
@@ -269,7 +269,7 @@ def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
     evaluator = open_evaluator(replace(config.alone, evaluation=few))
     assert evaluator is not None
 
-    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> Evaluated:
+    def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> TaskDone:
         replicas[rank].mark()
         try:
             return evaluator.run(rank, replica, wait, lambda: None)
@@ -283,7 +283,7 @@ def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
         _on_all_ranks(task, replicas, evaluator.batches, _tuning(config), doing, merge, tells=False)
 
 
-def _merge(evaluator: Evaluator, *_: object) -> Evaluated:
+def _merge(evaluator: Evaluator, *_: object) -> TaskDone:
     """Compute the metrics of the only evaluation of its evaluator."""
     return evaluator.merge(0, 0)
 

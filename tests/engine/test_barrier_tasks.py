@@ -14,7 +14,7 @@ from flowdp.checkpoint.writer import PendingState
 from flowdp.device.streams import HostLane, Lane, StreamLane
 from flowdp.engine.barrier_tasks import BarrierTasks, described
 from flowdp.network.team import Team
-from flowdp.protocol.messages import CopyReplica, Evaluate, Evaluated, SaveState, TaskDone
+from flowdp.protocol.messages import CopyReplica, Evaluate, SaveState, TaskDone
 from flowdp.replica.replica import Replica
 from tests.fakes import FakeCuda
 from tests.parts import parts_of
@@ -47,7 +47,7 @@ class Evaluating:
         assert wait()
         moved()
         moved()
-        return Evaluated(rank, ((rank, 1.0, (("loss", 2.0),)),))
+        return TaskDone(rank, ((rank, 1.0, (("loss", 2.0),)),))
 
 
 def never() -> bool:
@@ -89,7 +89,7 @@ def test_an_evaluation_is_answered_with_its_numbers() -> None:
     moves: list[int] = []
     serve = tasks(replica(0.0), evaluator=Evaluating())
     answer = serve.serve(Evaluate(4, 0), lambda: True, lambda: moves.append(1))
-    assert answer == Evaluated(0, ((0, 1.0, (("loss", 2.0),)),))
+    assert answer == TaskDone(0, ((0, 1.0, (("loss", 2.0),)),))
     assert len(moves) == 2
     assert described(Evaluate(4, 0))[0] == "evaluates after epoch 5"
 

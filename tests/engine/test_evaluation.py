@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from flowdp.device import worker_context
 from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker, record_scalar
-from flowdp.engine.evaluation import EvalSums, Evaluator
+from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.shared_batches import to_lane
 from flowdp.errors import DataError
 from flowdp.policy.tally import evaluation_means
+from flowdp.protocol.messages import Evaluation
 from flowdp.replica.loss import loss_function
 from flowdp.replica.replica import Replica
 from tests.data.opening import evaluated
@@ -87,7 +88,7 @@ class Ranks:
         )
         assert not any(thread.is_alive() for thread in self.evaluator.source.threads())
 
-    def rank(self, rank: int, own: Replica) -> EvalSums:
+    def rank(self, rank: int, own: Replica) -> tuple[Evaluation, ...]:
         def wait() -> bool:
             self.waits.put(self.moved[rank])
             return self.inboxes[rank].get(timeout=HANG_S)
@@ -105,7 +106,7 @@ class Ranks:
                 now.record("a", 1.0)
             del worker_context._local.worker
 
-    def run(self, *replicas: Replica) -> list[EvalSums]:
+    def run(self, *replicas: Replica) -> list[tuple[Evaluation, ...]]:
         """One evaluation."""
         with ThreadPoolExecutor(len(self.inboxes)) as pool:
             return list(pool.map(self.rank, range(len(self.inboxes)), replicas))
@@ -124,7 +125,7 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         assert one.evaluator.source.close()
 
 
-def means(results: list[EvalSums]) -> dict[str, float]:
+def means(results: list[tuple[Evaluation, ...]]) -> dict[str, float]:
     rows: Any = [row for of_rank in results for row in of_rank]
     return evaluation_means(rows)
 
@@ -176,7 +177,7 @@ def test_of_several_machines_each_evaluates_its_batches_and_the_means_are_those_
     own, other = replica(), replica()
     expected = ranks(dataset, errors, num_workers=num_workers).run(own)
     for evaluation in range(2):
-        results: list[EvalSums] = []
+        results: list[tuple[Evaluation, ...]] = []
         for machine in range(machines):
             options = {"num_workers": num_workers, "machine": machine, "machines": machines}
             one = ranks(dataset, errors, ranks=2, **options)

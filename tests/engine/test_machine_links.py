@@ -17,7 +17,6 @@ from flowdp.engine.machine_links import (
     Follower,
     FollowerLink,
     LeaderLink,
-    Relayed,
     RemoteError,
     _Orphaned,
     origin_of,
@@ -143,7 +142,7 @@ def rounds(rank: int) -> dict[str, Any]:
     found["signs"] = link.signs
     machine.tick()
     machine.channel.close()
-    found["names"] = [thread.name for thread in link.threads()]
+    found["names"] = [thread.name for thread in machine.channel.threads()]
     found["is_quiet"] = machine.requests.inbox.is_empty()
     found["error"] = machine.failures.first
     return found
@@ -160,7 +159,7 @@ def test_rounds_orders_facts_and_signs_of_three_machines(tmp_path: Path) -> None
     assert leader["heard"] == [WorkerReady(2), WorkerReady(3)]
     assert leader["signs"] == [Sign(10, 5.0, True), Sign(100, 10.0, False)]
     for rank, one in enumerate(followers, 2):
-        assert one["heard"] == [Relayed(Paused(True)), Relayed(FINISH)]
+        assert one["heard"] == [Paused(True), FINISH]
         assert one["order"] == SyncNow(rank)
     # A follower hears of machine 0 and of all behind it: has one not started, the run has not.
     assert followers[0]["signs"] == [Sign(101, 10.0, False)]
@@ -186,14 +185,14 @@ def failure(rank: int) -> Any:
             machine.failures.add(error)
             link.send(Exiting(2, "words"))
             link.send(WorkerReady(2))
-        assert machine.next() == Relayed(AbortGate("rank 2 failed"))
+        assert machine.next() == AbortGate("rank 2 failed")
         # What falls down behind the first failure is not sent as one of its own.
         link.send(Failed("another one", (3,)))
     if rank == 0:
         assert {machine.next().error, machine.next().error} == {"another one"}
         link.relay(FINISH)
     elif rank:
-        assert machine.next() == Relayed(FINISH)
+        assert machine.next() == FINISH
     machine.tick()
     machine.gate.abort("rank 2 failed")
     aborted = machine.enter(0, 0)
@@ -286,14 +285,14 @@ def test_a_follower_passes_facts_on_and_obeys_what_comes_back() -> None:
     assert machine.handle(WorkerReady(2), 0.0) == []
     assert sent == [WorkerReady(2)]
     ended = round_ended(48)
-    assert machine.handle(Relayed(ended), 1.0) == [ended]
+    assert machine.handle(ended, 1.0) == [ended]
     assert machine.global_step == 48
     assert machine.handle(Tick(), 1.0) == []  # machine 0 has a clock of its own
     end = DataEnded(0, 3, machine=1, machines=2)
     assert machine.handle(end, 1.0) == []
     assert sent == [WorkerReady(2), end]
     assert machine.phase is Phase.RUNNING
-    assert machine.handle(Relayed(FINISH), 2.0) == [FINISH]
+    assert machine.handle(FINISH, 2.0) == [FINISH]
     assert machine.phase is Phase.DONE
 
 

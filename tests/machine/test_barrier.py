@@ -26,7 +26,6 @@ from flowdp.protocol.commands import (
 from flowdp.protocol.messages import (
     CopyReplica,
     Evaluate,
-    Evaluated,
     SaveState,
     Settle,
     TaskDone,
@@ -65,18 +64,18 @@ class Still:
             2, self.done, (), self.global_step, versions=barrier.versions, best=barrier.best(self.done)
         )
 
-    def answers(self, kind: Any, *fields: Any, leaves: bool = False) -> list[Command]:
+    def answers(self, *fields: Any, leaves: bool = False) -> list[Command]:
         """Both ranks answer; returns the results."""
-        self.barrier.take(kind(0, *fields))
+        self.barrier.take(TaskDone(0, *fields))
         assert self.decide(leaves=leaves) == []  # one more answer is awaited
-        self.barrier.take(kind(1, *fields))
+        self.barrier.take(TaskDone(1, *fields))
         return self.decide(leaves=leaves)
 
     def captures(self, commands: list[Command]) -> Save:
         """A capture is requested and done."""
         asked = [command.order for command in commands if isinstance(command, Send)]
         assert [type(order) for order in asked] == [SaveState, SaveState]
-        [save] = self.answers(TaskDone)
+        [save] = self.answers()
         assert isinstance(save, Save)
         # Ranks of other machines know from the order alone whether they keep the model.
         assert {order.is_best for order in asked if isinstance(order, SaveState)} == {save.is_best}
@@ -101,8 +100,8 @@ def test_an_epoch_is_reported_with_its_evaluation() -> None:
     assert still.barrier.is_wanted
     assert still.decide() == [Send(rank, Evaluate(1, 0)) for rank in (0, 1)]
     assert still.barrier.is_asked
-    still.barrier.take(Evaluated(1, ((1, 2, (("score", 4.0),)),)))
-    still.barrier.take(Evaluated(0, ((0, 6, (("score", 2.0),)),)))
+    still.barrier.take(TaskDone(1, ((1, 2, (("score", 4.0),)),)))
+    still.barrier.take(TaskDone(0, ((0, 6, (("score", 2.0),)),)))
     [event] = still.decide()
     assert isinstance(event, EpochEnded)
     assert event.metrics.eval == {"score": 2.5}
@@ -120,16 +119,16 @@ def test_metrics_of_several_machines_are_merged_before_the_evaluation_is_reporte
         still.global_step = 1
         still.barrier.look(0.0, 1)
     still.decide()
-    still.barrier.take(Evaluated(1, ((1, 2, (("score", 4.0),)),), has_metrics=True))
-    still.barrier.take(Evaluated(0, ((0, 6, (("score", 2.0),)),), has_metrics=True))
+    still.barrier.take(TaskDone(1, ((1, 2, (("score", 4.0),)),), has_metrics=True))
+    still.barrier.take(TaskDone(0, ((0, 6, (("score", 2.0),)),), has_metrics=True))
     # Rank 0 is on machine 0, which has the metrics of all.
     step = None if unit == "epoch" else 1
     assert still.decide() == [Send(0, Evaluate(0, 0, step, merges=True))]
     assert still.decide() == []
     array = MetricArray((2,), (1.0, 2.0))
     with pytest.raises(ProtocolError):
-        still.barrier.take(Evaluated(1, ()))
-    still.barrier.take(Evaluated(0, ((2, 1.0, (("f1", 0.5),)),), (("roc", array),)))
+        still.barrier.take(TaskDone(1, ()))
+    still.barrier.take(TaskDone(0, ((2, 1.0, (("f1", 0.5),)),), (("roc", array),)))
     [event] = still.decide()
     found = event.metrics if isinstance(event, EpochEnded) else event
     assert isinstance(found, EpochMetrics if unit == "epoch" else EvaluationEnded)
@@ -143,7 +142,7 @@ def test_an_evaluation_is_cut_short_once_and_has_no_result() -> None:
     still.ends(1)
     still.decide()
     assert still.decide(leaves=True) == [CutEvaluation()]
-    commands = still.answers(Evaluated, ((0, 6, (("score", 2.0),)),), leaves=True)
+    commands = still.answers(((0, 6, (("score", 2.0),)),), leaves=True)
     assert commands == [EpochEnded(owed(1))]
     assert (still.barrier.owed_epoch, still.barrier.owes) == (owed(1), True)
 
@@ -160,8 +159,8 @@ def test_an_owed_evaluation_comes_first_and_its_epoch_is_reported_once_more() ->
     still = Still(EACH, Position(2, 2, owed_epoch=owed(1)))
     assert still.barrier.is_wanted
     assert still.decide() == [Send(rank, Evaluate(1, 0)) for rank in (0, 1)]
-    still.barrier.take(Evaluated(1, ()))
-    still.barrier.take(Evaluated(0, ((0, 6, (("score", 2.0),)),)))
+    still.barrier.take(TaskDone(1, ()))
+    still.barrier.take(TaskDone(0, ((0, 6, (("score", 2.0),)),)))
     assert still.decide() == [EpochEnded(replace(metrics(1), eval={"score": 2.0}))]
     assert not still.barrier.owes
     assert not still.barrier.is_wanted
@@ -179,7 +178,7 @@ def test_an_evaluation_by_steps_that_a_stop_has_taken_is_owed(is_begun: bool) ->
     if is_begun:
         still.decide()
         assert still.decide(leaves=True) == [CutEvaluation()]
-        assert still.answers(Evaluated, (), leaves=True) == []
+        assert still.answers((), leaves=True) == []
     else:
         assert still.decide(leaves=True) == []
     assert (still.barrier.owed_step, still.barrier.owes) == (True, True)
@@ -188,7 +187,7 @@ def test_an_evaluation_by_steps_that_a_stop_has_taken_is_owed(is_begun: bool) ->
     again.barrier.begin(0.0, 10)
     again.barrier.look(0.0, 10)
     assert again.decide() == [Send(rank, Evaluate(1, 0, 10)) for rank in (0, 1)]
-    assert again.answers(Evaluated, ()) == [EvaluationEnded(10, 1, {})]
+    assert again.answers(()) == [EvaluationEnded(10, 1, {})]
     assert not again.barrier.owes
     again.barrier.look(0.0, 10)
     assert not again.barrier.is_wanted
@@ -346,9 +345,9 @@ def test_an_epoch_that_ends_meanwhile_comes_before_the_checkpoint() -> None:
     still.barrier.wish("snapshot")
     still.decide()
     still.ends(0)
-    commands = still.answers(TaskDone)
+    commands = still.answers()
     assert commands == [Send(rank, Evaluate(0, 0)) for rank in (0, 1)]
-    reported, *rest = still.answers(Evaluated, ())
+    reported, *rest = still.answers(())
     assert isinstance(reported, EpochEnded)
     save = still.captures(rest)
     assert (save.capture, save.version, save.snapshots, save.position.done) == (1, 1, 1, 1)
@@ -358,7 +357,7 @@ def test_an_epoch_that_ends_meanwhile_comes_before_the_checkpoint() -> None:
 def test_a_replica_is_healed_before_anything_else() -> None:
     still = Still(EVALUATES)
     still.ends(1)
-    still.barrier.heal((0,))
+    still.barrier.bad = dict.fromkeys((0,))
     assert still.decide() == [Send(0, CopyReplica(donor=1))]
     still.barrier.take(TaskDone(0))
     assert still.decide() == [Send(rank, Evaluate(1, 0)) for rank in (0, 1)]
@@ -429,7 +428,7 @@ def decided(barrier: Barrier) -> list[Command]:
 
 def test_a_replica_is_healed_by_one_of_its_own_machine() -> None:
     barrier = of_machines()
-    barrier.heal((0, 3))
+    barrier.bad = dict.fromkeys((0, 3))
     assert decided(barrier) == [Send(0, CopyReplica(1))]
     barrier.take(TaskDone(0))
     assert decided(barrier) == [Send(3, CopyReplica(2))]
@@ -440,7 +439,7 @@ def test_a_replica_is_healed_by_one_of_its_own_machine() -> None:
 
 def test_a_machine_without_a_healthy_replica_gets_one_from_another() -> None:
     barrier = of_machines()
-    barrier.heal((0, 2, 3))
+    barrier.bad = dict.fromkeys((0, 2, 3))
     assert decided(barrier) == [Send(0, CopyReplica(1))]
     barrier.take(TaskDone(0))
     both = CopyReplica(0, receiver=2)
@@ -453,7 +452,7 @@ def test_a_machine_without_a_healthy_replica_gets_one_from_another() -> None:
 
 def test_a_mean_on_its_way_is_brought_in_before_anything_else() -> None:
     barrier = of_machines(overlaps=True)
-    barrier.heal((0,))
+    barrier.bad = dict.fromkeys((0,))
     barrier.trained()
     assert decided(barrier) == [Send(rank, Settle()) for rank in range(4)]
     for rank in range(4):
@@ -461,5 +460,5 @@ def test_a_mean_on_its_way_is_brought_in_before_anything_else() -> None:
     assert decided(barrier) == [Send(0, CopyReplica(1))]
     barrier.take(TaskDone(0))
     # Nothing was trained since.
-    barrier.heal((1,))
+    barrier.bad = dict.fromkeys((1,))
     assert decided(barrier) == [Send(1, CopyReplica(0))]

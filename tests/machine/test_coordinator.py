@@ -37,7 +37,6 @@ from flowdp.protocol.messages import (
     DataEnded,
     Directives,
     Evaluate,
-    Evaluated,
     Exiting,
     Failed,
     Leave,
@@ -343,8 +342,8 @@ def test_after_an_epoch_all_stand_still_for_its_evaluation() -> None:
     commands = meet(machine, orders(out))
     assert [type(command) for command in commands] == [RoundEnded, Send, Send]  # nothing of the next epoch
     assert [c.order for c in commands if isinstance(c, Send)] == [Evaluate(0, 0)] * 2
-    assert machine.handle(Evaluated(0, ((0, 2, (("loss", 0.5),)),)), 101.0) == []
-    commands = machine.handle(Evaluated(1, ()), 102.0)
+    assert machine.handle(TaskDone(0, ((0, 2, (("loss", 0.5),)),)), 101.0) == []
+    commands = machine.handle(TaskDone(1, ()), 102.0)
     assert isinstance(commands[0], EpochEnded)
     assert commands[0].metrics.eval == {"loss": 0.5}
     assert set(orders(commands)) == {0, 1}
@@ -387,8 +386,8 @@ def test_an_evaluation_that_a_stop_has_taken_is_made_by_the_next_run(is_begun: b
     if is_begun:
         meet(first, orders(out))
         assert CutEvaluation() in first.handle(Requested("stop"), 101.0)
-        first.handle(Evaluated(0, ((0, 2, (("loss", 0.5),)),)), 102.0)
-        commands = first.handle(Evaluated(1, ()), 103.0)
+        first.handle(TaskDone(0, ((0, 2, (("loss", 0.5),)),)), 102.0)
+        commands = first.handle(TaskDone(1, ()), 103.0)
     else:
         first.handle(Requested("stop"), 1.0)
         commands = meet(first, orders(out), stop=True)
@@ -402,8 +401,8 @@ def test_an_evaluation_that_a_stop_has_taken_is_made_by_the_next_run(is_begun: b
 
     second, out = started(**given, start=save.position)
     assert [c.order for c in out if isinstance(c, Send)] == [Evaluate(0, 0)] * 2
-    second.handle(Evaluated(0, ((0, 2, (("loss", 0.5),)),)), 101.0)
-    reported, *rest = second.handle(Evaluated(1, ()), 102.0)
+    second.handle(TaskDone(0, ((0, 2, (("loss", 0.5),)),)), 101.0)
+    reported, *rest = second.handle(TaskDone(1, ()), 102.0)
     assert isinstance(reported, EpochEnded)
     assert (reported.metrics.epoch, reported.metrics.eval) == (0, {"loss": 0.5})
     save, rest = saved(second, rest)
@@ -425,8 +424,8 @@ def test_an_epoch_that_max_steps_has_cut_is_reported_anew_and_not_owed() -> None
     first, out = started(**given)
     meet(first, orders(out))
     first.handle(Requested("stop"), 101.0)
-    first.handle(Evaluated(0, ()), 102.0)
-    first.handle(Evaluated(1, ()), 103.0)
+    first.handle(TaskDone(0, ()), 102.0)
+    first.handle(TaskDone(1, ()), 103.0)
     first.handle(Exiting(0), 300.0)
     commands = first.handle(Exiting(1), 300.0)
     assert end(commands) == (True, 6, 0)

@@ -62,7 +62,7 @@ def test_duties_are_orders_and_their_answers_are_facts() -> None:
         assert isinstance(order, messages.Order)
         assert isinstance(order, messages.BarrierTask)
     facts = (
-        messages.Evaluated(0, ()),
+        messages.TaskDone(0, ()),
         messages.TaskDone(1),
     )
     for fact in facts:

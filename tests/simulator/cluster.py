@@ -38,7 +38,6 @@ from flowdp.protocol.messages import (
     CheckpointWritten,
     Checksum,
     DataEnded,
-    Evaluated,
     Exiting,
     Fact,
     Failed,
@@ -437,7 +436,7 @@ class JudgedWorld(MachinesWorld):
         self.rules.idles(number)
         super().idle(number)
 
-    def _served(self, number: int, fact: Evaluated | TaskDone) -> None:
+    def _served(self, number: int, fact: TaskDone) -> None:
         if self.ranks[number].state == "gone":
             return
         self.say("rank {} has done its barrier task: {}", number, fact)

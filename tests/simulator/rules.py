@@ -18,7 +18,6 @@ from flowdp.protocol.commands import Command, EpochEnded, Finish, LeaveGate, Pau
 from flowdp.protocol.messages import (
     BarrierTask,
     DataEnded,
-    Evaluated,
     Evaluation,
     Exiting,
     Fact,
@@ -150,7 +149,7 @@ class Rules:
         """The coordinator is about to take a fact."""
         if isinstance(fact, DataEnded):
             self.knows_end(fact)
-        if isinstance(fact, Evaluated | TaskDone):
+        if isinstance(fact, TaskDone):
             self.standing.answered(fact)
         if isinstance(fact, SyncAck) and fact.work.bad is not None and fact.rank not in fact.outcome.bad:
             self.standing.acknowledged(fact.rank)

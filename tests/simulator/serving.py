@@ -9,7 +9,6 @@ from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,
     Evaluate,
-    Evaluated,
     Evaluation,
     SaveState,
     TaskDone,
@@ -40,7 +39,7 @@ class Serving:
         rng: random.Random,
         rules: Rules,
         crashes: Callable[[int, str], bool],
-        answer: Callable[[int, Evaluated | TaskDone], None],
+        answer: Callable[[int, TaskDone], None],
     ) -> None:
         self._scenario = scenario
         self._clock = clock
@@ -76,7 +75,7 @@ class Serving:
         if self._crashes(rank, "evaluate"):
             return
         if self._is_cut or self._next == self._scenario.eval_batches:
-            self._answer(rank, Evaluated(rank, tuple(self._results[rank])))
+            self._answer(rank, TaskDone(rank, tuple(self._results[rank])))
             return
         batch, self._next = self._next, self._next + 1
         self._clock.after((0.5 + self._rng.random()) * self._scenario.eval_ms, self._took, rank, batch)

@@ -13,7 +13,6 @@ from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,
     Evaluate,
-    Evaluated,
     Evaluation,
     Outcome,
     SaveState,
@@ -175,7 +174,7 @@ class Standing:
         self._inherited = None, False
         self._waiting.pop("evaluation", None)
 
-    def answered(self, fact: Evaluated | TaskDone) -> None:
+    def answered(self, fact: TaskDone) -> None:
         """The coordinator hears of the end of a barrier task."""
         task = self._serving.pop(fact.rank, None)  # it may have left since
         if isinstance(task, Settle) and not self._serving:
