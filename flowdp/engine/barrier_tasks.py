@@ -76,7 +76,8 @@ class BarrierTasks:
                 with self._replica.evaluated_weights():
                     return self._evaluator.run(self._index, self._replica, wait, moved)
             case SaveState():
-                holds_model = task.model == self._rank or (task.is_best and self._is_follower_first())
+                is_follower_first = not self._team.leads and self._index == 0
+                holds_model = task.model == self._rank or (task.is_best and is_follower_first)
                 if holds_model or self._saver.keeps_ranks:
                     part = capture(self._replica, shared=holds_model, outer=self._outer, blocks=self._blocks)
                     self._saver.put(self._rank, part)
@@ -93,10 +94,6 @@ class BarrierTasks:
             case _:
                 raise ProtocolError(f"rank {self._rank} cannot do {task}")
         return TaskDone(self._rank)
-
-    def _is_follower_first(self) -> bool:
-        """Whether this is the first rank of a machine that follows."""
-        return not self._team.leads and self._index == 0
 
     def _copy_between(self, donor: int, receiver: int) -> None:
         """Copy a replica to a rank of another machine."""

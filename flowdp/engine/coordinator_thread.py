@@ -32,7 +32,7 @@ from flowdp.protocol.commands import (
     Average,
     Command,
     CutEvaluation,
-    EpochEnded,
+    EpochMetrics,
     EpochStarted,
     EvaluationEnded,
     Fail,
@@ -225,12 +225,9 @@ class CoordinatorShell:
                     log.debug("round %d: %s", command.round, command.reason)
             case EpochStarted():
                 self._records.add(command)
-            case EvaluationEnded():
+            case EpochMetrics() | EvaluationEnded():
                 self._records.add(command)
                 log.info("%s", command)
-            case EpochEnded():
-                self._records.add(command.metrics)
-                log.info("%s", command.metrics)
             case Directives():
                 self._direct(command)
             case AbortGate():

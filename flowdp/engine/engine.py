@@ -169,10 +169,6 @@ class Engine:
                 for worker in parts.workers:
                     undo.callback(worker.parts.inbox.post, Leave("the start was taken back"))
 
-    def abandon(self) -> None:
-        """Note that the user does not wait for the run any more."""
-        self.is_abandoned = True
-
     def request(self, what: Requested) -> int:
         """Send a request of the user; see `Requests.request`."""
         return self._requests.request(what)

@@ -29,7 +29,7 @@ from flowdp.protocol.commands import (
     AbortGate,
     Command,
     CutEvaluation,
-    EpochEnded,
+    EpochMetrics,
     EvaluationEnded,
     Finish,
     Paused,
@@ -66,7 +66,7 @@ __all__ = [
 Posts = Mapping[int, Callable[[Order], None]]
 """By rank, what takes an order to it: its inbox, or a link to its machine."""
 
-PASSED_ON = (AbortGate, CutEvaluation, RoundEnded, EpochEnded, EvaluationEnded, Save, Paused, Finish)
+PASSED_ON = (AbortGate, CutEvaluation, RoundEnded, EpochMetrics, EvaluationEnded, Save, Paused, Finish)
 """Commands that all machines obey; an order goes to the machine of its rank alone."""
 
 

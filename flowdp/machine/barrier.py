@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from flowdp.errors import ProtocolError
 from flowdp.machine.config import CoordinatorConfig
@@ -19,7 +18,6 @@ from flowdp.policy.tally import EpochMetrics, MetricArray, evaluation_means
 from flowdp.protocol.commands import (
     Command,
     CutEvaluation,
-    EpochEnded,
     EvaluationEnded,
     Fail,
     Save,
@@ -139,12 +137,9 @@ class Barrier:
         return self._asked is not None
 
     # ------------------------------------------------------------------ due tasks
-    def wish(self, what: Literal["checkpoint", "snapshot"]) -> None:
-        """The user asks for something."""
-        if what == "checkpoint":
-            self.saves.ask()
-        else:
-            self._wishes += 1
+    def wish_snapshot(self) -> None:
+        """The user asks for a snapshot."""
+        self._wishes += 1
 
     def end(self, global_step: int) -> bool:
         """The run is about to end; whether a last checkpoint comes first."""
@@ -160,7 +155,7 @@ class Barrier:
     def ended(self, metrics: EpochMetrics) -> list[Command]:
         """An epoch is complete; it is reported at once, or when its evaluation is."""
         if not self._ended and not self._tasks.halts(metrics.epoch):
-            return [EpochEnded(metrics), *self._check_name(metrics)]
+            return [metrics, *self._check_name(metrics)]
         self._ended.append(metrics)
         return []
 
@@ -306,7 +301,7 @@ class Barrier:
 
     def _report(self, metrics: EpochMetrics) -> list[Command]:
         """Report an epoch, and judge it."""
-        commands: list[Command] = [EpochEnded(metrics)]
+        commands: list[Command] = [metrics]
         self.owed_epoch = metrics if metrics.owes_evaluation else None
         self._best_before[metrics.epoch] = self._best
         monitor = self._tasks.monitor

@@ -25,7 +25,7 @@ from flowdp.machine.policies import make_rounds
 from flowdp.protocol.commands import (
     AbortGate,
     Command,
-    EpochEnded,
+    EpochMetrics,
     EpochStarted,
     Fail,
     Finish,
@@ -143,8 +143,16 @@ class Coordinator:
                 return self._take_exit(fact, now_ms)
             case Failed():
                 self._take_failure(fact)
+            case Requested("stop", cause):
+                self._stop(cause or "run.stop()")
+            case Requested("pause" | "unpause"):
+                self._wants_pause = fact.what == "pause"
+            case Requested("checkpoint"):
+                self.barrier.saves.ask()
+            case Requested("snapshot"):
+                self.barrier.wish_snapshot()
             case Requested():
-                self._take_wish(fact)
+                self._new_lr += (fact,)
             case Tick():
                 pass
             case BatchRead():
@@ -198,19 +206,6 @@ class Coordinator:
         """Take the error of a `Fail` among the commands; returns the commands."""
         self.error = self.error or next((c.error for c in commands if isinstance(c, Fail)), None)
         return commands
-
-    def _take_wish(self, fact: Requested) -> None:
-        match fact.what:
-            case "stop":
-                self._stop(fact.value or "run.stop()")
-            case "pause":
-                self._wants_pause = True
-            case "unpause":
-                self._wants_pause = False
-            case "set_lr" | "scale_lr" | "set_scheduler":
-                self._new_lr += (fact,)
-            case "checkpoint" | "snapshot":
-                self.barrier.wish(fact.what)
 
     def _stop(self, reason: str) -> None:
         self._wants_stop, self._stopped_by = True, self._stopped_by or reason
@@ -318,13 +313,12 @@ class Coordinator:
         if not self.config.wait_for_metric:
             return []
         for command in commands:
-            if isinstance(command, EpochEnded):
-                metrics = command.metrics
-                is_seen = not self.config.tasks.evaluates_epochs or metrics.is_evaluated
-                metric = metrics.eval.get("loss", metrics.loss) if is_seen else None
+            if isinstance(command, EpochMetrics):
+                is_seen = not self.config.tasks.evaluates_epochs or command.is_evaluated
+                metric = command.eval.get("loss", command.loss) if is_seen else None
                 self.epochs.watch(metric)
                 if is_seen and metric is None:
-                    text = f"epoch {metrics.epoch + 1} has no loss, and a scheduler watches it"
+                    text = f"epoch {command.epoch + 1} has no loss, and a scheduler watches it"
                     return self._failing([Fail(f"{text}: return it as 'loss'", kind="option")])
         return []
 

@@ -110,8 +110,6 @@ Action = Step | Arrival | Done | Snapshot | Apply | BarrierTask | Idle | Leave
 """Next action of a rank. `Arrival`: enter the gate with it, then call `met` with the outcome. `Done`: report
 its work (async). A barrier task: do it."""
 
-_IDLE = Idle()
-
 
 @dataclass(slots=True)
 class _UnderWay:
@@ -242,7 +240,7 @@ class WorkerMachine:
                     self.is_bad = False
                 return task
             if not self._orders:
-                return _IDLE
+                return Idle()
             under_way = self._under_way = _UnderWay(self._orders.popleft())
         order, held = under_way.order, under_way.held
         sync = order.sync
@@ -255,7 +253,9 @@ class WorkerMachine:
         is_over = under_way.in_round >= planned or under_way.taken >= len(order.batches)
         if not is_over and (in_step or self._sync_now < sync.round + held):
             return self._step(under_way, position(before, under_way.in_round, sync.steps, planned))
-        is_inner = sync.inner and held < sync.count - 1
+        is_last = held == sync.count - 1
+        is_inner = sync.inner and not is_last
+        window = None if order.parts is None else Window(order.alone, sync.compare and is_last)
         return Arrival(
             self.rank,
             sync.round + held,
@@ -267,7 +267,7 @@ class WorkerMachine:
             drift=sync.drift and not is_inner,
             bad=self.is_bad,
             inner=is_inner,
-            window=self._window(under_way, sync),
+            window=window,
         )
 
     def judged(self, arrival: Arrival, touched: bytes = b"") -> Arrival:
@@ -323,24 +323,6 @@ class WorkerMachine:
             gone = under_way.held + under_way.in_round
         return [*_wanted(under_way.order, gone), *later]
 
-    def applied(self, round: int, global_step: int) -> None:
-        """The mean of the round is in: only the steps behind the snapshot are still this rank's own."""
-        if self._snapshot is None or self._snapshot.round != round:
-            raise ProtocolError(
-                f"rank {self.rank} got the mean of round {round}, its snapshot is {self._snapshot}"
-            )
-        self.steps -= self._snapshot.steps
-        self.samples -= self._snapshot.samples
-        self._base = global_step
-        self._snapshot = None
-        self._next_round = round + 1
-
-    def _window(self, under_way: _UnderWay, sync: SyncPoints) -> Window | None:
-        order = under_way.order
-        if order.parts is None:
-            return None
-        return Window(order.alone, compare=sync.compare and under_way.held == sync.count - 1)
-
     def _left(self, under_way: _UnderWay, sync: SyncPoints, planned: int, *, is_inner: bool) -> int:
         """Steps that the rank was to take and did not: before one of all machines, in all of the order."""
         if sync.inner and not is_inner:
@@ -358,7 +340,14 @@ class WorkerMachine:
         if isinstance(order, RequestParams):
             self._snapshot = Snapshot(order.round, self.steps, 0 if self.is_bad else self.samples)
             return self._snapshot
-        self.applied(order.round, order.global_step)
+        if self._snapshot is None or self._snapshot.round != order.round:
+            raise ProtocolError(f"rank {self.rank} got {order}, its snapshot is {self._snapshot}")
+        # Only the steps behind the snapshot are still this rank's own.
+        self.steps -= self._snapshot.steps
+        self.samples -= self._snapshot.samples
+        self._base = order.global_step
+        self._snapshot = None
+        self._next_round = order.round + 1
         return Apply(order.round, self.steps)
 
     def _next_free(self, under_way: _UnderWay, *, in_step: bool) -> Action:
@@ -368,13 +357,12 @@ class WorkerMachine:
             return self._skip_to_gate(under_way)
         fresh = under_way.done - under_way.reported
         if under_way.taken < len(order.batches):
-            throttle = self._throttle
-            is_held = throttle is not None and self.total_steps >= throttle.limit and not in_step
+            is_held = self.throttled is not None and not in_step
             if fresh and (is_held or fresh == order.report_every):
                 under_way.reported = under_way.done
                 return Done(order.plan, order.epoch, fresh, is_last=False, mean=self._next_round - 1)
             if is_held:
-                return _IDLE
+                return Idle()
             pace = order.pace
             if pace is None:
                 return self._step(under_way, self._base)

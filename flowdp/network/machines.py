@@ -453,7 +453,7 @@ def backend_here() -> str:
     return "gloo"
 
 
-def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:
+def find_machines(*, timeout_s: float) -> Machines | None:
     """Find the other machines of this job; None: there are none.
 
     An initialised process group is used as it is; where only the environment of torchrun is there, the
@@ -461,13 +461,12 @@ def find_machines(*, timeout_s: float, wanted: bool = True) -> Machines | None:
 
     Args:
         timeout_s: Longest wait for another machine.
-        wanted: False: this process trains by itself, whatever job it is part of.
 
     Raises:
         CollectiveError: Not all machines came here in time.
         OptionError: The environment describes a job, and the process group cannot be made of it.
     """
-    if not wanted or not dist.is_available():
+    if not dist.is_available():
         return None
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not all(name in os.environ for name in LAUNCHED):

@@ -21,7 +21,7 @@ __all__ = [
     "Command",
     "CutEvaluation",
     "Directives",
-    "EpochEnded",
+    "EpochMetrics",
     "EpochStarted",
     "EvaluationEnded",
     "Fail",
@@ -128,17 +128,6 @@ class EpochStarted:
     """
 
     epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class EpochEnded:
-    """An epoch is complete: every batch of it was trained and counted once.
-
-    Attributes:
-        metrics: Its record.
-    """
-
-    metrics: EpochMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +283,7 @@ Command = (
     | Average
     | RoundEnded
     | EpochStarted
-    | EpochEnded
+    | EpochMetrics
     | EvaluationEnded
     | Paused
     | Fail

@@ -18,7 +18,7 @@ from flowdp.errors import ProtocolError
 from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import Apply, Done, Idle, Snapshot, Step, WorkerMachine
 from flowdp.policy.tally import Work, pace_ms
-from flowdp.protocol.commands import Average, Command, EpochEnded, Finish, RoundEnded, Send
+from flowdp.protocol.commands import Average, Command, EpochMetrics, Finish, RoundEnded, Send
 from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import (
     Arrival,
@@ -185,7 +185,7 @@ class World:
         self.rng = random.Random(seed)
         self.clock = Clock(self.rng, latency_ms)
         self.finish: Finish | None = None
-        self.records: list[RoundEnded | EpochEnded] = []
+        self.records: list[RoundEnded | EpochMetrics] = []
         self.facts: list[tuple[float, Fact]] = []
         self._tick_ms: float | None = None
 
@@ -237,7 +237,7 @@ class World:
                 self.gate.direct(command)
             case Average():
                 self.clock.after(self.sync_ms, self._average, command.round)
-            case RoundEnded() | EpochEnded():
+            case RoundEnded() | EpochMetrics():
                 self.records.append(command)
             case Finish():
                 self.finish = command

@@ -14,7 +14,7 @@ from flowdp.policy.formats import format_metric
 from flowdp.policy.shares import format_shares
 from flowdp.protocol.commands import (
     Command,
-    EpochEnded,
+    EpochMetrics,
     EpochStarted,
     EvaluationEnded,
     LeaveGate,
@@ -248,7 +248,7 @@ class TimelineRecord:
                 self._note_round(command)
             case EpochStarted(epoch):
                 self._event("epoch", f"epoch {epoch + 1} begins")
-            case EpochEnded(metrics):
+            case EpochMetrics() as metrics:
                 loss = "" if metrics.loss is None else f", loss {format_metric(metrics.loss)}"
                 self._event("epoch", f"epoch {metrics.epoch + 1}{loss}")
             case EvaluationEnded():

@@ -521,7 +521,7 @@ class Run:
             self._engine.records.wait()
             self._join_threads()
         except KeyboardInterrupt:
-            self._engine.abandon()
+            self._engine.is_abandoned = True
             raise
         if self.error is None:
             self._fill()

@@ -41,7 +41,7 @@ def find_team(
     if not isinstance(machines, bool | MachineOptions):
         raise OptionError(f"machines must be True, False or MachineOptions(...), not {machines!r}")
     options = machines if isinstance(machines, MachineOptions) else MachineOptions()
-    job = find_machines(timeout_s=options.timeout, wanted=machines is not False)
+    job = None if machines is False else find_machines(timeout_s=options.timeout)
     if job is None:
         chosen = resolve_devices(devices)
         return chosen, Team(

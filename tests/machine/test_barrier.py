@@ -16,7 +16,6 @@ from flowdp.policy.tally import EpochMetrics, MetricArray, Tally, Work
 from flowdp.protocol.commands import (
     Command,
     CutEvaluation,
-    EpochEnded,
     EvaluationEnded,
     Fail,
     Save,
@@ -90,7 +89,7 @@ class Still:
 # ---------------------------------------------------------------- epochs
 def test_an_epoch_without_duties_is_reported_at_once() -> None:
     still = Still(EVALUATES)
-    assert still.ends(0) == [EpochEnded(metrics(0))]
+    assert still.ends(0) == [metrics(0)]
     assert not still.barrier.is_wanted
 
 
@@ -103,10 +102,10 @@ def test_an_epoch_is_reported_with_its_evaluation() -> None:
     still.barrier.take(TaskDone(1, ((1, 2, (("score", 4.0),)),)))
     still.barrier.take(TaskDone(0, ((0, 6, (("score", 2.0),)),)))
     [event] = still.decide()
-    assert isinstance(event, EpochEnded)
-    assert event.metrics.eval == {"score": 2.5}
+    assert isinstance(event, EpochMetrics)
+    assert event.eval == {"score": 2.5}
     assert not still.barrier.is_wanted
-    assert still.ends(2) == [EpochEnded(metrics(2))]
+    assert still.ends(2) == [metrics(2)]
 
 
 @pytest.mark.parametrize("unit", ["epoch", "step"])
@@ -129,8 +128,7 @@ def test_metrics_of_several_machines_are_merged_before_the_evaluation_is_reporte
     with pytest.raises(ProtocolError):
         still.barrier.take(TaskDone(1, ()))
     still.barrier.take(TaskDone(0, ((2, 1.0, (("f1", 0.5),)),), (("roc", array),)))
-    [event] = still.decide()
-    found = event.metrics if isinstance(event, EpochEnded) else event
+    [found] = still.decide()
     assert isinstance(found, EpochMetrics if unit == "epoch" else EvaluationEnded)
     assert found.eval == {"score": 2.5, "f1": 0.5}
     assert found.eval_arrays == {"roc": array}
@@ -143,7 +141,7 @@ def test_an_evaluation_is_cut_short_once_and_has_no_result() -> None:
     still.decide()
     assert still.decide(leaves=True) == [CutEvaluation()]
     commands = still.answers(((0, 6, (("score", 2.0),)),), leaves=True)
-    assert commands == [EpochEnded(owed(1))]
+    assert commands == [owed(1)]
     assert (still.barrier.owed_epoch, still.barrier.owes) == (owed(1), True)
 
 
@@ -161,7 +159,7 @@ def test_an_owed_evaluation_comes_first_and_its_epoch_is_reported_once_more() ->
     assert still.decide() == [Send(rank, Evaluate(1, 0)) for rank in (0, 1)]
     still.barrier.take(TaskDone(1, ()))
     still.barrier.take(TaskDone(0, ((0, 6, (("score", 2.0),)),)))
-    assert still.decide() == [EpochEnded(replace(metrics(1), eval={"score": 2.0}))]
+    assert still.decide() == [replace(metrics(1), eval={"score": 2.0})]
     assert not still.barrier.owes
     assert not still.barrier.is_wanted
     # The checkpoint of this step lacks the evaluation, so the last one of the run is written anew.
@@ -197,11 +195,11 @@ def test_an_evaluation_by_steps_that_a_stop_has_taken_is_owed(is_begun: bool) ->
 # ---------------------------------------------------------------- checkpoints
 def test_a_checkpoint_after_every_second_epoch() -> None:
     still = Still(BarrierPlan(Interval(2, "epoch")))
-    assert still.ends(0) == [EpochEnded(metrics(0))]
+    assert still.ends(0) == [metrics(0)]
     still.global_step = 8
     assert still.ends(1) == []
     reported, *rest = still.decide()
-    assert reported == EpochEnded(metrics(1))
+    assert reported == metrics(1)
     assert still.captures(rest) == Save(0, Position(2, 2, (), 8, versions=1), 1, 0)
     # It is also the run's last one, if the run ends here.
     assert not still.barrier.end(8)
@@ -261,7 +259,7 @@ def test_a_requested_checkpoint_stays_though_one_between_is_due(comes_first: boo
     still.now_ms, still.global_step = 10 * MINUTE_MS, 5
     if comes_first:
         still.barrier.look(still.now_ms, 5)
-    still.barrier.wish("checkpoint")
+    still.barrier.saves.ask()
     still.barrier.look(still.now_ms, 5)
     assert not still.captures(still.decide()).is_between
     by_the_clock = Still(BarrierPlan(Interval(10, "minute")))
@@ -301,7 +299,7 @@ def test_requested_and_last_checkpoints_and_those_of_epochs_are_not_put_off() ->
     still = Still(BarrierPlan(Interval(1, "step")))
     for version in (1, 2):
         still.global_step = version
-        still.barrier.wish("checkpoint")
+        still.barrier.saves.ask()
         assert still.captures(still.decide()).version == version
     assert still.barrier.end(3)
     assert still.captures(still.decide()).version == 3
@@ -315,10 +313,10 @@ def test_requested_and_last_checkpoints_and_those_of_epochs_are_not_put_off() ->
 
 def test_wishes_are_answered_by_what_is_captured_after_them() -> None:
     still = Still(BarrierPlan())
-    still.barrier.wish("snapshot")
-    still.barrier.wish("snapshot")
+    still.barrier.wish_snapshot()
+    still.barrier.wish_snapshot()
     commands = still.decide()
-    still.barrier.wish("snapshot")  # it may be too late for the captured state
+    still.barrier.wish_snapshot()  # it may be too late for the captured state
     still.barrier.take(TaskDone(0))
     still.barrier.take(TaskDone(1))
     save, *again = still.decide()
@@ -326,7 +324,7 @@ def test_wishes_are_answered_by_what_is_captured_after_them() -> None:
     assert (save.snapshots, save.version, save.capture) == (2, None, 0)
     assert commands != again
     assert still.captures(again).snapshots == 3
-    still.barrier.wish("checkpoint")
+    still.barrier.saves.ask()
     save = still.captures(still.decide())
     assert (save.snapshots, save.version) == (3, 1)
     assert not still.barrier.is_wanted
@@ -334,7 +332,7 @@ def test_wishes_are_answered_by_what_is_captured_after_them() -> None:
 
 def test_the_ranks_that_are_there_capture_and_the_first_of_them_the_model() -> None:
     still = Still(BarrierPlan())
-    still.barrier.wish("checkpoint")
+    still.barrier.saves.ask()
     commands = still.barrier.decide(0.0, [1, 3], still.stand, leaves=False)
     assert commands == [Send(rank, SaveState(0, model=1)) for rank in (1, 3)]
 
@@ -342,13 +340,13 @@ def test_the_ranks_that_are_there_capture_and_the_first_of_them_the_model() -> N
 def test_an_epoch_that_ends_meanwhile_comes_before_the_checkpoint() -> None:
     """The end of a stream may be read during the barrier."""
     still = Still(BarrierPlan(Interval(1, "epoch"), evaluation=Interval(1, "epoch")))
-    still.barrier.wish("snapshot")
+    still.barrier.wish_snapshot()
     still.decide()
     still.ends(0)
     commands = still.answers()
     assert commands == [Send(rank, Evaluate(0, 0)) for rank in (0, 1)]
     reported, *rest = still.answers(())
-    assert isinstance(reported, EpochEnded)
+    assert isinstance(reported, EpochMetrics)
     save = still.captures(rest)
     assert (save.capture, save.version, save.snapshots, save.position.done) == (1, 1, 1, 1)
 
@@ -372,7 +370,7 @@ def test_the_best_epoch_is_captured() -> None:
     for epoch, (loss, is_best) in enumerate([(3.0, True), (2.0, True), (2.5, False)]):
         still.ends(epoch, loss)
         reported, *rest = still.decide()
-        assert isinstance(reported, EpochEnded)
+        assert isinstance(reported, EpochMetrics)
         assert bool(rest) == is_best
         if is_best:
             save = still.captures(rest)
@@ -399,7 +397,7 @@ def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> N
     still = Still(BarrierPlan(Interval(1, "epoch"), monitor=Monitor("recall", "max")))
     still.ends(0)
     reported, failure = still.decide()
-    assert isinstance(reported, EpochEnded)
+    assert isinstance(reported, EpochMetrics)
     assert isinstance(failure, Fail)
     assert failure.kind == "option"
     assert "recall" in failure.error
@@ -409,7 +407,7 @@ def test_a_monitor_that_watches_nothing_ends_the_run_before_anything_else() -> N
 def test_a_name_that_keep_best_has_and_nothing_else_ends_the_run(every: int) -> None:
     still = Still(BarrierPlan(Interval(every, "epoch"), keep_best=Monitor("recall", "max")))
     reported, failure = [*still.ends(0), *still.decide()]
-    assert isinstance(reported, EpochEnded)
+    assert isinstance(reported, EpochMetrics)
     assert isinstance(failure, Fail)
     assert failure.error.startswith("keep_best: nothing in epoch 1 is called 'recall'")
     known = Still(BarrierPlan(Interval(every, "epoch"), keep_best=Monitor("loss", "min")))

@@ -19,7 +19,7 @@ from flowdp.protocol.commands import (
     AbortGate,
     Command,
     CutEvaluation,
-    EpochEnded,
+    EpochMetrics,
     EpochStarted,
     Fail,
     Finish,
@@ -89,7 +89,7 @@ def others(commands: list[Command]) -> list[Command]:
         c
         for c in commands
         if not (
-            isinstance(c, (RoundEnded, EpochEnded))
+            isinstance(c, (RoundEnded, EpochMetrics))
             or (isinstance(c, Send) and isinstance(c.order, StartEpoch))
         )
     ]
@@ -175,7 +175,7 @@ def test_a_run_ends_when_nothing_is_left() -> None:
     machine, commands = started(batches=6)
     # The only round is trained: the epoch is reported, and all ranks may leave.
     commands = meet(machine, orders(commands))
-    assert [type(c) for c in commands] == [RoundEnded, EpochEnded, Send, Send]
+    assert [type(c) for c in commands] == [RoundEnded, EpochMetrics, Send, Send]
     assert others(commands) == [Send(0, Leave()), Send(1, Leave())]
     assert machine.phase is Phase.LEAVING
     # The run is over when the last rank has exited.
@@ -302,7 +302,7 @@ def test_an_epoch_waits_for_the_loss_of_the_one_before() -> None:
     assert commands == []
     assert machine.handle(Tick(), 2.0) == []
     commands = machine.handle(StepsDone(0, 0, one), 3.0)
-    assert [type(command) for command in commands[:1]] == [EpochEnded]
+    assert [type(command) for command in commands[:1]] == [EpochMetrics]
     # The loss is there: the second epoch is dealt.
     assert (orders(commands)[0].epoch, orders(commands)[0].metrics) == (1, (0.5,))
 
@@ -317,7 +317,7 @@ def test_the_end_of_the_data_is_passed_on_and_ends_the_run() -> None:
     end = DataEnded(0, 5)
     assert machine.handle(end, 1.0) == [Send(1, end)]
     commands = meet(machine, block, steps=(3, 2), hurried=True)
-    assert [type(c) for c in commands] == [RoundEnded, EpochEnded, Send, Send]
+    assert [type(c) for c in commands] == [RoundEnded, EpochMetrics, Send, Send]
     assert others(commands) == [Send(0, Leave()), Send(1, Leave())]
 
 
@@ -344,8 +344,8 @@ def test_after_an_epoch_all_stand_still_for_its_evaluation() -> None:
     assert [c.order for c in commands if isinstance(c, Send)] == [Evaluate(0, 0)] * 2
     assert machine.handle(TaskDone(0, ((0, 2, (("loss", 0.5),)),)), 101.0) == []
     commands = machine.handle(TaskDone(1, ()), 102.0)
-    assert isinstance(commands[0], EpochEnded)
-    assert commands[0].metrics.eval == {"loss": 0.5}
+    assert isinstance(commands[0], EpochMetrics)
+    assert commands[0].eval == {"loss": 0.5}
     assert set(orders(commands)) == {0, 1}
 
 
@@ -403,8 +403,8 @@ def test_an_evaluation_that_a_stop_has_taken_is_made_by_the_next_run(is_begun: b
     assert [c.order for c in out if isinstance(c, Send)] == [Evaluate(0, 0)] * 2
     second.handle(TaskDone(0, ((0, 2, (("loss", 0.5),)),)), 101.0)
     reported, *rest = second.handle(TaskDone(1, ()), 102.0)
-    assert isinstance(reported, EpochEnded)
-    assert (reported.metrics.epoch, reported.metrics.eval) == (0, {"loss": 0.5})
+    assert isinstance(reported, EpochMetrics)
+    assert (reported.epoch, reported.eval) == (0, {"loss": 0.5})
     save, rest = saved(second, rest)
     assert (save.position.owed_epoch, save.position.metric) == (None, 0.5)
     if epochs == 2:
@@ -573,10 +573,10 @@ def test_a_scheduler_sees_one_kind_of_loss() -> None:
     assert machine.epochs.metrics == (5.0,)
 
 
-def ended_epoch(epoch: int, training_loss: float, **means: float) -> EpochEnded:
+def ended_epoch(epoch: int, training_loss: float, **means: float) -> EpochMetrics:
     tally = Tally(epoch, 1)
     tally.add(0, Work(epoch, 1, 1, losses=(training_loss, 1)))
-    return EpochEnded(replace(tally.result(1.0, 1, 1, None), eval=means))
+    return replace(tally.result(1.0, 1, 1, None), eval=means)
 
 
 def calls_per_fact(policy: Policy, ranks: int) -> float:

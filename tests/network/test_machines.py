@@ -67,7 +67,7 @@ def test_machines_share_values_and_sums(tmp_path: Path) -> None:
 
 
 def alone(rank: int) -> bool:
-    return find_machines(timeout_s=HANG_S, wanted=False) is None
+    return not find_team(["cpu"], False)[1].is_spread
 
 
 def test_a_process_may_train_by_itself_in_a_job(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from flowdp.protocol.commands import (
     Average,
     Command,
     CutEvaluation,
-    EpochEnded,
+    EpochMetrics,
     EpochStarted,
     EvaluationEnded,
     Fail,
@@ -217,7 +217,7 @@ class JudgedWorld(MachinesWorld):
                 self.rules.standing.evaluation_ended(command)
             case EpochStarted():
                 self.rules.starts(command.epoch)
-            case EpochEnded():
+            case EpochMetrics():
                 self.rules.ended(command)
             case Paused():
                 self.rules.paused(command, any(rank.state == "step" for rank in self.ranks))

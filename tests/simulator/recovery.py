@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowdp.protocol.commands import EpochEnded, RoundEnded
+from flowdp.protocol.commands import EpochMetrics, RoundEnded
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.violation import Violation
 
@@ -45,7 +45,7 @@ def judge_recovery(disturbed: JudgedWorld, calm: JudgedWorld) -> None:
 
 def _samples(world: JudgedWorld, first: int) -> tuple[list[int], int]:
     """Samples per rank from an epoch on, and how many epochs those are."""
-    ended = [record.metrics for record in world.records if isinstance(record, EpochEnded)]
+    ended = [record for record in world.records if isinstance(record, EpochMetrics)]
     judged = [metrics for metrics in ended if metrics.epoch >= first]
     ranks = range(world.scenario.config.world_size)
     return [sum(metrics.per_rank[rank].samples for metrics in judged) for rank in ranks], len(judged)

@@ -14,7 +14,7 @@ from flowdp.machine.async_rounds import AsyncRounds
 from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.policies import ROUNDS
 from flowdp.machine.worker import Done, Step
-from flowdp.protocol.commands import Command, EpochEnded, Finish, LeaveGate, Paused, RoundEnded, Save
+from flowdp.protocol.commands import Command, EpochMetrics, Finish, LeaveGate, Paused, RoundEnded, Save
 from flowdp.protocol.messages import (
     BarrierTask,
     DataEnded,
@@ -454,15 +454,14 @@ class Rules:
             raise Violation("S29", f"epoch {epoch} begins, and {self._started} is the next one")
         self._started += 1
 
-    def ended(self, event: EpochEnded) -> None:
+    def ended(self, metrics: EpochMetrics) -> None:
         """An epoch is complete."""
-        metrics = event.metrics
         if metrics.epoch != self._first_epoch + len(self.epochs):
             raise Violation("S7", f"epoch {metrics.epoch} is reported after {self.epochs}")
         self.epochs.append(metrics.epoch)
         if metrics.epoch == self._again:  # its counts were judged before
             self._complete += 1
-            self.standing.ended(event)
+            self.standing.ended(metrics)
             return
         effect = self.effect
         effect.judge_lost(metrics.epoch)
@@ -488,7 +487,7 @@ class Rules:
         self._complete += metrics.is_complete and metrics.epoch == self._first_epoch + self._complete
         if metrics.rounds != (told := self._rounds[metrics.epoch]):
             raise Violation("S7", f"epoch {metrics.epoch} has {metrics.rounds} rounds, {told} were told of")
-        self.standing.ended(event)
+        self.standing.ended(metrics)
         if self._windows is not None:
             self._windows.ended(metrics.epoch)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from flowdp.policy.interval import MINUTE_MS, SHARE
 from flowdp.policy.monitor import Best
 from flowdp.policy.tally import EpochMetrics
-from flowdp.protocol.commands import EpochEnded, EvaluationEnded, Finish, RoundEnded, Save
+from flowdp.protocol.commands import EvaluationEnded, Finish, RoundEnded, Save
 from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,
@@ -324,9 +324,8 @@ class Standing:
             raise Violation("S22", f"batch {batch} of the evaluation of epoch {self._evaluated} comes twice")
         self._results[batch] = (samples, values[0][1])
 
-    def ended(self, event: EpochEnded) -> None:
+    def ended(self, metrics: EpochMetrics) -> None:
         """An epoch is complete."""
-        metrics = event.metrics
         self._epochs = metrics.epoch + 1
         if self.is_enough:
             raise Violation("S24", f"epoch {metrics.epoch} comes after {self._best}")

@@ -10,7 +10,7 @@ import pytest
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
 from flowdp.options import Policy
-from flowdp.protocol.commands import Command, EpochEnded, RoundEnded
+from flowdp.protocol.commands import Command, EpochMetrics, RoundEnded
 from flowdp.protocol.messages import (
     Fact,
     Order,
@@ -46,7 +46,7 @@ def test_time_adds_up() -> None:
     assert world.clock.now_ms == pytest.approx(220.0)
     assert [rank.trained_ms for rank in world.ranks] == [100.0, 200.0]
     rounds = [record for record in world.records if isinstance(record, RoundEnded)]
-    [epoch] = [record.metrics for record in world.records if isinstance(record, EpochEnded)]
+    [epoch] = [record for record in world.records if isinstance(record, EpochMetrics)]
     assert sum(record.rounds for record in rounds) == epoch.rounds == 10
     assert epoch.epoch_ms == pytest.approx(220.0)
     assert [rank.wait_ms for rank in epoch.per_rank] == [100.0, 0.0]

@@ -8,6 +8,7 @@ import pytest
 
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.options import Policy
+from flowdp.policy.tally import EpochMetrics
 from flowdp.protocol.position import Position
 from tests.simulator.cluster import JudgedWorld
 from tests.simulator.faults import Disturbance
@@ -31,7 +32,7 @@ def ran(given: Scenario) -> JudgedWorld:
 
 def shares(world: JudgedWorld, epochs: int) -> list[int]:
     """Samples per rank of the last epochs."""
-    ended = [record.metrics for record in world.records if hasattr(record, "metrics")][-epochs:]
+    ended = [record for record in world.records if isinstance(record, EpochMetrics)][-epochs:]
     return [sum(metrics.per_rank[rank].samples for metrics in ended) for rank in range(2)]
 
 

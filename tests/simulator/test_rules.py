@@ -11,7 +11,7 @@ from flowdp.machine.coordinator import Coordinator
 from flowdp.machine.worker import Done, Step
 from flowdp.options import CadenceOptions, Policy
 from flowdp.policy.tally import Tally, Work
-from flowdp.protocol.commands import EpochEnded, Finish, Paused, RoundEnded
+from flowdp.protocol.commands import EpochMetrics, Finish, Paused, RoundEnded
 from flowdp.protocol.messages import (
     Outcome,
     Pace,
@@ -53,11 +53,11 @@ def record(global_step: int, steps: tuple[int, int], anchor: int = 10) -> RoundE
     return RoundEnded(0, 1, 0, global_step, steps, (0, 0), 1.0, 0.1, 1.0, zeros, zeros, zeros, 0.0, anchor)
 
 
-def epoch(number: int, steps: int, samples: int, rounds: int = 1) -> EpochEnded:
+def epoch(number: int, steps: int, samples: int, rounds: int = 1) -> EpochMetrics:
     tally = Tally(number, 2)
     tally.close_round(0.0, None, rounds)
     tally.add(0, Work(number, steps, samples))
-    return EpochEnded(tally.result(1.0, 1, steps, 1))
+    return tally.result(1.0, 1, steps, 1)
 
 
 def held(judge: Rules) -> None:

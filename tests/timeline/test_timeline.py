@@ -16,7 +16,14 @@ from torch import nn
 
 import flowdp
 from flowdp.policy.efficiency import Activity
-from flowdp.protocol.commands import EpochEnded, EvaluationEnded, Paused, Quarantined, RoundEnded, Save, Send
+from flowdp.protocol.commands import (
+    EvaluationEnded,
+    Paused,
+    Quarantined,
+    RoundEnded,
+    Save,
+    Send,
+)
 from flowdp.protocol.messages import SyncNow, Throttle
 from flowdp.protocol.position import Position
 from flowdp.timeline.record import EVENTS
@@ -252,7 +259,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monk
 def test_an_epoch_without_a_loss_is_an_event() -> None:
     run = run_of(timeline=True, evaluation=None)
     timeline = Timeline(["a", "b"])
-    timeline.note(EpochEnded(run.history[0]))
+    timeline.note(run.history[0])
     assert timeline.events[0].text.startswith("epoch 1, loss ")
 
 

@@ -20,7 +20,7 @@ from flowdp.machine.worker import Idle, Snapshot, Step, WorkerMachine
 from flowdp.options import CadenceOptions
 from flowdp.policy.drift import Overshoot
 from flowdp.policy.ledger import Ledger
-from flowdp.protocol.commands import Command, EpochEnded, RoundEnded, Send
+from flowdp.protocol.commands import Command, EpochMetrics, RoundEnded, Send
 from flowdp.protocol.gate import GateState, decide
 from flowdp.protocol.messages import (
     Arrival,
@@ -422,7 +422,7 @@ def _nothing_after_the_last_epoch(vector: Vector) -> Answers:
 @answers("ED-006")
 def _next_epoch(vector: Vector) -> Answers:
     _, said = trained_epochs(1, vector["setup"]["num_epochs"])
-    [ended] = [command.metrics.epoch for command in said if isinstance(command, EpochEnded)]
+    [ended] = [command.epoch for command in said if isinstance(command, EpochMetrics)]
     epochs = {order.epoch for order in orders(said).values()}
     assert orders(said).keys() == {0, 1}
     return {"all_ranks_msg": f"StartEpoch({epochs.pop()})", "last_aggregated": ended}
