@@ -11,6 +11,7 @@ from flowdp.machine.policies import make_rounds
 from flowdp.options import CadenceOptions, Policy
 from flowdp.protocol.commands import Command, RoundEnded, Send
 from flowdp.protocol.messages import DataEnded, Outcome, StartEpoch, SyncAck, SyncNow, SyncPoints, Work
+from tests.invariants import check
 
 Orders = dict[int, StartEpoch]
 
@@ -55,7 +56,7 @@ def decide(
 ) -> list[Command]:
     machine.limit = limit
     commands = machine.decide(now_ms, hold=hold)
-    machine.check()
+    check(machine)
     return commands
 
 
@@ -136,7 +137,7 @@ def ends(machine: PlannedRounds, epoch: int, batches: int) -> list[Command]:
     end = DataEnded(epoch, batches)
     machine.epochs.end(end)
     commands = machine.end(end)
-    machine.check()
+    check(machine)
     return commands
 
 

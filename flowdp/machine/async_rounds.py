@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import ClassVar
@@ -136,17 +136,6 @@ class AsyncRank:
         before, self.orders = self.orders, deque(order.until(end) for order in self.orders)
         self.dealt -= sum(order.steps for order in before) - sum(order.steps for order in self.orders)
         return before != self.orders
-
-    def check(self) -> None:
-        """Check that the counts agree.
-
-        Raises:
-            ProtocolError: They do not.
-        """
-        if not self.mean <= self.snapshot <= self.dealt or self.trained > self.dealt:
-            raise ProtocolError(f"counts out of order: {self}")
-        if len(self.orders) > AHEAD:
-            raise ProtocolError(f"{len(self.orders)} orders are out, {AHEAD} may be")
 
 
 @dataclass(slots=True)
@@ -509,18 +498,3 @@ class AsyncRounds(Rounds):
             reason=reason,
             **summary(works, flat[-1] if flat else works[0]),
         )
-
-    def check(self) -> None:
-        """Check that the orders that are out agree with the ledgers.
-
-        Raises:
-            ProtocolError: They do not.
-        """
-        super().check()
-        for state in self._ranks:
-            state.check()
-
-    def _out(self) -> Iterable[tuple[int, int]]:
-        for state in self._ranks:
-            for at, order in enumerate(state.orders):
-                yield order.epoch, len(order.batches) - (0 if at else state.reported)

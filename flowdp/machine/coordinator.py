@@ -123,17 +123,6 @@ class Coordinator:
         due = [self.rounds.deadline_ms(), self.barrier.saves.deadline_ms, self._end_ms]
         return min((ms for ms in due if ms is not None), default=None)
 
-    def check(self) -> None:
-        """Check the invariants.
-
-        Raises:
-            ProtocolError: One does not hold.
-        """
-        self.epochs.check()
-        self.rounds.check()
-        if self.phase is Phase.DONE and len(self._gone) != self.config.world_size:
-            raise ProtocolError(f"done while only {sorted(self._gone)} have left")
-
     # ------------------------------------------------------------------ facts
     def _take(self, fact: Fact, now_ms: float) -> list[Command]:
         match fact:

@@ -274,17 +274,6 @@ class Epochs:
         for epoch in self._open:
             epoch.ledger.rewind()
 
-    def check(self) -> None:
-        """Check the ledgers.
-
-        Raises:
-            ProtocolError: A batch is lost or doubled, or the epochs are out of order.
-        """
-        for number, epoch in enumerate(self._open, self.done):
-            epoch.ledger.check()
-            if epoch.ledger.epoch != number:
-                raise ProtocolError(f"epoch {epoch.ledger.epoch} stands where {number} should")
-
     @property
     def _next_length(self) -> int:
         """Batches of the epoch that would be opened next."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -171,19 +171,6 @@ class PlannedRounds(Rounds):
             return None
         late = self._late_ms(self._armed[0])
         return None if math.isinf(late) else late
-
-    def check(self) -> None:
-        """Check that the orders that are out agree with the ledgers.
-
-        Raises:
-            ProtocolError: They do not.
-        """
-        super().check()
-        if len(self._armed) > AHEAD:
-            raise ProtocolError(f"{len(self._armed)} orders are out, {AHEAD} may be")
-
-    def _out(self) -> Iterable[tuple[int, int]]:
-        return ((armed.epoch, sum(map(len, armed.deal))) for armed in self._armed)
 
     # ------------------------------------------------------------------ differences between the policies
     @abstractmethod

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from flowdp.errors import ProtocolError
@@ -122,28 +121,11 @@ class Rounds(ABC):
         """Time at which `decide` is due again without a fact; None: never."""
         return None
 
-    def check(self) -> None:
-        """Check that the orders that are out agree with the ledgers.
-
-        Raises:
-            ProtocolError: They do not.
-        """
-        out: Counter[int] = Counter()
-        for epoch, batches in self._out():
-            out[epoch] += batches
-        for epoch, batches in out.items():
-            if batches and self.epochs.of(epoch).dealt != batches:
-                raise ProtocolError(f"epoch {epoch}: {batches} batches are out, the ledger says otherwise")
-
     def _changed_shares(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Shares in proportion to these weights, where they differ from those reported last; else empty."""
         shares = changed_shares(self._reported_shares, weights)
         self._reported_shares = shares or self._reported_shares
         return shares
-
-    @abstractmethod
-    def _out(self) -> Iterable[tuple[int, int]]:
-        """Epoch and number of batches of each order that is out."""
 
 
 def outcome_of(acks: Mapping[int, SyncAck]) -> Outcome:

@@ -25,6 +25,7 @@ from flowdp.protocol.messages import (
     Work,
 )
 from flowdp.protocol.position import Position
+from tests.invariants import check
 from tests.planned import sync_now
 
 
@@ -49,7 +50,7 @@ class Run:
     def decide(self, *, hold: bool = False, meet: bool = False) -> list[Command]:
         """The machine's commands except orders, which are kept in `out`."""
         commands = self.machine.decide(self.now_ms, hold=hold, meet=meet)
-        self.machine.check()
+        check(self.machine)
         for command in commands:
             if isinstance(command, Send) and isinstance(command.order, StartEpoch):
                 self.out[command.rank].append(command.order)
@@ -57,7 +58,7 @@ class Run:
 
     def take(self, fact: Fact) -> list[Command]:
         commands = self.machine.take(fact, self.now_ms)
-        self.machine.check()
+        check(self.machine)
         return commands
 
     def trains(self, rank: int, pace_ms: float = 10.0, mean: int = -1) -> None:
@@ -276,7 +277,7 @@ def ends(run: Run, batches: int, epoch: int = 0) -> list[Command]:
     end = DataEnded(epoch, batches)
     run.machine.epochs.end(end)
     commands = run.machine.end(end)
-    run.machine.check()
+    check(run.machine)
     for command in commands:
         assert isinstance(command, Send)
         assert command.order == end

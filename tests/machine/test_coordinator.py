@@ -53,6 +53,7 @@ from flowdp.protocol.messages import (
     WorkerReady,
 )
 from flowdp.sim.world import VirtualRank, World
+from tests.invariants import check
 from tests.planned import sync_now
 from tests.simulator.positions import check_position
 
@@ -119,7 +120,7 @@ def meet(
         work = Work(order.epoch, done[rank], 8 * done[rank], busy_ms=done[rank] * 10.0, pace_ms=10.0)
         work = replace(work, bad=(0, 7) if rank in late else None)
         commands += machine.handle(SyncAck(rank, outcome, work, 1.0), 100.0)
-        machine.check()
+        check(machine)
     return commands
 
 
@@ -182,7 +183,7 @@ def test_a_run_ends_when_nothing_is_left() -> None:
     assert machine.handle(Exiting(0), 101.0) == []
     assert end(machine.handle(Exiting(1), 102.0)) == (False, 6, 1)
     assert machine.phase is Phase.DONE
-    machine.check()
+    check(machine)
 
 
 def test_a_stop_is_told_at_the_gate_and_ends_the_run() -> None:

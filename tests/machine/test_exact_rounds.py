@@ -25,6 +25,7 @@ from flowdp.protocol.messages import (
     SyncPoints,
     Work,
 )
+from tests.invariants import check
 
 Block = list[StartEpoch]
 """One order to every rank."""
@@ -52,7 +53,7 @@ def rounds(
 def decide(machine: ExactRounds, now_ms: float = 0.0, *, hold: bool = False) -> list[Block]:
     """The armed blocks; there are no other commands."""
     commands = machine.decide(now_ms, hold=hold)
-    machine.check()
+    check(machine)
     found: list[Block] = []
     for command in commands:
         assert isinstance(command, Send)
@@ -122,7 +123,7 @@ def acks(
 
 def settle(machine: ExactRounds, answers: list[SyncAck]) -> list[Command]:
     said = [command for answer in answers for command in machine.take(answer, 0.0)]
-    machine.check()
+    check(machine)
     return said
 
 

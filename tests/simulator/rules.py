@@ -29,6 +29,7 @@ from flowdp.protocol.messages import (
     TaskDone,
     Update,
 )
+from tests.invariants import check
 from tests.simulator.bounds import Bounds
 from tests.simulator.effect import Effect, Memory
 from tests.simulator.leads import Leads
@@ -160,7 +161,7 @@ class Rules:
         self, fact: Fact, commands: Sequence[Command], coordinator: Coordinator, now_ms: float
     ) -> None:
         """The coordinator has answered a fact."""
-        coordinator.check()
+        check(coordinator)
         if self._leads is not None and isinstance(coordinator.rounds, AsyncRounds):
             self._leads.decides(commands, coordinator.rounds)
         if isinstance(fact, Exiting) and fact.error is not None:
@@ -541,7 +542,7 @@ class Rules:
         if (finish.stopped or finish.error is not None) and not may_end:
             raise Violation("L1", f"nobody ended the run, and it ended early: {finish}")
         self.standing.over(finish)
-        coordinator.check()
+        check(coordinator)
 
     def _judge_complete(self, finish: Finish) -> None:
         scenario, epochs = self.scenario, self.scenario.config.epochs or 0

@@ -60,8 +60,10 @@ from flowdp.protocol.messages import (
     SyncNow,
     Throttle,
     Tick,
+    Update,
 )
 from flowdp.protocol.position import Position
+from tests import invariants
 from tests.simulator.cluster import JudgedWorld, Machines
 from tests.simulator.effect import Effect
 from tests.simulator.faults import Disturbance, Scenario, draw
@@ -244,10 +246,6 @@ class StopByInbox(Coordinator):
             return []
         self.phase = Phase.DONE
         return [Finish(None, True, self.global_step, self.epochs.done)]
-
-    def check(self) -> None:
-        if not self.told:
-            super().check()
 
 
 class MeetAndLeave(WorkerMachine):
@@ -584,7 +582,7 @@ mutant(
     300,
     all_of(
         around(Epochs, "ended", ended_as_complete),
-        instead(Epochs, "check", lambda self: None),
+        instead(invariants, "_check_epochs", lambda epochs: None),
         instead(
             Epochs, "_is_open", lambda self, number: any(one.ledger.epoch == number for one in self._open)
         ),
@@ -786,9 +784,9 @@ def a_throttled_rank_is_never_released(handle, self, order):
     handle(self, order)
 
 
-@advice("S13", 50, WorkerMachine, "applied")
-def a_worker_forgets_where_the_mean_stands(applied, self, round, global_step):
-    return applied(self, round, 0)
+@advice("S13", 50, WorkerMachine, "_serve")
+def a_worker_forgets_where_the_mean_stands(serve, self, order):
+    return serve(self, replace(order, global_step=0) if isinstance(order, Update) else order)
 
 
 # ---------------------------------------------------------------- wishes
@@ -959,7 +957,7 @@ def a_healed_replica_says_that_it_was_bad(next, self, *, in_step=False):
     return action
 
 
-mutant("nobody_heals", "S21", Lives(100), instead(Barrier, "heal", lambda self, bad: None))
+mutant("nobody_heals", "S21", Lives(100), instead(Barrier, "bad", fixed({})))
 
 mutant("a_bad_snapshot_is_averaged", "S21", Lives(500), instead(AsyncRounds, "_is_bad", fixed(False)))
 
@@ -1042,7 +1040,7 @@ mutant(
     instead(Schedule, "look", lambda *_: None),
 )
 
-mutant("a_wish_is_forgotten", "L6", Lives(200), instead(Barrier, "wish", lambda self, what: None))
+mutant("a_wish_is_forgotten", "L6", Lives(200), instead(Barrier, "wish_snapshot", lambda self: None))
 
 mutant(
     "a_checkpoint_begins_while_one_is_written",

@@ -43,6 +43,7 @@ from flowdp.protocol.messages import (
 from tests.collective.fake_nccl import FakeNccl
 from tests.collective.fake_world import FakeLane
 from tests.fakes import FakeCuda
+from tests.invariants import check
 from tests.vectors.book import Answers, Book, Vector
 
 BOOK = Book({"cpu_averaging", "nccl_numeric"}, "differences_averaging.md")
@@ -102,7 +103,7 @@ class Cluster:
     def tell(self, fact: Fact) -> None:
         for command in self.machine.handle(fact, self.now_ms):
             self.obey(command)
-        self.machine.check()
+        check(self.machine)
 
     def obey(self, command: Command) -> None:
         match command:
