@@ -279,7 +279,10 @@ def main() -> None:
     names, picture = racing.installed(options.pop("contestants")), options.pop("picture")
     recipe = Recipe(**options)
     if not recipe.data.is_dir():
-        parser.error(f"{recipe.data} is no folder: name that of Fashion-MNIST's IDX files by --data")
+        parser.error(
+            f"{recipe.data} is no folder: install Debian's package dataset-fashion-mnist, or name by --data the"
+            " folder of Fashion-MNIST's four .gz files"
+        )
 
     outcomes = racing.race({name: partial(run, recipe, name) for name in names})
     goal = f"seconds to {recipe.target:g} %"
