@@ -280,8 +280,8 @@ def main() -> None:
     recipe = Recipe(**options)
     if not recipe.data.is_dir():
         parser.error(
-            f"{recipe.data} is no folder: install Debian's package dataset-fashion-mnist, or name by --data the"
-            " folder of Fashion-MNIST's four .gz files"
+            f"{recipe.data} is no folder: install Debian's package dataset-fashion-mnist, or name by --data"
+            " the folder of Fashion-MNIST's four .gz files"
         )
 
     outcomes = racing.race({name: partial(run, recipe, name) for name in names})
