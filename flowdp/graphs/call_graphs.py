@@ -302,15 +302,13 @@ class CallGraphs:
             return [None] * len(self.parameters)
         assert self._backward is not None
         self._backward.replay()
-        # One launch for many, where clones are one for each.
-        is_there = [one is not None and place in needed for place, one in enumerate(self._found)]
-        chosen = [
-            one for one, is_taken in zip(self._found, is_there, strict=True) if one is not None and is_taken
-        ]
-        copies = [torch.empty_like(gradient) for gradient in chosen]
-        torch._foreach_copy_(copies, chosen)
-        made = iter(copies)
-        return [next(made) if is_taken else None for is_taken in is_there]
+        made: list[Tensor | None] = [None] * len(self.parameters)
+        chosen = {place: one for place, one in enumerate(self._found) if one is not None and place in needed}
+        # Copies by one call, which makes their memory, too; clones are a launch for each. A number plus -0.0
+        # is that number, a zero of either sign.
+        for place, copy in zip(chosen, torch._foreach_add([*chosen.values()], -0.0), strict=True):
+            made[place] = copy
+        return made
 
     def eager(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of the parameters by the user's Python, of the last call's inputs.
