@@ -17,8 +17,8 @@ from torch import nn
 
 import flowdp
 from bench.gpu.part import Figure, Finding, Note, Place
-from flowdp.data.feed import Feed
 from flowdp.data.resident import ResidentFeed
+from flowdp.data.source import Feed
 from flowdp.engine.meter import Meter
 from flowdp.engine.worker_thread import Worker
 from flowdp.machine.worker import WorkerMachine

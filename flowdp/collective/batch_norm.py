@@ -211,7 +211,8 @@ def _takes_statistics(layer: _BatchNorm) -> bool:
 
 def _forward(layer: nn.SyncBatchNorm, name: str, shared: SharedStatistics, values: Tensor) -> Tensor:
     group = shared.group
-    if group is None or group.size == 1 or not _takes_statistics(layer):
+    assert group is not None  # this stands in the layer's place within `among` alone
+    if not _takes_statistics(layer):
         return nn.SyncBatchNorm.forward(layer, values)
     with torch.no_grad():
         mean, variance, count = _statistics(values.detach(), group, f"forward of {name!r}")

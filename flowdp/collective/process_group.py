@@ -95,11 +95,6 @@ class ProcessGroup(ABC):
             raise OptionError("this process is not a member of the group")
         return _TorchGroup(group)
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.size
-
     def all_reduce(self, tensor: Tensor, op: Op = "mean", *, async_op: bool = False) -> Work:
         """Replace the tensor by its reduction over the ranks; float16 and bfloat16 are added in float32.
 

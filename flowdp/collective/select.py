@@ -156,15 +156,15 @@ def open_loop(
     Raises:
         CollectiveError: backend="nccl" was asked for and does not work here.
     """
-    chosen = [lane.device for lane in lanes]
-    if len(chosen) > 1:
+    devices = [lane.device for lane in lanes]
+    if len(devices) == 1 or backend == "local" or (backend == "auto" and not _is_one_each(devices)):
+        return None
+    try:
+        return NcclLoop(lanes, sizes)
+    except CollectiveError as error:
         if backend == "nccl":
-            return NcclLoop(lanes, sizes)
-        if backend == "auto" and _is_one_each(chosen):
-            try:
-                return NcclLoop(lanes, sizes)
-            except CollectiveError as error:
-                log.warning("gradients are summed without NCCL: %s", error)
+            raise
+        log.warning("gradients are summed without NCCL: %s", error)
     return None
 
 

@@ -138,9 +138,9 @@ class StreamReader(LoaderSource):
         epoch, batch = key
         return batch < self._lengths.get(epoch, batch + 1) and super()._comes(rank, key)
 
-    def _begin(self) -> Iterator[Batch] | None:
-        # Without processes the reader thread alone touches the dataset.
-        return self._iterate(self.plan.start.done) if self._loader.num_workers else None
+    def _begin(self) -> None:
+        if self._loader.num_workers:  # else the reader thread alone touches the dataset
+            self._iterator = self._iterate(self.plan.start.done)
 
     def _iterate(self, epoch: int) -> Iterator[Batch]:
         self._set_epoch(epoch)
@@ -151,7 +151,7 @@ class StreamReader(LoaderSource):
         if set_epoch is not None:
             set_epoch(epoch)
 
-    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[tuple[int, ...], Any]]:
+    def _feed(self) -> Iterator[tuple[tuple[int, ...], Any]]:
         for epoch in self.plan.numbers():
             if not self._may_read(epoch):
                 return
@@ -160,10 +160,10 @@ class StreamReader(LoaderSource):
             batch = first
             self._reading = (epoch, batch)
             position, missing = self.plan.start.remaining(epoch) or (0, ())
-            current = self._in_turn(partial(self._iterate, epoch)) if iterator is None else iterator
-            iterator = None
+            if self._iterator is None:
+                self._iterator = self._in_turn(partial(self._iterate, epoch))
             while self._most is None or batch < self._most:
-                read = self._in_turn(partial(next, current, _END))
+                read = self._in_turn(partial(next, self._iterator, _END))
                 if read is _END:
                     break
                 self._note(epoch, batch, read, position)
@@ -174,6 +174,7 @@ class StreamReader(LoaderSource):
                     return
                 batch += step
                 self._reading = (epoch, batch)
+            self._iterator = None
             if batch < position:
                 self._check_trained(epoch, None, position)
             self._end(epoch, batch, is_empty=batch == first)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from flowdp.data.batches import Portion, cloned, makes_new
 from flowdp.data.epoch_order import ALL, KEPT_BATCHES, NOTHING_TRAINED, BatchOrder, Stride
 from flowdp.data.limit import UNLIMITED, Limit
-from flowdp.data.processes import GRACE_S, Processes, SentAttributes, starting
+from flowdp.data.processes import GRACE_S, Processes, starting
 from flowdp.data.samples import told
 from flowdp.data.source import Batch, Source
 from flowdp.device.cores import set_own_threads
@@ -164,7 +164,7 @@ class LoaderSource(Source):
         self._turns = [] if self._loader.num_workers else _turns_of(self._loader.dataset)
         self._thread: threading.Thread | None = None
         self._processes: Processes | None = None
-        self._sent: SentAttributes | None = None  # to the processes
+        self._iterator: Any = None  # of the loader
 
         # Serialises everything below; notified when the reader may have something to do.
         self._changed = threading.Condition()
@@ -182,15 +182,14 @@ class LoaderSource(Source):
         """Begin to read; see `Source.start`."""
         try:
             with starting():
-                iterator = self._begin()
+                self._begin()
         except Exception as error:
             raise DataError(f"the DataLoader could not be started: {format_error(error)}") from error
         if self._loader.num_workers > 0:
-            self._processes = Processes(iterator)
-            self._sent = SentAttributes(self._loader.dataset)
+            self._processes = Processes(self._iterator, self._loader.dataset)
         # The callbacks are the thread's alone: a source that was read must not keep the run alive.
         self._thread = threading.Thread(
-            target=self._run, args=(self._feed(iterator), wake, failed), name="flowdp-reader", daemon=True
+            target=self._run, args=(self._feed(), wake, failed), name="flowdp-reader", daemon=True
         )
         if not self.plan.on_demand:
             self._thread.start()
@@ -295,8 +294,8 @@ class LoaderSource(Source):
             self._changed.notify()
         for turns in self._turns:
             turns.look()
-        if self._sent is not None and self._reading[0] > self.plan.start.done:
-            self._sent.look()  # the last epochs may have been read before the first had been trained
+        if self._processes is not None and self._reading[0] > self.plan.start.done:
+            self._processes.look()  # the last epochs may have been read before the first had been trained
         if self._thread is None:
             return True
         if self._thread.ident is None:
@@ -330,9 +329,9 @@ class LoaderSource(Source):
         if left is None or (batch < left[0] and batch not in left[1]):
             raise ProtocolError(f"batch {batch} of epoch {epoch} was trained before the run was resumed")
 
-    def _begin(self) -> Iterator[Batch] | None:
-        """The loader's iterator, made by the thread that starts its worker processes."""
-        return iter(self._loader)
+    def _begin(self) -> None:
+        """Make the loader's iterator; in the thread that starts its worker processes."""
+        self._iterator = iter(self._loader)
 
     def _in_turn(self, read: Callable[[], Any]) -> Any:
         """Call the dataset's own code, when no reader that shares an object does; on the reader thread."""
@@ -344,7 +343,7 @@ class LoaderSource(Source):
             return read()
 
     @abstractmethod
-    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
+    def _feed(self) -> Iterator[tuple[_Key, Any]]:
         """Everything there is to read, in order; runs on the reader thread, with `_reading` up to date.
 
         Before it reads anything of an epoch it asks `_may_read`.
@@ -365,8 +364,8 @@ class LoaderSource(Source):
                 if read is None:
                     return
                 epoch, batch = read[0][:2]
-                if epoch != seen and self._sent is not None:
-                    self._sent.look()
+                if epoch != seen and self._processes is not None:
+                    self._processes.look()
                 seen = epoch
                 for rank in self._put(*read):
                     wake(rank, epoch, batch)

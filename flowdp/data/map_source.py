@@ -64,24 +64,21 @@ class Reader(LoaderSource):
         )
         super().__init__(order, made, plan, is_counted=is_counted)
         self._most = max(1, made.num_workers * (made.prefetch_factor or 2))  # as many as torch takes
-        self._iterator: Any = None
         # Of the reader thread, once it runs: handed to torch, which returns them in this order ...
         self._under_way: deque[_Key] = deque()
         self._order_error: DataError | None = None  # ... and raised when all before it is there
         self._walk = plan.walk(order.batches)
 
-    def _begin(self) -> Iterator[Batch]:
-        self._iterator = iter(self._loader)
+    def _begin(self) -> None:
+        super()._begin()
         if self._loader.num_workers:
             self._more()  # the processes begin at once
-        return self._iterator  # type: ignore[no-any-return]
 
     def _wanted(self) -> _Key | None:
         """The batch to be read next, under the lock; None: there is none, or no room for one."""
         return next(self._walk, None)
 
-    def _feed(self, iterator: Iterator[Batch] | None) -> Iterator[tuple[_Key, Any]]:
-        assert iterator is not None
+    def _feed(self) -> Iterator[tuple[_Key, Any]]:
         while self._has_room():
             self._more()
             if not self._under_way:
@@ -94,7 +91,7 @@ class Reader(LoaderSource):
             if not self._may_read(key[0]):
                 return
             try:
-                payload = self._in_turn(partial(next, iterator))
+                payload = self._in_turn(partial(next, self._iterator))
             except StopIteration as stop:  # the dataset's own
                 raise self._describe(stop)  # noqa: B904 - it has its cause
             self._under_way.popleft()

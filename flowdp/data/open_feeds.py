@@ -7,10 +7,9 @@ from functools import cache
 
 import torch
 
-from flowdp.data.feed import Feed
 from flowdp.data.prefetch import PrefetchFeed, RingGauge
 from flowdp.data.resident import ResidentData, ResidentFeed
-from flowdp.data.source import Source
+from flowdp.data.source import Feed, Source
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.memory import empty_cache, read_memory, reset_peak
 from flowdp.device.streams import QUIET, Lane

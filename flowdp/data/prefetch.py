@@ -30,10 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowdp.data.batches import taken_apart
-from flowdp.data.feed import Feed
+from flowdp.data.batches import Portion, taken_apart
 from flowdp.data.moving import is_plain
-from flowdp.data.source import Batch, Source
+from flowdp.data.source import Batch, Feed, Source
 from flowdp.data.staging import CopySpans, Staging
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.cores import set_own_threads
@@ -498,8 +497,9 @@ class PrefetchFeed(Feed):
             leaves, build = taken_apart(fetched.payload)
             moved = self._staging.bring(leaves)
         else:
-            moved = self._staging.gather(self._tensors, *fetched.key)
-            build = partial(self._tensors.batch_of, part=fetched.key[2])
+            moved, build = self._staging.gather(self._tensors, *fetched.key), self._tensors.pack
+            if fetched.key[2] is not None:
+                build = partial(Portion.gathered, pack=build)
         nbytes = sum(leaf.nbytes for leaf in moved if isinstance(leaf, Tensor))
         self.batch_bytes = max(self.batch_bytes, nbytes)
         return build(moved)

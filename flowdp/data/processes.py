@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["GRACE_S", "Processes", "SentAttributes", "begin", "starting"]
+__all__ = ["GRACE_S", "Processes", "begin", "starting"]
 
 log = logging.getLogger("flowdp")
 
@@ -53,33 +53,11 @@ def starting() -> Iterator[None]:
         gc.unfreeze()
 
 
-class SentAttributes:
-    """Plain attributes of a dataset as its worker processes got them, and of those that it wraps.
-
-    The processes live through all epochs, where a DataLoader starts new ones for each: an attribute that is
-    set between two epochs reaches them no more.
-
-    Args:
-        dataset: As the processes get it. One that wraps another has it as `dataset`, as torch's `Subset`.
-    """
-
-    def __init__(self, dataset: object) -> None:
-        self._dataset = dataset
-        self._sent = _plain(dataset)
-
-    def look(self) -> None:
-        """Warn, once, of an attribute that has changed."""
-        now = _plain(self._dataset)
-        for key, value in self._sent.items():
-            if now.get(key, value) != value:
-                self._sent = {}
-                _, kind, name = key
-                log.warning(CHANGED, kind, name, value, now[key])
-                return
-
-
 def _plain(dataset: object) -> dict[tuple[int, str, str], str]:
-    """The attributes that are numbers, texts, flags or None, in words, by depth, class and name."""
+    """The attributes that are numbers, texts, flags or None, in words, by depth, class and name.
+
+    Those of a dataset that it wraps, too, which it has as `dataset`, as torch's `Subset`.
+    """
     attributes: dict[tuple[int, str, str], str] = {}
     for depth in range(DEEPEST):
         for holder in (*reversed(type(dataset).__mro__), dataset):
@@ -100,10 +78,13 @@ class Processes:
 
     Args:
         iterator: The iterator.
+        dataset: Dataset that the processes got.
     """
 
-    def __init__(self, iterator: Any) -> None:
+    def __init__(self, iterator: Any, dataset: object) -> None:
         self._iterator = iterator
+        self._dataset = dataset
+        self._sent = _plain(dataset)
         self._is_waiting = False
         self._results = iterator._data_queue
         iterator._data_queue = self
@@ -142,6 +123,20 @@ class Processes:
             for sentinel in connection.wait([*processes], timeout=GRACE_S):
                 processes[sentinel].join()
             raise
+
+    def look(self) -> None:
+        """Warn, once, of an attribute of the dataset that has changed since the processes got it.
+
+        They live through all epochs, where a DataLoader starts new ones for each: an attribute that is set
+        between two epochs reaches them no more.
+        """
+        now = _plain(self._dataset)
+        for key, value in self._sent.items():
+            if now.get(key, value) != value:
+                self._sent = {}
+                _, kind, name = key
+                log.warning(CHANGED, kind, name, value, now[key])
+                return
 
     def terminate(self) -> None:
         """End the processes that have not left by themselves."""

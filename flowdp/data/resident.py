@@ -12,9 +12,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from flowdp.data.feed import Feed
 from flowdp.data.moving import keep_for
-from flowdp.data.source import Batch
+from flowdp.data.source import Batch, Feed
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.gathered import Gathered
 from flowdp.device.streams import QUIET, Lane

@@ -70,10 +70,7 @@ class TensorSource(Source):
 
     def take(self, _rank: int, epoch: int, batch: int, part: SampleRange | None = None) -> Batch:
         """Gather a batch, for whatever rank; always there. See `Source.take`."""
-        return self.batch_of(self.gather(epoch, batch, part), part)
-
-    def batch_of(self, rows: list[Tensor], part: SampleRange | None) -> Batch:
-        """The batch of gathered rows, or the `Portion` where they are a part of one."""
+        rows = self.gather(epoch, batch, part)
         return self.pack(rows) if part is None else Portion.gathered(rows, self.pack)
 
     def index(self, epoch: int, batch: int) -> Tensor:

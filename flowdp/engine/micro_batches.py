@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from flowdp.data.batches import Portion, joined
-from flowdp.data.feed import Feed
-from flowdp.data.source import Batch, Source
+from flowdp.data.source import Batch, Feed, Source
 from flowdp.device.compiled import FirstCalls
 from flowdp.device.gathered import made
 from flowdp.device.trees import described, flatten

@@ -11,8 +11,7 @@ from flowdp.checkpoint.saver import Saver
 from flowdp.collective.async_mean import SnapshotMean
 from flowdp.collective.base import Collective
 from flowdp.collective.outer import OuterMomentum
-from flowdp.data.feed import Feed
-from flowdp.data.source import Source
+from flowdp.data.source import Feed, Source
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.evaluation import Evaluator
 from flowdp.engine.failures import Failures

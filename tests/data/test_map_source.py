@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder, Stride
-from flowdp.data.feed import Feed
 from flowdp.data.loader_source import ReadPlan
 from flowdp.data.map_source import DemandReader
+from flowdp.data.source import Feed
 from flowdp.errors import DataError, ProtocolError
 from flowdp.protocol.messages import SampleRange
 from flowdp.protocol.position import OpenEpoch, Position

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowdp.data.feed import Feed
 from flowdp.data.open_feeds import open_feeds
 from flowdp.data.prefetch import PrefetchFeed
 from flowdp.data.resident import ResidentFeed
+from flowdp.data.source import Feed
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import HostLane
 from tests.data.cards import Card, CardLane

@@ -33,7 +33,7 @@ class Numbers(Dataset[Any]):
 
 def opened(dataset: Any, **options: Any) -> tuple[Any, Processes]:
     iterator = iter(DataLoader(dataset, 1, num_workers=2, **options))
-    return iterator, Processes(iterator)
+    return iterator, Processes(iterator, dataset)
 
 
 @pytest.mark.posix

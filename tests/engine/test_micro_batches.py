@@ -20,7 +20,7 @@ import flowdp
 from flowdp import record_scalar
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import EpochOrder
-from flowdp.data.feed import Feed
+from flowdp.data.source import Feed
 from flowdp.data.tensor_source import TensorSource
 from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
