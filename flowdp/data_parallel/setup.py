@@ -107,10 +107,9 @@ def setup(
             gradients of all machines, weighted by the samples of their batches, through the host's memory,
             those of CUDA devices, too. The `timeout` and `payload` of a record count; True waits 10 minutes
             for a machine. False: this process trains alone.
-        capture: Whether training calls of the module are recorded as CUDA graphs, forward and backward, on
-            one CUDA device of one machine. "auto": where the first 50 show that the device waits for
-            launches, and the log says so; True: from the third call of a form on, and an error with other
-            devices.
+        capture: Whether training calls that one CUDA device of one machine does alone are recorded as CUDA
+            graphs, forward and backward. "auto": where the first 50 show that the device waits for launches,
+            and the log says so; True: from the third call of a form on, and an error with other devices.
         timeline: True for a record of what each device does in each step, `dp.timeline` and `dp.report()`; or
             the path of a .json or .html file, which `close` writes.
         tune_process: Process-wide settings while this lives (see `ProcessTuning`); False leaves all alone.

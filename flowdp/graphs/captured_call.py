@@ -54,8 +54,9 @@ def captured_call(
     """
     if option != "auto" and not isinstance(option, bool):
         raise OptionError(f"capture must be 'auto', True or False, not {option!r}")
-    lane, is_alone = lanes[0], len(lanes) == 1 and not is_summed
-    is_fit = is_alone and untried(lane.device.type) is None
+    lane = lanes[0]
+    # Of several devices the first does calls alone where cutting does not pay. Nothing promises that.
+    is_fit = not is_summed and (len(lanes) == 1 or option == "auto") and untried(lane.device.type) is None
     if option is not False and is_fit and isinstance(lane, StreamLane):
         return CapturedCall(module, lane, None if option is True else LaunchWatch())
     if option is True:

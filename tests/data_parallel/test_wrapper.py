@@ -27,6 +27,7 @@ from flowdp import CadenceOptions, DataParallel, OptionError
 from flowdp.collective.batch_norm import PARTS_ALONE
 from flowdp.data_parallel import wrapper
 from flowdp.device.streams import StreamLane
+from flowdp.graphs.captured_call import CapturedCall
 from tests.fakes import FakeCuda, hide_modes
 from tests.limits import HANG_S
 from tests.loops import assert_equal, gradients, mlp, numbers
@@ -547,8 +548,14 @@ def test_epochs_are_told_to_the_sampler(setup: Setup) -> None:
 
 
 # ---------------------------------------------------------------- captured calls
-def test_one_device_captures_its_calls_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]], ids=["alone", "first of two"])
+def test_one_device_captures_its_calls_and_says_so(
+    devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     card = FakeCuda()
+    monkeypatch.setattr(
+        wrapper, "captured_call", lambda module, lanes, *_, **__: CapturedCall(module, lanes[0])
+    )
     monkeypatch.setattr(wrapper, "open_lanes", lambda devices: [StreamLane(d, card) for d in devices])
     hide_modes(monkeypatch.setattr)
     model = mlp()
@@ -562,11 +569,16 @@ def test_one_device_captures_its_calls_and_says_so(monkeypatch: pytest.MonkeyPat
 
     train(twin, SGD(twin.parameters(), 0.1))
     optimizer = SGD(model.parameters(), 0.1)
-    with card.stream(card.Stream()), flowdp.setup(model, optimizer, devices=["cpu"], capture=True) as dp:
+    with card.stream(card.Stream()), flowdp.setup(model, optimizer, devices=devices) as dp:
+        if dp.is_distributed:
+            dp(batch()[0])
+            assert card.captures.replays == 0
+            dp._balancer.pace.is_settled = True  # the first device is faster without the other
         train(dp, optimizer)
         assert all(map(torch.equal, model.parameters(), twin.parameters()))
         assert card.captures.replays > 12
-        assert repr(dp).endswith("on cpu; calls are captured>")
+        assert "on cpu" in repr(dp)
+        assert repr(dp).endswith("; calls are captured>")
         before, (x, _) = card.captures.replays, batch()
         dp.call(lambda module, x: module(x), x)
         dp.module(x)

@@ -770,15 +770,18 @@ def test_options() -> None:
     lane, host = StreamLane(CPU, FakeCuda()), HostLane(CPU)
     assert captured_call(model(), [lane], "auto", is_summed=False) is not None
     assert captured_call(model(), [lane], True, is_summed=False) is not None
+    assert captured_call(model(), [lane, host], "auto", is_summed=False) is not None
     for lanes, option, is_summed in [
         ([lane], False, False),
         ([lane], "auto", True),
-        ([lane, lane], "auto", False),
         ([host], "auto", False),
+        ([host, lane], "auto", False),
     ]:
         assert captured_call(model(), lanes, option, is_summed=is_summed) is None
     with pytest.raises(OptionError, match="one CUDA device of one machine, and the devices are cpu"):
         captured_call(model(), [host], True, is_summed=False)
+    with pytest.raises(OptionError, match="the devices are cpu, cpu; capture='auto'"):
+        captured_call(model(), [lane, lane], True, is_summed=False)
     with pytest.raises(OptionError, match="over machines"):
         captured_call(model(), [lane], True, is_summed=True)
     with pytest.raises(OptionError, match="must be 'auto', True or False, not 'yes'"):
