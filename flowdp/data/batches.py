@@ -31,6 +31,8 @@ from flowdp.protocol.messages import SampleRange
 
 __all__ = ["Portion", "cloned", "cuts", "joined", "makes_new", "taken_apart"]
 
+SAME_SIZE = "give all devices the same per_device_batch_size"
+
 
 @dataclass(frozen=True, slots=True)
 class Portion:
@@ -136,9 +138,9 @@ def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
     from the first; where it is no tensor, it must be the same in all of them.
 
     Raises:
-        RuntimeError: Tensors do not fit together.
         TypeError: They differ in structure.
-        ValueError: Nothing is as long as its batch, or a value differs; samples would get lost.
+        ValueError: Tensors do not fit together; or nothing is as long as its batch, or a value differs, and
+            samples would get lost.
     """
     rows, forms = zip(
         *(flatten(batch, size) for batch, size in zip(batches, sizes, strict=True)), strict=True
@@ -149,7 +151,14 @@ def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
     is_joined = False
     for place, parts in enumerate(zip(*rows, strict=True)):
         if all(is_cut(part, size) for part, size in zip(parts, sizes, strict=True)):
-            leaves.append(concatenated(parts))
+            try:
+                leaves.append(concatenated(parts))
+            except (RuntimeError, ValueError):
+                path = list(forms[0].paths())[place]
+                raise ValueError(
+                    f"batch{path} ({', '.join(map(described, parts))}) differs in shape between batches that "
+                    f"make one step: let collate_fn pad to one length, or {SAME_SIZE}"
+                ) from None
             is_joined = True
         elif isinstance(parts[0], Tensor) or all(is_same(part, parts[0]) for part in parts[1:]):
             leaves.append(parts[0])
@@ -158,12 +167,12 @@ def joined(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
             raise ValueError(
                 f"batch{path} ({', '.join(map(described, parts))}) is not as long as the batch ({sizes[0]} "
                 "samples), and differs between batches that make one step: make it a list, array or tensor "
-                "with one entry for each sample, or give all devices one batch_size"
+                f"with one entry for each sample, or {SAME_SIZE}"
             )
     if not is_joined:
         raise ValueError(
             f"nothing in the batch is as long as the batch ({sizes[0]} samples), so batches cannot be put "
-            "together to the batch_size of this device; give all devices one batch_size"
+            f"together to the batch_size of this device; {SAME_SIZE}"
         )
     return unflatten(leaves, forms[0])
 

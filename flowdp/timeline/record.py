@@ -17,6 +17,7 @@ from flowdp.protocol.commands import (
     EpochMetrics,
     EpochStarted,
     EvaluationEnded,
+    Finish,
     LeaveGate,
     Paused,
     Quarantined,
@@ -69,7 +70,7 @@ class TimelineEvent:
     Attributes:
         at_ms: Time since the run began.
         kind: "epoch", "evaluation" (by steps), "round length", "shares", "held", "checkpoint",
-            "pause", "rank", or "round" of one that was no ordinary one.
+            "pause", "rank", "end", or "round" of one that was no ordinary one.
         text: Description.
         rank: The rank concerned; None: all.
     """
@@ -263,6 +264,8 @@ class TimelineRecord:
                 self._event("rank", "the others go on without it", rank)
             case Paused(value):
                 self._event("pause", "paused" if value else "continued")
+            case Finish():
+                self._event("end", str(command).partition("\n")[0])
 
     def sample(self, cpu: float, ram_bytes: float, gpus: Sequence[GpuReading]) -> None:
         """Record the use of the machine.
@@ -305,7 +308,8 @@ class TimelineRecord:
         self._rounds.add(done)
         if done.anchor != self._anchor:
             before = f"{self._anchor} → " if self._anchor else ""
-            self._event("round length", f"{before}{done.anchor} steps of the slowest device")
+            steps = "step" if done.anchor == 1 else "steps"
+            self._event("round length", f"{before}{done.anchor} {steps} of the slowest device")
             self._anchor = done.anchor
         if share:
             self._event("shares", "shares " + format_shares(share))

@@ -88,6 +88,11 @@ def test_what_cannot_be_joined() -> None:
         joined([{"x": torch.ones(2)}, {"y": torch.ones(2)}], [2, 2])
     with pytest.raises(ValueError, match=r"as long as the batch \(3 samples\)"):
         joined([["a", "b"], ["a", "b"]], [3, 3])
+    padded = [{"ids": torch.ones(2, length)} for length in (5, 7)]
+    with pytest.raises(
+        ValueError, match=r"batch\['ids'\] \(tensor \(2, 5\), tensor \(2, 7\)\) differs in shape"
+    ):
+        joined(padded, [2, 2])
 
 
 def test_cuts_are_as_equal_as_can_be() -> None:

@@ -18,6 +18,7 @@ import flowdp
 from flowdp.policy.efficiency import Activity
 from flowdp.protocol.commands import (
     EvaluationEnded,
+    Finish,
     Paused,
     Quarantined,
     RoundEnded,
@@ -68,10 +69,11 @@ def test_commands_become_events_and_rounds() -> None:
         Save(0, Position(global_step=4, done=0, round=2, world_size=2), version=1, snapshots=0),
         Paused(True),
         EvaluationEnded(8, 0, {"loss": 0.5}),
+        Finish("rank 1 failed\nin loss", stopped=True, global_step=8, epochs_done=1),
     ):
         timeline.note(command)
     assert [(event.kind, event.rank, event.text) for event in timeline.events] == [
-        ("round length", None, "1 steps of the slowest device"),
+        ("round length", None, "1 step of the slowest device"),
         ("round length", None, "1 → 3 steps of the slowest device"),
         ("shares", None, "shares 75 % 25 %"),
         ("round", None, "round 1: the drift rose"),
@@ -80,6 +82,7 @@ def test_commands_become_events_and_rounds() -> None:
         ("checkpoint", None, "checkpoint 1"),
         ("pause", None, "paused"),
         ("evaluation", None, "step 8 | eval loss 0.5000"),
+        ("end", None, "stopped after 1 epoch, step 8: rank 1 failed"),
     ]
     assert [(one.rounds, one.loss, one.anchor, one.samples) for one in timeline.rounds] == [
         (1, 1.0, 1, (6, 2)),
