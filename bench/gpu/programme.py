@@ -78,7 +78,7 @@ PARTS = {
     "prefetch": Part(40, partial(_measure, "prefetch")),
     "averaging": Part(40, partial(_measure, "averaging")),
     "host": Part(30, partial(_measure, "host")),
-    "calls": Part(60, partial(_measure, "calls"), is_experiment=True),
+    "calls": Part(120, partial(_measure, "calls"), is_experiment=True),
     "evaluation": Part(50, partial(_measure, "evaluation")),
     "plans": Part(50, partial(_measure, "plans")),
     "reading": Part(45, partial(_measure, "reading")),
