@@ -18,6 +18,7 @@ from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.data_parallel.replicas import Replicas
 from flowdp.device.cores import LentThreads
 from flowdp.device.streams import Lane
+from flowdp.errors import OptionError
 from flowdp.policy.cadence import Cadence
 from flowdp.policy.shares import (
     ThroughputBalance,
@@ -27,6 +28,7 @@ from flowdp.policy.shares import (
     weights_from,
 )
 from flowdp.policy.worth import Worth
+from flowdp.timeline.timeline import Timeline
 
 __all__ = ["Balancer", "Pace"]
 
@@ -86,6 +88,15 @@ class Balancer:
         return self._balance.ratios if self._ratios is None else self._ratios
 
     @property
+    def recorded(self) -> Timeline:
+        """What the timeline has recorded; see `DataParallel.timeline`."""
+        if self.timeline is None:
+            raise OptionError(
+                "this loop records no timeline: give setup(timeline=True), or the path of a file"
+            )
+        return self.timeline.timeline
+
+    @property
     def throughput(self) -> tuple[float, ...]:
         """Samples per millisecond of each rank, smoothed. Shape (world_size,)."""
         return self._balance.throughput
@@ -109,18 +120,18 @@ class Balancer:
         if not self._has_told and sum(count > 0 for count in samples) > 1 and min_part_size(self._norms) > 1:
             self._has_told = True
             log.warning(PARTS_ALONE)
-        self._note(sum(samples))
+        self._note(sum(samples), is_cut=True)
 
     def note_alone(self, samples: int) -> None:
         """Note a batch that the first device is about to do alone."""
         if self.timeline is not None and self._optimizers.optimizers:
             self.timeline.begin_alone(self._watches[0], samples)
         self.shard_sizes = (samples, *[0] * (len(self.shard_sizes) - 1))
-        self._note(samples)
+        self._note(samples, is_cut=False)
 
-    def _note(self, samples: int) -> None:
+    def _note(self, samples: int, *, is_cut: bool) -> None:
         if self.pace is not None:
-            self.pace.note(samples)
+            self.pace.note(samples, is_cut=is_cut)
         if not self._optimizers.optimizers:
             self.step()
 
@@ -189,12 +200,14 @@ class Pace:
         self._threads = threads
         self._worth = Worth()
         self._samples = 0
+        self._was_cut = False  # in the step under way
         self._stepped_s: float | None = None
         self._told = False
 
-    def note(self, samples: int) -> None:
+    def note(self, samples: int, *, is_cut: bool) -> None:
         """Note a call of the step under way."""
         self._samples += samples
+        self._was_cut |= is_cut
 
     def step(self) -> None:
         """Learn from the time since the last step."""
@@ -202,11 +215,11 @@ class Pace:
         if worth.is_block_edge:
             for lane in self._lanes:
                 lane.drain()
-        now_s, samples = perf_counter(), self._samples
-        before_s, self._stepped_s, self._samples = self._stepped_s, now_s, 0
+        now_s, samples, has_cut = perf_counter(), self._samples, self._was_cut
+        before_s, self._stepped_s, self._samples, self._was_cut = self._stepped_s, now_s, 0, False
         if before_s is None:
             return
-        worth.stepped(1e3 * (now_s - before_s), samples)
+        worth.stepped(1e3 * (now_s - before_s), samples, was_cut=has_cut)
         was_cut = self.is_cut
         self.is_cut, self.is_settled = worth.is_cut, worth.is_chosen and not worth.is_cut
         if was_cut and not self.is_cut:
@@ -226,6 +239,8 @@ class Pace:
         ms = self._worth.ms
         if not ms:
             return "batches are cut, and not yet timed"
+        if not self._worth.was_cut:
+            return "no call had a batch to cut (other methods than forward: dp.call('name', ...))"
         # More than the number of devices is gained by faster ones, or where the time alone was a busy
         # machine's.
         ratio, least = ms[True] / ms[False], 1 / max(1, len(self._lanes))

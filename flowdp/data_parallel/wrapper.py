@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from flowdp.device.dispatch import prepare_torch
 from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import open_lanes
 from flowdp.engine.shared_batches import evaluating
-from flowdp.errors import FlowdpError, OptionError
+from flowdp.errors import FlowdpError
 from flowdp.graphs.captured_call import captured_call
 from flowdp.modules.stand_in import StandInModule
 from flowdp.policy.efficiency import EfficiencyReport
@@ -125,11 +126,8 @@ class DataParallel(StandInModule):
         captured = "; calls are captured" if self._captured is not None and self._captured.has_graphs else ""
         return f"<DataParallel of {type(self.module).__name__} on {where}{pace}{captured}>"
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "a DataParallel has threads, and cannot be saved or copied: save its state_dict(), or take the "
-            "module itself, as in torch.save(model.module, path) and copy.deepcopy(model.module)"
-        )
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return copy, (self.module,)  # threads cannot be copied or saved, so the module is
 
     # ------------------------------------------------------------------ properties
     @property
@@ -164,11 +162,7 @@ class DataParallel(StandInModule):
         Raises:
             OptionError: `setup` was not asked for one.
         """
-        if self._balancer.timeline is None:
-            raise OptionError(
-                "this loop records no timeline: give setup(timeline=True), or the path of a file"
-            )
-        return self._balancer.timeline.timeline
+        return self._balancer.recorded
 
     def report(self) -> EfficiencyReport:
         """Attribute the time of all devices so far: their own throughput, the one reached, and the losses.
@@ -176,7 +170,7 @@ class DataParallel(StandInModule):
         Raises:
             OptionError: `setup` was not asked for a timeline.
         """
-        report = self.timeline.report()
+        report = self._balancer.recorded.report()
         assert report is not None
         return report
 
@@ -313,7 +307,7 @@ class DataParallel(StandInModule):
             return plan.results(module, batch)
 
         piece.arrive()
-        results: Results = self.call(forward_batch, piece.batch)
+        results: Results = self._calls.run(forward_batch, (piece.batch,), {})
         if results.loss is not None:
             if torch.is_grad_enabled():
                 (results.loss if scale is None else scale(results.loss)).backward()
@@ -396,7 +390,7 @@ class DataParallel(StandInModule):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        self._close()
 
     def __prepare_scriptable__(self) -> nn.Module:
         """The module itself, for `torch.jit.script`."""

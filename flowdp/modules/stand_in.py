@@ -20,7 +20,8 @@ class StandInModule(nn.Module):
 
     `state_dict`, `named_parameters` and the like show the module's own entries, without a prefix, also
     where the wrapper is a part of a larger module; `train()` and `eval()` reach the module. Other attributes
-    are the module's, to read and to set; its methods run it without the wrapper.
+    are the module's, to read and to set, also those that are named like one of the wrapper's class; its
+    methods run it without the wrapper.
 
     Args:
         module: Module that it stands for.
@@ -37,7 +38,13 @@ class StandInModule(nn.Module):
         self.__dict__ |= {"module": module} | {name: getattr(module, name) for name in (*TABLES, *METHODS)}
 
     def _seal(self) -> None:
-        """Set other attributes than this object's own on the module, from here on."""
+        """From here on, attributes that are not this object's own are set on the module.
+
+        Of methods and properties of this class that the module has, too, the module's count.
+        """
+        names = (set(dir(type(self))) - set(dir(nn.Module))) & set(dir(self.module))
+        if twice := {name: _of_module(name) for name in names if not name.startswith("_")}:
+            self.__class__ = type(type(self).__name__, (type(self),), twice)
         self.__dict__["_is_sealed"] = True
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +54,8 @@ class StandInModule(nn.Module):
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_is_sealed" in self.__dict__ and name not in self.__dict__ and not hasattr(type(self), name):
+        is_own = name in self.__dict__ or isinstance(getattr(type(self), name, None), property)
+        if "_is_sealed" in self.__dict__ and not is_own:
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -56,3 +64,11 @@ class StandInModule(nn.Module):
         """Set the training mode of the module."""
         self.module.train(mode)
         return self
+
+
+def _of_module(name: str) -> property:
+    """An attribute of the module, as one of the wrapper's."""
+    return property(
+        lambda stand_in: getattr(stand_in.module, name),
+        lambda stand_in, value: setattr(stand_in.module, name, value),
+    )

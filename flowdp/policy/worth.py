@@ -30,12 +30,14 @@ class Worth:
         is_cut: Whether the next step's batches are cut.
         ms: Milliseconds per sample of each way, by `is_cut`, as they were last measured; empty at first.
         is_chosen: Whether the faster way is known, and taken.
+        was_cut: Whether a batch has been cut since batches were last to be. Without any, the first device did
+            all steps, and their times differ by chance.
     """
 
     def __init__(self) -> None:
         self.is_cut = True
         self.ms: dict[bool, float] = {}
-        self.is_chosen = False
+        self.is_chosen = self.was_cut = False
         self._winner: bool | None = None
         self._pause = LEAST_STEPS
         self._left = 0  # steps until the next trial
@@ -52,13 +54,15 @@ class Worth:
         timed = self._steps + 1 - WARM_STEPS
         return not self.is_chosen and timed >= 0 and timed % BLOCK_STEPS == 0
 
-    def stepped(self, took_ms: float, samples: int) -> None:
+    def stepped(self, took_ms: float, samples: int, *, was_cut: bool) -> None:
         """Learn from a step.
 
         Args:
             took_ms: Milliseconds from the end of the step before to its own.
             samples: Samples of the step.
+            was_cut: Whether a batch of it was cut.
         """
+        self.was_cut |= was_cut
         if self.is_chosen:
             self._left -= 1
             if self._left <= 0:  # the way that is taken is measured first
@@ -67,32 +71,35 @@ class Worth:
             return
         self._steps += 1
         timed = self._steps - WARM_STEPS
-        if timed <= 0 or samples <= 0:
+        if timed <= 0:
             return
         ms, count = self._block
         self._block = ms + took_ms, count + samples
         if timed % BLOCK_STEPS:
             return
         ms, count = self._block
-        self._blocks.setdefault(self.is_cut, []).append(ms / count)
+        self._blocks.setdefault(self.is_cut, []).append(ms / max(1, count))
         self._block = 0.0, 0
         if timed == BLOCK_STEPS * BLOCKS:
-            self._begin(not self.is_cut)
             if len(self._blocks) == 2:
                 self._choose()
+            else:
+                self._begin(not self.is_cut)
 
     def _begin(self, is_cut: bool) -> None:
         self.is_cut, self._steps, self._block = is_cut, 0, (0.0, 0)
+        self.was_cut &= not is_cut
 
     def _choose(self) -> None:
         self.ms = {way: min(blocks) for way, blocks in self._blocks.items()}
-        winner = self.ms[True] < self.ms[False]
+        winner = self.was_cut and self.ms[True] < self.ms[False]
         self._pause = self._pause * 2 if winner is self._winner else LEAST_STEPS
         low, high = sorted(self.ms.values())
         cost = (high / low - 1) * (WARM_STEPS + BLOCK_STEPS * BLOCKS) if low else 0.0
         self._left = max(self._pause, int(PRICE * cost))
         self._winner, self.is_chosen = winner, True
         self._begin(winner)
+        self.was_cut |= winner
 
 
 WARM_UP = 2

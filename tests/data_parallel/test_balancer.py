@@ -195,7 +195,7 @@ def stepped(own: Pace, clock: Clock, steps: int, samples: int = 8) -> list[bool]
     ways = []
     for _ in range(steps):
         ways.append(own.is_cut)
-        own.note(samples)
+        own.note(samples, is_cut=own.is_cut)
         clock.now_s += clock.took_s[own.is_cut]
         own.step()
     return ways
@@ -330,6 +330,21 @@ def test_a_loop_stays_cut(setup: Any, clock: Clock) -> None:
     ways = train(dp, clock, SETTLED + 20)
     assert ways == [True] * (TRIAL + 1) + [False] * TRIAL + [True] * 20
     assert "on cpu, cpu; a step takes 0.60 times as long" in repr(dp)
+
+
+@faster
+@pytest.mark.parametrize("way", ["one sample", "a method"])
+def test_a_loop_that_cuts_nothing_goes_to_one_device(
+    setup: Any, clock: Clock, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    dp = setup(Counting())
+    for seed in range(SETTLED):
+        out = dp(numbers(1, 6)) if way == "one sample" else dp.inner(numbers(8, 6, seed=seed))
+        out.sum().backward()
+        clock.now_s += clock.took_s[dp._balancer.pace.is_cut]
+        dp.step()
+    assert "on cpu alone, of cpu, cpu; no call had a batch to cut (other methods" in repr(dp)
+    assert "calls of Counting go to cpu alone: no call had a batch to cut" in caplog.text
 
 
 @slower

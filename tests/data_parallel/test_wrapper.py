@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import register_dataclass
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
@@ -370,12 +371,94 @@ def test_what_is_wrong_is_said_before_a_thread_starts(options: dict[str, Any], m
     assert threading.enumerate() == before
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_a_copy_is_one_of_the_module(setup: Setup, copied: Callable[[Any], Any]) -> None:
+def pickled(module: nn.Module) -> nn.Module:
+    twin: nn.Module = pickle.loads(pickle.dumps(module))
+    return twin
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_is_one_of_the_module(setup: Setup, copied: Callable[[nn.Module], nn.Module]) -> None:
     dp = setup(mlp())
-    with pytest.raises(TypeError, match=r"as in torch\.save\(model\.module, path\)"):
-        copied(dp)
-    copied(dp.module)
+    twin, x = copied(dp), numbers(4, 6)
+    assert type(twin) is type(dp.module)
+    assert twin is not dp.module
+    torch.testing.assert_close(twin(x), dp(x))
+
+
+def test_an_average_of_weights_is_made_behind_setup(setup: Setup) -> None:
+    model = mlp()
+    dp = setup(model, SGD(model.parameters(), 0.1))
+    average = AveragedModel(dp)
+    with torch.no_grad():
+        model.get_parameter("0.weight").add_(2.0)
+    average.update_parameters(dp)  # the first one copies
+    x = numbers(4, 6)
+    torch.testing.assert_close(average(x), dp(x))
+
+
+class Named(nn.Module):
+    """Has names that a DataParallel has, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.loss_fn = nn.CrossEntropyLoss()
+        self.epoch = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(x) * self.epoch * getattr(self, "step", 1)
+        return scores
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self(x).argmax(1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss: Tensor = self.loss_fn(self(batch[0]), batch[1])
+        return loss
+
+    def report(self) -> str:
+        return "mine"
+
+
+class NamedLikeCalls(Named):
+    """Has the names of methods that a DataParallel calls itself, too."""
+
+    def call(self) -> None:
+        raise AssertionError("nobody called it")
+
+    close = call
+
+
+def test_names_of_the_module_come_before_the_wrappers(setup: Setup) -> None:
+    model, x = Named(), torch.randn(8, 3)
+    twin = copy.deepcopy(model)
+    dp = setup(model, SGD(model.parameters(), 0.1))
+    assert torch.equal(dp.predict(x), twin.predict(x))
+    assert dp.report() == "mine"
+    loss = dp.training_step((x, torch.ones(8, dtype=torch.long)))
+    assert torch.equal(loss, dp.loss_fn(model(x), torch.ones(8, dtype=torch.long)))
+    for one in (dp, twin):
+        one.epoch += 2
+        one.step = 3  # only the wrapper has the name
+    torch.testing.assert_close(dp(x), twin(x))
+    assert isinstance(dp, flowdp.DataParallel)
+    torch.testing.assert_close(flowdp.DataParallel.predict(dp, x), model(x).detach())
+
+
+def test_a_module_with_the_wrappers_names_works_in_windows(count: int) -> None:
+    model = NamedLikeCalls()
+    with flowdp.setup(
+        model,
+        SGD(model.parameters(), 0.1),
+        devices=["cpu"] * count,
+        cadence=False,
+        loss_fn=lambda c: c.output.pow(2).mean(),
+        timeline=True,
+    ) as dp:
+        (window,) = flowdp.DataParallel.epoch(dp, [torch.randn(8, 3)])
+        dp.forward_batch(window)
+        assert model.get_parameter("layer.weight").grad is not None
+        assert str(flowdp.DataParallel.report(dp))
 
 
 def test_a_cell_that_is_run_twice_is_told_how_to_begin_anew(setup: Setup) -> None:

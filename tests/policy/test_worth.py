@@ -38,6 +38,7 @@ class Loop:
         ways: Per step: whether its batches were cut.
         lost_ms: Time that the loop has spent on the slower way, beyond that of the faster one.
         least_ms: Time of the faster way at each step.
+        can_be_cut: Whether the loop has batches to cut.
         trials: Steps at which a trial has ended.
     """
 
@@ -48,6 +49,7 @@ class Loop:
     ways: list[bool] = field(default_factory=list)
     lost_ms: float = 0.0
     least_ms: float = 0.0
+    can_be_cut: bool = True
     trials: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,7 +63,8 @@ class Loop:
             self.lost_ms += ms - least_ms
             self.least_ms += least_ms
             self.ways.append(is_cut)
-            self.worth.stepped(ms * self._generator.lognormvariate(0.0, self.noise), SAMPLES)
+            ms *= self._generator.lognormvariate(0.0, self.noise)
+            self.worth.stepped(ms, SAMPLES, was_cut=is_cut and self.can_be_cut)
             if self.worth.is_chosen and not was_chosen:
                 self.trials.append(step)
         return self
@@ -110,9 +113,30 @@ def test_batches_of_many_sizes_are_compared_by_sample() -> None:
     worth = Worth()
     for step in range(2 * TRIAL):
         samples = 8 if step < TRIAL else 64  # of the way that is tried second, more
-        worth.stepped(samples * (0.6 if worth.is_cut else 1.0), samples)
+        worth.stepped(samples * (0.6 if worth.is_cut else 1.0), samples, was_cut=worth.is_cut)
     assert worth.is_cut
     assert worth.ms == {True: pytest.approx(0.6), False: pytest.approx(1.0)}
+
+
+def test_steps_in_which_nothing_could_be_cut_are_the_first_devices() -> None:
+    loop = Loop(steady(0.6, 1.0), can_be_cut=False).run(2 * TRIAL)
+    assert loop.worth.is_chosen
+    assert not loop.worth.is_cut
+    loop.can_be_cut = True  # from here on there are batches
+    loop.run(1000)
+    assert loop.worth.is_chosen
+    assert loop.worth.is_cut
+
+
+@pytest.mark.parametrize("period", [2, 3])
+def test_steps_without_samples_are_steps(period: int) -> None:
+    worth = Worth()
+    for step in range(2 * TRIAL):
+        samples = 0 if step % period else 8
+        took_ms = samples * (0.6 if worth.is_cut else 1.0) + 0.1
+        worth.stepped(took_ms, samples, was_cut=worth.is_cut and samples > 0)
+    assert worth.is_chosen
+    assert worth.is_cut
 
 
 def test_pauses_grow_while_the_answer_stays_the_same() -> None:
