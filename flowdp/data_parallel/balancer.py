@@ -89,7 +89,7 @@ class Balancer:
 
     @property
     def recorded(self) -> Timeline:
-        """What the timeline has recorded; see `DataParallel.timeline`."""
+        """The record of the loop; see `DataParallel.timeline`."""
         if self.timeline is None:
             raise OptionError(
                 "this loop records no timeline: give setup(timeline=True), or the path of a file"

@@ -38,7 +38,7 @@ class StandInModule(nn.Module):
         self.__dict__ |= {"module": module} | {name: getattr(module, name) for name in (*TABLES, *METHODS)}
 
     def _seal(self) -> None:
-        """From here on, attributes that are not this object's own are set on the module.
+        """Set attributes that are not this object's own on the module, from here on.
 
         Of methods and properties of this class that the module has, too, the module's count.
         """
