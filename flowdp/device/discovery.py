@@ -162,7 +162,7 @@ def reach_each_other(chosen: Sequence[torch.device]) -> bool:
 
 
 def devices(probe: bool = True) -> DeviceSummary:
-    """Look at this machine.
+    """List the devices of this machine, and the reason why one cannot be used.
 
     Args:
         probe: Whether to try each accelerator, which makes a context on it (on CUDA some 500 MB); else all

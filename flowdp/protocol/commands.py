@@ -66,7 +66,7 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """Round record: one round, or the rounds of one order together.
+    """Record of a round, or of the rounds of one order together.
 
     Attributes:
         round: Number of the last of them.
@@ -132,7 +132,7 @@ class EpochStarted:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEnded:
-    """An evaluation between two epochs' ends has come to its own end (`EvaluationOptions(unit="step")`).
+    """Record of an evaluation by steps (`EvaluationOptions(unit="step")`).
 
     Attributes:
         global_step: Steps of all ranks so far.
