@@ -40,8 +40,7 @@ class FlatGradients:
         views: The place of each of their gradients, which a graph may write to: see `forget`, `wrote`.
         homes: The memory of each of the replica's flats, parameters at least. Shape (elements,) each.
         is_void: Whether they were forgotten.
-
-    A parameter that was frozen at first has a gradient of its own beside them, once it is trained.
+        thawable: See `FlatReplica`: each has a gradient of its own beside them, once it is trained.
 
     Threads:
         The owner of the replica.
@@ -53,7 +52,7 @@ class FlatGradients:
             home[: flat.split] for flat, home in zip(replica.flats, self.homes, strict=True) if flat.split
         ]
         self._stepped = self._parts  # of them, what the optimizer steps
-        self._thawable = replica.thawable
+        self.thawable = replica.thawable
         by_dtype = {home.dtype: home for home in self.homes}
         self.parameters: list[nn.Parameter] = []
         self.views: list[Tensor] = []
@@ -71,7 +70,7 @@ class FlatGradients:
         its place, too.
         """
         self.is_void = True
-        self._note_versions()
+        self._versions = list(map(_version, self.views))
 
     def begin(self) -> None:
         """Let backward add to zeros, in a step that none has begun."""
@@ -126,7 +125,7 @@ class FlatGradients:
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients."""
-        for part in (*self._stepped, *self._thawed()):
+        for part in (*self._stepped, *self.thawed()):
             part.mul_(factor)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -141,22 +140,22 @@ class FlatGradients:
 
     def clamp(self, max_value: float) -> None:
         """Clip each gradient to at most this absolute value; of complex ones real and imaginary part."""
-        for part in (*self._stepped, *self._thawed()):
+        for part in (*self._stepped, *self.thawed()):
             part.clamp_(-max_value, max_value)
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients. Float64, shape []."""
         blocks = [
             torch.linalg.vector_norm(block, dtype=self._sums_in(part.dtype)).double()
-            for part in (*self._stepped, *self._thawed())
+            for part in (*self._stepped, *self.thawed())
             for block in part.split(BLOCK)
         ]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(blocks))
         return norm
 
-    def _thawed(self) -> list[Tensor]:
+    def thawed(self) -> list[Tensor]:
         """Gradients of parameters that were frozen at first, of complex ones real and imaginary part."""
-        own = [one.grad for one in self._thawable if one.grad is not None]
+        own = [one.grad for one in self.thawable if one.grad is not None]
         return [torch.view_as_real(one) if one.is_complex() else one for one in own]
 
     def clear(self) -> None:
@@ -170,9 +169,8 @@ class FlatGradients:
         if not all(map(is_, map(_grad, self.parameters), self.views)):
             for parameter, own in zip(self.parameters, self.views, strict=True):
                 parameter.grad = own
-        self._note_versions()
-
-    def _note_versions(self) -> None:
+        for parameter in self.thawable:
+            parameter.grad = None
         self._versions = list(map(_version, self.views))
 
     def _sums_in(self, dtype: torch.dtype) -> torch.dtype:

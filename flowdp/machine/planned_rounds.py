@@ -370,4 +370,4 @@ class SingleRounds(PlannedRounds):
     may_hurry: ClassVar[bool] = True
 
     def _deal(self, ledger: EpochLedger) -> Dealt:
-        return Dealt(1, ledger.deal((min(self.times.steps_at_once, self._room),), [1.0]))
+        return Dealt(1, (ledger.deal_to(0, min(self.times.steps_at_once, self._room)),))

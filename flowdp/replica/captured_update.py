@@ -69,11 +69,8 @@ class CapturedUpdate:
             return None
         rates = optimizer.rates
         if rates != self._known:
-            if len(rates) == 1:
-                self._rates[0].fill_(rates[0])
-            else:
-                torch._foreach_zero_(self._rates)
-                torch._foreach_add_(self._rates, rates)
+            torch._foreach_zero_(self._rates)
+            torch._foreach_add_(self._rates, rates)
             self._known = rates
         assert self._graph is not None
         self._graph.replay()

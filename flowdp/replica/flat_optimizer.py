@@ -94,7 +94,6 @@ class FlatOptimizer:
         self._moved: list[int] = []  # parameters that the module keeps elsewhere
         self._revision = 0  # counts the twins
         self._lock = threading.Lock()
-        self._strays = self._find_strays()
         this = weakref.ref(self)
         own.register_state_dict_pre_hook(lambda _: _publish(this()), prepend=True)
         own.register_load_state_dict_post_hook(lambda _: _reload(this()))
@@ -111,7 +110,7 @@ class FlatOptimizer:
         own, twin = self._own, self._twin
         if not self._is_apart and (twin is None or groups_form(own) != twin.seen or any(self._hooks)):
             self._rebuild()
-        if self._strays and self._twin is not None and any(stray.grad is not None for stray in self._strays):
+        if self._twin is not None and self._gradients.thawable and self._gradients.thawed():
             self._step_apart("a parameter that was frozen at first is trained")
         twin = self._twin
         if twin is None:
@@ -123,8 +122,6 @@ class FlatOptimizer:
 
     def finish(self) -> None:
         """Bring the optimizer's step to the module, to autograd and to schedulers."""
-        if self._strays:
-            self.drop_strays()
         twin = self._twin
         if twin is None:
             return
@@ -134,11 +131,6 @@ class FlatOptimizer:
         # By its version autograd sees that a parameter has changed since a forward used it.
         torch.autograd.graph.increment_version(twin.stepped)
         self._own._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask for it
-
-    def drop_strays(self) -> None:
-        """Clear the gradients of parameters that were frozen when the flat memory was made."""
-        for parameter in self._strays:
-            parameter.grad = None
 
     def publish(self) -> None:
         """Give the replica's optimizer the state as it is: views of the flat one, and numbers of its own.
@@ -170,7 +162,7 @@ class FlatOptimizer:
         own, twin = self._own, self._twin
         if twin is None or any(self._hooks):
             return False
-        if self.is_cut or self._strays or self._moved:
+        if self.is_cut or self._moved:
             return False
         if any(view.dtype is torch.float64 for view in self._memory.views):
             return False  # a rate on the device is float32
@@ -193,7 +185,7 @@ class FlatOptimizer:
         ]
         twin = self._twin
         revision = None if twin is None or any(self._hooks) else (self._revision, twin.revision)
-        return revision, options, touched
+        return revision, options, touched, bool(self._gradients.thawed())
 
     @contextmanager
     def recording(self, rates: Sequence[Tensor]) -> Iterator[None]:
@@ -252,7 +244,6 @@ class FlatOptimizer:
             )
         self.publish()
         self.reload()
-        self._strays = self._find_strays()
         why = self.unfit()
         if why is not None and self.is_cut:  # a state was loaded
             raise OptionError(
@@ -272,11 +263,6 @@ class FlatOptimizer:
         self.publish()
         self.reload()
         self._is_apart = True
-
-    def _find_strays(self) -> list[Tensor]:
-        flat = set(self._memory.parameters)
-        listed = (parameter for group in self._own.param_groups for parameter in group["params"])
-        return [parameter for parameter in listed if parameter not in flat]
 
     def _unfit_state(self) -> str | None:
         names = ELEMENTWISE[type(self._own)]

@@ -25,7 +25,7 @@ from flowdp.device.worker_context import CurrentWorker, Steps
 from flowdp.errors import DataError
 from flowdp.graphs.base import Capturable, Computed, Factors, shared
 from flowdp.policy.schedule import Recheck
-from flowdp.protocol.messages import Checksum, Outcome, SampleRange
+from flowdp.protocol.messages import Checksum, SampleRange
 from flowdp.replica.factories import all_of, each_of, tensors_in
 from flowdp.replica.flat_optimizer import obstacle
 from flowdp.replica.loss import NOT_OURS, RunningLoss, unpack_loss
@@ -39,8 +39,7 @@ __all__ = ["Replica", "whole_batch"]
 class Replica(Capturable):
     """Model and optimizers of one rank with their training step: here, a loss and its optimizer.
 
-    A step is `begin`, then `add` for each of its micro-batches, then `step`; after each meeting of the ranks
-    comes `meet`.
+    A step is `begin`, then `add` for each of its micro-batches, then `step`.
 
     Args:
         parts: Objects and settings of this rank.
@@ -62,7 +61,7 @@ class Replica(Capturable):
         has_stepped: Whether the first micro-batch has been checked.
         may_be_flat: Whether the optimizer may step the flat memory, not parameter by parameter.
         can_repeat: Whether forward and backward of a step can be done once more.
-        steps_at_gate: Whether the optimizer steps behind the gate, in `meet` (exact).
+        steps_at_gate: Whether the optimizer steps behind the gate, in `ExactReplica.meet`.
 
     Threads:
         The worker of this rank, once it runs.
@@ -221,9 +220,6 @@ class Replica(Capturable):
         if self.pieces == 1 or whole_batch(made(batch), samples) is None:
             return 1
         return max(1, min(self.pieces, samples // self.least))
-
-    def meet(self, outcome: Outcome) -> None:
-        """Do nothing after a mean; see `ExactReplica.meet`."""
 
     @property
     def touched(self) -> bytes:

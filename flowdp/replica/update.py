@@ -149,8 +149,6 @@ class Update:
                 parameter.grad = None
             return
         self.gradients.clear()
-        if self.flat is not None:
-            self.flat.drop_strays()
 
     def copy_scale(self, other: Update) -> None:
         """Scale losses as another replica does from here on."""
