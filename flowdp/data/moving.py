@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowdp.device.accelerator import is_accelerator
 from flowdp.device.streams import QUIET, Lane, Stream
-from flowdp.device.trees import moves_itself, tensors_of
+from flowdp.device.trees import tensors_of
 
 __all__ = ["await_dataset", "is_plain", "keep_for", "own_memory"]
 
@@ -55,7 +55,7 @@ def own_memory(leaf: Any, lane: Lane) -> Any:
         with QUIET:
             moved = torch.empty_like(leaf, device=lane.device)
         return moved.copy_(leaf, non_blocking=True)
-    if not moves_itself(leaf):
+    if not hasattr(leaf, "to"):
         return leaf
     await_dataset(leaf, lane, lane.copy)
     # Some move themselves in place, and the source may get this one back.

@@ -26,7 +26,7 @@ from flowdp.collective.process_group import ProcessGroup
 from flowdp.data.moving import keep_for
 from flowdp.data_parallel.gradient_sum import GradientSum
 from flowdp.device.compiled import FirstCalls, warn_of_draws
-from flowdp.device.copies import carry, copied
+from flowdp.device.copies import carry
 from flowdp.device.cores import set_own_threads
 from flowdp.device.draws import OwnDraws, SeededCalls, draw_seed, share_generator
 from flowdp.device.stopwatch import Stopwatch
@@ -502,7 +502,7 @@ def _fresh(buffers: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies of buffers on a device, each with a version counter of its own."""
     bare = [tensor.detach() for tensor in buffers]
     with torch.no_grad():
-        made = copied(bare) if all(tensor.device == device for tensor in bare) else carry(bare, device)
+        made = carry(bare, device, anew=True)
     copies = [tensor.data for tensor in made]
     for tensor, before in zip(copies, buffers, strict=True):
         if vars(before):

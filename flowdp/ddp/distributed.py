@@ -13,7 +13,7 @@ from flowdp.collective.batch_norm import SharedStatistics
 from flowdp.collective.process_group import ProcessGroup
 from flowdp.ddp.buckets import BUCKET_BYTES, broadcast_all
 from flowdp.ddp.synchronizer import GradientSynchronizer, Strategy
-from flowdp.device.structure import check_same_structure, check_separate_memory, structure
+from flowdp.device.structure import check_same, check_separate_memory, structure
 from flowdp.modules.stand_in import StandInModule
 
 __all__ = ["DistributedDataParallel"]
@@ -107,7 +107,7 @@ class DistributedDataParallel(StandInModule):
             OptionError: As in the constructor.
         """
         group = self.process_group
-        check_same_structure(group.all_gather_object(structure(self.module)))
+        check_same(group.all_gather_object(structure(self.module)))
         if group.backend == "local":
             check_separate_memory(group.all_gather_object(self.module))
         tensors: list[Tensor] = [*self.module.parameters(), *self.module.buffers()]

@@ -24,7 +24,7 @@ from flowdp.device.discovery import resolve_devices
 from flowdp.device.dispatch import prepare_torch
 from flowdp.device.process_tuning import tuned_process
 from flowdp.device.streams import open_lanes
-from flowdp.device.structure import check_same_structure, check_separate_memory, structure
+from flowdp.device.structure import check_same, check_separate_memory, structure
 from flowdp.device.torch_modes import caller_modes
 from flowdp.errors import OptionError
 from flowdp.options import LoopBackend, ProcessTuning
@@ -123,7 +123,7 @@ class Ddp:
             raise OptionError(
                 f"{len(models)} models need {len(models)} devices, one each, not {len(devices)}"
             )
-        check_same_structure([structure(model) for model in models])
+        check_same([structure(model) for model in models])
         check_separate_memory(models)
         present = [_device_of(rank, model) for rank, model in enumerate(models)]
         wanted = resolve_devices(present if devices is None else devices)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flowdp.device.streams import QUIET
 from flowdp.errors import OptionError
 
-__all__ = ["ALIGNMENT", "aligned", "carry", "check_copies", "copied", "dense_strides", "move"]
+__all__ = ["ALIGNMENT", "aligned", "carry", "check_copies", "dense_strides", "move"]
 
 ALIGNMENT = 64
 """Bytes: a tensor of any dtype may begin there, and no two share a cache line, or a vector of AVX-512."""
@@ -40,12 +40,13 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def carry(tensors: Sequence[T], device: torch.device) -> list[T]:
+def carry(tensors: Sequence[T], device: torch.device, *, anew: bool = False) -> list[T]:
     """Many tensors on a device: those of one dtype in one copy, instead of one for each.
 
     Args:
         tensors: None stays None.
         device: Where they are wanted.
+        anew: Whether those that lie there already are copied, too.
 
     Streams:
         As `move`.
@@ -53,42 +54,19 @@ def carry(tensors: Sequence[T], device: torch.device) -> list[T]:
     carried = list(tensors)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if tensor is None or tensor.device == device:
+        if tensor is None or (tensor.device == device and not anew):
             continue
         if tensor.layout is torch.strided:
             groups.setdefault((tensor.dtype, tensor.device), []).append(index)
         else:
-            carried[index] = move(tensor, device)
+            carried[index] = tensor.clone() if tensor.device == device else move(tensor, device)
     for indices in groups.values():
         pieces = [tensor for index in indices if (tensor := tensors[index]) is not None]
-        for index, piece in zip(indices, _unpacked(move(_packed(pieces), device), pieces), strict=True):
-            carried[index] = piece
+        packed = move(torch.cat([piece.reshape(-1) for piece in pieces]), device)
+        parts = packed.split([piece.numel() for piece in pieces])
+        for index, part, piece in zip(indices, parts, pieces, strict=True):
+            carried[index] = part.view(piece.shape)
     return carried
-
-
-def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of many tensors of one device: those of one dtype by one operation."""
-    copies = list(tensors)
-    groups: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided:
-            groups.setdefault(tensor.dtype, []).append(index)
-        else:
-            copies[index] = tensor.clone()
-    for indices in groups.values():
-        pieces = [tensors[index] for index in indices]
-        for index, piece in zip(indices, _unpacked(_packed(pieces), pieces), strict=True):
-            copies[index] = piece
-    return copies
-
-
-def _packed(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat([piece.reshape(-1) for piece in pieces])
-
-
-def _unpacked(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 NUMBERS = 1 << 18

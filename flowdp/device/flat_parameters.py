@@ -14,7 +14,6 @@ from math import isfinite
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from flowdp.device.copies import ALIGNMENT, dense_strides
 from flowdp.device.frozen_parameters import frozen_sums
@@ -151,8 +150,7 @@ class FlatReplica(FlatTensors):
         thawable: Frozen parameters that may be trained later. They are in no flat.
 
     Raises:
-        OptionError: A parameter has no shape yet (lazy modules), or a buffer is of a dtype that cannot be
-            averaged.
+        OptionError: A buffer is of a dtype that cannot be averaged.
 
     Threads: the owner of the replica, unless a method says otherwise.
     """
@@ -390,10 +388,6 @@ def _locations(module: nn.Module) -> Iterator[_Location]:
                     continue
                 seen.add(tensor)
                 name = f"{prefix}.{key}" if prefix else key
-                if is_lazy(tensor):
-                    raise OptionError(
-                        f"{kind} {name!r} has no shape yet; run one batch through the model first"
-                    )
                 dtype = tensor.dtype
                 if not (dtype.is_floating_point or dtype.is_complex or dtype in _COUNTS):
                     raise OptionError(

@@ -13,7 +13,6 @@ from flowdp.errors import OptionError
 __all__ = [
     "check_no_overlap",
     "check_same",
-    "check_same_structure",
     "check_separate_memory",
     "difference",
     "structure",
@@ -89,16 +88,24 @@ def difference(
 
 
 def check_same(
-    mine: Mapping[str, str], theirs: Mapping[str, str], here: str, there: str, remedy: str
+    structures: Sequence[Mapping[str, str]],
+    places: Sequence[str] | None = None,
+    remedy: str = "all ranks need the same model",
 ) -> None:
-    """Check that two models have the same structure; see `difference`.
+    """Check that models have the same structure; see `difference`.
+
+    Args:
+        structures: One for each model.
+        places: Their places, for the message; None: of ranks.
+        remedy: Last words of the message.
 
     Raises:
-        OptionError: They differ; the message names the first tensor that does, its places and both forms, and
-            the remedy.
+        OptionError: They differ; the message names the first tensor that does, its places and both forms.
     """
-    if found := difference(mine, theirs, here, there):
-        raise OptionError(f"the models differ: {found}; {remedy}")
+    places = places or [f"on rank {rank}" for rank in range(len(structures))]
+    for own, place in zip(structures, places, strict=True):
+        if found := difference(own, structures[0], place, places[0]):
+            raise OptionError(f"the models differ: {found}; {remedy}")
 
 
 def check_no_overlap(module: nn.Module) -> None:
@@ -121,16 +128,6 @@ def check_no_overlap(module: nn.Module) -> None:
                 f"(model.{name} = model.{first}), compute a part or a transpose of the other in "
                 "forward, or give it memory of its own (.data = other.data.clone())"
             )
-
-
-def check_same_structure(structures: Sequence[Mapping[str, str]]) -> None:
-    """Check that the models of all ranks have the same structure.
-
-    Raises:
-        OptionError: They differ; the message names the first tensor that differs, the rank and both forms.
-    """
-    for rank, other in enumerate(structures):
-        check_same(other, structures[0], f"on rank {rank}", "on rank 0", "all ranks need the same model")
 
 
 def check_separate_memory(models: Sequence[nn.Module]) -> None:

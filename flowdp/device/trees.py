@@ -38,7 +38,6 @@ __all__ = [
     "is_cut",
     "is_same",
     "is_size",
-    "moves_itself",
     "tensors_of",
     "tree_map",
     "unflatten",
@@ -205,11 +204,6 @@ def batch_length(tree: Any) -> int | None:
 
 
 # ---------------------------------------------------------------- leaves
-def moves_itself(leaf: object) -> bool:
-    """Whether a leaf that is not a tensor is moved by its own `to`."""
-    return hasattr(leaf, "to")
-
-
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """All tensors of a tree, those of its objects that are not opened included."""
     for leaf in walk(tree):

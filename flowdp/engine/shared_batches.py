@@ -17,7 +17,7 @@ from flowdp.data.tensor_source import TensorSource
 from flowdp.device.accelerator import device_generator, is_accelerator
 from flowdp.device.copies import move
 from flowdp.device.streams import Lane
-from flowdp.device.trees import moves_itself, tensors_of, tree_map
+from flowdp.device.trees import tensors_of, tree_map
 from flowdp.errors import DataError
 from flowdp.modules.training_mode import put_modes
 from flowdp.policy.formats import format_indices
@@ -187,7 +187,7 @@ def to_lane(leaf: Any, lane: Lane) -> Any:
     await_dataset(leaf, lane, lane.compute)
     if isinstance(leaf, Tensor):
         moved = move(leaf, lane.device)
-    elif moves_itself(leaf):
+    elif hasattr(leaf, "to"):
         moved = leaf.to(lane.device)
     else:
         return leaf

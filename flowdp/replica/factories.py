@@ -174,10 +174,8 @@ def equal_start(modules: Sequence[nn.Module], lanes: Sequence[Lane]) -> None:
     """
     if not any(parameter.requires_grad for parameter in modules[0].parameters()):
         raise OptionError("the model has no parameter that requires grad: there is nothing to train")
-    structures = [structure(module) for module in modules]
     remedy = "the model factory must build the same model for every device"
-    for rank, own in enumerate(structures):
-        check_same(own, structures[0], f"on rank {rank}", "on rank 0", remedy)
+    check_same([structure(module) for module in modules], remedy=remedy)
     for module, lane in zip(modules[1:], lanes[1:], strict=True):
         with lanes[0].on(lanes[0].compute), lane.on(lane.compute), torch.no_grad():
             for mine, theirs in zip(tensors_in(module), tensors_in(modules[0]), strict=True):
@@ -223,9 +221,8 @@ def equal_machines(modules: Sequence[nn.Module], lanes: Sequence[Lane], machines
         OptionError: The model of another machine has another structure.
     """
     structures = machines.gather(structure(modules[0]))
-    remedy = "the script must build the same model on every machine"
-    for name, own in zip(machines.names, structures, strict=True):
-        check_same(own, structures[0], f"on {name}", f"on {machines.names[0]}", remedy)
+    places = [f"on {name}" for name in machines.names]
+    check_same(structures, places, "the script must build the same model on every machine")
     with lanes[0].on(lanes[0].compute), torch.no_grad():
         values = [tensor.to("cpu", copy=True).contiguous() for tensor in tensors_in(modules[0])]
     # Bytes: not every dtype travels, and none is to be changed on the way.

@@ -9,7 +9,6 @@ from torch import nn
 from flowdp.device.structure import (
     check_no_overlap,
     check_same,
-    check_same_structure,
     check_separate_memory,
     difference,
     structure,
@@ -57,7 +56,7 @@ def test_the_first_difference_is_named(change, said) -> None:
     other = model()
     change(other)
     with pytest.raises(OptionError, match=rf"^the models differ: {said}.*; build it anew$"):
-        check_same(structure(other), structure(model()), "here", "there", "build it anew")
+        check_same([structure(model()), structure(other)], ["there", "here"], "build it anew")
 
 
 def test_equal_models_have_no_difference() -> None:
@@ -141,9 +140,9 @@ def test_what_does_not_come_apart_is_taken(share: Callable[[nn.Module], object])
 
 
 def test_models_of_all_ranks_are_compared() -> None:
-    check_same_structure([structure(model()) for _ in range(3)])
+    check_same([structure(model()) for _ in range(3)])
     with pytest.raises(OptionError, match=r"'0\.weight' is float32 \(4, 2\) on rank 1 and .* on rank 0"):
-        check_same_structure([structure(model()), structure(model(4))])
+        check_same([structure(model()), structure(model(4))])
 
 
 def test_models_apart() -> None:
