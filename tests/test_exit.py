@@ -44,7 +44,7 @@ def trainer(loss=loss, epochs=3, **options):
     return flowdp.Trainer(
         torch.nn.Linear(1, 1), lambda params: torch.optim.SGD(params, 1e-3), loss,
         dataset=torch.ones(20, 1), per_device_batch_size=2, epochs=epochs, devices=2,
-        progress=False, **({"policy": "cadence"} | options))
+        **({"policy": "cadence", "progress": False} | options))
 
 def endless(loss=loss, **options):
     return trainer(loss, epochs=None, max_steps=10**9, **options)
@@ -129,6 +129,21 @@ def test_ctrl_c_while_a_script_waits_at_its_end() -> None:
     assert printed.startswith("going\nat exit: stopped (True, ")
     assert errors == ""
     assert code == -signal.SIGINT  # as Python ends on an uncaught Ctrl-C; a shell shows 130
+
+
+def test_a_run_that_is_stopped_by_the_end_of_its_script_says_where_it_goes_on(tmp_path: Path) -> None:
+    code, printed, errors = run_script(
+        f"""
+        run = endless(progress="auto", checkpoint={str(tmp_path)!r}).start()
+        say_going()
+        never.wait()
+        """,
+        interrupt=True,
+    )
+    assert printed.startswith("going\nat exit: stopped (True, ")
+    assert errors.count("flowdp: stopped after ") == 1
+    assert errors.endswith("start again with resume=True to go on\n")
+    assert code == -signal.SIGINT
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_stuck_rank() -> None:

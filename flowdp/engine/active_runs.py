@@ -123,6 +123,7 @@ def _await(runs: Sequence[Any]) -> None:
         engine.records.wait(over=True, timeout_s=max(0.0, deadline_s - perf_counter()))
         engine.join()
         engine.close_observer(max(0.0, deadline_s - perf_counter()))
+        engine.tell_end()
 
 
 def _exit_interrupted() -> None:

@@ -23,6 +23,7 @@ from flowdp.engine.parts import Mail, RankParts
 from flowdp.errors import FlowdpError
 from flowdp.graphs.captured_step import CAPTURED
 from flowdp.machine.config import CoordinatorConfig
+from flowdp.observe.bar import tell
 from flowdp.policy.efficiency import EfficiencyReport, RankTimes, efficiency_of
 from flowdp.protocol.messages import BatchRead, BatchReady, DataEnded, Leave, Requested
 from flowdp.replica.replica import Replica
@@ -61,7 +62,7 @@ class Engine:
         services = parts.services
         self.config, self.event_log = config, parts.event_log
         self.records, self.failures, self.saver = services.records, services.failures, services.saver
-        self.trained = services.trained
+        self.trained, self._tells = services.trained, services.tells
         self._requests = services.requests
         self._parts: EngineParts | None = parts
         self.devices = tuple(replica.device for replica in self.replicas)
@@ -221,6 +222,19 @@ class Engine:
             The user's; in the main thread the handler from before is put back.
         """
         self._requests.close()
+
+    def tell_end(self) -> None:
+        """Print a line on stderr that says why a run without a failure has ended, where that was not planned.
+
+        Threads:
+            The user's; it is printed once.
+        """
+        finish, tells, self._tells = self.records.finish, self._tells, False
+        if tells and finish is not None and finish.error is None and not finish.is_planned:
+            last = self.saver.last if finish.stopped else None
+            tell(
+                f"{finish}; checkpoint {last}; start again with resume=True to go on" if last else str(finish)
+            )
 
     def progress(self) -> list[Progress]:
         """Progress of each rank."""

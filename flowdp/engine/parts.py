@@ -43,6 +43,7 @@ class Services:
         evaluator: Evaluates the averaged model; None: there are no evaluations.
         timeline: Recorder of spans and events; None: there is none.
         trained: The user's module, into which the run writes its result; None: it writes into none.
+        tells: A line on stderr says why the run has ended, where that was not planned.
         step_callbacks: Called after each step of each rank, in its thread, with its worker and its loss.
         close_observer: Waits for the callbacks, for so many seconds at most; False: one does not return.
     """
@@ -57,6 +58,7 @@ class Services:
     evaluator: Evaluator | None = None
     timeline: Timeline | None = None
     trained: object = None
+    tells: bool = False
     step_callbacks: Sequence[Callable[[CurrentWorker, Tensor | None], object]] = ()
     close_observer: Callable[[float | None], bool] = lambda _: True
 

@@ -15,7 +15,6 @@ from flowdp.engine import active_runs
 from flowdp.engine.engine import Engine
 from flowdp.engine.signals import hearing_interrupts
 from flowdp.errors import FlowdpError, OptionError, StateError
-from flowdp.observe.bar import tell
 from flowdp.observe.loggers.log import Setting
 from flowdp.observe.notebook import display_live, run_dashboard
 from flowdp.observe.observer import Observer
@@ -59,7 +58,6 @@ class Run:
         aside: Makes room on the terminal for what a loop over its records prints.
         total_steps: Steps of all ranks in it; None where unknown.
         timeline: Its timeline; None: it records none.
-        tells: A line on stderr says why it has ended, where that was not planned.
     """
 
     def __init__(
@@ -72,14 +70,12 @@ class Run:
         aside: Callable[[], AbstractContextManager[None]],
         total_steps: int | None,
         timeline: Timeline | None,
-        tells: bool,
     ) -> None:
         self._engine, self._observer, self._results = engine, observer, results
         self._settings = dict(settings)
         self._aside = aside
         self._total_steps = total_steps
         self._timeline = timeline
-        self._tells = tells
         self._blocks = 0  # of `paused`, that are open
         self._pausing = threading.Lock()  # serialises their count, and with it the requests
         self._is_interrupted = False
@@ -546,12 +542,7 @@ class Run:
         """Read the replicas and fill the user's module, once, in the user's thread."""
         self._join_threads()
         self._raise_failure()  # a callback may have failed after the end
-        finish, is_told, self._tells = self._engine.records.finish, not self._tells, False
-        if finish is not None and not finish.is_planned and not is_told:
-            last = self._engine.saver.last if finish.stopped else None
-            tell(
-                f"{finish}; checkpoint {last}; start again with resume=True to go on" if last else str(finish)
-            )
+        self._engine.tell_end()
         return self._results.fill()
 
     def _let_go(self) -> None:

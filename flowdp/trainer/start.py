@@ -133,6 +133,7 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             saver=saver,
             evaluator=prepared.evaluator,
             trained=trained,
+            tells=config.tells_devices and team.leads,
             step_callbacks=step_callbacks(config.callbacks),
             close_observer=observer.close,
             timeline=_open_timeline(config, prepared.settings),
@@ -159,7 +160,6 @@ def start_run(config: RunConfig, undo: ExitStack, *, fills_model: bool = True) -
             aside=aside,
             total_steps=total_steps,
             timeline=services.timeline,
-            tells=config.tells_devices and team.leads,
         )
         engine.start()
         observer.start(run, lambda: failures.first, results.answer, engine.latch.wait)

@@ -398,7 +398,8 @@ class Trainer:
         Threads:
             Any; one per device is started, and ended before this returns, also by a Ctrl-C.
         """
-        return validate(self.config, state)
+        with Folding(KeyboardInterrupt):
+            return validate(self.config, state)
 
     def predict(
         self,
@@ -438,4 +439,5 @@ class Trainer:
         Threads:
             As `validate`.
         """
-        return predict(self.config, dataset, step, state, batch_size)
+        with Folding(KeyboardInterrupt):
+            return predict(self.config, dataset, step, state, batch_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from flowdp import EvaluationOptions, MetricArray, OptionError, StepError, Train
 from flowdp.device import cores
 from flowdp.engine import active_runs
 from flowdp.errors import DataError
+from flowdp.threads.stacks import OWN
 from flowdp.trainer.inference import _check, forward_step, joined
 from tests.limits import HANG_S
 
@@ -174,8 +176,12 @@ def test_an_error_names_rank_device_batch_and_samples_and_ends_the_others() -> N
     assert caught.value.device == "cpu"
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     evaluation = EvaluationOptions((X, Y), step=lambda model, batch: {"y": step(model, batch[0]).mean()})
-    with pytest.raises(StepError, match=r"while it validates: ZeroDivisionError: .* of the evaluation"):
+    with pytest.raises(
+        StepError, match=r"while it validates: ZeroDivisionError: .* of the evaluation"
+    ) as told:
         trainer(net(), evaluation=evaluation).validate()
+    for error in (caught.value, told.value):  # its frames are the caller's alone
+        assert not [frame for frame in traceback.extract_tb(error.__traceback__) if OWN in frame.filename]
 
 
 @pytest.mark.posix
