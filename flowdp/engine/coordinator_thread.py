@@ -243,10 +243,12 @@ class CoordinatorShell:
                 self._finish = command
                 log.info("%s", command)
                 if command.error is None and (waiting := self._direct(Directives())):
-                    log.warning(
-                        "%s came when no round was left to obey it: the trained state has the learning rate "
-                        "from before; call it again on the run that resumes",
-                        ", ".join(f"run.{wish.what}()" for wish in waiting),
+                    # A callback that sets the rate after each epoch does so after the last one, too.
+                    log.log(
+                        logging.INFO if command.is_planned else logging.WARNING,
+                        "%s came after the last round and has no effect: the result has the rates from "
+                        "before; call it again on the run that resumes",
+                        ", ".join(dict.fromkeys(f"run.{wish.what}()" for wish in waiting)),
                     )
 
     def _direct(self, directives: Directives) -> tuple[Requested, ...]:

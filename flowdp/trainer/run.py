@@ -347,7 +347,7 @@ class Run:
         """Scale all parameter groups so that the first has this learning rate; a scheduler continues from it.
 
         The first is the first whose rate is not 0: groups at 0 stay there. It takes effect for all ranks at
-        the same round. Where none is left, as when a pause ends with `stop`, a warning at the end says so.
+        the same round. Where none is left, as when a pause ends with `stop`, the log says so at the end.
 
         Raises:
             OptionError: `lr` is not a number of at least 0; or several groups are all at 0.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from flowdp import (
     CheckpointOptions,
     EarlyStopping,
     EpochMetrics,
+    EvaluationOptions,
     OptionError,
     ReadingOptions,
     Run,
@@ -269,7 +271,7 @@ def test_a_rate_that_no_round_has_obeyed_is_named_at_the_end(
             assert run.stop()
     run.stop()
     run.join()
-    told = [message for message in caplog.messages if "no round was left" in message]
+    told = [message for message in caplog.messages if "after the last round" in message]
     assert [message.split(" came ")[0] for message in told] == ["run.set_lr(), run.scale_lr()"] * (
         not goes_on
     )
@@ -279,6 +281,19 @@ def test_a_rate_that_no_round_has_obeyed_is_named_at_the_end(
     resumed.stop()
     resumed.join()
     assert resumed.lr == rate
+
+
+def test_a_rate_that_is_set_behind_the_last_epoch_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def step(_model: nn.Module, _batch: Tensor) -> dict[str, float]:
+        assert runs()[0].set_lr(0.5)
+        return {}
+
+    caplog.set_level(logging.INFO, "flowdp")
+    evaluation = EvaluationOptions(torch.zeros(4, 1), step=step, sanity_check=0)
+    trainer(devices=1, epochs=1, evaluation=evaluation).fit()
+    [told] = [record for record in caplog.records if "after the last round" in record.message]
+    assert told.message.startswith("run.set_lr() came")
+    assert told.levelno == logging.INFO
 
 
 def halving(every: int) -> SchedulerOptions:
