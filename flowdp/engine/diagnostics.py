@@ -98,11 +98,6 @@ class Diagnostics:
         """Sign of life of the ranks of all machines together."""
         return sum(() if self._link is None else self._link.signs, self.sign())
 
-    def ranks(self) -> list[str]:
-        """Descriptions of each rank's activity. Shape (world_size,)."""
-        waiting = self._gate.waiting()
-        return [_doing(worker, waiting.get(worker.parts.rank)) for worker in self._workers]
-
     def stall_error(self, seconds: float, threads: Iterable[threading.Thread]) -> StallError:
         """Error of a run in which nothing has moved for so long; see `report`."""
         return self.report(
@@ -119,7 +114,8 @@ class Diagnostics:
             threads: All threads of the run, the readers of its datasets included.
             events: Number of events.
         """
-        ranks, running = self.ranks(), stacks(threads)
+        waiting, running = self._gate.waiting(), stacks(threads)
+        ranks = [_doing(worker, waiting.get(worker.parts.rank)) for worker in self._workers]
         parts = [headline, *(f"  rank {rank}: {doing}" for rank, doing in enumerate(ranks))]
         parts += [f"  reader: {doing}" for source in self._sources if (doing := source.waits_for())]
         parts += [f"\n{name} is here:\n{stack.rstrip()}" for name, stack in running.items()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from flowdp.data.source import Source
-from flowdp.device.streams import Lane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.errors import (
     CollectiveError,
@@ -30,11 +29,10 @@ class ErrorContext:
         call: Sentences on the call of the user's code that has failed; empty: none.
     """
 
-    def __init__(self, current: CurrentWorker, lane: Lane, source: Source) -> None:
+    def __init__(self, current: CurrentWorker, source: Source) -> None:
         self.step: Step | None = None
         self.call = ""
         self._current = current
-        self._lane = lane
         self._source = source
 
     @property
@@ -73,13 +71,13 @@ class ErrorContext:
             return cause
         if isinstance(cause, torch.OutOfMemoryError):
             return self.out_of_memory(cause, "what had no room cannot be done in pieces", task)
-        who = f"rank {self._current.rank} on {self._lane.device}"
+        who = f"rank {self._current.rank} on {self._current.device}"
         notes = "".join(f"; {note}" for note in getattr(cause, "__notes__", ()))
         where = f"while it {task}" if task else str(self)
         error = StepError(
             f"{who} failed {where}: {format_error(cause)}{notes}{'' if task else self.call}",
             rank=self._current.rank,
-            device=str(self._lane.device),
+            device=str(self._current.device),
             epoch=None if self.step is None else self.step.epoch,
             step=self._current.local_step,
             indices=() if task else self.indices,
@@ -98,7 +96,7 @@ class ErrorContext:
         where = f"while it {task}" if task else str(self)
         sizes = "per_device_batch_size" + (", or batch_size= of predict(), limits" if task else " limits")
         error = OutOfDeviceMemory(
-            f"rank {self._current.rank} on {self._lane.device} ran out of memory {where}: {why}. "
+            f"rank {self._current.rank} on {self._current.device} ran out of memory {where}: {why}. "
             f"{sizes} the samples of one forward, per_device_batch_size=[...] those of "
             "each device; gradient_accumulation_steps makes large steps of small batches. torch says: "
             f"{format_text(cause)}",

@@ -36,13 +36,7 @@ from flowdp.protocol.messages import Evaluation, TaskDone
 from flowdp.replica.loss import unpack_loss
 from flowdp.validators import check_function, check_int, one_of
 
-__all__ = [
-    "EvalStep",
-    "EvaluationOptions",
-    "Evaluator",
-    "check_evaluation",
-    "check_judged",
-]
+__all__ = ["EvalStep", "EvaluationOptions", "Evaluator", "check_evaluation", "check_judged"]
 
 EvalStep = Callable[..., Mapping[str, Any] | None]
 """The user's own: (model, batch) or (model, batch, metrics) -> means over the batch, or metrics that it has

@@ -53,15 +53,7 @@ from flowdp.protocol.messages import (
 )
 from flowdp.threads.gate import Gate
 
-__all__ = [
-    "Follower",
-    "FollowerLink",
-    "LeaderLink",
-    "Posts",
-    "RemoteError",
-    "origin_of",
-    "sent_error",
-]
+__all__ = ["Follower", "FollowerLink", "LeaderLink", "Posts", "RemoteError", "origin_of", "sent_error"]
 
 Posts = Mapping[int, Callable[[Order], None]]
 """By rank, what takes an order to it: its inbox, or a link to its machine."""
@@ -379,7 +371,6 @@ class Follower:
     """
 
     def __init__(self, config: CoordinatorConfig, ranks: range, send: Callable[[Fact], None]) -> None:
-        self.config = config
         self.phase = Phase.RUNNING
         self.global_step = 0 if config.start is None else config.start.global_step
         self._ranks = ranks

@@ -106,7 +106,7 @@ class Worker:
             sink=self._meter.scalar,
             steps=replica.steps,
         )
-        self._place = ErrorContext(self.current, lane, source)
+        self._place = ErrorContext(self.current, source)
         self._batcher = MicroBatcher(parts.feed, source, replica, self.current, self._meter, self._place)
         self._numbers = NanGuard(
             replica, self.machine, self._meter, self._place, failures.on_nan, is_late=is_late

@@ -15,15 +15,7 @@ from flowdp.machine.config import CoordinatorConfig
 from flowdp.policy.interval import Schedule
 from flowdp.policy.monitor import Best, judge
 from flowdp.policy.tally import EpochMetrics, MetricArray, evaluation_means
-from flowdp.protocol.commands import (
-    Command,
-    CutEvaluation,
-    EvaluationEnded,
-    Fail,
-    Save,
-    SavesPutOff,
-    Send,
-)
+from flowdp.protocol.commands import Command, CutEvaluation, EvaluationEnded, Fail, Save, SavesPutOff, Send
 from flowdp.protocol.messages import (
     BarrierTask,
     CopyReplica,

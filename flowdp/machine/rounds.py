@@ -15,14 +15,7 @@ from flowdp.protocol.commands import Command
 from flowdp.protocol.messages import DataEnded, Fact, Outcome, SyncAck, Work
 from flowdp.protocol.position import Position
 
-__all__ = [
-    "Averages",
-    "Rounds",
-    "Shares",
-    "outcome_of",
-    "reason_of",
-    "summary",
-]
+__all__ = ["Averages", "Rounds", "Shares", "outcome_of", "reason_of", "summary"]
 
 Shares = Literal["equal", "steps", "samples"]
 """Follows from the speed of a rank: nothing, its steps in a round, or its samples of a global batch."""

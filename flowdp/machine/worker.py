@@ -32,15 +32,7 @@ from flowdp.protocol.messages import (
     Window,
 )
 
-__all__ = [
-    "Action",
-    "Apply",
-    "Done",
-    "Idle",
-    "Snapshot",
-    "Step",
-    "WorkerMachine",
-]
+__all__ = ["Action", "Apply", "Done", "Idle", "Snapshot", "Step", "WorkerMachine"]
 
 
 @dataclass(slots=True)

@@ -104,12 +104,6 @@ class Machines:
         _close_dropped()
         weakref.finalize(self, _dropped.append, self._groups).atexit = False
         self._open()
-        try:
-            hosts = self.gather(socket.gethostname())
-        except BaseException:
-            self.close()
-            raise
-        self.names = tuple(f"machine {index} ({host})" for index, host in enumerate(hosts))
 
     @property
     def leads(self) -> bool:
@@ -121,6 +115,8 @@ class Machines:
         try:
             self._lobby = self.open_group(max(self.timeout_s, START_S))
             self._lobby_name = self._lobby.group_name
+            hosts = self.gather(socket.gethostname())
+            self.names = tuple(f"machine {index} ({host})" for index, host in enumerate(hosts))
             self._sums = self.open_group()
         except BaseException:
             self.close()

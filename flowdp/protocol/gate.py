@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import add
+from operator import add, attrgetter
 from typing import Any, Literal
 
 from flowdp.errors import CollectiveAborted, ProtocolError
@@ -71,6 +71,9 @@ class Arrival:
     def is_alone(self) -> bool | None:
         """Whether one rank has taken the steps of all windows (exact); None elsewhere."""
         return None if self.window is None else self.window.alone
+
+
+_meeting = attrgetter("round", "global_step", "inner", "is_alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +210,8 @@ def decide(
     members = tuple(sorted(arrivals))
     first = arrivals[members[0]]
     for arrival in arrivals.values():
-        if (arrival.round, arrival.global_step) != (first.round, first.global_step):
+        if _meeting(arrival) != _meeting(first):
             raise ProtocolError(f"ranks meet in different rounds: {first} and {arrival}")
-        if (arrival.inner, arrival.is_alone) != (first.inner, first.is_alone):
-            raise ProtocolError(f"ranks meet for rounds of different kinds: {first} and {arrival}")
     steps, samples = [0] * world_size, [0] * world_size
     for rank in members:
         arrival = arrivals[rank]

@@ -371,7 +371,7 @@ def _on_all_ranks(
         except BaseException as error:
             keep_memory([replica.lane])
             batches.cut()
-            raise ErrorContext(worker, replica.lane, batches.source).explain(error, doing) from error
+            raise ErrorContext(worker, batches.source).explain(error, doing) from error
 
     make_room(len(replicas))
     lanes = [replica.lane for replica in replicas]

@@ -82,7 +82,7 @@ def gate() -> Iterator[Gate]:
 
 def test_who_waits_in_the_gate_has_started(gate: Gate) -> None:
     seen = diagnostics(worker(0, step=STEP), worker(1, step=STEP), gate=gate)
-    assert seen.ranks()[0] == "at the gate in round 3, waiting for ranks 1"
+    assert seen.report("", ()).ranks[0] == "at the gate in round 3, waiting for ranks 1"
     assert not seen.all_signs().has_started
     assert diagnostics(worker(0, step=STEP), worker(1), gate=gate).all_signs().has_started
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from flowdp.data.epoch_order import EpochOrder
 from flowdp.data.tensor_source import TensorSource
-from flowdp.device.streams import HostLane
 from flowdp.device.worker_context import CurrentWorker
 from flowdp.engine.error_context import ErrorContext
 from flowdp.errors import CollectiveError, DataError, OutOfDeviceMemory, StepError
@@ -22,7 +21,7 @@ def place() -> ErrorContext:
     order = EpochOrder(40, 10, 0, shuffle=False, drop_last=False)
     source = TensorSource([torch.arange(40)], lambda parts: parts[0], order)
     current = CurrentWorker(1, CPU, nn.Linear(1, 1), local_step=7, sink=lambda *_: None)
-    return ErrorContext(current, HostLane(CPU), source)
+    return ErrorContext(current, source)
 
 
 def test_it_names_the_step() -> None:

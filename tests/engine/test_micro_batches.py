@@ -417,7 +417,7 @@ class Alone:
         self.current = CurrentWorker(0, CPU, module, sink=self.meter.scalar)
         source: Any = SimpleNamespace(samples_in=None)
         feed: Any = self.feed
-        place = ErrorContext(self.current, self.replica.lane, source)
+        place = ErrorContext(self.current, source)
         self.batcher = MicroBatcher(feed, source, self.replica, self.current, self.meter, place)
 
     def step(self, *batches: Any) -> None:

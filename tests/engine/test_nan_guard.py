@@ -101,7 +101,7 @@ def test_a_loss_that_is_seen_late_is_told_of_its_own_step(on_nan: Any) -> None:
     replica = Replica(parts_of(module, optimizer, lane), mse)
     source: Any = None
     current = CurrentWorker(1, CPU, module, sink=lambda *_: None)
-    machine, meter, place = WorkerMachine(1), Meter(lane), ErrorContext(current, lane, source)
+    machine, meter, place = WorkerMachine(1), Meter(lane), ErrorContext(current, source)
     numbers = NanGuard(replica, machine, meter, place, on_nan, is_late=False)
     early, late = Step(2, (7, 8), 0), Step(2, (9, 10), 1)
     meter.end(torch.tensor(math.nan), 4, early)
