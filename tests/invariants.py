@@ -44,7 +44,7 @@ def _check_rounds(rounds: Rounds) -> None:
     if isinstance(rounds, PlannedRounds):
         orders, most = len(rounds._armed), planned_rounds.AHEAD
         for armed in rounds._armed:
-            out[armed.epoch] += sum(map(len, armed.deal))
+            out[armed.epoch] += sum(map(len, armed.dealt.hands))
     else:
         assert isinstance(rounds, AsyncRounds)
         orders, most = max(len(state.orders) for state in rounds._ranks), async_rounds.AHEAD

@@ -74,7 +74,7 @@ class BarrierTasks:
                 return self._evaluator.merge(self._rank, task.number)
             case Evaluate() if self._evaluator is not None:
                 with self._replica.evaluated_weights():
-                    return self._evaluator.run(self._index, self._replica, wait, moved)
+                    return self._evaluator.run(self._index, self._replica, task.number, wait, moved)
             case SaveState():
                 is_follower_first = not self._team.leads and self._index == 0
                 holds_model = task.model == self._rank or (task.is_best and is_follower_first)

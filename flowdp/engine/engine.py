@@ -112,9 +112,7 @@ class Engine:
         failed = partial(self._requests.fail, is_awaited=False)
         ranks = self.ranks
         if services.evaluator is not None:
-            services.evaluator.batches.start(
-                wake=lambda rank, epoch, batch: _notify(ranks[rank].inbox, epoch, batch), failed=failed
-            )
+            services.evaluator.batches.start(wake=lambda rank, *_: _notify(ranks[rank].inbox), failed=failed)
         is_cut = self.config.global_batch is not None
         services.source.on_end(self._ended, self._read if is_cut else None)
         services.source.start(
@@ -320,5 +318,5 @@ class Engine:
         self._requests.inbox.post(DataEnded(epoch, source.stride.of(batches), machine, machines, read))
 
 
-def _notify(inbox: Inbox[Mail], epoch: int, batch: int) -> None:
-    inbox.post(BatchReady(epoch, batch))
+def _notify(inbox: Inbox[Mail], *_batch: int) -> None:
+    inbox.post(BatchReady())

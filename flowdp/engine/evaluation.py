@@ -36,7 +36,7 @@ from flowdp.protocol.messages import Evaluation, TaskDone
 from flowdp.replica.loss import unpack_loss
 from flowdp.validators import check_function, check_int, one_of
 
-__all__ = ["EvalStep", "EvaluationOptions", "Evaluator", "check_evaluation", "check_judged"]
+__all__ = ["EvalStep", "EvaluationOptions", "Evaluator", "check_evaluation"]
 
 EvalStep = Callable[..., Mapping[str, Any] | None]
 """The user's own: (model, batch) or (model, batch, metrics) -> means over the batch, or metrics that it has
@@ -94,11 +94,17 @@ class EvaluationOptions:
         check_int("evaluation.sanity_check", self.sanity_check, least=0)
 
 
-def check_evaluation(evaluation: object, train_step: object) -> EvaluationOptions | None:
+def check_evaluation(evaluation: object, train_step: object, *, judges: bool) -> EvaluationOptions | None:
     """Make options of a dataset; options and None pass.
 
+    Args:
+        evaluation: As given to the Trainer.
+        train_step: The Trainer's.
+        judges: Something judges epochs by the evaluation.
+
     Raises:
-        OptionError: A `train_step` is evaluated, and there is no `step` for that.
+        OptionError: A `train_step` is evaluated, and there is no `step` for that. Or epochs are judged, and
+            the evaluation comes every so many steps.
     """
     if evaluation is None:
         return None
@@ -108,20 +114,12 @@ def check_evaluation(evaluation: object, train_step: object) -> EvaluationOption
             "a train_step does not say how to evaluate: give evaluation=EvaluationOptions(dataset, step=...) "
             "with a function of (model, batch) that returns a mapping of means over the batch"
         )
-    return options
-
-
-def check_judged(options: EvaluationOptions | None, *, judges: bool) -> None:
-    """Check that the evaluation belongs to epochs, where something judges epochs by it.
-
-    Raises:
-        OptionError: It comes every so many steps.
-    """
-    if judges and options is not None and options.unit == "step":
+    if judges and options.unit == "step":
         raise OptionError(
             "evaluation.unit='step': EarlyStopping and keep_best judge epochs, and such an evaluation "
             "belongs to none: use unit='epoch', or call run.stop() and run.checkpoint() in on_evaluation"
         )
+    return options
 
 
 class Evaluator:
@@ -161,7 +159,12 @@ class Evaluator:
         return self.batches.source
 
     def run(
-        self, index: int, replica: EvaluatedReplica, wait: Callable[[], bool], moved: Callable[[], None]
+        self,
+        index: int,
+        replica: EvaluatedReplica,
+        number: int,
+        wait: Callable[[], bool],
+        moved: Callable[[], None],
     ) -> TaskDone:
         """Evaluate batches until none is left. Every rank of the run calls it for each evaluation.
 
@@ -171,6 +174,7 @@ class Evaluator:
         Args:
             index: Place of the rank among those of its machine.
             replica: Its own; the module's modes are put back, whatever happens.
+            number: Index of the evaluation.
             wait: Blocks until the rank was woken, or more often; False: told to leave.
             moved: Called after each batch.
 
@@ -192,7 +196,6 @@ class Evaluator:
         """
         worker = current_worker()
         sink, samples = worker.sink, worker.samples
-        number = self.batches.begin(index)
         given = self._metrics[index] if self._metrics else {}
         reading = _Reading(self._eval_step, replica, worker, given, is_first=number == 0)
 

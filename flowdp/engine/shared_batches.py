@@ -50,7 +50,7 @@ class SharedBatches:
 
         # Serialises everything below.
         self._lock = threading.Lock()
-        self._begun: Counter[int] = Counter()  # readings of each rank
+        self._ranks: set[int] = set()  # those that take part
         self._dealt: Counter[int] = Counter()  # batches of each reading
         self._ends: dict[int, int] = {}  # number of batches of datasets without a length
         self._is_cut = False
@@ -61,8 +61,9 @@ class SharedBatches:
         Call it before any other thread exists, that of another source included.
 
         Args:
-            wake: Called as `wake(rank, epoch, batch)`, with the number of the reading for an epoch, when the
-                event has come that this rank waits for: a batch, the end, or a cut. Must not block.
+            wake: Called as `wake(rank, epoch, batch)` when the event has come that this rank waits for: a
+                batch, where the epoch is the number of the reading; the end or a cut, where both are 0. Must
+                not block.
             failed: Called once, if reading fails.
 
         Raises:
@@ -71,16 +72,6 @@ class SharedBatches:
         self._wake = wake
         self.source.on_end(self._ended)
         self.source.start(wake=wake, failed=failed)
-
-    def begin(self, rank: int) -> int:
-        """Take part in the next reading; returns its number. Every rank takes part in each.
-
-        Threads:
-            The worker of the rank, all of them at once.
-        """
-        with self._lock:
-            self._begun[rank] += 1
-            return self._begun[rank] - 1
 
     def each(
         self,
@@ -96,7 +87,7 @@ class SharedBatches:
         Args:
             rank: Rank index.
             replica: Its own; the module's modes are put back, whatever happens.
-            number: Number of the reading.
+            number: Number of the reading, from 0. Every rank takes part in each.
             wait: See `take`.
             task: Called as `task(number of the batch, batch on the device, samples)`.
             of: The reading, for the note of an error.
@@ -142,6 +133,7 @@ class SharedBatches:
         with self._lock:
             batch = first + step * self._dealt[number]
             self._dealt[number] += 1
+            self._ranks.add(rank)
         while not self._is_cut and ((end := self.end(number)) is None or batch < end):
             payload = self.source.take(rank, number, batch)
             if payload is not None:
@@ -177,9 +169,9 @@ class SharedBatches:
 
     def _wake_all(self) -> None:
         with self._lock:
-            begun = list(self._begun.items())
-        for rank, readings in begun:
-            self._wake(rank, readings - 1, 0)
+            ranks = list(self._ranks)
+        for rank in ranks:
+            self._wake(rank, 0, 0)
 
 
 def to_lane(leaf: Any, lane: Lane) -> Any:

@@ -13,7 +13,7 @@ from flowdp.protocol.messages import DataEnded, Outcome, SampleRange, SyncAck, S
 __all__ = ["ArmedRounds", "Dealt", "HeldRounds"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Dealt:
     """Batches that the ledger has dealt for one order to every rank.
 
@@ -38,12 +38,10 @@ class ArmedRounds:
         plan: Number of the plan.
         sync: `every` and `short` are those of rank 0; the other fields hold for all.
         epoch: Epoch of the batches.
-        deal: The batches.
+        dealt: The batches.
         every: Steps of each rank in one of the rounds. Shape (world_size,).
         steps: Steps of all ranks in all of the rounds.
         predicted_ms: Expected duration; infinite while no speed is known.
-        parts: See `Dealt`.
-        alone: See `Dealt`.
         start_ms: Time of the beginning.
         acks: Acknowledgments so far, by rank.
     """
@@ -51,12 +49,10 @@ class ArmedRounds:
     plan: int
     sync: SyncPoints
     epoch: int
-    deal: Deal
+    dealt: Dealt
     every: tuple[int, ...]
     steps: int
     predicted_ms: float
-    parts: Sequence[tuple[SampleRange, ...]] = ()
-    alone: int | None = None
     start_ms: float = math.nan
     acks: dict[int, SyncAck] = field(default_factory=dict)
 
@@ -84,9 +80,9 @@ class ArmedRounds:
         """Drop the batches that the epoch does not have; returns the ranks that held some of them."""
         if self.epoch != end.epoch:
             return []
-        whole = self.deal
-        self.deal = tuple(tuple(filter(end.has, hand)) for hand in whole)
-        return [rank for rank, hand in enumerate(whole) if hand != self.deal[rank]]
+        whole = self.dealt.hands
+        self.dealt.hands = tuple(tuple(filter(end.has, hand)) for hand in whole)
+        return [rank for rank, hand in enumerate(whole) if hand != self.dealt.hands[rank]]
 
     def held(self, present: Sequence[int], unreported: Mapping[int, int]) -> HeldRounds:
         """Sum up the acknowledgments.
@@ -99,7 +95,7 @@ class ArmedRounds:
             ProtocolError: Two ranks left the last round with different outcomes.
         """
         outcome = outcome_of({rank: self.acks[rank] for rank in present})
-        works = [self._work(rank, outcome, unreported.get(rank, 0)) for rank in range(len(self.deal))]
+        works = [self._work(rank, outcome, unreported.get(rank, 0)) for rank in range(len(self.every))]
         return HeldRounds(self, outcome, works)
 
     def _work(self, rank: int, outcome: Outcome, unreported: int) -> Work:

@@ -110,9 +110,8 @@ class Coordinator:
             ProtocolError: The fact is one that the protocol rules out.
         """
         commands = self._take(fact, now_ms)
-        for command in commands:
-            if isinstance(command, RoundEnded):
-                self.barrier.trained()
+        if any(isinstance(command, RoundEnded) for command in commands):
+            self.barrier.trained()
         commands += self._decide(now_ms)
         return commands
 

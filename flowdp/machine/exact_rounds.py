@@ -124,11 +124,11 @@ class ExactRounds(PlannedRounds):
         return StartEpoch(
             armed.plan,
             armed.epoch,
-            armed.deal[0],
+            armed.dealt.hands[0],
             armed.sync,
             metrics=self.epochs.metrics,
-            parts=armed.parts[rank],
-            alone=armed.alone is not None,
+            parts=armed.dealt.parts[rank],
+            alone=armed.dealt.alone is not None,
         )
 
     def _has_moved(self, before: float, now: float) -> bool:
@@ -159,9 +159,9 @@ class ExactRounds(PlannedRounds):
 
     def _count_back(self, held: HeldRounds) -> None:
         # A rank without a sample has taken the step, too.
-        alone = held.armed.alone
+        alone = held.armed.dealt.alone
         trained = held.rounds if alone is None else held.works[alone].steps
-        self.epochs.count_back(held.armed.epoch, 0, held.armed.deal[0], trained)
+        self.epochs.count_back(held.armed.epoch, 0, held.armed.dealt.hands[0], trained)
 
     def _void(self) -> None:
         super()._void()
@@ -176,7 +176,7 @@ class ExactRounds(PlannedRounds):
         first = armed.sync.global_step + 1
         is_checked = any(map(is_due_at, range(first, first + steps)))
         is_probe = any(held.works[rank].samples for rank in self._exclusion.out)
-        if self._is_warm and not is_checked and armed.alone is None:
+        if self._is_warm and not is_checked and armed.dealt.alone is None:
             samples, busy_ms = zip(*((work.samples, work.busy_ms) for work in held.works), strict=True)
             before = self._balance.ratios
             self._is_split |= self._balance.update(samples, busy_ms)
@@ -186,10 +186,10 @@ class ExactRounds(PlannedRounds):
         elif is_probe:
             self._exclusion.dropped()
         if self._is_warm and self._is_split and self._sharing is not None and steps and not is_probe:
-            self._sharing.measured(armed.alone is None, held.longest_ms / steps)
+            self._sharing.measured(armed.dealt.alone is None, held.longest_ms / steps)
         self._is_warm = True
         reason = super()._measure(held)
-        if armed.alone is not None:
+        if armed.dealt.alone is not None:
             self.times.sync_ms /= max(1, steps)  # once for all of them
         for rank in self._exclusion.out:
             self.times.pace_ms[rank] = 0.0  # no order waits for it

@@ -200,7 +200,7 @@ class PlannedRounds(Rounds):
     def _count_back(self, held: HeldRounds) -> None:
         """Count the dealt batches back, trained or not."""
         for rank, work in enumerate(held.works):
-            self.epochs.count_back(held.armed.epoch, rank, held.armed.deal[rank], work.steps)
+            self.epochs.count_back(held.armed.epoch, rank, held.armed.dealt.hands[rank], work.steps)
 
     def _measure(self, held: HeldRounds) -> str:
         """Take the measurements; returns the reason of the divergence guard, or ""."""
@@ -258,12 +258,10 @@ class PlannedRounds(Rounds):
             self._plan,
             sync,
             ledger.epoch,
-            dealt.hands,
+            dealt,
             every,
             sum(taken),
             predicted_ms,
-            dealt.parts,
-            dealt.alone,
         )
         if not self._armed:
             armed.start_ms = now_ms
@@ -276,7 +274,7 @@ class PlannedRounds(Rounds):
         order = StartEpoch(
             armed.plan,
             armed.epoch,
-            armed.deal[rank],
+            armed.dealt.hands[rank],
             sync,
             metrics=self.epochs.metrics,
             group=self.epochs.of(armed.epoch).groups[rank],
@@ -341,7 +339,7 @@ class PlannedRounds(Rounds):
     def _void(self) -> None:
         """Take back the orders behind an outcome that voids them."""
         for armed in reversed(self._armed):
-            for rank, hand in enumerate(armed.deal):
+            for rank, hand in enumerate(armed.dealt.hands):
                 self.epochs.count_back(armed.epoch, rank, hand, 0)
         for rank in set(range(self.world_size)).difference(self._present):
             self.epochs.reassign(rank, self._present)

@@ -106,8 +106,8 @@ class Channel:
             )
             for other in self.others
         }
-        for link in self._links.values():
-            link.start()
+        for thread in self.threads():
+            thread.start()
 
     def send(self, machine: int, message: Any) -> None:
         """Send a message to one machine: machine 0, or from there any other."""
@@ -129,8 +129,10 @@ class Channel:
         """
         for link in self._links.values():
             link.queue.put(_Bye())
+        for thread in self.threads():
+            if thread.ident is not None:
+                thread.join()
         for link in self._links.values():
-            link.join()
             link.let_go()
         group, self._group = self._group, None  # the last reference holds its sockets
         if group is not None:
@@ -170,15 +172,6 @@ class _Link:
             threading.Thread(target=self._run, args=(body,), name=f"flowdp-{does}-{other}", daemon=True)
             for does, body in (("send", self._send), ("receive", self._receive))
         ]
-
-    def start(self) -> None:
-        for thread in self.threads:
-            thread.start()
-
-    def join(self) -> None:
-        for thread in self.threads:
-            if thread.ident is not None:
-                thread.join()
 
     def let_go(self) -> None:
         """Drop the group, which no thread uses any more."""

@@ -470,10 +470,7 @@ class Averaged:
 
 @dataclass(frozen=True, slots=True)
 class BatchReady:
-    """A batch that a worker waits for has been read. Goes to the worker."""
-
-    epoch: int
-    batch: int
+    """A batch that a worker waits for has been read. Goes to the worker, which looks for it."""
 
 
 @dataclass(frozen=True, slots=True)

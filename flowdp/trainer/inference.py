@@ -66,7 +66,7 @@ def validate(config: RunConfig, state: StateOption | None) -> dict[str, float | 
     assert evaluator is not None
 
     def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> TaskDone:
-        return evaluator.run(rank, replica, wait, lambda: None)
+        return evaluator.run(rank, replica, 0, wait, lambda: None)
 
     merge = partial(_merge, evaluator)
     parts = _on_all_ranks(task, replicas, evaluator.batches, _tuning(config), "validates", merge)
@@ -162,7 +162,7 @@ def outputs_of(
         _check(output, samples)
         outputs[batch] = tree_map(_on_host, output), samples
 
-    batches.each(rank, replica, batches.begin(rank), wait, task)
+    batches.each(rank, replica, 0, wait, task)
     return outputs
 
 
@@ -272,7 +272,7 @@ def try_evaluation(config: RunConfig, replicas: Sequence[Replica]) -> None:
     def task(rank: int, replica: EvaluatedReplica, wait: Callable[[], bool]) -> TaskDone:
         replicas[rank].mark()
         try:
-            return evaluator.run(rank, replica, wait, lambda: None)
+            return evaluator.run(rank, replica, 0, wait, lambda: None)
         finally:
             replicas[rank].undo()
 

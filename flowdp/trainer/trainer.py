@@ -29,7 +29,7 @@ from flowdp.checks import (
     check_step,
 )
 from flowdp.data.open_source import readable
-from flowdp.engine.evaluation import EvaluationOptions, check_evaluation, check_judged
+from flowdp.engine.evaluation import EvaluationOptions, check_evaluation
 from flowdp.engine.metrics import check_metrics
 from flowdp.errors import OptionError
 from flowdp.observe.bar import wants_progress
@@ -231,13 +231,11 @@ class Trainer:
             save = check_checkpoint(checkpoint)
             if not isinstance(resume, TrainedState):
                 check_resume(resume, save)
-            options = check_evaluation(evaluation, train_step)
+            monitor, restores_best = monitor_of(listed)
+            judges = monitor is not None or (save is not None and save.keep_best is not None)
+            options = check_evaluation(evaluation, train_step, judges=judges)
             step = None if options is None else options.step
             check_metrics(metrics, evaluates=options is not None, step=step, loss=loss)
-            monitor, restores_best = monitor_of(listed)
-            check_judged(
-                options, judges=monitor is not None or (save is not None and save.keep_best is not None)
-            )
             reading = check_record("reading", reading, ReadingOptions)
             limit = check_limits(limit_batches, overfit_batches, fast_dev_run, sizes, reading)
             rounds = check_cadence(cadence, given, team.world_size)

@@ -639,8 +639,7 @@ def read_by(machine: int, machines: int, dataset: object, **options: Any) -> lis
     woken: queue.SimpleQueue[bool] = queue.SimpleQueue()
     batches.start(wake=lambda *_: woken.put(True), failed=lambda _: woken.put(False))
     found: list[list[int]] = []
-    for _ in range(2):
-        number = batches.begin(0)
+    for number in range(2):
         found.append([])
         while (taken := batches.take(0, number, lambda: woken.get(timeout=HANG_S))) is not None:
             batch, payload = taken
@@ -672,7 +671,6 @@ def test_a_machine_without_a_batch(num_workers: int) -> None:
     source = opened_evaluation(Numbers(), batch_size=4, num_workers=num_workers, stride=Stride(2, 3))
     batches = SharedBatches(source)
     batches.start(wake=lambda *_: None, failed=lambda _: None)
-    number = batches.begin(0)
-    assert batches.take(0, number, lambda: False) is None
-    assert batches.end(number) == 2
+    assert batches.take(0, 0, lambda: False) is None
+    assert batches.end(0) == 2
     assert source.close()

@@ -43,7 +43,9 @@ class Taker:
 class Evaluating:
     """Stands for the evaluator: two batches, and a wait."""
 
-    def run(self, rank: int, own: Replica, wait: Callable[[], bool], moved: Callable[[], None]) -> Any:
+    def run(
+        self, rank: int, own: Replica, number: int, wait: Callable[[], bool], moved: Callable[[], None]
+    ) -> Any:
         assert wait()
         moved()
         moved()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from flowdp.data.epoch_order import Stride
 from flowdp.device import worker_context
 from flowdp.device.streams import Lane, StreamLane
 from flowdp.device.worker_context import CurrentWorker, record_scalar
@@ -82,6 +83,7 @@ class Ranks:
         self.inboxes: list[queue.SimpleQueue[bool]] = [queue.SimpleQueue() for _ in range(ranks)]
         self.failed: queue.SimpleQueue[DataError] = queue.SimpleQueue()
         self.moved = [0] * ranks
+        self.number = 0  # of the evaluation
         self.waits: queue.SimpleQueue[int] = queue.SimpleQueue()  # copies so far
         self.evaluator.batches.start(
             wake=lambda rank, *_: self.inboxes[rank].put(True), failed=self.failed.put
@@ -98,7 +100,7 @@ class Ranks:
 
         worker_context.bind(worker(own, rank))
         try:
-            return self.evaluator.run(rank, own, wait, moved).results
+            return self.evaluator.run(rank, own, self.number, wait, moved).results
         finally:
             now = worker_context.current_worker()
             assert now.samples == 77
@@ -109,7 +111,9 @@ class Ranks:
     def run(self, *replicas: Replica) -> list[tuple[Evaluation, ...]]:
         """One evaluation."""
         with ThreadPoolExecutor(len(self.inboxes)) as pool:
-            return list(pool.map(self.rank, range(len(self.inboxes)), replicas))
+            results = list(pool.map(self.rank, range(len(self.inboxes)), replicas))
+        self.number += 1
+        return results
 
 
 @pytest.fixture
@@ -179,7 +183,7 @@ def test_of_several_machines_each_evaluates_its_batches_and_the_means_are_those_
     for evaluation in range(2):
         results: list[tuple[Evaluation, ...]] = []
         for machine in range(machines):
-            options = {"num_workers": num_workers, "machine": machine, "machines": machines}
+            options = {"num_workers": num_workers, "stride": Stride(machine, machines)}
             one = ranks(dataset, errors, ranks=2, **options)
             for _ in range(evaluation):
                 one.run(own, other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowdp.errors import ProtocolError
-from flowdp.machine.armed_rounds import ArmedRounds
+from flowdp.machine.armed_rounds import ArmedRounds, Dealt
 from flowdp.protocol.messages import DataEnded, Outcome, SyncAck, SyncPoints, Work
 
 DEAL = ((0, 2, 4), (1, 3, 5))
@@ -13,7 +13,9 @@ DEAL = ((0, 2, 4), (1, 3, 5))
 
 def block(count: int = 3) -> ArmedRounds:
     every = tuple(len(hand) // count for hand in DEAL)
-    return ArmedRounds(0, SyncPoints(7, every[0], count, 20, 2), 1, DEAL, every, 2 * count, 10.0)
+    return ArmedRounds(
+        0, SyncPoints(7, every[0], count, 20, 2), 1, Dealt(count, DEAL), every, 2 * count, 10.0
+    )
 
 
 def outcome(round: int, members: tuple[int, ...] = (0, 1), steps: tuple[int, int] = (1, 1)) -> Outcome:
@@ -64,5 +66,5 @@ def test_an_epoch_that_is_shorter_than_what_was_dealt() -> None:
     made = block()
     assert made.shorten(DataEnded(0, 1)) == []
     assert made.shorten(DataEnded(1, 5)) == [1]
-    assert made.deal == ((0, 2, 4), (1, 3))
+    assert made.dealt.hands == ((0, 2, 4), (1, 3))
     assert made.shorten(DataEnded(1, 5)) == []

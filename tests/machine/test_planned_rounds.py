@@ -284,8 +284,8 @@ def test_in_sync_a_block_is_held_up_to_the_round_that_is_short(length: int) -> N
     block, behind = orders(decide(machine))
     assert sync(block[0]).count > length
     ends(machine, 0, length)
-    assert [len(hand) for hand in machine._armed[0].deal] == [(length + 1) // 2 - 1, length // 2 - 1]
-    assert machine._armed[1].deal == ((), ())
+    assert [len(hand) for hand in machine._armed[0].dealt.hands] == [(length + 1) // 2 - 1, length // 2 - 1]
+    assert machine._armed[1].dealt.hands == ((), ())
     done = (((length + 1) // 2 - 1), length // 2 - 1)
     settle(machine, acks(block, steps=done, rounds_held=max(done) + (length == 8), hurried=True))
     assert len(machine.epochs.ended(1.0, 1, length)) == 1

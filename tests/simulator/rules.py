@@ -136,7 +136,7 @@ class Rules:
         if request.what == "stop":
             # An order of one rank alone is one round, and is trained to its end.
             armed = getattr(coordinator.rounds, "_armed", ())
-            windows = sum(len(one.deal[0]) for one in armed if one.alone is not None)
+            windows = sum(len(one.dealt.hands[0]) for one in armed if one.dealt.alone is not None)
             self.must_end("L3", now_ms + windows * self.bounds.longest_step_ms, rounds=4)
 
     def looks_at_clock(self, coordinator: Coordinator, now_ms: float) -> None:

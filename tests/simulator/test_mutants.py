@@ -668,14 +668,14 @@ def all_ranks_train_the_windows_of_one_alone(parts, self, windows, _):
 
 @advice("S1", 500, ExactRounds, "_count_back")
 def the_windows_of_one_rank_count_as_one(_, self, held):
-    return self.epochs.count_back(held.armed.epoch, 0, held.armed.deal[0], held.rounds)
+    return self.epochs.count_back(held.armed.epoch, 0, held.armed.dealt.hands[0], held.rounds)
 
 
 @advice("S15", 200, ExactRounds, "_order")
 def ranks_are_told_of_different_splits(order, self, block, rank):
     shares = [1.0 + (other == rank) for other in range(self.world_size)]
-    sizes = self._sizes(self.epochs.of(block.epoch), block.deal[0])
-    block.parts = list(zip(*self._parts(sizes, shares), strict=True))
+    sizes = self._sizes(self.epochs.of(block.epoch), block.dealt.hands[0])
+    block.dealt.parts = list(zip(*self._parts(sizes, shares), strict=True))
     return order(self, block, rank)
 
 
