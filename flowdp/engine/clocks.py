@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowdp.device.streams import QUIET, Event, Lane
 
-__all__ = ["PAGE", "STEPS_AHEAD", "DeviceClock", "HostClock", "Kind", "Mark", "open_clock", "wait_for"]
+__all__ = ["PAGE", "STEPS_AHEAD", "DeviceClock", "HostClock", "Kind", "Mark", "wait_for"]
 
 STEPS_AHEAD = 3
 """Steps that lie on a device at most: enough that it never waits for the host, few enough that an order to
@@ -41,11 +41,6 @@ class Kind(IntEnum):
     ROUND = auto()
     FACT = auto()
     OTHER = auto()
-
-
-def open_clock(lane: Lane) -> HostClock:
-    """The clock for a rank on this lane."""
-    return DeviceClock(lane) if lane.is_async else HostClock()
 
 
 def wait_for(event: Event) -> None:

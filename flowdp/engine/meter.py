@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowdp.collective.base import Averaging, Reading
 from flowdp.device.streams import Lane
-from flowdp.engine.clocks import PAGE, STEPS_AHEAD, Kind, Mark, open_clock
+from flowdp.engine.clocks import PAGE, STEPS_AHEAD, DeviceClock, HostClock, Kind, Mark
 from flowdp.machine.worker import Done, Step
 from flowdp.policy.efficiency import Activity, RankTimes
 from flowdp.policy.tally import NO_NORMS, pace_ms
@@ -105,7 +105,7 @@ class Meter:
 
     def __init__(self, lane: Lane, watch: LaunchWatch | None = None, spans: RankSpans | None = None) -> None:
         self._lane, self._watch, self._spans = lane, watch, spans
-        self._clock = open_clock(lane)
+        self._clock = DeviceClock(lane) if lane.is_async else HostClock()
         self._sums = OrderSums()
         self._scalars: dict[str, tuple[float | Tensor, float]] = {}  # weighted sums of the order, and weights
         self._saved: dict[str, tuple[float | Tensor, float]] = {}  # when the step under way began

@@ -71,6 +71,7 @@ class MicroBatcher:
     Attributes:
         taken: Batches of the step under way so far.
         samples: Samples in the micro-batches handed on.
+        factor: Factor that makes their shares sum to 1.
         fed: The machine's plans that the feed knows, by their number.
         micros: Micro-batches handed on, kept while the step may have to begin again.
 
@@ -89,6 +90,7 @@ class MicroBatcher:
     ) -> None:
         self.taken = 0
         self.samples = 0
+        self.factor = 1.0
         self.fed = 0
         self.micros: list[MicroBatch] = []
         self._feed, self._source, self._replica = feed, source, replica
@@ -101,11 +103,6 @@ class MicroBatcher:
         self._planned = 0  # samples of the step, if all micro-batches were as large as the first
         # Batches that no mean holds yet, where the source keeps them.
         self._trained: list[tuple[int, int]] = []
-
-    @property
-    def factor(self) -> float:
-        """Factor that makes the step's shares sum to 1."""
-        return self._planned / self.samples
 
     def follow(self, machine: WorkerMachine) -> None:
         """Tell the feed the next batches, before a report lets the batches of a void plan be dealt anew."""
@@ -140,6 +137,7 @@ class MicroBatcher:
         if not self.samples:
             self._planned = samples if len(batches) == 1 else samples * -(-len(batches) // self._width)
         self.samples += samples
+        self.factor = self._planned / self.samples
         micro = MicroBatch(batch, samples, samples / self._planned)
         self.micros.append(micro)
         return micro

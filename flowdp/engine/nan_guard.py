@@ -94,7 +94,6 @@ class NanGuard:
         self._place = place
         self._on_nan = on_nan
         self._is_late = is_late
-        self._heals = not replica.steps_at_gate  # where gradients are averaged, the others' step is its own
         self.bad: tuple[int, int] | None = None
         self.verdict: FiniteVerdict | None = None
         if lane.is_async:
@@ -176,7 +175,8 @@ class NanGuard:
         elif self._on_nan == "raise":
             self.mark_bad(bad, f"{what}; the mean of that round was taken without it")
         else:
-            self._machine.is_bad = self._heals  # else a report is enough
+            # Where gradients are averaged the others' step is its own, and a report is enough.
+            self._machine.is_bad = not self._replica.steps_at_gate
             if not is_reported:
                 self.bad = verdict.bad
 

@@ -86,8 +86,7 @@ class Coordinator:
         self.is_paused = False
         self._ready: set[int] = set()
         self._gone: set[int] = set()
-        self._wants_stop = False
-        self._stopped_by = ""
+        self._stopped_by = ""  # cause of the stop; empty: none is wanted
         self._end_ms: float | None = None  # the run is stopped then
         self._wants_pause = False
         self._new_lr: tuple[Requested, ...] = ()  # not yet at the gate
@@ -132,7 +131,7 @@ class Coordinator:
             case Failed():
                 self._take_failure(fact)
             case Requested("stop", cause):
-                self._stop(cause or "run.stop()")
+                self._stopped_by = self._stopped_by or cause or "run.stop()"
             case Requested("pause" | "unpause"):
                 self._wants_pause = fact.what == "pause"
             case Requested("checkpoint"):
@@ -195,9 +194,6 @@ class Coordinator:
         self.error = self.error or next((c.error for c in commands if isinstance(c, Fail)), None)
         return commands
 
-    def _stop(self, reason: str) -> None:
-        self._wants_stop, self._stopped_by = True, self._stopped_by or reason
-
     # ------------------------------------------------------------------ decisions
     def _decide(self, now_ms: float) -> list[Command]:
         commands: list[Command] = []
@@ -241,7 +237,7 @@ class Coordinator:
         commands: list[Command] = []
         if self._end_ms is not None and now_ms >= self._end_ms:
             self._end_ms = None
-            self._stop("max_time is up")
+            self._stopped_by = self._stopped_by or "max_time is up"
         anchor, is_idle = self.rounds.anchor, self.rounds.is_idle
         for metrics in self.epochs.ended(now_ms, anchor, self.global_step, is_idle=is_idle):
             commands += self._failing(self.barrier.ended(metrics))
@@ -275,7 +271,7 @@ class Coordinator:
     @property
     def _ends(self) -> bool:
         """Whether the run shall end before its last step."""
-        return self._wants_stop or self.barrier.is_enough
+        return bool(self._stopped_by) or self.barrier.is_enough
 
     def _stand(self, now_ms: float) -> list[Command]:
         """Run the tasks that are due while all ranks stand still."""
@@ -285,7 +281,7 @@ class Coordinator:
 
         barrier, commands = self.barrier, list[Command]()
         while True:
-            commands += barrier.decide(now_ms, self._present(), where, leaves=self._wants_stop)
+            commands += barrier.decide(now_ms, self._present(), where, leaves=bool(self._stopped_by))
             if barrier.is_wanted:
                 break
             is_over = self._ends or self.epochs.is_complete

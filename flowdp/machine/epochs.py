@@ -89,8 +89,9 @@ class Epochs:
         return ledger if ledger.remaining else None
 
     def _begin(self, now_ms: float, dealt: int = 0) -> _Open:
-        length = max(self._next_length, dealt)
-        ledger = self._ledger(length)
+        ledger = self._ledger(max(self._next_length, dealt))
+        for end in self._ends.get(self.opened, {}).values():  # those that have been read already
+            ledger.end(end.batches, end.machine)
         self._planned += ledger.planned_steps(self._group)
         whole = self._whole(self.opened)
         tally = Tally(self.opened, self.config.world_size)
@@ -109,18 +110,12 @@ class Epochs:
                 if batch.epoch == self.opened:
                     read.read(batch.batch, batch.samples)
             self._read = [batch for batch in self._read if batch.epoch > self.opened]
-            return self._ended_ledger(read)
+            return read
         if not self._streams:
             return Ledger(self.opened, length, self.config.world_size, self.config.groups)
         # Its own count of steps: the last one of each stream may have fewer batches.
         limit = None if self.config.max_steps is None else self.config.max_steps - self._planned
-        return self._ended_ledger(StreamsLedger(self.opened, limit, self._streams, self.config.groups))
-
-    def _ended_ledger(self, ledger: EpochLedger) -> EpochLedger:
-        """The ledger, with the ends that have been read already."""
-        for end in self._ends.get(self.opened, {}).values():
-            ledger.end(end.batches, end.machine)
-        return ledger
+        return StreamsLedger(self.opened, limit, self._streams, self.config.groups)
 
     def _whole(self, epoch: int) -> int | None:
         """Full length of an epoch, ignoring `max_steps`; None until its end is read."""
