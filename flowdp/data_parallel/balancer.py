@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from time import perf_counter
 
+import torch
 from torch import nn
 
 from flowdp.collective.batch_norm import PARTS_ALONE, min_part_size, plain_layers
@@ -28,11 +29,14 @@ from flowdp.policy.shares import (
     weights_from,
 )
 from flowdp.policy.worth import Worth
-from flowdp.timeline.timeline import Timeline
 
 __all__ = ["Balancer", "Pace"]
 
 log = logging.getLogger("flowdp")
+
+STEPLESS = 32
+"""Calls with gradients after which an optimizer that has not stepped is one whose `step` the loop does not
+call (the two steps of SAM are other methods): from there on each call is a step."""
 
 
 class Balancer:
@@ -78,6 +82,7 @@ class Balancer:
         if replicas is not None:
             self._watches = (*replicas.watches, replicas.summing)
         self._reported_shares = self.ratios
+        self._calls = 0  # with gradients
         self._samples = [0] * world_size  # since the last step
         self._batches = [0] * world_size
         self._pending: list[tuple[list[int], list[int], int]] = []
@@ -88,13 +93,13 @@ class Balancer:
         return self._balance.ratios if self._ratios is None else self._ratios
 
     @property
-    def recorded(self) -> Timeline:
-        """The record of the loop; see `DataParallel.timeline`."""
+    def recorded(self) -> LoopTimeline:
+        """The timeline, which is there; see `DataParallel.timeline`."""
         if self.timeline is None:
             raise OptionError(
                 "this loop records no timeline: give setup(timeline=True), or the path of a file"
             )
-        return self.timeline.timeline
+        return self.timeline
 
     @property
     def throughput(self) -> tuple[float, ...]:
@@ -132,7 +137,9 @@ class Balancer:
     def _note(self, samples: int, *, is_cut: bool) -> None:
         if self.pace is not None:
             self.pace.note(samples, is_cut=is_cut)
-        if not self._optimizers.optimizers:
+        self._calls += torch.is_grad_enabled()
+        is_stepless = self._calls > STEPLESS and not self._optimizers.steps
+        if is_stepless or not self._optimizers.optimizers:
             self.step()
 
     def step(self) -> None:

@@ -32,7 +32,10 @@ def check_optimizers(option: OptimizerOption, model: nn.Module) -> tuple[Optimiz
     optimizers = tuple(made) if isinstance(made, Sequence) else (made,)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise OptionError(f"optimizer must be a torch optimizer or a factory of one, not {optimizer!r}")
+            raise OptionError(
+                f"optimizer must be a torch optimizer or a factory of one, not {optimizer!r}; of a wrapper, "
+                "give the torch optimizer inside"
+            )
     held = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     if optimizers and held.isdisjoint(model.parameters()):
         raise OptionError(

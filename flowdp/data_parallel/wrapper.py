@@ -162,7 +162,7 @@ class DataParallel(StandInModule):
         Raises:
             OptionError: `setup` was not asked for one.
         """
-        return self._balancer.recorded
+        return self._balancer.recorded.timeline
 
     def report(self) -> EfficiencyReport:
         """Attribute the time of all devices so far: their own throughput, the one reached, and the losses.
@@ -170,9 +170,7 @@ class DataParallel(StandInModule):
         Raises:
             OptionError: `setup` was not asked for a timeline.
         """
-        report = self._balancer.recorded.report()
-        assert report is not None
-        return report
+        return self._balancer.recorded.report()
 
     @property
     def chunk_ratios(self) -> tuple[float, ...]:

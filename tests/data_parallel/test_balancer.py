@@ -15,7 +15,7 @@ from torch.optim import SGD
 import flowdp
 from flowdp import DataParallel
 from flowdp.data_parallel import balancer
-from flowdp.data_parallel.balancer import Balancer, Pace
+from flowdp.data_parallel.balancer import STEPLESS, Balancer, Pace
 from flowdp.data_parallel.loader import Epoch
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.device.cores import LentThreads
@@ -330,6 +330,24 @@ def test_a_loop_stays_cut(setup: Any, clock: Clock) -> None:
     ways = train(dp, clock, SETTLED + 20)
     assert ways == [True] * (TRIAL + 1) + [False] * TRIAL + [True] * 20
     assert "on cpu, cpu; a step takes 0.60 times as long" in repr(dp)
+
+
+@slower
+def test_a_loop_that_never_steps_its_optimizer_is_timed_by_calls(setup: Any, clock: Clock) -> None:
+    dp = setup(Counting())
+    for seed in range(STEPLESS + SETTLED + 1):
+        seen = len(dp.module.seen)
+        dp(numbers(8, 6, seed=seed)).sum().backward()
+        with torch.no_grad():
+            for parameter in dp.parameters():  # as in the second step of SAM
+                parameter -= 0.1 * parameter.grad
+        dp.zero_grad()
+        clock.now_s += clock.took_s[len(dp.module.seen) - seen == 2]
+    assert "on cpu alone" in repr(dp)
+    dp.step()
+    left = dp._balancer.pace._worth._left
+    dp(numbers(8, 6)).sum().backward()
+    assert dp._balancer.pace._worth._left == left, "from the first step on, the optimizer counts"
 
 
 @faster
