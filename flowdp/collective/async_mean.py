@@ -60,10 +60,10 @@ class SnapshotMean:
         self._mean: dict[torch.device, list[Tensor]] = {}
         self._parts: tuple[Sequence[int], BlockMean] | None = None
         self._averaged: int | None = None
-        self._is_down = [lane.event() for lane in lanes]
-        self._is_applied = [lane.event() for lane in lanes]
+        self._copied = [lane.event() for lane in lanes]
+        self._applied = [lane.event() for lane in lanes]
         self._marks = [(lane.event(timing=True), lane.event(timing=True)) for lane in lanes]
-        self._is_averaged: Event | None = None
+        self._mean_ready: Event | None = None
 
     def take(self, rank: int, round: int) -> None:
         """Copy the replica into this rank's slot.
@@ -79,7 +79,7 @@ class SnapshotMean:
         if not self._slots[rank]:
             self._slots[rank] = [torch.empty_like(memory) for memory in replica.memories]
         copy_all(replica.memories, self._slots[rank])
-        self._is_down[rank].record(self._lanes[rank].compute)
+        self._copied[rank].record(self._lanes[rank].compute)
         self._taken[rank] = round
 
     def average(self, round: int, samples: Sequence[int]) -> tuple[float, tuple[float, ...]]:
@@ -133,7 +133,7 @@ class SnapshotMean:
         drifts = [0.0] * len(samples)
         for member, square in zip(members, distances, strict=True):
             drifts[member] = relative_drift(square, mean_square)
-        self._is_averaged = end if lane.is_async else None
+        self._mean_ready = end if lane.is_async else None
         self._averaged = round
         return start.elapsed_time(end), tuple(drifts)
 
@@ -162,8 +162,8 @@ class SnapshotMean:
                 f"the mean of round {self._averaged}"
             )
         replica, lane = self._replicas[rank], self._lanes[rank]
-        if self._is_averaged is not None:
-            lane.compute.wait_event(self._is_averaged)
+        if self._mean_ready is not None:
+            lane.compute.wait_event(self._mean_ready)
         replica.gather()
         means = self._mean[lane.device]
         if self._own:
@@ -179,7 +179,7 @@ class SnapshotMean:
                     start = flat.split
                 flat.memory[start:].copy_(mean[start:])
         replica.scatter()
-        self._is_applied[rank].record(lane.compute)
+        self._applied[rank].record(lane.compute)
         self._taken[rank] = None
 
     def _one_per_device(self, home: Lane) -> list[Lane]:
@@ -191,9 +191,9 @@ class SnapshotMean:
         """Let a comm stream wait for the slots, and for the last mean to be read."""
         for rank, other in enumerate(self._lanes):
             if other.is_async:
-                lane.comm.wait_event(self._is_applied[rank])
+                lane.comm.wait_event(self._applied[rank])
                 if rank in members:
-                    lane.comm.wait_event(self._is_down[rank])
+                    lane.comm.wait_event(self._copied[rank])
 
     def _mean_of(self, members: Sequence[int], home: int) -> BlockMean:
         for replica, lane in zip(self._replicas, self._lanes, strict=True):

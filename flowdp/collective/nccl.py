@@ -310,8 +310,8 @@ def _on_all(
         result.append(work())
     except CollectiveError as error:
         problem = error
-    told = machines.gather("" if problem is None else str(problem))
-    failed = [f"{name}: {text}" for name, text in zip(machines.names, told, strict=True) if text]
+    problems = machines.gather("" if problem is None else str(problem))
+    failed = [f"{name}: {text}" for name, text in zip(machines.names, problems, strict=True) if text]
     if failed:
         for opened in result:
             undo(opened)

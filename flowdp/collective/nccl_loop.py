@@ -55,17 +55,14 @@ class Rows:
 
         Threads: any, one at a time.
         """
-        has: list[bool] = []
-        places: list[Tensor] = []
-        given: list[Tensor] = []
-        empty: list[Tensor] = []
-        for view, tensor in zip(self.views, tensors, strict=True):
-            if view is not None and tensor is not None and _is_plain(tensor) and tensor.shape == view.shape:
-                places.append(view)
-                given.append(tensor)
-            elif view is not None:
-                empty.append(view)
-            has.append(bool(places) and places[-1] is view)
+        has = [
+            view is not None and tensor is not None and _is_plain(tensor) and tensor.shape == view.shape
+            for view, tensor in zip(self.views, tensors, strict=True)
+        ]
+        rows = list(zip(self.views, tensors, has, strict=True))
+        places: list[Any] = [view for view, _, is_there in rows if is_there]
+        given: list[Any] = [tensor for _, tensor, is_there in rows if is_there]
+        empty = [view for view, _, is_there in rows if view is not None and not is_there]
         if places:
             torch._foreach_copy_(places, given)
         if empty:

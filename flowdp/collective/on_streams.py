@@ -3,7 +3,7 @@
 One round, per rank::
 
     compute   ... step | gather | judge | ready    (waits done) | outer step | scatter | step ...
-    comm      (waits every member's ready) | start | arithmetic | behind it | done | drift to the host | told
+    comm      (waits every member's ready) | start | arithmetic | behind it | done | drift to host | arrived
     host      prepare, gate, launch by the last arrival, average      ...rounds later: the reading
 
 Only a reader waits on the host, and by then the device has long passed.
@@ -39,7 +39,7 @@ class _RoundMarks:
     def __init__(self, lanes: Sequence[Lane], rows: Sequence[Tensor]) -> None:
         self.start = [lane.event(timing=True) for lane in lanes]
         self.done = [lane.event(timing=True) for lane in lanes]
-        self.told = [lane.event() for lane in lanes]
+        self.arrived = [lane.event() for lane in lanes]
         self.rows = rows
         self.workers: Sequence[int] = ()
         self.reporters: Sequence[int] = ()
@@ -126,7 +126,7 @@ class StreamedMean(ABC):
                 lane = self._lanes[reporter]
                 with lane.on(lane.comm):
                     marks.rows[reporter][: len(report)].copy_(report, non_blocking=True)
-                marks.told[reporter].record(lane.comm)
+                marks.arrived[reporter].record(lane.comm)
         marks.reporters = tuple(reports)
         self._latest = marks
 
@@ -201,7 +201,7 @@ class StreamedMean(ABC):
         drift = norm = None
         if outcome.drift and outcome.samples[self.first + rank]:
             for reporter in marks.reporters:
-                marks.told[reporter].synchronize()
+                marks.arrived[reporter].synchronize()
             rows = [marks.rows[reporter].tolist() for reporter in marks.reporters]
             drift, norm = self._drift(rank, outcome, rows)
         return Averaging(sync_ms, drift, norm)

@@ -34,16 +34,16 @@ class Path:
     Attributes:
         backend: Its name.
         reason: Reason for the choice, in words.
-        otherwise: Path that is taken where this one cannot be opened; None: that is an error.
+        fallback: Path that is taken where this one cannot be opened; None: that is an error.
     """
 
     backend: Literal["nccl", "local", "cpu"]
     reason: str
-    otherwise: Path | None = None
+    fallback: Path | None = None
 
     def __str__(self) -> str:
         """`nccl: ...; where it cannot be opened, local`."""
-        other = "" if self.otherwise is None else f"; where it cannot be opened, {self.otherwise.backend}"
+        other = "" if self.fallback is None else f"; where it cannot be opened, {self.fallback.backend}"
         return f"{self.backend}: {self.reason}{other}"
 
 
@@ -125,7 +125,7 @@ def open_collective(
     path = choose_path(backend, policy, [lane.device for lane in lanes], team, overlaps=overlaps)
     machines = None if team is None else team.machines
     if machines is not None and not all(machines.gather(path.backend == "nccl")):
-        path = path.otherwise or path  # another machine may have other devices
+        path = path.fallback or path  # another machine may have other devices
     if path.backend == "nccl":
         try:
             if team is None or machines is None:
@@ -134,10 +134,10 @@ def open_collective(
         except MachineLostError:
             raise
         except CollectiveError as error:
-            if path.otherwise is None:
+            if path.fallback is None:
                 raise
             log.warning("averaging without NCCL: %s", error)
-            path = path.otherwise
+            path = path.fallback
     if path.backend == "local" and lanes[0].is_async:
         return DeviceMean(replicas, lanes, outer)
     return HostMean(replicas, lanes, meet, outer, team, overlaps=overlaps)

@@ -191,8 +191,8 @@ class StreamReader(LoaderSource):
         if batch + 1 == position:
             log.info("epoch %d: read again up to batch %d, where the run goes on", epoch + 1, position)
             self._check_trained(epoch, sums[-1], position)
-        if self._told_read is not None:
-            self._told_read(epoch, batch, read[0])
+        if self._on_read is not None:
+            self._on_read(epoch, batch, read[0])
 
     def _check_trained(self, epoch: int, found: int | None, position: int) -> None:
         if self.orders.get(epoch, found) != found:
@@ -216,8 +216,8 @@ class StreamReader(LoaderSource):
             # They will not come, and for them the reader would go on however much lies here.
             for key in [key for key in self._waiting if key[0] == epoch]:
                 del self._waiting[key]
-        if self._ended is not None:
-            self._ended(epoch, batches)
+        if self._on_end is not None:
+            self._on_end(epoch, batches)
 
 
 class Counted:

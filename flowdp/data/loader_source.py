@@ -26,7 +26,7 @@ from flowdp.data.batches import Portion, cloned, makes_new
 from flowdp.data.epoch_order import ALL, KEPT_BATCHES, NOTHING_TRAINED, BatchOrder, Stride
 from flowdp.data.limit import UNLIMITED, Limit
 from flowdp.data.processes import GRACE_S, Processes, starting
-from flowdp.data.samples import told
+from flowdp.data.samples import described
 from flowdp.data.source import Batch, Source
 from flowdp.device.cores import set_own_threads
 from flowdp.device.trees import tree_map
@@ -442,7 +442,7 @@ class LoaderSource(Source):
         indices = self.indices(epoch, batch)
         if part:
             indices = indices[slice(*part)]
-        sample, text = told(cause)
+        sample, text = described(cause)
         where = f"batch {batch + 1} of epoch {epoch + 1}"
         if sample is not None:
             where = f"sample {sample}, for {where},"

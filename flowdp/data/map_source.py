@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import ALL, BatchOrder
 from flowdp.data.loader_source import LoaderSource, ReadPlan
-from flowdp.data.samples import Samples, begin_process
+from flowdp.data.processes import begin
+from flowdp.data.samples import Samples
 from flowdp.data.source import Batch
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
@@ -59,7 +60,7 @@ class Reader(LoaderSource):
         made: DataLoader[Any] = DataLoader(
             Samples(dataset),
             batch_sampler=self._lists,
-            worker_init_fn=partial(begin_process, worker_init_fn),
+            worker_init_fn=partial(begin, worker_init_fn),
             **loader,
         )
         super().__init__(order, made, plan, is_counted=is_counted)

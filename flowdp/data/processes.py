@@ -12,6 +12,9 @@ from multiprocessing import connection
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
+
+from flowdp.data.samples import Samples
 
 __all__ = ["GRACE_S", "Processes", "begin", "starting"]
 
@@ -32,7 +35,10 @@ CHANGED = (
 
 
 def begin(worker_init_fn: Callable[[int], None] | None, number: int) -> None:
-    """Initialiser of a worker process."""
+    """Initialiser of a worker process, in which the user's code finds its own dataset."""
+    info: Any = get_worker_info()
+    if isinstance(info.dataset, Samples):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # its own `__setattr__` refuses
     # A terminal sends Ctrl-C to all its processes, but the run ends after its round and reads on for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if worker_init_fn is not None:

@@ -6,16 +6,14 @@ A worker process sends its error as text alone, so the sample is named by a note
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import Dataset, Subset
 
-from flowdp.data.processes import begin
 from flowdp.policy.formats import format_error, format_text
 
-__all__ = ["Samples", "begin_process", "told"]
+__all__ = ["Samples", "described"]
 
 NOTE = re.compile(r"\n?while reading sample (\d+)$", re.MULTILINE)
 """Note on an error of a dataset."""
@@ -51,14 +49,7 @@ class Samples(Dataset[Any]):
         return samples
 
 
-def begin_process(worker_init_fn: Callable[[int], None] | None, number: int) -> None:
-    """Initialiser of a worker process, in which the user's code finds its own dataset."""
-    info: Any = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # its own `__setattr__` refuses
-    begin(worker_init_fn, number)
-
-
-def told(error: BaseException) -> tuple[int | None, str]:
+def described(error: BaseException) -> tuple[int | None, str]:
     """The sample that an error's note names, if any, and the error in words.
 
     Of an error in a worker process, whose text has its whole traceback, these are the last lines.

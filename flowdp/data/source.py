@@ -53,8 +53,8 @@ class Source(ABC):
         self.batches: int | None = None
         self.samples: int | None = None
         self.unseeded = None if order is None else order.unseeded
-        self._ended: Callable[[int, int], None] | None = None
-        self._told_read: Callable[[int, int, int], None] | None = None
+        self._on_end: Callable[[int, int], None] | None = None
+        self._on_read: Callable[[int, int, int], None] | None = None
         if order is not None:
             self._order = order
             self.batch_size, self.batches, self.samples = order.batch_size, order.batches, order.samples
@@ -62,7 +62,7 @@ class Source(ABC):
     def on_end(
         self, ended: Callable[[int, int], None], read: Callable[[int, int, int], None] | None = None
     ) -> None:
-        """Have the end of each epoch told, where `batches` is None. Call it before `start`.
+        """Set the callbacks of the reading, where `batches` is None. Call it before `start`.
 
         Args:
             ended: Called as `ended(epoch, batches)` by the reader thread, in the order of the epochs, before
@@ -70,7 +70,7 @@ class Source(ABC):
                 block.
             read: Called as `read(epoch, batch, samples)` for each batch that was read, in their order.
         """
-        self._ended, self._told_read = ended, read
+        self._on_end, self._on_read = ended, read
 
     def samples_in(self, epoch: int, batch: int) -> int:
         """Number of samples of a batch. Ask when it was taken: of some, only their reading tells.

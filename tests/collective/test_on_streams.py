@@ -298,7 +298,7 @@ def test_a_row_is_read_only_when_it_has_arrived(monkeypatch):
     world = FakeWorld(device_mean, (0, 0, 0))
     readings = world.hold([1, 2, 3], drift=True)
     waited = []
-    for event in world.mean._latest.told:
+    for event in world.mean._latest.arrived:
         monkeypatch.setattr(event, "synchronize", lambda: waited.append(True))
     world.read(readings[:1])
     assert waited == [True]

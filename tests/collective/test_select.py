@@ -183,7 +183,7 @@ def test_the_path_between_machines(
     chosen = choose_path(backend, "sync", devices, of, overlaps=options.get("overlaps", False))
     assert chosen.backend == path
     assert "between machines" in str(chosen)
-    assert (chosen.otherwise is not None) == (path == "nccl" and backend == "auto")
+    assert (chosen.fallback is not None) == (path == "nccl" and backend == "auto")
 
 
 class Spread(HostMean):

@@ -7,11 +7,13 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
+from flowdp.data import processes
 from flowdp.data.processes import Processes, begin
 from tests.limits import HANG_S
 
@@ -66,7 +68,8 @@ def test_processes_inside_the_dataset_are_ended():
     processes.shut_down()
 
 
-def test_a_process_begins_deaf_to_ctrl_c_and_with_what_the_user_wants():
+def test_a_process_begins_deaf_to_ctrl_c_and_with_what_the_user_wants(monkeypatch):
+    monkeypatch.setattr(processes, "get_worker_info", lambda: SimpleNamespace(dataset=Numbers()))
     begun: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from flowdp import DataError, ReadingOptions, Trainer
-from flowdp.data.samples import Samples, told
+from flowdp.data.samples import Samples, described
 
 pytestmark = pytest.mark.usefixtures("stopped_runs")
 
@@ -82,4 +82,4 @@ def test_a_dataset_that_reads_lists_names_the_batch(wrapped: bool) -> None:
 
 def test_it_reads_what_torch_would() -> None:
     assert len(Samples(Photos()).__getitems__([3, 1])) == 2
-    assert told(KeyError("x")) == (None, "KeyError: 'x'")
+    assert described(KeyError("x")) == (None, "KeyError: 'x'")

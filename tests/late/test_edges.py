@@ -57,13 +57,12 @@ CAUGHT: dict[str, Sequence[Trial]] = {
         "resumed, sync"
     ),
     "collective/async_mean.py SnapshotMean.take: "
-    "self._is_down[rank].record(self._lanes[rank].compute)": SNAPSHOTS,
+    "self._copied[rank].record(self._lanes[rank].compute)": SNAPSHOTS,
     "collective/async_mean.py SnapshotMean.average: start.record(lane.comm)": SNAPSHOTS,
     "collective/async_mean.py SnapshotMean.average: end.record(lane.comm)": SNAPSHOTS,
-    "collective/async_mean.py SnapshotMean.apply: self._is_applied[rank].record(lane.compute)": SNAPSHOTS,
-    "collective/async_mean.py SnapshotMean._wait_for: "
-    "lane.comm.wait_event(self._is_applied[rank])": SNAPSHOTS,
-    "collective/async_mean.py SnapshotMean._wait_for: lane.comm.wait_event(self._is_down[rank])": SNAPSHOTS,
+    "collective/async_mean.py SnapshotMean.apply: self._applied[rank].record(lane.compute)": SNAPSHOTS,
+    "collective/async_mean.py SnapshotMean._wait_for: lane.comm.wait_event(self._applied[rank])": SNAPSHOTS,
+    "collective/async_mean.py SnapshotMean._wait_for: lane.comm.wait_event(self._copied[rank])": SNAPSHOTS,
     "collective/host.py HostMean.prepare: self._ready[rank].record(lane.compute)": HOST,
     "collective/host.py HostMean.prepare: lane.comm.wait_event(self._ready[rank])": HOST,
     "collective/host.py HostMean.prepare: copies.down[1].synchronize()": HOST,
@@ -104,13 +103,13 @@ CAUGHT: dict[str, Sequence[Trial]] = {
     "collective/on_streams.py StreamedMean.launch: comm.wait_event(self._ready[member])": CARD,
     "collective/on_streams.py StreamedMean.launch: marks.start[worker].record(comm)": CARD,
     "collective/on_streams.py StreamedMean.launch: marks.done[worker].record(self._lanes[worker].comm)": CARD,
-    "collective/on_streams.py StreamedMean.launch: marks.told[reporter].record(lane.comm)": CARD,
+    "collective/on_streams.py StreamedMean.launch: marks.arrived[reporter].record(lane.comm)": CARD,
     "collective/on_streams.py StreamedMean.average: "
     "self._lanes[rank].compute.wait_event(marks.done[writer])": [
         (DOOR["rounds of DeviceMean on (0, 0)"], first("compute"))
     ],
     "collective/on_streams.py StreamedMean._read: marks.done[writer].synchronize()": CARD,
-    "collective/on_streams.py StreamedMean._read: marks.told[reporter].synchronize()": CARD,
+    "collective/on_streams.py StreamedMean._read: marks.arrived[reporter].synchronize()": CARD,
     "data/staging.py CopySpans.__init__: self._passed.synchronize()": late("spans of copies"),
     "data/staging.py CopySpans._land: end.synchronize()": late("timed"),
     "data/staging.py CopySpans._mark: event.record(self._lane.copy)": late("spans of copies"),
@@ -214,7 +213,7 @@ TWICE: dict[str, tuple[str, Sequence[Trial], str]] = {
 
 REDUNDANT = {
     "device/stopwatch.py Stopwatch.__init__: base.synchronize()": "it is for the time of the host",
-    "collective/async_mean.py SnapshotMean.apply: lane.compute.wait_event(self._is_averaged)": (
+    "collective/async_mean.py SnapshotMean.apply: lane.compute.wait_event(self._mean_ready)": (
         "the helper has waited for the mean before it tells anybody of it"
     ),
     "collective/async_mean.py SnapshotMean.average: end.synchronize()": (
