@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flowdp.collective.batch_norm import SharedStatistics, min_part_size, plain_layers
+from flowdp.collective.batch_norm import SharedStatistics, call_groups, min_part_size, plain_layers
 from flowdp.collective.local_group import local_groups
+from flowdp.collective.process_group import ProcessGroup
+from flowdp.device.streams import open_lanes
 from flowdp.errors import CollectiveAborted, CollectiveError, FlowdpError
 from tests.collective.fake_world import in_threads
 from tests.limits import HANG_S
@@ -193,6 +198,28 @@ def test_a_rank_that_fails_lets_the_others_go() -> None:
 
     with pytest.raises(KeyError):
         each((2, 2), fail, convert(nn.BatchNorm1d(CHANNELS).double()), numbers(4, CHANNELS))
+
+
+def test_a_part_that_never_began_is_not_waited_for() -> None:
+    errors: SimpleQueue[str] = SimpleQueue()
+
+    def meet(group: ProcessGroup) -> None:
+        try:
+            group.barrier()
+        except CollectiveAborted as error:
+            errors.put(str(error))
+
+    with suppress(KeyError), call_groups(open_lanes([torch.device("cpu")] * 2), [0, 1]) as groups:
+        thread = threading.Thread(target=meet, args=(groups[0],), daemon=True)
+        thread.start()
+        raise KeyError("before the other part")
+    assert errors.get(timeout=HANG_S).startswith("rank 1 has closed its group")
+    thread.join(HANG_S)
+
+
+def test_one_rank_alone_needs_no_group() -> None:
+    with call_groups(open_lanes([torch.device("cpu")]), [0]) as groups:
+        assert groups.get(0) is None
 
 
 def test_ranks_in_different_layers_are_told() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flowdp.data.batches import Portion
-from flowdp.data.epoch_order import EpochOrder, Stride
+from flowdp.data.epoch_order import ALL, EpochOrder, Stride
 from flowdp.data.loader_source import ReadPlan
 from flowdp.data.map_source import DemandReader
 from flowdp.data.source import Feed
@@ -179,6 +179,7 @@ def test_no_more_than_ahead_is_read_while_no_rank_waits():
     dataset = Announced()
     order = EpochOrder(SAMPLES, BATCH, seed=0, shuffle=False, drop_last=False)
     source = DemandReader(dataset, order, ReadPlan(1, stride=Stride(0, 2)))
+    assert source.stride == ALL, "of which it reads those that its ranks expect"
     source.ahead = 3
     source.start(wake=lambda *_: None, failed=lambda _: None)
     source.expect(0, whole(*range(BATCHES)))
