@@ -231,7 +231,7 @@ class BlockMean:
             places = range(len(ours)) if targets is sources else range(len(ours), len(ours) + len(theirs))
             sent = {at for at, target in enumerate(theirs, len(ours)) if target.device != self._device}
             sent |= self._far.intersection(places)
-            state = (outer.state(index) if outer is not None and flat.is_measured else None) or ()
+            state = () if outer is None else outer.state(index)
             is_fused = kernels is not None and not state and kernels.take([*ours, *theirs])
             for kind, start, stop in _kinds(flat):
                 first, last = _bounds(start, stop, part)

@@ -70,9 +70,9 @@ class OuterMomentum:
         """See the class."""
         return list(self._momentum.values())
 
-    def state(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """Last parameters and momentum of a flat. Shape (split,) each. None for one that is not stepped."""
-        return (self._last[number], self._momentum[number]) if number in self._last else None
+    def state(self, number: int) -> tuple[Tensor, ...]:
+        """Last parameters and momentum of a flat. Shape (split,) each. Empty for one that is not stepped."""
+        return (self._last[number], self._momentum[number]) if number in self._last else ()
 
     def move(self, last: Tensor, momentum: Tensor) -> Move:
         """The step of a block of this state: the mean is given in the dtype of the momentum."""

@@ -12,12 +12,11 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from flowdp.data.epoch_order import ALL, KEPT_EPOCHS
 from flowdp.data.identity import Identity, content_checksum
 from flowdp.data.loader_source import LoaderSource, ReadPlan
-from flowdp.data.processes import begin
 from flowdp.data.source import Batch
 from flowdp.device.trees import batch_length
 from flowdp.errors import CheckpointError, DataError
@@ -56,8 +55,7 @@ class StreamReader(LoaderSource):
         plan: Epochs to read.
         collate_fn: Makes a batch of the list of its samples, or of the item.
         num_workers: Processes that read.
-        worker_init_fn: Called with its number in each worker process before it reads.
-        loader: Further arguments of `torch.utils.data.DataLoader`.
+        loader: Further arguments of `LoaderSource`.
 
     Raises:
         CheckpointError: Part of an epoch is trained already, and there are several machines.
@@ -73,8 +71,7 @@ class StreamReader(LoaderSource):
         plan: ReadPlan,
         *,
         collate_fn: Collate,
-        num_workers: int,
-        worker_init_fn: Callable[[int], None] | None = None,
+        num_workers: int = 0,
         **loader: Any,
     ) -> None:
         self.can_resume_inside = plan.stride == ALL
@@ -85,16 +82,17 @@ class StreamReader(LoaderSource):
                     "IterableDataset, which several machines cannot enter in the middle: resume from a "
                     "checkpoint at the end of an epoch, or on one machine, or give a map-style dataset"
                 )
-        made: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size,
+        super().__init__(
+            None,
+            plan,
+            is_counted=True,
+            dataset=dataset,
+            batch_size=batch_size or 1,
             collate_fn=Measured(collate_fn) if batch_size is None else Counted(collate_fn),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            worker_init_fn=partial(begin, worker_init_fn),
             **loader,
         )
-        super().__init__(None, made, plan, is_counted=True)
         self._most = plan.limit.of_unknown
         self.batch_size = batch_size
         self.is_part = plan.is_part
@@ -236,20 +234,18 @@ class Counted:
 
 
 class Measured:
-    """A conversion of items that are batches already; it also counts the samples in each.
+    """A collate function for items that are batches already; it also counts the samples in each.
 
     Args:
         convert: Makes a batch of an item.
-        is_listed: An item comes as a list of one.
     """
 
-    def __init__(self, convert: Collate, *, is_listed: bool = False) -> None:
+    def __init__(self, convert: Collate) -> None:
         self._convert = convert
-        self._is_listed = is_listed
 
-    def __call__(self, item: Any) -> tuple[int, Batch]:
-        """(samples, batch) of an item."""
-        batch = self._convert(item[0] if self._is_listed else item)
+    def __call__(self, items: list[Any]) -> tuple[int, Batch]:
+        """(samples, batch) of a list of one item."""
+        batch = self._convert(items[0])
         samples = batch_length(batch)
         if samples is None:
             raise TypeError(

@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader
 from flowdp.data.batches import Portion, cloned, makes_new
 from flowdp.data.epoch_order import ALL, KEPT_BATCHES, NOTHING_TRAINED, BatchOrder, Stride
 from flowdp.data.limit import UNLIMITED, Limit
-from flowdp.data.processes import GRACE_S, Processes, starting
+from flowdp.data.processes import GRACE_S, Processes, begin, starting
 from flowdp.data.samples import described
 from flowdp.data.source import Batch, Source
 from flowdp.device.cores import set_own_threads
@@ -133,9 +134,10 @@ class LoaderSource(Source):
 
     Args:
         order: Which samples each batch holds; None: the dataset's own.
-        loader: Loader to read.
         plan: Epochs to read.
         is_counted: The loader yields (samples, batch), because nothing else tells the number of samples.
+        worker_init_fn: Called with its number in each worker process before it reads.
+        loader: Further arguments of `torch.utils.data.DataLoader`.
 
     Attributes:
         plan: As given.
@@ -145,20 +147,23 @@ class LoaderSource(Source):
     def __init__(
         self,
         order: BatchOrder | None,
-        loader: DataLoader[Any],
         plan: ReadPlan,
         *,
         is_counted: bool,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **loader: Any,
     ) -> None:
         super().__init__(order, plan.stride)
         self.plan = plan
         self.keeps = plan.keeps
+        made: DataLoader[Any] = DataLoader(worker_init_fn=partial(begin, worker_init_fn), **loader)
+        self._loader = made
+        self._in_work = made.num_workers * (made.prefetch_factor or 2)  # batches that torch's processes hold
         # Two for each rank, and two for the road; with processes at least their batches in work, so that none
         # of them waits for a rank that is late.
-        self.ahead = max(2 * plan.takers + 2, loader.num_workers * (loader.prefetch_factor or 2))
-        self._loader = loader
+        self.ahead = max(2 * plan.takers + 2, self._in_work)
         self._is_counted = is_counted
-        self._makes_new = makes_new(loader)
+        self._makes_new = makes_new(made)
         self._reading: _Key = (plan.start.done, 0)  # position of the reader
         self._begun = -1  # the last epoch that was waited for, on demand; the reader's own
         self._turns = [] if self._loader.num_workers else _turns_of(self._loader.dataset)

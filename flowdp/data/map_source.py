@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from flowdp.data.batches import Portion
 from flowdp.data.epoch_order import ALL, BatchOrder
 from flowdp.data.loader_source import LoaderSource, ReadPlan
-from flowdp.data.processes import begin
 from flowdp.data.samples import Samples
 from flowdp.data.source import Batch
 from flowdp.errors import DataError
@@ -40,8 +39,7 @@ class Reader(LoaderSource):
         order: Which samples each batch holds.
         plan: Epochs to read.
         is_counted: See `LoaderSource`.
-        worker_init_fn: Called with its number in each worker process before it reads.
-        loader: Further arguments of `torch.utils.data.DataLoader`.
+        loader: Further arguments of `LoaderSource`.
     """
 
     may_go_on: ClassVar[bool] = False  # there may be more to read later, where there is nothing now
@@ -53,18 +51,11 @@ class Reader(LoaderSource):
         plan: ReadPlan,
         *,
         is_counted: bool = False,
-        worker_init_fn: Callable[[int], None] | None = None,
         **loader: Any,
     ) -> None:
         self._lists = _Lists()
-        made: DataLoader[Any] = DataLoader(
-            Samples(dataset),
-            batch_sampler=self._lists,
-            worker_init_fn=partial(begin, worker_init_fn),
-            **loader,
-        )
-        super().__init__(order, made, plan, is_counted=is_counted)
-        self._most = max(1, made.num_workers * (made.prefetch_factor or 2))  # as many as torch takes
+        given: dict[str, Any] = {"dataset": Samples(dataset), "batch_sampler": self._lists, **loader}
+        super().__init__(order, plan, is_counted=is_counted, **given)
         # Of the reader thread, once it runs: handed to torch, which returns them in this order ...
         self._under_way: deque[_Key] = deque()
         self._order_error: DataError | None = None  # ... and raised when all before it is there
@@ -100,7 +91,7 @@ class Reader(LoaderSource):
 
     def _more(self) -> None:
         """Hand torch the lists of what is to be read, as many as it takes."""
-        while self._order_error is None and len(self._under_way) < self._most:
+        while self._order_error is None and len(self._under_way) < max(1, self._in_work):
             with self._changed:
                 key = None if self._closing else self._wanted()
             if key is None:

@@ -40,7 +40,6 @@ __all__ = [
     "Collate",
     "Source",
     "TensorSource",
-    "as_tensors",
     "dataset_length",
     "is_stream",
     "loader_order",
@@ -149,8 +148,7 @@ def open_source(
         order.check_alike(plan.epochs)
     reader = DemandReader if is_shared and not plan.on_demand else Reader
     if loader.batch_sampler is None:
-        measured = Measured(collate, is_listed=True)
-        return reader(dataset, order, plan, collate_fn=measured, is_counted=True, **options)
+        return reader(dataset, order, plan, collate_fn=Measured(collate), is_counted=True, **options)
     is_plain = loader.num_workers == 0 and collate is default_collate and order.batch_size is not None
     if is_plain and (part := _rows_of_tensors(dataset)):
         stride = plan.stride if plan.on_demand else ALL
@@ -211,17 +209,15 @@ def dataset_length(dataset: object) -> int | None:
         dataset = dataset.dataset
     if isinstance(dataset, IterableDataset):
         return None
-    tensors = as_tensors(dataset)
+    tensors = _as_tensors(dataset)
     return _length(dataset) if tensors is None else len(tensors[0][0])
 
 
-def as_tensors(dataset: object) -> tuple[Sequence[Tensor], Pack] | None:
+def _as_tensors(dataset: object) -> tuple[Sequence[Tensor], Pack] | None:
     """The tensors to gather from, and the function that packs their parts; None for any other dataset."""
     if isinstance(dataset, Tensor):
         named: dict[str, object] = {"the tensor": dataset}
         pack: Pack = itemgetter(0)
-    elif type(dataset) is TensorDataset:
-        named, pack = {f"tensor {i}": tensor for i, tensor in enumerate(dataset.tensors)}, list
     elif isinstance(dataset, Mapping):
         keys = list(dataset)
         named = {repr(key): dataset[key] for key in keys}
@@ -301,8 +297,7 @@ def _loader_of(dataset: Any, batch_size: int | None, reading: ReadingOptions) ->
     check_int("batch_size", batch_size)
     collate, num_workers, drop_last = reading.collate_fn, reading.num_workers or 0, bool(reading.drop_last)
     shuffle = reading.shuffle is not False
-    tensors, pack = as_tensors(dataset) or (None, list)
-    is_gathered = tensors is not None and type(dataset) is not TensorDataset
+    tensors, pack = _as_tensors(dataset) or (None, list)
     has_batches = hasattr(dataset, "get_batch")
     if isinstance(dataset, IterableDataset):
         if reading.shuffle is not None:
@@ -312,13 +307,13 @@ def _loader_of(dataset: Any, batch_size: int | None, reading: ReadingOptions) ->
             )
         shuffle = False
     else:
-        if (collate is not None and (is_gathered or has_batches)) or (num_workers and is_gathered):
+        if (collate is not None and (tensors or has_batches)) or (num_workers and tensors):
             raise OptionError(
                 f"whole batches are made of this {type(dataset).__name__}, so collate_fn={collate!r} and "
                 f"num_workers={reading.num_workers!r} have no use for it: leave them out, or wrap tensors in "
                 "a torch TensorDataset"
             )
-        if is_gathered and tensors is not None:
+        if tensors:
             dataset = TensorDataset(*tensors)
         _check_batches(_length(dataset), batch_size, drop_last)
     if has_batches:
@@ -444,7 +439,7 @@ def open_evaluation(
         reading = replace(reading, shuffle=shuffle, drop_last=False)
         if isinstance(dataset, DataLoader):
             size, reading = None, ReadingOptions()
-        elif type(dataset) is not TensorDataset and as_tensors(dataset) is not None:
+        elif _as_tensors(dataset) is not None:
             reading = replace(reading, collate_fn=None, num_workers=None)
         elif hasattr(dataset, "get_batch"):
             reading = replace(reading, collate_fn=None)
