@@ -45,16 +45,12 @@ What travels has as many elements, in any dtype. `torch.distributed` sums it ove
 copied back into the memory: it stands for that of the memories."""
 
 
-def _full(memory: Tensor) -> Tensor:
-    return memory
-
-
 def _half(memory: Tensor) -> Tensor:
     """Half the bytes of float32; float64 was asked for by the user, and stays."""
     return memory.bfloat16() if memory.dtype == torch.float32 else memory
 
 
-PACKS: dict[Payload, Pack] = {"full": _full, "bf16": _half}
+PACKS: dict[Payload, Pack] = {"full": lambda memory: memory, "bf16": _half}
 """The pack of each `MachineOptions.payload`."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowdp.data.moving import keep_for
 from flowdp.data.source import Batch, Feed
-from flowdp.data.tensor_source import TensorSource
+from flowdp.data.tensor_source import TensorSource, outside
 from flowdp.device.gathered import Gathered
 from flowdp.device.streams import QUIET, Lane
 from flowdp.errors import DataError
@@ -121,18 +121,12 @@ class ResidentFeed(Feed):
         with QUIET:
             staging = self._lane.pinned((bounds[-1][1],), torch.int64)
         torch.cat(parts, out=staging)
-        self._check(epoch, staging)
-        index = torch.empty_like(staging, device=self._lane.device)
-        return _OrderOnDevice(epoch, bounds, staging, index.copy_(staging, non_blocking=True))
-
-    def _check(self, epoch: int, index: Tensor) -> None:
-        # On the device a wrong index would end the process's use of CUDA, and no error would name the index.
-        low, high = (int(bound) for bound in torch.aminmax(index))
         samples = len(self._tensors[0])
-        if low < 0 or high >= samples:
-            wrong = low if low < 0 else high
+        if (wrong := outside(staging, samples)) is not None:
             raise DataError(
                 f"the order of epoch {epoch + 1} holds index {wrong}, and the tensors have {samples} samples",
                 epoch=epoch,
                 indices=(wrong,),
             )
+        index = torch.empty_like(staging, device=self._lane.device)
+        return _OrderOnDevice(epoch, bounds, staging, index.copy_(staging, non_blocking=True))

@@ -15,7 +15,7 @@ from flowdp.device.accelerator import device_module, is_accelerator
 from flowdp.errors import DataError
 from flowdp.protocol.messages import SampleRange
 
-__all__ = ["TensorSource"]
+__all__ = ["TensorSource", "outside"]
 
 
 class TensorSource(Source):
@@ -125,9 +125,18 @@ def _rows(tensor: Tensor, index: Tensor) -> Tensor:
     """Rows of a tensor, on its device; the index lies on the host."""
     if not is_accelerator(tensor.device):
         return tensor.index_select(0, index)
-    low, high = (int(bound) for bound in torch.aminmax(index))
-    if low < 0 or high >= len(tensor):  # there it would end the process's use of the device
-        raise IndexError(f"index {low if low < 0 else high} is out of range")
+    if (wrong := outside(index, len(tensor))) is not None:
+        raise IndexError(f"index {wrong} is out of range")
     if bool((index.diff() == 1).all()):  # as in an evaluation: without a copy of the index, and a wait for it
-        return tensor[low : high + 1].clone()
+        return tensor[int(index[0]) : int(index[-1]) + 1].clone()
     return tensor.index_select(0, index.to(tensor.device))
+
+
+def outside(index: Tensor, length: int) -> int | None:
+    """A row of an index on the host that tensors of a length do not have; None: they have all.
+
+    Asked before a gather on a device, where a wrong index would end the process's use of it, and no error
+    would name the index.
+    """
+    low, high = (int(bound) for bound in torch.aminmax(index))
+    return low if low < 0 else high if high >= length else None
