@@ -1,4 +1,4 @@
-"""Interface of collectives: what they say of a round, and what a rank calls."""
+"""Interface of collectives: the calls of a rank, and the results of a round."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Collective(Protocol):
             CollectiveError: The members cannot be averaged.
 
         Threads: the last arrival at the gate, while all others stand in it.
-        Streams: every member's `comm` waits for what all members have marked; the host does not wait.
+        Streams: every member's `comm` waits for the marks of all members; the host does not wait.
         """
         ...
 

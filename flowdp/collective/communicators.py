@@ -50,7 +50,7 @@ class Members:
     """The ranks of this process among those of its communicators, of which other processes may have more.
 
     Attributes:
-        name: NCCL's name of the group, which all of its processes were told; None: it has none yet.
+        name: NCCL's name of the group, which all of its processes know; None: it has none yet.
         ranks: Ranks of this process.
         size: Ranks of all.
     """
@@ -183,7 +183,7 @@ class CommunicatorSetup:
             places = list(zip(self._lanes, flats, ranks, strict=True))
             sides = [Side(self._nccl, *place) for place in places]
         gathers = [gather_calls(self._nccl, *place) for place in places]
-        wrong: list[str] = []  # told behind both sums: another machine waits for this one in the second
+        wrong: list[str] = []  # raised behind both sums: another machine waits for this one in the second
         for samples in (range(1, size + 1), range(size)):
             if not any(samples):
                 continue
@@ -244,7 +244,7 @@ class Communicators:
     Args:
         nccl: cupy's module.
         lanes: Lanes of the ranks.
-        flats: What will be summed, of each rank.
+        flats: Memory of each rank that will be summed.
         members: The ranks of the lanes among all; None: they are all.
 
     Raises:

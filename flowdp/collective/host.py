@@ -191,7 +191,7 @@ class HostMean:
         return replace(outcome, members=members, samples=outcome.samples[ranks.start : ranks.stop])
 
     def _averaged(self, rank: int, outcome: Outcome) -> Averaging:
-        """The mean is in the memories behind this: reduce what is this rank's of it."""
+        """Reduce this rank's part of the mean, which is in the memories when this returns."""
         if self._of_all is not None and not outcome.inner:
             is_told = outcome.drift and outcome.samples[self._of_all.ranks[rank]]
             drift, norm = (self._of_all.drifts[rank], self._of_all.norm) if is_told else (None, None)

@@ -39,10 +39,10 @@ SUMMED = {torch.uint8, torch.int8, torch.int32, torch.int64}
 """Integer dtypes that gloo reduces; others travel as int64."""
 
 Pack = Callable[[Tensor], Tensor]
-"""The seam for a compression: makes of memory what travels; the memory itself where nothing is to be done.
+"""The seam for a compression: makes the tensor that travels for a memory; the memory itself without one.
 
-What travels has as many elements, in any dtype. `torch.distributed` sums it over the machines, and the sum is
-copied back into the memory: it stands for that of the memories."""
+It has as many elements, in any dtype. `torch.distributed` sums it over the machines, and the sum is copied
+back into the memory: it stands for that of the memories."""
 
 
 def _half(memory: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class MachinesMean:
         memories: One list for each rank of this machine. It may be filled later, before the first round.
         outer: Outer step of the parameters, after the mean of all machines.
         team: The ranks of all machines. Their order is that of the outcomes.
-        is_difference: What is averaged are parameters: packed, their differences from the last mean travel;
+        is_difference: Parameters are averaged: packed, their differences from the last mean travel;
             else gradients.
         overlaps: Means of parameters travel while the machines train on.
 
@@ -170,7 +170,7 @@ class MachinesMean:
             part.arrive()
 
     def _pass_on(self, outcome: Outcome) -> None:
-        """Bring in the mean of the round before, and send what this machine has now; see the module."""
+        """Bring in the mean of the round before, and send the mean of this machine; see the module."""
         self._arrive(drift=outcome.drift)
         self._reduce_ours(outcome)
         for memories in (self._given, *self._memories):
@@ -183,7 +183,7 @@ class MachinesMean:
         """Bring in the mean that is on its way.
 
         Args:
-            drift: Whether to measure the distance of what this machine gave from it.
+            drift: Whether to measure its distance from the mean that this machine gave.
             is_last: Nothing was trained since, so the replicas become the mean, to the bit.
         """
         self.norm, self.drifts = None, [None] * len(self._memories)

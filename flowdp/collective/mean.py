@@ -1,4 +1,4 @@
-"""The arithmetic of all means: weights, flat memory, who is left out.
+"""The arithmetic of all means: weights, flat memory, ranks that are left out.
 
 Parameters: the mean weighted by samples, or an outer step towards it (`flowdp/collective/outer.py`). Float
 buffers: the same mean in float64, so that a constant table comes out as it went in and an infinity stays one.
@@ -6,7 +6,7 @@ Integers and flags: the maximum. A rank with weight 0 takes the result and gives
 multiplied by 0, for 0 times NaN is NaN.
 
 Others carry the memory: `host.py` through the host's, `local.py` between devices, `nccl.py` by NCCL,
-`machines_mean.py` between machines. What an all-reduce needs is in `nccl_sums.py`: scale, sum, divide.
+`machines_mean.py` between machines. `nccl_sums.py` has the passes around an all-reduce: scale, sum, divide.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def drift_of(member: int, rows: Iterable[Sequence[float]]) -> tuple[float, float
 
     Args:
         member: Place of the member in the rows.
-        rows: What `BlockMean.reduce` returned for each part of the memories, as numbers.
+        rows: Results of `BlockMean.reduce` for each part of the memories, as numbers.
     """
     sums = [sum(column) for column in zip(*rows, strict=True)]
     return relative_drift(sums[member], sums[-1]), math.sqrt(sums[-1])
@@ -142,13 +142,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Place of a mean: its device, and what works there.
+    """Place of a mean: its device, kernels and copies.
 
     Attributes:
         device: Device of the arithmetic; None: that of the flats.
         kernels: Kernels for this number of members on that device; None: torch alone.
         far: Sources on other devices, by index. They are brought over block by block.
-        carrier: Copies what is far.
+        carrier: Copies from and to the other devices.
     """
 
     device: torch.device | None = None

@@ -98,7 +98,7 @@ class _Carried:
     Attributes:
         counts: Whether it takes the maximum.
         drifts: Whether its distance from the mean counts: parameters.
-        mean: What this rank has the mean of: the memory, or its span of it.
+        mean: The memory of which this rank has the mean, or its span of it.
         summed: The same of `work`.
     """
 

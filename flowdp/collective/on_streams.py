@@ -153,7 +153,7 @@ class StreamedMean(ABC):
                 draining.callback(lane.drain)
 
     def _load_kernels(self) -> None:
-        """Compile what can be compiled, before the first round."""
+        """Compile the kernels, where there are any, before the first round."""
         with QUIET:
             members = min(len(self._lanes), MEMBERS)
             self._kernels = [kernels_on(lane.device, members) for lane in self._lanes]

@@ -141,7 +141,7 @@ class ProcessGroup(ABC):
         self.all_gather_object(None)
 
     def twin(self) -> ProcessGroup:
-        """This group, with calls whose order is another one: threads' ranks alone have it."""
+        """This group with a second, independent order of calls; itself where ranks are processes."""
         return self
 
     def abort(self, reason: str) -> None:  # noqa: B027 - nothing to do for torch's ranks, or for one alone

@@ -105,7 +105,7 @@ def open_collective(
     """The collective of a run.
 
     Args:
-        backend: As the user said; `choose_path` says what "auto" is.
+        backend: As the user said; see `choose_path` for "auto".
         policy: Averaging policy.
         replicas: One per rank.
         lanes: One per rank.

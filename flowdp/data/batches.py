@@ -107,7 +107,7 @@ def makes_new(loader: object) -> bool:
 
 
 def cloned(batch: Any) -> Any:
-    """A batch in memory of its own; what was pinned is so again, for copies to a device."""
+    """A copy of a batch; that of a pinned tensor is pinned, so that a device copies it from there."""
     return tree_map(_clone, batch)
 
 

@@ -85,7 +85,7 @@ def content_checksum(item: Any, checksum: int = 0, most: int | None = None) -> i
 
     Args:
         item: A tree of them.
-        checksum: Checksum of what came before.
+        checksum: Checksum of the items before it.
         most: Numbers of a tensor that count; None: all.
     """
     leaves, _ = flatten(item)

@@ -178,7 +178,7 @@ class StreamReader(LoaderSource):
             self._end(epoch, batch, is_empty=batch == first)
 
     def _note(self, epoch: int, batch: int, read: tuple[int, Batch], position: int) -> None:
-        """Take a batch's checksum, and compare it where the trained part of the epoch ends; tell of it.
+        """Take a batch's checksum, compare it where the trained part of the epoch ends, and report the batch.
 
         Raises:
             DataError: The trained batches were others.

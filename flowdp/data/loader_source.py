@@ -401,7 +401,7 @@ class LoaderSource(Source):
             return not self._closing
 
     def _put(self, key: _Key, read: Any) -> Sequence[int]:
-        """Store a batch, safe from what is read later; returns the ranks that wait for it."""
+        """Store a batch, in memory that later reads leave alone; returns the ranks that wait for it."""
         samples, payload = read if self._is_counted else (0, read)
         if payload is None:
             raise TypeError("the batch is None; the collate function must return one")

@@ -3,7 +3,7 @@
 torch gets lists of indices one by one, as many as it takes ahead, and hands their batches over in that order.
 
 Where a run has several machines, one coordinator deals the batches of the epoch to the ranks of all of them.
-The order is the same on each machine, so a machine needs only the numbers that its own ranks were told.
+The order is the same on each machine, so a machine needs only the numbers of the batches of its own ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Reader(LoaderSource):
                 if self._order_error is not None:
                     raise self._order_error
                 if self.may_go_on:
-                    continue  # what was wanted is expected no longer
+                    continue  # the batch that was wanted is expected no longer
                 return
             key = self._reading = self._under_way[0]
             if not self._may_read(key[0]):
@@ -90,7 +90,7 @@ class Reader(LoaderSource):
             yield key, payload
 
     def _more(self) -> None:
-        """Hand torch the lists of what is to be read, as many as it takes."""
+        """Hand torch the index lists of the next batches, as many as it takes."""
         while self._order_error is None and len(self._under_way) < max(1, self._in_work):
             with self._changed:
                 key = None if self._closing else self._wanted()
@@ -113,14 +113,14 @@ class DemandReader(Reader):
     Of a batch that several ranks share, each rank's part is read by itself: the dataset is asked for its
     samples alone, and the collate function makes a batch of these. So the lengths to which it pads texts are
     those of the part, and a number that it takes of the whole batch is that of the part, too. An item may
-    depend on its index, and not on what was read before it.
+    depend on its index, and not on the items read before it.
 
     At most `ahead` batches or parts are stored or under way, besides those that ranks wait for. What no rank
     expects any more, because its plan became void, is likely to be dealt to this machine again: it is dropped
     when its room is needed, and read again if it comes back then. That a batch is taken twice cannot be told
     here: it may rightly come back.
 
-    Deadlock: what a rank waits for is read next, however much others have not taken.
+    Deadlock: a batch that a rank waits for is read next, however much others have not taken.
 
     Args:
         dataset: Map-style.
@@ -155,7 +155,7 @@ class DemandReader(Reader):
         """Return a batch untrained; see `Source.give_back`."""
         key = self._key(epoch, batch, part)
         with self._changed:
-            if not self._closing and key not in self._waiting:  # who waits is served by the reader
+            if not self._closing and key not in self._waiting:  # a rank that waits is served by the reader
                 self._read[key] = payload if part is None else payload.whole
 
     def close(self) -> bool:

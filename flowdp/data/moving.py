@@ -46,7 +46,7 @@ def await_dataset(leaf: Any, lane: Lane, stream: Stream) -> None:
 def own_memory(leaf: Any, lane: Lane) -> Any:
     """A leaf of a batch on the device, in memory of its own; the leaf itself if it does not move.
 
-    Memory of a plain tensor belongs to the copy stream: who frees it lets that wait for its readers.
+    Memory of a plain tensor belongs to the copy stream, which has to wait for its readers before it is freed.
 
     Streams:
         `copy` is current: it allocates there, and copies.

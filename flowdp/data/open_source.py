@@ -104,9 +104,9 @@ def open_source(
     A resumed run reads its untrained batches, each epoch in its order; see `SamplerOrder` and
     `StreamReader` for the duties of a sampler and an IterableDataset.
 
-    On several machines each opens the whole dataset, and reads of it what its own ranks need: a source on
-    demand every n-th batch, an IterableDataset all, any other what they `expect`; see `StreamReader`
-    and `DemandReader` for the duties of a dataset. `check_identities` tells whether all have opened the same.
+    On several machines each opens the whole dataset, and reads the part of it that its own ranks need: a
+    source on demand every n-th batch, an IterableDataset all, any other the batches that they `expect`; see
+    `StreamReader` and `DemandReader` for the duties of a dataset, `check_identities` for the comparison.
 
     Args:
         dataset: Tensors of equal length (one, a tuple, a list or a mapping of them), a map-style dataset, an
@@ -114,7 +114,7 @@ def open_source(
         batch_size: Samples of a batch; None: as the DataLoader says. Another one than its own makes its
             batches anew.
         reading: How samples become batches; of a DataLoader nothing is said.
-        plan: What is read, and for whom.
+        plan: Epochs and batches to read.
         seed: Seed of the order, >= 0.
 
     Raises:
@@ -166,7 +166,7 @@ class _Stream(IterableDataset[Any]):
         return iter(self.iterable)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the iterable, where it wants to know."""
+        """Pass it on, where the iterable has it, too."""
         getattr(self.iterable, "set_epoch", lambda _: None)(epoch)
 
 
@@ -425,7 +425,7 @@ def open_evaluation(
         dataset: See `open_source`. A DataLoader has its own settings.
         batch_size: Samples of a batch.
         reading: That of the training; of it `collate_fn` and `num_workers` hold where they have a use.
-        plan: What is read, and for whom; on demand.
+        plan: Epochs and batches to read, on demand.
         name: Purpose of the dataset, for errors.
 
     Raises:

@@ -50,7 +50,7 @@ class Samples(Dataset[Any]):
 
 
 def described(error: BaseException) -> tuple[int | None, str]:
-    """The sample that an error's note names, if any, and the error in words.
+    """The sample that an error's note names, if any, and the text of the error.
 
     Of an error in a worker process, whose text has its whole traceback, these are the last lines.
     """

@@ -1,4 +1,4 @@
-"""The way of the batches: the source of all ranks, and what stands between it and one of them.
+"""Access to the batches: the `Source` of all ranks, and the `Feed` of one.
 
 A worker asks for a batch by number, and is woken once it is read. On the CPU it gets the source's batches as
 they are (`Feed`). On CUDA they are copied ahead into a ring (`PrefetchFeed`), or the whole dataset lies on
@@ -73,7 +73,7 @@ class Source(ABC):
         self._on_end, self._on_read = ended, read
 
     def samples_in(self, epoch: int, batch: int) -> int:
-        """Number of samples of a batch. Ask when it was taken: of some, only their reading tells.
+        """Number of samples of a batch that was taken: of some it is known when they are read.
 
         Threads:
             Any.

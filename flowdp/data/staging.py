@@ -46,7 +46,7 @@ class Staging:
         self._buffers: deque[tuple[Tensor, Event, Sequence[Tensor]]] = deque()
 
     def bring(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of a batch on the device; what does not move is as it was.
+        """The leaves of a batch on the device; leaves that do not move are returned as they are.
 
         Streams:
             `copy` is current: it allocates there, and copies. The host waits for the copies of the third
