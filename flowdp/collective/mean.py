@@ -291,12 +291,16 @@ class BlockMean:
             if block.rows is not None and self._kernels is not None:
                 rows = None if measured is None else self._rows[block.rows]
                 self._kernels.mean(sources, targets, weights, flags, rows)
-            elif block.kind == "buffers":
-                self._exact_mean(sources, targets, givers, shares)
+                continue
+            if block.kind == "buffers":
+                mean = self._exact_mean(sources, givers, shares)
             elif block.kind == "counts":
-                self._maximum(sources, targets)
+                mean = self._maximum(sources, targets)
             else:
-                self._mean(sources, targets, givers, shares, measured, block.move)
+                mean = self._mean(sources, targets, givers, shares, measured)
+            if block.move is not None:
+                block.move(mean)
+            _spread(mean, targets)
         if drift and len(self._rows):
             self._squares.add_(self._rows.sum(0))
         return self._squares if drift else None
@@ -344,13 +348,12 @@ class BlockMean:
         givers: Sequence[int],
         shares: _Shares,
         squares: Sequence[Tensor] | None,
-        move: Move | None,
-    ) -> None:
+    ) -> Tensor:
+        """The mean of parameters: in the first target, in scratch, or in a source; see `_spread`."""
         dtype = arithmetic(sources[0].dtype)
         is_narrow = not sources[0].dtype == targets[0].dtype == dtype
         if len(givers) == len(sources) == 2 and not is_narrow and not self._far:
-            self._mean_of_two(sources, targets, shares, squares, move)
-            return
+            return self._mean_of_two(sources, targets, shares, squares)
         first, *others = givers
         # Distances need every source once more when the mean is known, so it cannot overwrite one of them.
         needed = others if squares is None else givers
@@ -371,9 +374,7 @@ class BlockMean:
                 away = self._room(dtype, "wide", sources[giver])
                 squares[giver].add_(_square(torch.sub(self._wide(dtype, sources[giver]), mean, out=away)))
             squares[-1].add_(_square(mean))
-        if move is not None:
-            move(mean)
-        _spread(mean, targets)
+        return mean
 
     def _mean_of_two(
         self,
@@ -381,8 +382,7 @@ class BlockMean:
         targets: Sequence[Tensor],
         shares: _Shares,
         squares: Sequence[Tensor] | None,
-        move: Move | None,
-    ) -> None:
+    ) -> Tensor:
         """Two replicas lie on opposite sides of their mean, so the distance of one is that of both."""
         heavy, light = (0, 1) if shares.weights[0] >= shares.weights[1] else (1, 0)
         in_place = len(targets) == 2 and targets[0] is sources[0]
@@ -395,30 +395,22 @@ class BlockMean:
             squares[light].add_(square)
             squares[heavy].add_(square, alpha=(shares.weights[light] / shares.weights[heavy]) ** 2)
             squares[-1].add_(_square(mean))
-        if move is not None:
-            move(mean)
-        _spread(mean, targets)
+        return mean
 
-    def _exact_mean(
-        self,
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        givers: Sequence[int],
-        shares: _Shares,
-    ) -> None:
+    def _exact_mean(self, sources: Sequence[Tensor], givers: Sequence[int], shares: _Shares) -> Tensor:
         mean = self._room(torch.float64, "mean", sources[0]).copy_(sources[givers[0]])
         others = (self._wide(torch.float64, sources[giver]) for giver in givers[1:])
         add_weighted(mean, others, shares.of_all(torch.float64))
-        _spread(mean, targets)
+        return mean
 
-    def _maximum(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def _maximum(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         is_apart = any(source is targets[0] for source in sources[1:])
         greatest = self._room(sources[0].dtype, "mean", sources[0]) if is_apart else targets[0]
         if greatest is not sources[0]:
             greatest.copy_(sources[0])
         for source in sources[1:]:
             torch.maximum(greatest, source, out=greatest)
-        _spread(greatest, targets)
+        return greatest
 
     def _wide(self, dtype: torch.dtype, source: Tensor) -> Tensor:
         """A source itself, or scratch of this dtype that holds it."""
