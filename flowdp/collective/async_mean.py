@@ -42,7 +42,7 @@ class SnapshotMean:
             step with it. Ranks on the CPU share one. Empty: it is the plain mean.
 
     Raises:
-        OptionError: The replicas differ in structure; or CUDA ranks share a momentum, in the host's memory.
+        OptionError: CUDA ranks share a momentum, in the host's memory.
 
     Threads: ranks take and apply at the same time, the helper averages between. That `take` of the next
         round comes after every `apply` of this one, if there is one, is the coordinator's promise.

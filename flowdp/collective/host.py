@@ -62,9 +62,6 @@ class HostMean:
         outer: Outer step behind each mean; None: there is none.
         team: The ranks of all machines; None: these are all.
         overlaps: Means of all machines travel while these train on.
-
-    Raises:
-        OptionError: The replicas differ in structure.
     """
 
     masks = False

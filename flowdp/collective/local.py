@@ -39,7 +39,7 @@ class DeviceMean(StreamedMean):
         by_torch: Without kernels of flowdp's own.
 
     Raises:
-        OptionError: The replicas differ in structure, or a rank trains on the CPU.
+        OptionError: A rank trains on the CPU.
     """
 
     def __init__(

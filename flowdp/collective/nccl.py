@@ -92,7 +92,7 @@ class NcclMean(StreamedMean):
         name: NCCL's name of the group of all machines.
 
     Raises:
-        OptionError: The replicas differ in structure, or a rank trains on the CPU.
+        OptionError: A rank trains on the CPU.
         CollectiveError: NCCL does not work here, or another machine did not come; the replicas are as they
             were.
 

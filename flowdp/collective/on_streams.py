@@ -54,7 +54,7 @@ class StreamedMean(ABC):
     Ranks are counted from the first of this process (`first`), but in outcomes, which are of all.
 
     Raises:
-        OptionError: The replicas differ in structure, or a rank trains on the CPU.
+        OptionError: A rank trains on the CPU.
     """
 
     masks = True

@@ -117,7 +117,7 @@ def open_collective(
 
     Raises:
         CollectiveError: backend="nccl" was asked for and does not work here.
-        OptionError: The replicas differ in structure.
+        OptionError: A rank trains on the CPU, and backend="nccl" was asked for.
 
     Threads:
         The one that starts the run, before any other thread of it exists.

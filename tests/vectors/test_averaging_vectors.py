@@ -19,6 +19,7 @@ from flowdp.collective.nccl import NcclMean
 from flowdp.device.discovery import resolve_devices
 from flowdp.device.flat_parameters import FlatReplica
 from flowdp.device.streams import HostLane, open_lanes
+from flowdp.device.structure import check_same, structure
 from flowdp.errors import OptionError, ProtocolError
 from flowdp.machine.config import CoordinatorConfig
 from flowdp.machine.coordinator import Coordinator
@@ -257,7 +258,7 @@ def _end_to_end(vector: Vector) -> Answers:
 def _wrong_count(_: Vector) -> Answers:
     two, none = nn.Linear(3, 1), nn.Identity()
     with pytest.raises(OptionError) as error:
-        SnapshotMean([FlatReplica(two, 0), FlatReplica(none, 1)], HOST)
+        check_same([structure(two), structure(none)])
     assert "weight" in str(error.value)
     return {"error": True}
 
