@@ -11,10 +11,12 @@ from flowdp.machine.coordinator import Coordinator, Phase
 from flowdp.machine.epochs import Epochs
 from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Rounds
+from flowdp.policy.ledger import Ledger
+from flowdp.policy.streams_ledger import StreamsLedger
 
 
-def check(machine: Coordinator | Rounds | Epochs) -> None:
-    """Check that the records of a machine, and of those that it has, agree.
+def check(machine: Coordinator | Rounds | Epochs | Ledger | StreamsLedger) -> None:
+    """Check that the records of a machine or ledger, and of those that it has, agree.
 
     Raises:
         ProtocolError: They do not.
@@ -23,6 +25,8 @@ def check(machine: Coordinator | Rounds | Epochs) -> None:
         _check_epochs(machine)
     elif isinstance(machine, Rounds):
         _check_rounds(machine)
+    elif isinstance(machine, Ledger | StreamsLedger):
+        _check_ledger(machine)
     else:
         _check_epochs(machine.epochs)
         _check_rounds(machine.rounds)
@@ -33,9 +37,27 @@ def check(machine: Coordinator | Rounds | Epochs) -> None:
 def _check_epochs(epochs: Epochs) -> None:
     """No batch is lost or doubled, and the epochs are in their order."""
     for number, epoch in enumerate(epochs._open, epochs.done):
-        epoch.ledger.check()
+        _check_ledger(epoch.ledger)
         if epoch.ledger.epoch != number:
             raise ProtocolError(f"epoch {epoch.ledger.epoch} stands where {number} should")
+
+
+def _check_ledger(ledger: Ledger | StreamsLedger) -> None:
+    """Every batch is in one place."""
+    if isinstance(ledger, StreamsLedger):
+        for part in ledger._parts:
+            _check_ledger(part)
+        if ledger._room < 0:
+            raise ProtocolError(
+                f"epoch {ledger.epoch}: {-ledger._room} steps more than {ledger._limit} are dealt"
+            )
+        return
+    remaining = ledger.batches - ledger.position + sum(map(len, ledger.left))
+    if remaining != ledger.remaining or min(ledger.dealt, ledger.trained) < 0:
+        raise ProtocolError(
+            f"epoch {ledger.epoch}: {ledger.trained} batches trained, {ledger.dealt} dealt, {remaining} "
+            f"remaining do not make {ledger.batches}"
+        )
 
 
 def _check_rounds(rounds: Rounds) -> None:

@@ -25,8 +25,8 @@ from flowdp.policy.shares import (
     ThroughputBalance,
     changed_shares,
     format_shares,
+    hinted_weights,
     part_sizes,
-    weights_from,
 )
 from flowdp.policy.worth import Worth
 
@@ -69,7 +69,7 @@ class Balancer:
         timeline: LoopTimeline | None = None,
     ) -> None:
         world_size = 1 if replicas is None else len(replicas.modules)
-        self._balance = ThroughputBalance(weights_from([0.0] * world_size, options.cadence.speed_hint))
+        self._balance = ThroughputBalance(hinted_weights(world_size, options.cadence.speed_hint))
         self._ratios = options.ratios
         self._optimizers = optimizers
         self.pace = pace

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch.autograd import forward_ad
@@ -22,32 +21,29 @@ DTYPES: dict[Precision, torch.dtype | None] = {"32": None, "bf16": torch.bfloat1
 """Type of autocast for each precision; None: there is none."""
 
 
-@dataclass(frozen=True, slots=True)
 class Autocast:
     """Autocast of a rank. It is a state of the thread: entered where a step runs, and per step.
 
-    Attributes:
+    Args:
         device: Device of the rank.
-        dtype: Type that it casts to; None: there is no autocast.
+        precision: Option of the run.
         caches: Whether a weight that is used twice is cast only once. Torch's cache of casts is the
             process's, and each rank that leaves autocast empties it: of several ranks none has it, or the
             rounding of their gradients would be a matter of chance.
+
+    Attributes:
+        dtype: Type that it casts to; None: there is no autocast.
     """
 
-    device: torch.device
-    dtype: torch.dtype | None
-    caches: bool
-
-    @classmethod
-    def of(cls, device: torch.device, precision: Precision, *, caches: bool) -> Autocast:
-        """That of a precision."""
-        return cls(device, DTYPES[precision], caches)
+    def __init__(self, device: torch.device, precision: Precision, *, caches: bool) -> None:
+        self.dtype = DTYPES[precision]
+        self._kind, self._caches = device.type, caches
 
     def __call__(self) -> AbstractContextManager[object]:
         """A context of it."""
         if self.dtype is None:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=self.caches)
+        return torch.autocast(self._kind, dtype=self.dtype, cache_enabled=self._caches)
 
 
 def caller_modes(kinds: frozenset[str]) -> Callable[[], AbstractContextManager[None]]:

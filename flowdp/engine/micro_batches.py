@@ -202,7 +202,7 @@ class MicroBatcher:
     def _halve(self, full: MicroBatch, error: torch.OutOfMemoryError) -> None:
         replica, samples = self._replica, full.samples
         before = replica.forwards(full.batch, samples)
-        replica.halve()
+        replica.pieces *= 2
         after = replica.forwards(full.batch, samples)
         if before == after:
             why = f"its {samples} samples cannot be cut into more parts than {before}"

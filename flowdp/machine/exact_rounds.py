@@ -21,7 +21,7 @@ from flowdp.machine.planned_rounds import PlannedRounds
 from flowdp.machine.rounds import Averages, Shares
 from flowdp.policy.ledger import ReadLedger
 from flowdp.policy.schedule import is_due_at
-from flowdp.policy.shares import ThroughputBalance, part_sizes, weights_from
+from flowdp.policy.shares import ThroughputBalance, hinted_weights, part_sizes
 from flowdp.policy.sharing import Exclusion, Sharing
 from flowdp.protocol.commands import Command, Fail
 from flowdp.protocol.messages import Checksum, SampleRange, StartEpoch, SyncAck
@@ -78,7 +78,7 @@ class ExactRounds(PlannedRounds):
         self._batch = config.global_batch
         self._ratios = config.ratios
         self._balance = ThroughputBalance(
-            weights_from([0.0] * ranks, config.cadence.speed_hint),
+            hinted_weights(ranks, config.cadence.speed_hint),
             calibration=CALIBRATION,
             interval=INTERVAL,
             floor=min(FLOOR, FLOOR_PART / ranks),

@@ -177,9 +177,8 @@ class Cadence:
     def _known_ms_per_step(self) -> tuple[float, ...]:
         if self.ratios is not None:
             return tuple(1.0 / ratio for ratio in self.ratios)
-        if not self.el_che.is_calibrated:
-            return tuple(1.0 / count for count in self.el_che.batch_counts)
         measured = self.el_che.ms_per_batch
+        if not any(measured):
+            return tuple(1.0 / count for count in self.el_che.batch_counts)
         # A rank that has had no batch yet is taken for the slowest.
-        slowest = max(measured)
-        return tuple(ms if ms > 0 else slowest for ms in measured)
+        return tuple(ms or max(measured) for ms in measured)

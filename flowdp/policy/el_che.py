@@ -270,8 +270,7 @@ def fitted_quotas(
     each round idle.
 
     Args:
-        ms_per_step: Milliseconds per step per rank; one that is not measured (0) counts as the slowest.
-            Shape (world_size,).
+        ms_per_step: Milliseconds per step per rank, all positive. Shape (world_size,).
         anchor: Steps of the slowest rank, at least 1.
         max_anchor: Most steps of the slowest rank, at least `anchor`: no larger anchor is tried.
         max_lead: Most steps by which a rank may lead the slowest. No quota exceeds `max_lead + 1`: the
@@ -282,23 +281,21 @@ def fitted_quotas(
         Steps per rank, each at least 1. Shape (world_size,).
     """
     slowest = max(ms_per_step)
-    paces = [ms if ms > 0.0 else slowest for ms in ms_per_step] if slowest > 0.0 else [1.0] * len(ms_per_step)
     near = -(-5 * anchor // 4)
     last = max(near, anchor + 2)
     if max_anchor is not None:
         last = min(last, max_anchor)
     if max_lead is not None:
-        last = min(last, max(1, int((max_lead + 1.5) * min(paces) / max(paces))))
+        last = min(last, max(1, int((max_lead + 1.5) * min(ms_per_step) / slowest)))
     best: list[int] = []
     best_fill = 0.0
     for candidate in _candidates(anchor, last):
-        if candidate > near and best_fill >= _FULL * len(paces):
+        if candidate > near and best_fill >= _FULL * len(ms_per_step):
             break
-        wall_ms = candidate * max(paces)
-        quotas = [max(1, int(wall_ms / pace + 0.5)) for pace in paces]
+        quotas = [max(1, int(candidate * slowest / ms + 0.5)) for ms in ms_per_step]
         if max_lead is not None:
             quotas = [min(quota, max_lead + 1) for quota in quotas]
-        times = [quota * pace for quota, pace in zip(quotas, paces, strict=True)]
+        times = [quota * ms for quota, ms in zip(quotas, ms_per_step, strict=True)]
         fill = sum(times) / max(times)
         if fill > best_fill + 1e-9:
             best, best_fill = quotas, fill

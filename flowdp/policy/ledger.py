@@ -78,7 +78,7 @@ class Ledger:
     @property
     def remaining(self) -> int:
         """Batches that can still be dealt."""
-        # Asked for each fact, and left-overs lie with every rank: `check` counts them.
+        # Asked for each fact, and left-overs lie with every rank: they are not counted.
         return self.batches - self.dealt - self.trained
 
     @property
@@ -193,19 +193,6 @@ class Ledger:
         while self.position - 1 in left:
             self.position -= 1
         self.left = [[batch for batch in hand if batch < self.position] for hand in self.left]
-
-    def check(self) -> None:
-        """Check that every batch is in one place.
-
-        Raises:
-            ProtocolError: It is not.
-        """
-        remaining = self.batches - self.position + sum(map(len, self.left))
-        if remaining != self.remaining or min(self.dealt, self.trained) < 0:
-            raise ProtocolError(
-                f"epoch {self.epoch}: {self.trained} batches trained, {self.dealt} dealt, {remaining} "
-                f"remaining do not make {self.batches}"
-            )
 
     def _take_left(self, rank: int, quota: int) -> list[int]:
         hand, self.left[rank] = self.left[rank][:quota], self.left[rank][quota:]

@@ -12,9 +12,9 @@ __all__ = [
     "ThroughputBalance",
     "changed_shares",
     "format_shares",
+    "hinted_weights",
     "normalised_ratios",
     "part_sizes",
-    "weights_from",
 ]
 
 MOVED = 0.02
@@ -26,26 +26,18 @@ _SMOOTHING = 0.3
 _MIN_RATIO = 0.05
 
 
-def weights_from(
-    ms_per_batch: Sequence[float], speed_hint: tuple[int, float] | None = None
-) -> tuple[float, ...]:
-    """Relative speeds: measured ones, else the hint, else equal.
+def hinted_weights(world_size: int, speed_hint: tuple[int, float] | None) -> tuple[float, ...]:
+    """Relative speeds before any is measured: by the hint, else equal.
 
     Args:
-        ms_per_batch: Milliseconds per step per rank, 0 where not measured; beside measured ranks such a
-            rank counts as the slowest of them. Shape (ranks,).
+        world_size: Ranks.
         speed_hint: (slow rank, how many times faster the others are).
 
     Returns:
-        Positive weights, not normalised. Shape (ranks,).
+        Positive weights, not normalised. Shape (world_size,).
     """
-    slowest = max(ms_per_batch)
-    if slowest > 0.0:
-        return tuple(slowest / ms if ms > 0.0 else 1.0 for ms in ms_per_batch)
-    if speed_hint is None:
-        return (1.0,) * len(ms_per_batch)
-    slow_rank, ratio = speed_hint
-    return tuple(1.0 if rank == slow_rank else ratio for rank in range(len(ms_per_batch)))
+    slow_rank, ratio = speed_hint or (0, 1.0)
+    return tuple(1.0 if rank == slow_rank else ratio for rank in range(world_size))
 
 
 def changed_shares(reported: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:

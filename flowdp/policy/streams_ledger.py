@@ -139,13 +139,6 @@ class StreamsLedger:
         for part in self._parts:
             part.rewind()
 
-    def check(self) -> None:
-        """Check that every batch is in one place; see `Ledger.check`."""
-        for part in self._parts:
-            part.check()
-        if self._room < 0:
-            raise ProtocolError(f"epoch {self.epoch}: {-self._room} steps more than {self._limit} are dealt")
-
     def _within_limit(self, quotas: Sequence[int], ms_per_step: Sequence[float]) -> Sequence[int]:
         """The quotas or, where the limit leaves less, that many steps: those that would end first."""
         if sum(quotas) <= self._room:

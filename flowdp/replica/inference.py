@@ -71,7 +71,7 @@ def build_inference(
                 module=module,
                 function=function,
                 lane=lane,
-                casting=Autocast.of(lane.device, config.precision, caches=len(lanes) == 1),
+                casting=Autocast(lane.device, config.precision, caches=len(lanes) == 1),
             )
         )
     return replicas

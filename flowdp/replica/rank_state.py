@@ -226,12 +226,7 @@ def restore_model(module: nn.Module, model: Mapping[str, Any], buffers: Mapping[
     own, hidden = module.state_dict(), _hidden_buffers(module)
     if buffers is None:
         buffers, hidden = {}, {}
-    saved, mine = (
-        {name: _form(value) for name, value in values.items()}
-        for values in ({**model, **buffers}, {**own, **hidden})
-    )
-    found = difference(saved, mine, "in the checkpoint", "here", SHOWN)
-    if found:
+    if found := _difference({**model, **buffers}, {**own, **hidden}):
         raise CheckpointError(
             f"the checkpoint is of another model: {found}; build the model that was trained, or start anew "
             f"with resume=False"
@@ -263,10 +258,9 @@ def restore_momentum(replica: Replica, outer: OuterMomentum, saved: Mapping[str,
         On `compute`; all of it is done on return.
     """
     own, lane = named_momentum(replica, outer), replica.lane
-    then, now = ({name: _form(value) for name, value in table.items()} for table in (saved, own))
-    if unlike := difference(then, now, "in the checkpoint", "here", SHOWN):
+    if found := _difference(saved, own):
         raise CheckpointError(
-            f"the outer momentum in the checkpoint is of other parameters: {unlike}; train those that were "
+            f"the outer momentum in the checkpoint is of other parameters: {found}; train those that were "
             "trained then, or leave outer out"
         )
     with lane.on(lane.compute):
@@ -275,8 +269,16 @@ def restore_momentum(replica: Replica, outer: OuterMomentum, saved: Mapping[str,
     lane.drain()
 
 
-def _form(value: Any) -> str:
-    return tensor_form(value.dtype, value.shape) if isinstance(value, Tensor) else "no tensor"
+def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """The first differences, in words, between the tensors of a checkpoint and a replica's."""
+    then, now = (
+        {
+            name: tensor_form(value.dtype, value.shape) if isinstance(value, Tensor) else "no tensor"
+            for name, value in table.items()
+        }
+        for table in (saved, own)
+    )
+    return difference(then, now, "in the checkpoint", "here", SHOWN)
 
 
 def _restore_optimizers(replica: Replica, saved: Any) -> None:

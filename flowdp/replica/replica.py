@@ -75,7 +75,7 @@ class Replica(Capturable):
         module, flat, lane = self.module, self.flat, self.lane = parts.module, parts.flat, parts.lane
         self.function = function
         self.optimizers, self.learning_rate = parts.optimizers, parts.learning_rate
-        self.casting = Autocast.of(lane.device, parts.precision, caches=parts.caches_casts)
+        self.casting = Autocast(lane.device, parts.precision, caches=parts.caches_casts)
         self.average = None if parts.ema_decay is None else WeightAverage(flat, module, parts.ema_decay)
         self.frozen = None
         if parts.frozen_remedy is not None and any(
@@ -166,10 +166,6 @@ class Replica(Capturable):
     def is_finite(self) -> bool:
         """Whether the memory that must stay finite is so; reads it."""
         return self.watched is None or self.watched.is_finite()
-
-    def halve(self) -> None:
-        """Compute micro-batches in twice as many pieces from here on."""
-        self.pieces *= 2
 
     def add(self, batch: Any, worker: CurrentWorker, share: float = 1.0) -> None:
         """Forward and backward of a micro-batch.

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowdp.policy.ledger import ENDLESS, Deal, Ledger, ReadLedger, interleave
+from tests.invariants import check
 
 EQUAL = (1.0, 1.0)
 
@@ -14,7 +15,7 @@ EQUAL = (1.0, 1.0)
 def settle(ledger: Ledger, deal: Deal, trained: tuple[int, ...]) -> None:
     for rank, (hand, count) in enumerate(zip(deal, trained, strict=True)):
         ledger.count_back(rank, hand, count)
-    ledger.check()
+    check(ledger)
 
 
 # ---------------------------------------------------------------- the order of requests
@@ -58,7 +59,7 @@ def test_a_full_round_gives_every_rank_its_quota() -> None:
     deal = ledger.deal((4, 2), (10.0, 20.0))
     assert deal == ((0, 2, 3, 5), (1, 4))
     assert (ledger.position, ledger.dealt, ledger.remaining) == (6, 6, 94)
-    ledger.check()
+    check(ledger)
 
 
 def test_the_tail_goes_to_those_that_finish_it_first() -> None:
@@ -81,7 +82,7 @@ def test_the_tail_goes_to_those_that_finish_it_first() -> None:
 def test_a_rank_that_is_due_gets_one_step_of_the_tail(batches: int, due: tuple[int, ...], deal: Deal) -> None:
     ledger = Ledger(0, batches, 2)
     assert ledger.deal((10, 10), (10.0, 1000.0), due) == deal
-    ledger.check()
+    check(ledger)
 
 
 def test_the_tail_keeps_to_the_quotas() -> None:
@@ -123,7 +124,7 @@ def test_left_overs_at_the_end_were_never_dealt() -> None:
     ledger.rewind()
     # 1 and 3 come before 4, which was trained; 5 is the last.
     assert (ledger.position, ledger.left) == (5, [[], [1, 3]])
-    ledger.check()
+    check(ledger)
 
 
 def test_at_the_end_left_overs_change_hands() -> None:
@@ -159,7 +160,7 @@ def test_an_order_of_one_rank_is_a_deal_with_a_quota_for_it_alone(data: st.DataO
         trained = data.draw(st.integers(0, one.steps(rank, hand)))
         for ledger in (one, other):
             ledger.count_back(rank, hand, trained)
-            ledger.check()
+            check(ledger)
         assert vars(one) == vars(other)
 
 
@@ -193,7 +194,7 @@ def test_each_batch_is_in_exactly_one_place(data: st.DataObject) -> None:
             trained += hand[: steps * groups[rank]]
         elif what == "rewind":
             ledger.rewind()
-        ledger.check()
+        check(ledger)
         places = [*trained, *(batch for _, hand in out for batch in hand)]
         places += [batch for hand in ledger.left for batch in hand]
         places += range(ledger.position, batches)
@@ -236,7 +237,7 @@ def test_the_end_takes_back_what_was_dealt_beyond_it() -> None:
     second = ledger.deal((3, 1), EQUAL)
     assert second == ((6, 7, 8), (3,))
     ledger.end(7)
-    ledger.check()
+    check(ledger)
     # Rank 1 has 5; 6 and 3 are dealt; 7 and 8 never existed.
     assert (ledger.left, ledger.dealt, ledger.remaining) == ([[], [5]], 2, 1)
     settle(ledger, ((6,), (3,)), (1, 1))
@@ -258,7 +259,7 @@ def test_every_batch_is_trained_once_whenever_the_end_is_known(
         if turn == ends_at:
             ledger.end(batches)
             out = [(rank, tuple(b for b in hand if b < batches)) for rank, hand in out]
-            ledger.check()
+            check(ledger)
         if ledger.is_complete:
             break
         if len(out) < 2 * ranks and ledger.remaining:
@@ -272,7 +273,7 @@ def test_every_batch_is_trained_once_whenever_the_end_is_known(
             done = data.draw(st.integers(min(1, exists), exists))
             trained += hand[:done]
             ledger.count_back(rank, hand, done)
-        ledger.check()
+        check(ledger)
         if data.draw(st.booleans()) and not out:
             ledger.rewind()
     assert sorted(trained) == list(range(batches))
@@ -288,7 +289,7 @@ def test_whole_rounds_without_a_rank() -> None:
 def test_it_begins_where_another_one_stood() -> None:
     ledger = Ledger(0, 10, 2)
     ledger.resume(7, ((5, 1), (), (3,)))
-    ledger.check()
+    check(ledger)
     assert (ledger.left, ledger.trained, ledger.remaining) == ([[1, 3, 5], []], 4, 6)
     assert sorted(batch for hand in ledger.deal((3, 3), EQUAL) for batch in hand) == [1, 3, 5, 7, 8, 9]
 
@@ -298,7 +299,7 @@ def test_left_overs_of_a_lost_rank_go_round_the_others() -> None:
     settle(ledger, ledger.deal((3, 3, 3), (1.0,) * 3), (0, 0, 2))
     left = [list(hand) for hand in ledger.left]
     ledger.reassign(0, (1, 2))
-    ledger.check()
+    check(ledger)
     assert ledger.left[0] == []
     assert sorted(ledger.left[1] + ledger.left[2]) == sorted(left[0] + left[1] + left[2])
     assert len(ledger.left[1]) - len(left[1]) == 2
@@ -320,7 +321,7 @@ def test_batches_are_dealt_when_they_were_read_and_it_is_complete_at_the_end() -
     ledger.count_back(0, (3,), 1)
     assert ledger.is_complete
     assert ledger.samples == {0: 20, 1: 20, 2: 20, 3: 7}
-    ledger.check()
+    check(ledger)
 
 
 def test_a_limit_ends_it_before_the_reader_does() -> None:
@@ -341,4 +342,4 @@ def test_it_goes_on_behind_what_was_trained() -> None:
     assert ledger.deal_to(0, 9) == (1,)
     ledger.read(3, 5)
     assert ledger.deal_to(0, 9) == (3,)
-    ledger.check()
+    check(ledger)

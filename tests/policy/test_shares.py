@@ -6,19 +6,17 @@ from hypothesis import strategies as st
 
 from flowdp.policy.shares import (
     ThroughputBalance,
+    hinted_weights,
     normalised_ratios,
     part_sizes,
-    weights_from,
 )
 
 weights = st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=8)
 
 
-def test_weights_are_measured_speeds_else_the_hint_else_equal():
-    assert weights_from([10.0, 20.0, 40.0]) == (4.0, 2.0, 1.0)
-    assert weights_from([10.0, 0.0, 40.0], (0, 9.0)) == (4.0, 1.0, 1.0)
-    assert weights_from([0.0, 0.0, 0.0], (1, 2.3)) == (2.3, 1.0, 2.3)
-    assert weights_from([0.0, 0.0]) == (1.0, 1.0)
+def test_weights_are_those_of_the_hint_else_equal():
+    assert hinted_weights(3, (1, 2.3)) == (2.3, 1.0, 2.3)
+    assert hinted_weights(2, None) == (1.0, 1.0)
 
 
 @given(st.integers(0, 60), weights, st.integers(1, 4))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowdp.policy.streams_ledger import StreamsLedger
+from tests.invariants import check
 
 EQUAL = (1.0, 1.0, 1.0)
 
@@ -17,7 +18,7 @@ def test_each_machine_has_numbers_of_its_own() -> None:
     assert ledger.deal((2, 1, 2), EQUAL) == ((0, 4), (2,), (1, 3))
     assert (ledger.dealt, ledger.trained) == (5, 0)
     assert ledger.deal((2, 2, 2), EQUAL) == ((6, 10), (8, 12), (5, 7))
-    ledger.check()
+    check(ledger)
 
 
 def test_a_machine_whose_stream_has_ended_gets_nothing() -> None:
@@ -28,7 +29,7 @@ def test_a_machine_whose_stream_has_ended_gets_nothing() -> None:
     assert ledger.whole_rounds(range(3)) == 0
     assert ledger.deal((2, 2, 2), EQUAL) == ((), (), (5, 7))
     ledger.end(3, 1)
-    ledger.check()
+    check(ledger)
     assert (ledger.remaining, ledger.dealt, ledger.batches) == (0, 6, 6)
     for rank, hand in enumerate(((0, 4), (2,), (1, 3))):
         ledger.count_back(rank, hand, len(hand))
@@ -56,7 +57,7 @@ def test_a_limit_leaves_the_steps_that_end_first() -> None:
     ledger = StreamsLedger(0, 4, (1, 1, 1))
     assert ledger.deal((3, 3, 3), (1.0, 3.0, 2.0)) == ((0, 3), (1,), (2,))
     assert (ledger.remaining, ledger.planned_steps(1)) == (0, 4)
-    ledger.check()
+    check(ledger)
 
 
 @given(st.data(), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.booleans())
@@ -83,7 +84,7 @@ def test_every_batch_is_trained_once_whenever_the_ends_are_known(
                 (rank, tuple(b for b in hand if machine_of[rank] != machine or exists(b)))
                 for rank, hand in out
             ]
-            ledger.check()
+            check(ledger)
         if turn > max(ends_at) and ledger.is_complete:
             break
         if ledger.remaining:
@@ -105,7 +106,7 @@ def test_every_batch_is_trained_once_whenever_the_ends_are_known(
                 ledger.count_back(rank, hand, len(hand))
                 trained += hand
             out = []
-        ledger.check()
+        check(ledger)
     assert ledger.is_complete
     assert len(trained) == len(set(trained)) == min(sum(lengths), sum(lengths) if limit is None else limit)
     assert all(map(exists, trained))

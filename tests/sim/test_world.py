@@ -14,7 +14,6 @@ from flowdp.options import Policy
 from flowdp.protocol.commands import Command, RoundEnded
 from flowdp.protocol.gate import GateState
 from flowdp.protocol.messages import Fact
-from flowdp.sim.plan import simulate
 from flowdp.sim.world import Clock, VirtualRank, World
 
 
@@ -51,11 +50,6 @@ def test_a_deadlock_is_an_error() -> None:
 
     with pytest.raises(ProtocolError, match="nothing is left to happen"):
         world(coordinator=Mute).run()
-
-
-def test_a_prediction_runs_no_check_of_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Coordinator, "check")
-    assert simulate([1.0, 2.0], batches=20).rounds > 0
 
 
 def test_things_happen_in_the_order_of_time_then_of_asking() -> None:

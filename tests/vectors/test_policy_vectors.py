@@ -20,8 +20,8 @@ from flowdp.policy.formats import format_duration, format_metric
 from flowdp.policy.schedule import lr_factor, position
 from flowdp.policy.shares import (
     ThroughputBalance,
+    hinted_weights,
     part_sizes,
-    weights_from,
 )
 from flowdp.policy.tally import Tally, Work
 from tests.vectors.book import ALL, Answers, Book, Vector
@@ -249,7 +249,8 @@ def _by_speed(vector: Vector) -> Answers:
     che = ElChe(vector["setup"]["world_size"])
     if "calibrate" in vector["input"]:
         report(che, vector["input"]["calibrate"])
-    return {"sizes": part_sizes(vector["setup"]["total"], weights_from(che.ms_per_batch))}
+    speeds = [1.0 / ms if ms else 1.0 for ms in che.ms_per_batch]
+    return {"sizes": part_sizes(vector["setup"]["total"], speeds)}
 
 
 @answers("PS-010")
@@ -257,7 +258,7 @@ def _by_hint(vector: Vector) -> Answers:
     hint = (1, 2.3)
     che = ElChe(2, speed_hint=hint)
     assert (che.batch_counts, che.ms_per_batch) == ((23, 10), (0.0, 0.0))
-    sizes = part_sizes(vector["setup"]["total"], weights_from(che.ms_per_batch, hint))
+    sizes = part_sizes(vector["setup"]["total"], hinted_weights(2, hint))
     assert sizes == (697, 303)
     return {"sizes": sizes}
 
