@@ -55,7 +55,7 @@ class TrainedState:
         global_step: Steps of all ranks.
         epochs_done: Complete epochs, without one that `max_steps` cut short; `resume` continues in that.
         interrupted: The run was stopped before its last step or evaluation, by `stop()`, Ctrl-C, SIGTERM or
-            `max_time`; not by early stopping.
+            `max_time`; not by early stopping. False of a file, which does not tell.
         stopped_at: Position of the run, for `resume`; None inside an epoch where reading cannot begin there.
         ema: `state_dict` with the moving average of `flowdp.EMA` in place of the trained parameters; None
             without it.
@@ -394,7 +394,7 @@ def load_checkpoint(path: str | PathLike[str]) -> TrainedState:
         history=tuple(start.history),
         global_step=position.global_step,
         epochs_done=position.done,
-        interrupted=True,
+        interrupted=False,
         stopped_at=StopPosition(position, start.fingerprint or {}, first["learning_rate"], start.orders),
         ema=Weights(start.model, start.ema).average,
         outer_momentum=start.outer or None,

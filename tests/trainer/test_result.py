@@ -90,7 +90,7 @@ def test_a_checkpoint_is_read_as_a_state(tmp_path: Path) -> None:
     read = load_checkpoint(tmp_path / "run")
     assert torch.equal(read.state_dict["weight"], whole.state_dict["weight"])
     assert read.history == whole.history
-    assert (read.global_step, read.epochs_done) == (12, 2)
+    assert str(read) == str(whole)  # it says nothing of an interrupt
     torch.optim.Adam(nn.Linear(2, 1).parameters()).load_state_dict(read.optimizer_state)
     further = [
         trainer(lambda: nn.Linear(2, 1), epochs=3, resume=start).fit()
