@@ -16,7 +16,7 @@ from typing import Any
 from flowdp.policy import tally
 from flowdp.protocol import position
 from flowdp.protocol.commands import Command
-from flowdp.protocol.messages import Fact
+from flowdp.protocol.messages import Fact, Tick
 
 __all__ = ["EventLog", "brief", "decode", "encode"]
 
@@ -108,8 +108,12 @@ class EventLog:
         self._events: deque[tuple[float, Fact, Sequence[Command]]] = deque(maxlen=KEPT)
 
     def take(self, fact: Fact, now_ms: float, commands: Sequence[Command]) -> None:
-        """Write down a fact that the coordinator has just taken, and its commands."""
-        self._events.append((now_ms, fact, commands))
+        """Write down a fact that the coordinator has just taken, and its commands.
+
+        A look at the clock that commands nothing is left out: in a standstill there is nothing else.
+        """
+        if commands or not isinstance(fact, Tick):
+            self._events.append((now_ms, fact, commands))
 
     def tail(self, count: int) -> list[str]:
         """The last events as short text, oldest first."""

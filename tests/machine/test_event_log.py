@@ -61,11 +61,19 @@ def test_brief_says_what_is_not_as_usual() -> None:
 def test_the_last_events_are_kept_and_told_as_text() -> None:
     event_log = EventLog()
     event_log.take(WorkerReady(0), 1.0, [Send(0, StartEpoch(0, 0, (1,)))])
-    event_log.take(Tick(), 2.0, [])
+    event_log.take(WorkerReady(1), 2.0, [])
     sent = "Send(rank=0, order=StartEpoch(plan=0, epoch=0, batches=(1)))"
-    assert event_log.tail(3) == [f"1.0 ms WorkerReady(rank=0) => {sent}", "2.0 ms Tick() => -"]
+    assert event_log.tail(3) == [f"1.0 ms WorkerReady(rank=0) => {sent}", "2.0 ms WorkerReady(rank=1) => -"]
     assert len(event_log.tail(1)) == 1
     for number in range(KEPT):
-        event_log.take(Tick(), float(number), [])
+        event_log.take(WorkerReady(0), float(number), [])
     assert len(event_log.tail(2 * KEPT)) == KEPT
-    assert event_log.tail(2 * KEPT)[0] == "0.0 ms Tick() => -"
+    assert event_log.tail(2 * KEPT)[0] == "0.0 ms WorkerReady(rank=0) => -"
+
+
+def test_a_look_at_the_clock_is_an_event_where_it_commands_something() -> None:
+    event_log = EventLog()
+    event_log.take(Tick(), 1.0, [])
+    event_log.take(Tick(), 2.0, [Send(0, StartEpoch(0, 0, (1,)))])
+    [told] = event_log.tail(3)
+    assert told.startswith("2.0 ms Tick() => Send(")
