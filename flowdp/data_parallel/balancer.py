@@ -35,8 +35,8 @@ __all__ = ["Balancer", "Pace"]
 log = logging.getLogger("flowdp")
 
 STEPLESS = 32
-"""Calls with gradients after which an optimizer that has not stepped is one whose `step` the loop does not
-call (the two steps of SAM are other methods): from there on each call is a step."""
+"""Calls with gradients without a step of the optimizer, from which on each call is a step: the loop has
+another optimizer by now, or calls another method (SAM has two steps)."""
 
 
 class Balancer:
@@ -82,7 +82,8 @@ class Balancer:
         if replicas is not None:
             self._watches = (*replicas.watches, replicas.summing)
         self._reported_shares = self.ratios
-        self._calls = 0  # with gradients
+        self._steps = 0  # of the first optimizer, at the last call
+        self._calls = 0  # with gradients since that step
         self._samples = [0] * world_size  # since the last step
         self._batches = [0] * world_size
         self._pending: list[tuple[list[int], list[int], int]] = []
@@ -137,9 +138,10 @@ class Balancer:
     def _note(self, samples: int, *, is_cut: bool) -> None:
         if self.pace is not None:
             self.pace.note(samples, is_cut=is_cut)
-        self._calls += torch.is_grad_enabled()
-        is_stepless = self._calls > STEPLESS and not self._optimizers.steps
-        if is_stepless or not self._optimizers.optimizers:
+        steps = self._optimizers.steps
+        self._calls = (self._calls if steps == self._steps else 0) + torch.is_grad_enabled()
+        self._steps = steps
+        if self._calls > STEPLESS or not self._optimizers.optimizers:
             self.step()
 
     def step(self) -> None:

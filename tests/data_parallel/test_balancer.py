@@ -333,21 +333,24 @@ def test_a_loop_stays_cut(setup: Any, clock: Clock) -> None:
 
 
 @slower
-def test_a_loop_that_never_steps_its_optimizer_is_timed_by_calls(setup: Any, clock: Clock) -> None:
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_loop_that_no_longer_steps_its_optimizer_is_timed_by_calls(
+    setup: Any, clock: Clock, steps: int
+) -> None:
     dp = setup(Counting())
+    train(dp, clock, steps)
+    other = SGD(dp.parameters(), 0.1)  # for the second phase of a fine-tuning
     for seed in range(STEPLESS + SETTLED + 1):
         seen = len(dp.module.seen)
         dp(numbers(8, 6, seed=seed)).sum().backward()
-        with torch.no_grad():
-            for parameter in dp.parameters():  # as in the second step of SAM
-                parameter -= 0.1 * parameter.grad
-        dp.zero_grad()
         clock.now_s += clock.took_s[len(dp.module.seen) - seen == 2]
+        other.step()
+        other.zero_grad()
     assert "on cpu alone" in repr(dp)
-    dp.step()
     left = dp._balancer.pace._worth._left
+    dp.step()
     dp(numbers(8, 6)).sum().backward()
-    assert dp._balancer.pace._worth._left == left, "from the first step on, the optimizer counts"
+    assert dp._balancer.pace._worth._left == left - 1, "the optimizer's steps count again"
 
 
 @faster
