@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import flowdp
 from bench.harness import Comparison, compare, options, report
 from bench.models import MODELS, Gpt, classify, images, predict_next, texts
-from flowdp.data.open_source import TensorSource
+from flowdp.data.tensor_source import TensorSource
 from flowdp.device.cores import pause_openmp
 from flowdp.device.process_tuning import keep_freed_memory
 from flowdp.replica.window_replica import LoneReplica

@@ -113,7 +113,8 @@ class SnapshotMean:
         with ExitStack() as stack:
             # First-use allocations happen while no grouped collective is being launched.
             stack.enter_context(QUIET if lane.is_async else nullcontext())
-            lanes = self._one_per_device(lane)
+            others = {other.device: other for other in self._lanes if other.device != lane.device}
+            lanes = [*others.values(), lane]  # one on each device
             for other in lanes:
                 # Torch orders a copy between two devices with the current streams of both.
                 stack.enter_context(other.on(other.comm))
@@ -181,11 +182,6 @@ class SnapshotMean:
         replica.scatter()
         self._applied[rank].record(lane.compute)
         self._taken[rank] = None
-
-    def _one_per_device(self, home: Lane) -> list[Lane]:
-        """A lane on each device, and `home` last, for its device."""
-        lanes = {lane.device: lane for lane in self._lanes if lane.device != home.device}
-        return [*lanes.values(), home]
 
     def _wait_for(self, lane: Lane, members: Sequence[int]) -> None:
         """Let a comm stream wait for the slots, and for the last mean to be read."""

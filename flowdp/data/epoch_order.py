@@ -31,7 +31,6 @@ __all__ = [
     "EpochOrder",
     "SamplerOrder",
     "Stride",
-    "batches_per_epoch",
     "epoch_order",
 ]
 
@@ -84,11 +83,6 @@ def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(samples, generator=generator, device="cpu")
 
 
-def batches_per_epoch(samples: int, batch_size: int, drop_last: bool) -> int:
-    """Batches of an epoch: floor(samples / batch_size) with `drop_last`, else the ceiling."""
-    return samples // batch_size if drop_last else -(-samples // batch_size)
-
-
 class Drawn(NamedTuple):
     """The order of one epoch.
 
@@ -109,7 +103,7 @@ class BatchOrder(ABC):
     Args:
         drawn: Samples that are drawn for an epoch, or batches of a batch sampler.
         batch_size: Samples of a batch; None: a batch sampler makes them.
-        drop_last: See `batches_per_epoch`.
+        drop_last: Leave out a last batch that is not full.
         limit: Part of each epoch that is dealt.
         first: Earlier epochs than this one will not be asked for.
 
@@ -128,7 +122,7 @@ class BatchOrder(ABC):
 
     def __init__(self, drawn: int, batch_size: int | None, drop_last: bool, limit: Limit, first: int) -> None:
         size = batch_size or 1
-        batches = batches_per_epoch(drawn, size, drop_last)
+        batches = drawn // size if drop_last else -(-drawn // size)
         ends = [drawn, limit.of(batches) * size, *([] if limit.samples is None else [limit.samples])]
         self._size, self._stop = size, min(ends)
         self.batch_size = batch_size
@@ -239,7 +233,7 @@ class SamplerOrder(BatchOrder):
     Args:
         sampler: Anything with a length that yields dataset indices.
         batch_size: Samples of a batch; None: it yields lists of indices, the batches, of any sizes but 0.
-        drop_last: See `batches_per_epoch`.
+        drop_last: Leave out a last batch that is not full.
         limit: See `BatchOrder`.
         first: See `BatchOrder`.
     """

@@ -36,12 +36,9 @@ from flowdp.protocol.position import Position
 from flowdp.validators import check_int
 
 __all__ = [
-    "Batch",
-    "Collate",
-    "Source",
-    "TensorSource",
     "dataset_length",
     "is_stream",
+    "loader_generators",
     "loader_order",
     "open_evaluation",
     "open_source",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,6 @@ from flowdp.data.epoch_order import (
     BatchOrder,
     EpochOrder,
     SamplerOrder,
-    batches_per_epoch,
     epoch_order,
 )
 from flowdp.data.loader_source import ReadPlan
@@ -76,7 +76,7 @@ def test_every_sample_lies_in_one_batch(samples, batch_size, drop_last, shuffle,
     seen = whole(order, epoch)
     sizes = [order.samples_in(epoch, batch) for batch in range(order.batches)]
     assert sizes == [len(order.indices(epoch, batch)) for batch in range(order.batches)]
-    assert order.batches == batches_per_epoch(samples, batch_size, drop_last)
+    assert order.batches == (math.floor if drop_last else math.ceil)(samples / batch_size)
     assert order.samples == sum(sizes) == len(seen) == len(set(seen))
     assert set(seen) <= set(range(samples))
     if drop_last:

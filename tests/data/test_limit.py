@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from flowdp.data.limit import UNLIMITED, Limit, check_limit
-from flowdp.data.open_source import Source
+from flowdp.data.source import Source
 from flowdp.errors import OptionError
 from tests.data import opening
 from tests.limits import HANG_S

@@ -29,7 +29,8 @@ from torch.utils.data.distributed import DistributedSampler
 from flowdp.data.epoch_order import Stride, epoch_order
 from flowdp.data.iterable_source import StreamReader
 from flowdp.data.map_source import DemandReader, Reader
-from flowdp.data.open_source import Source, TensorSource
+from flowdp.data.source import Source
+from flowdp.data.tensor_source import TensorSource
 from flowdp.engine.shared_batches import SharedBatches
 from flowdp.errors import OptionError
 from flowdp.protocol.position import OpenEpoch, Position
