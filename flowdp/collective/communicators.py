@@ -266,17 +266,22 @@ class Communicators:
         self._comms = CommunicatorSetup(nccl, lanes, flats, members=members).wait()
         self._error: CollectiveError | None = None
 
-    def launch(self, calls: Sequence[Sequence[Call]]) -> None:
+    def launch(self, calls: Sequence[Sequence[Call]], what: str) -> None:
         """Launch the calls of each rank here as one group.
 
+        Args:
+            calls: Those of each rank here.
+            what: The operation, for the error: "NCCL could not ...".
+
         Raises:
-            CollectiveError: They have been aborted or closed.
+            CollectiveError: NCCL refuses, or they have been aborted or closed.
         """
         with self._lock:
             if self._error is not None:
                 raise type(self._error)(*self._error.args)
             comms = list(self._comms)
-        launch_group(self._nccl, comms, calls)
+        with nccl_errors(self._nccl, what):
+            launch_group(self._nccl, comms, calls)
 
     def renew(self, lanes: Sequence[Lane], flats: Sequence[Sequence[Flat]]) -> None:
         """Abort all and make others for some of the ranks, with `QUIET` held; a single one needs none.

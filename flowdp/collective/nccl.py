@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import nan, sqrt
 from typing import Any, TypeVar
 
@@ -193,33 +194,30 @@ class NcclMean(StreamedMean):
 
     def _enqueue(self, outcome: Outcome, workers: Sequence[int]) -> dict[int, Tensor]:
         comms, samples = self._group(outcome)
-        with nccl_errors(
-            self._nccl, "sum the replicas, which are scaled already and not to be used any more"
-        ):
-            sum_replicas(
-                comms.launch,
-                [self._sides[member] for member in workers],
-                samples,
-                drift=outcome.drift,
-                bad=[self._bad[member] for member in workers],
-                first=0 if outcome.inner else self.first,
-            )
+        what = "sum the replicas, which are scaled already and not to be used any more"
+        sum_replicas(
+            partial(comms.launch, what=what),
+            [self._sides[member] for member in workers],
+            samples,
+            drift=outcome.drift,
+            bad=[self._bad[member] for member in workers],
+            first=0 if outcome.inner else self.first,
+        )
         # One row for all: they hold the same bits, and one copy to the host is enough.
         return {workers[0]: self._sides[workers[0]].tail} if outcome.drift else {}
 
     def add_up(self, numbers: Sequence[Tensor]) -> Sequence[Tensor]:
         """See `StreamedMean.add_up`."""
         pairs = zip(self._lanes, numbers, strict=True)
-        with nccl_errors(self._nccl, "add up the norms"):
-            self._comms.launch([[sum_call(self._nccl, lane, number)] for lane, number in pairs])
+        calls = [[sum_call(self._nccl, lane, number)] for lane, number in pairs]
+        self._comms.launch(calls, "add up the norms")
         return numbers
 
     def spread(self, replicas: Sequence[FlatTensors]) -> None:
         """See `StreamedMean.spread`."""
         places = enumerate(zip(self._lanes, replicas, strict=True))
         calls = [gather_calls(self._nccl, lane, replica.flats, rank) for rank, (lane, replica) in places]
-        with nccl_errors(self._nccl, "give each rank's parameters to the others"):
-            self._comms.launch(calls)
+        self._comms.launch(calls, "give each rank's parameters to the others")
 
     def _group(self, outcome: Outcome) -> tuple[Communicators, Sequence[float]]:
         """The communicators of the ranks that take the mean of a round together, and the weights of these."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowdp.collective.communicators import Communicators, room_errors
 from flowdp.collective.mean import arithmetic
 from flowdp.collective.nccl import load
-from flowdp.collective.nccl_sums import nccl_call, nccl_errors
+from flowdp.collective.nccl_sums import nccl_call
 from flowdp.device.copies import aligned, dense_strides
 from flowdp.device.flat_parameters import Flat
 from flowdp.device.streams import QUIET, Lane
@@ -211,8 +211,7 @@ class NcclLoop:
                 for lane in self._lanes[1:]:
                     lane.comm.wait_event(self._start)
                 where = ", ".join(str(lane.device) for lane in self._lanes)
-                with nccl_errors(self._nccl, f"{name} on {where}"):
-                    self._comms.launch(calls)
+                self._comms.launch(calls, f"{name} on {where}")
                 # Held back to here: rows that an interrupt lets go may be allocated again.
                 for done, lane, current in zip(self._done, self._lanes, here, strict=True):
                     done.record(lane.comm)
