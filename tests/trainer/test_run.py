@@ -123,6 +123,13 @@ def test_a_run_to_its_end(policy: str, devices: int) -> None:
     assert len(run.dump(5).splitlines()) == 6
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_first_device_counts_every_step_of_exact(devices: int) -> None:
+    run = trainer(policy="exact", devices=devices, epochs=20).start()
+    state = run.join()
+    assert run.status().local_steps[0] == state.global_step  # also those that it takes alone
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_records_of_rounds_and_of_every_so_many_steps(policy: str) -> None:
     run = trainer(policy=policy).start()
