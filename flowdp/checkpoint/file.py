@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
 from flowdp.errors import CheckpointError
-from flowdp.machine.event_log import decode, encode
 from flowdp.policy.formats import format_text
+from flowdp.protocol.position import decode, encode
 
 __all__ = ["FORMAT", "UNFINISHED", "beside", "plain", "read", "remove", "write"]
 

@@ -1,17 +1,21 @@
 """Position of a run between two rounds, as plain data: the coordinator's state in a checkpoint.
 
 It is taken while every rank stands still and nothing is dealt, so a position in an epoch is one integer and
-a short list. `machine.event_log` writes it as JSON and reads it back.
+a short list. `encode` and `decode` write it as JSON and read it back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
+from flowdp.policy import tally
 from flowdp.policy.monitor import Best
 from flowdp.policy.tally import EpochMetrics, Work
 
-__all__ = ["Best", "OpenEpoch", "Position"]
+__all__ = ["Best", "OpenEpoch", "Position", "decode", "encode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +101,58 @@ class Position:
             if one.epoch == epoch:
                 return one.position, one.missing
         return 0, ()
+
+
+# ---------------------------------------------------------------- records as JSON
+RECORDS: dict[str, type] = {
+    record.__name__: record
+    for record in (Best, OpenEpoch, Position, *vars(tally).values())
+    if isinstance(record, type) and is_dataclass(record)
+}
+"""Everything that may be a part of a position or a history, by its name."""
+
+
+def encode(value: object) -> Any:
+    """A record as JSON values: `{name: {field: value}}`, so that every object has one key, its type.
+
+    A mapping is `{"dict": ...}`, a float that JSON does not know `{"float": "nan"}`.
+
+    Raises:
+        TypeError: The value is no record, nor can it be part of one.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {"dict": {name: encode(item) for name, item in value.items()}}
+    name = type(value).__name__
+    if RECORDS.get(name) is not type(value):
+        raise TypeError(f"no record of a run can hold {value!r}")
+    return {name: {part.name: encode(getattr(value, part.name)) for part in fields(RECORDS[name])}}
+
+
+def decode(data: Any) -> Any:
+    """The record that `encode` made this of; sequences become tuples.
+
+    Raises:
+        ValueError: It is not the work of `encode`.
+    """
+    if isinstance(data, list):
+        return tuple(decode(item) for item in data)
+    if not isinstance(data, dict):
+        return data
+    if len(data) != 1:
+        raise ValueError(f"an encoded object has one key, its type, not {sorted(data)}")
+    [(name, value)] = data.items()
+    if name == "float":
+        return float(value)
+    if name != "dict" and name not in RECORDS:
+        raise ValueError(f"no record is named {name!r}")
+    parts = {key: decode(item) for key, item in value.items()}
+    try:
+        return parts if name == "dict" else RECORDS[name](**parts)
+    except TypeError as error:
+        raise ValueError(f"{name} of another version: {error}") from error

@@ -1,51 +1,10 @@
-"""Tests of the event log: records survive JSON, messages are told in short, the last events are kept."""
+"""Tests of the event log: messages are told in short, the last events are kept."""
 
 from __future__ import annotations
 
-import json
-import math
-from typing import Any
-
-import pytest
-
-from flowdp.machine.event_log import KEPT, RECORDS, EventLog, brief, decode, encode
-from flowdp.policy.tally import EpochMetrics
+from flowdp.machine.event_log import KEPT, EventLog, brief
 from flowdp.protocol.commands import Send
 from flowdp.protocol.messages import StartEpoch, SyncPoints, Tick, Work, WorkerReady
-from flowdp.protocol.position import OpenEpoch, Position
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1 + 0.2, 1e-300])
-def test_floats_come_back_to_the_last_bit(value: float) -> None:
-    sums = Work(0, 1, 8, value, losses=(value, 8), scalars={"float": (value, 1.0), "dict": (1.0, 1.0)})
-    line = json.dumps(encode(sums), allow_nan=False)
-    assert repr(decode(json.loads(line))) == repr(sums)
-
-
-def test_a_position_survives() -> None:
-    position = Position(2, 1, (OpenEpoch(1, 3, ((1,), ()), (Work(1, 2, 8), Work(1, 0, 0))),), 4, versions=1)
-    assert decode(json.loads(json.dumps(encode(position)))) == position
-    assert RECORDS["EpochMetrics"] is EpochMetrics
-
-
-@pytest.mark.parametrize("value", [object(), Tick(), 1j])
-def test_a_foreign_value_is_refused(value: object) -> None:
-    with pytest.raises(TypeError, match="no record of a run can hold"):
-        encode(value)
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        ({"Gone": {}}, "no record is named 'Gone'"),
-        ({"Position": {}, "Best": {}}, "has one key"),
-        ({"Best": {"why": "x"}}, "Best of another version"),
-        ({"float": "much"}, "could not convert"),
-    ],
-)
-def test_what_encode_did_not_make(data: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        decode(data)
 
 
 def test_brief_says_what_is_not_as_usual() -> None:

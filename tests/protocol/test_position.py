@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
-from flowdp.machine.event_log import decode, encode
+import pytest
+
 from flowdp.policy.tally import EpochMetrics, Work
-from flowdp.protocol.position import Best, OpenEpoch, Position
+from flowdp.protocol.messages import Tick
+from flowdp.protocol.position import Best, OpenEpoch, Position, decode, encode
 
 SUMS = Work(2, 3, 12, 30.0, 1.0, losses=(4.5, 12), scalars={"accuracy": (6.0, 12.0)}, lr=0.1, wait_ms=2.0)
 OPEN = OpenEpoch(2, 9, ((4, 6), (7,)), (SUMS, Work(2, 0, 0)), 2, 1.5, 0.01, 80.0)
@@ -49,3 +52,30 @@ def test_what_remains_of_an_epoch() -> None:
     assert POSITION.remaining(1) is None
     assert POSITION.remaining(2) == (9, (4, 6, 7))
     assert POSITION.remaining(5) == (0, ())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1 + 0.2, 1e-300])
+def test_floats_come_back_to_the_last_bit(value: float) -> None:
+    sums = Work(0, 1, 8, value, losses=(value, 8), scalars={"float": (value, 1.0), "dict": (1.0, 1.0)})
+    line = json.dumps(encode(sums), allow_nan=False)
+    assert repr(decode(json.loads(line))) == repr(sums)
+
+
+@pytest.mark.parametrize("value", [object(), Tick(), 1j])
+def test_a_foreign_value_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="no record of a run can hold"):
+        encode(value)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({"Gone": {}}, "no record is named 'Gone'"),
+        ({"Position": {}, "Best": {}}, "has one key"),
+        ({"Best": {"why": "x"}}, "Best of another version"),
+        ({"float": "much"}, "could not convert"),
+    ],
+)
+def test_what_encode_did_not_make(data: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        decode(data)

@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from flowdp.machine.event_log import decode, encode
-from flowdp.protocol.position import Position
+from flowdp.protocol.position import Position, decode, encode
 from tests.simulator.cluster import JudgedWorld, Machines
 from tests.simulator.effect import Memory
 from tests.simulator.positions import check_position
