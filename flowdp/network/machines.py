@@ -115,9 +115,9 @@ class Machines:
         try:
             self._lobby = self.open_group(max(self.timeout_s, START_S))
             self._lobby_name = self._lobby.group_name
-            hosts = self.gather(socket.gethostname())
-            self.names = tuple(f"machine {index} ({host})" for index, host in enumerate(hosts))
             self._sums = self.open_group()
+            hosts = self.gather(socket.gethostname())  # until then one of them may be connecting yet
+            self.names = tuple(f"machine {index} ({host})" for index, host in enumerate(hosts))
         except BaseException:
             self.close()
             raise
