@@ -155,6 +155,14 @@ def test_it_leaves_when_told_even_between_two_steps() -> None:
     assert machine.next() == Leave()
 
 
+@pytest.mark.parametrize("orders", [(Leave(), Leave("rank 1 failed")), (Leave("rank 1 failed"), Leave())])
+def test_a_failure_is_the_reason_to_leave_whenever_it_comes(orders: tuple[Leave, Leave]) -> None:
+    machine = WorkerMachine(0)
+    for order in orders:
+        machine.handle(order)
+    assert machine.next() == Leave("rank 1 failed")
+
+
 # ---------------------------------------------------------------- async
 def free(batches: tuple[int, ...], plan: int = 0) -> StartEpoch:
     return StartEpoch(plan, 0, batches, pace=Pace(steps=6, quota=2))
