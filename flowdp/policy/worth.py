@@ -30,8 +30,8 @@ class Worth:
         is_cut: Whether the next step's batches are cut.
         ms: Milliseconds per sample of each way, by `is_cut`, as they were last measured; empty at first.
         is_chosen: Whether the faster way is known, and taken.
-        was_cut: Whether a batch has been cut since batches were last to be. Without any, the first device did
-            all steps, and their times differ by chance.
+        was_cut: Whether any batch has been cut so far. Without one, the first device did all steps, and their
+            times differ by chance.
     """
 
     def __init__(self) -> None:
@@ -81,14 +81,12 @@ class Worth:
         self._blocks.setdefault(self.is_cut, []).append(ms / max(1, count))
         self._block = 0.0, 0
         if timed == BLOCK_STEPS * BLOCKS:
+            self._begin(not self.is_cut)
             if len(self._blocks) == 2:
                 self._choose()
-            else:
-                self._begin(not self.is_cut)
 
     def _begin(self, is_cut: bool) -> None:
         self.is_cut, self._steps, self._block = is_cut, 0, (0.0, 0)
-        self.was_cut &= not is_cut
 
     def _choose(self) -> None:
         self.ms = {way: min(blocks) for way, blocks in self._blocks.items()}
@@ -99,7 +97,6 @@ class Worth:
         self._left = max(self._pause, int(PRICE * cost))
         self._winner, self.is_chosen = winner, True
         self._begin(winner)
-        self.was_cut |= winner
 
 
 WARM_UP = 2
