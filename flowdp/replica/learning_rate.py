@@ -358,8 +358,8 @@ class LearningRate:
         kinds, theirs = self._kinds(), _kinds(state)
         if kinds != theirs or len(state["plain"]) != len(self._groups):
             raise CheckpointError(
-                f"the checkpoint has {_listed(theirs)} and {len(state['plain'])} parameter groups, this run "
-                f"has {_listed(kinds)} and {len(self._groups)}: resume with the same scheduler and optimizer"
+                f"the checkpoint has {_listed(theirs)} (parameter groups: {len(state['plain'])}), this run "
+                f"has {_listed(kinds)} ({len(self._groups)}): resume with the same scheduler and optimizer"
             )
         for scheduler, saved in zip(self._schedulers, copy.deepcopy(state["schedulers"]), strict=True):
             scheduler.load_state_dict(saved["state"])
