@@ -280,12 +280,6 @@ class SharedGradients(FlatGradients, FlatTensors):
         is_weighted, *of_any = map(bool, self._numbers.tolist() if touched is None else touched)
         return of_any, is_weighted
 
-    def settle_alone(self) -> list[bool]:
-        """Divide this rank's own sum by its weight; returns which parameters it touched."""
-        touched = self.collect()
-        self.divide(is_weighted=self.is_weighted)
-        return touched
-
     def _take_places(self) -> None:
         super()._take_places()
         self._extra.copy_(self._cleared)

@@ -190,11 +190,7 @@ class FlatReplica(FlatTensors):
         numbers = groups or {}
         last = max(numbers.values(), default=0) + 1
         for locations in by_dtype.values():
-            locations.sort(
-                key=lambda location: (
-                    numbers.get(location.tensor, last) if _is_parameter(location) else last + 1
-                )
-            )
+            locations.sort(key=lambda location: numbers.get(location.tensor, last))  # buffers stay behind
         self.flats = tuple(self._flatten(dtype, locations) for dtype, locations in by_dtype.items())
         for tensor, owner in aliases.items():
             tensor.data = owner.data
@@ -206,11 +202,11 @@ class FlatReplica(FlatTensors):
         places: list[tuple[int, int]] = []
         end = split = 0
         for location in locations:  # parameters come first: `_locations` yields them before any buffer
-            start = end if _is_parameter(location) else max(end, split)
+            start = end if location.kind == "parameter" else max(end, split)
             length = location.tensor.numel() * (2 if location.dtype.is_complex else 1)
             places.append((start, start + length))
             end = start + -(-length // step) * step
-            if _is_parameter(location):
+            if location.kind == "parameter":
                 split = -(-end // (step * self._spans)) * step * self._spans
         memory = torch.zeros(max(end, split), dtype=dtype, device=locations[0].tensor.device)
         for location, (start, stop) in zip(locations, places, strict=True):
@@ -323,7 +319,7 @@ class FlatReplica(FlatTensors):
     def parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every trained parameter, and its place in the flat memory."""
         for location, view in zip(self._locations, self._views, strict=True):
-            if _is_parameter(location):
+            if location.kind == "parameter":
                 yield location.tensor, view  # type: ignore[misc]
 
     def named(self, memories: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -396,10 +392,6 @@ def _locations(module: nn.Module) -> Iterator[_Location]:
                     )
                 # `empty_like` keeps dense strides and makes others (expanded, with gaps) dense.
                 yield _Location(name, kind, tuple(tensor.shape), dense_strides(tensor), dtype, table, key)
-
-
-def _is_parameter(location: _Location) -> bool:
-    return location.kind == "parameter" and isinstance(location.tensor, nn.Parameter)
 
 
 def _registered(module: nn.Module) -> dict[str, str]:

@@ -83,8 +83,6 @@ loop that the user owns, which has no `UNSEEN` ones."""
 
 UNSEEN = ("left out", "rounding", "guard", "data", "evaluation", "checkpoint")
 
-INTERPRETER = "interpreter"
-
 MEANINGS: Mapping[str, str] = {
     "waiting for others": 'until the last one ends its round; "cadence" has longer rounds, "async" none',
     "left out": "it had no samples, as the others are faster alone; it gets some with a larger batch_size",
@@ -219,7 +217,7 @@ def _device(times: RankTimes, name: str, wall_ms: float, shown: Sequence[str]) -
     ms = {part: sum(times.ms.get(activity, 0.0) for activity in PARTS[part]) for part in shown}
     # A rank that has left, or begun later, is idle in the rest of the run.
     ms["idle"] += wall_ms - times.wall_ms
-    ms[INTERPRETER] = max(0.0, wall_ms - sum(ms.values()))
+    ms["interpreter"] = max(0.0, wall_ms - sum(ms.values()))
     whole_ms = sum(ms.values())  # beyond the wall time by errors of measurement alone
     busy_ms = ms["training"]
     return DeviceEfficiency(

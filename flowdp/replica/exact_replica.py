@@ -132,10 +132,12 @@ class ExactReplica(WindowReplica):
         loss = self.step()
         weight = self.loss.step_weight
         self.loss.step_weight = None if weight is None else weight.clone()  # the gradients' own is cleared
-        touched = self.gradients.settle_alone()
-        if self.update.scaler is None and not self.gradients.is_finite():
+        gradients = self.gradients
+        touched = gradients.collect()
+        gradients.divide(is_weighted=gradients.is_weighted)
+        if self.update.scaler is None and not gradients.is_finite():
             self._left_out = True
-            self.gradients.clear()
+            gradients.clear()
             if self.flat.has_buffers:
                 self.flat.put_back_buffers()
         else:
