@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import permutations
 from typing import TypeVar
 
@@ -78,10 +78,7 @@ def copy_across(numbers: Tensor, one: torch.device, other: torch.device) -> Tens
     return numbers.to(one).to(other).cpu()
 
 
-def check_copies(
-    devices: Sequence[torch.device],
-    copy: Callable[[Tensor, torch.device, torch.device], Tensor] = copy_across,
-) -> None:
+def check_copies(devices: Sequence[torch.device]) -> None:
     """Check the copies between each two of these devices, in both directions; once per process.
 
     Where the driver promises peer access that the machine does not have (an IOMMU, or PCIe's access control,
@@ -90,7 +87,6 @@ def check_copies(
 
     Args:
         devices: Of the ranks. Those of the CPU are left out.
-        copy: See `copy_across`; replaced in tests.
 
     Raises:
         OptionError: A copy arrived wrong.
@@ -102,7 +98,7 @@ def check_copies(
                 continue
             numbers = torch.arange(len(_fine), len(_fine) + NUMBERS, dtype=torch.int32, device="cpu")
             with QUIET:
-                wrong = int((copy(numbers, one, other) != numbers).sum())
+                wrong = int((copy_across(numbers, one, other) != numbers).sum())
             if wrong:
                 raise OptionError(
                     f"devices: of {NUMBERS:,} numbers copied from {one} to {other}, {wrong:,} arrive wrong: "

@@ -10,7 +10,7 @@ import inspect
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from types import FunctionType
 from typing import Any
 
@@ -81,15 +81,14 @@ class OwnDraws(RankMode):
         super().__init__()
         self._compilation: Any = nullcontext() if seed is None else Uncompiled()
         self._seed, self._place = seed, place
-        self._generator: torch.Generator | None = None
 
-    @property
+    @cached_property  # made when something is drawn, mostly never
     def generator(self) -> torch.Generator | None:
         """Generator of the draws; None: the device's."""
-        if self._generator is None and self._seed is not None:  # made when something is drawn, mostly never
-            state = np.random.SeedSequence(self._seed, spawn_key=self._place).generate_state(1, np.uint64)
-            self._generator = torch.Generator().manual_seed(int(state[0]) >> 1)
-        return self._generator
+        if self._seed is None:
+            return None
+        state = np.random.SeedSequence(self._seed, spawn_key=self._place).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(state[0]) >> 1)
 
     def __enter__(self) -> Any:
         """Enter it, in this thread; with a seed compiled functions run as they are written."""

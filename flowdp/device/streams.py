@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -204,14 +205,12 @@ class StreamLane(Lane):
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         super().__init__(device, module or device_module(device))
-        self._capturing: Stream | None = None
 
-    @property
+    @cached_property
     def capturing(self) -> Stream:
         """The stream on which graphs of this rank are captured; nothing else knows it, or waits for it."""
-        if self._capturing is None:
-            self._capturing = self.device_module.Stream(device=self.device)
-        return self._capturing
+        stream: Stream = self.device_module.Stream(device=self.device)
+        return stream
 
 
 class HostLane(Lane):

@@ -54,7 +54,7 @@ class Cadence:
             speed_hint=options.speed_hint,
             window=WINDOW_STEPS,
         )
-        self.guard = self._new_guard(())
+        self.guard = DivergenceGuard(options.divergence_threshold)
         self.action = GuardAction.STABLE
         self._outliers = OutlierFilter(world_size)
         self._probes = Probes(world_size)
@@ -71,7 +71,7 @@ class Cadence:
             drifts: Drifts that the guard had seen.
         """
         self.el_che.restore(anchor, pace_ms)
-        self.guard = self._new_guard(drifts)
+        self.guard = DivergenceGuard(self.options.divergence_threshold, drifts)
         self._probes.start()
         self._fit()
 
@@ -134,8 +134,9 @@ class Cadence:
         Returns:
             Reason of the guard's action; "" while all is well.
         """
-        stable = GuardDecision(GuardAction.STABLE)
-        decision = stable if drifts is None else self.guard.report(drifts, sum(steps) / rounds)
+        decision = GuardDecision(GuardAction.STABLE)
+        if drifts is not None and self.options.divergence_guard:
+            decision = self.guard.report(drifts, sum(steps) / rounds)
         self.action = decision.action
         hold = self.action is not GuardAction.STABLE
         # Read once, as each reading copies the times of all ranks; forgetting one changes no other's.
@@ -161,9 +162,6 @@ class Cadence:
         if ms > 0.0 and known > 0.0 and is_far(ms, known):
             self.el_che.forget(rank)
         return ms
-
-    def _new_guard(self, drifts: Sequence[float]) -> DivergenceGuard:
-        return DivergenceGuard(self.options.divergence_threshold, self.options.divergence_guard, drifts)
 
     def _fit(self) -> None:
         """Set the quotas by what is known."""

@@ -69,13 +69,11 @@ class DivergenceGuard:
 
     Args:
         threshold: Relative distance from the mean.
-        enabled: False: always stable.
         history: Largest drifts of an earlier run; see `history`.
     """
 
-    def __init__(self, threshold: float = 0.05, enabled: bool = True, history: Sequence[float] = ()) -> None:
+    def __init__(self, threshold: float = 0.05, history: Sequence[float] = ()) -> None:
         self._threshold = threshold
-        self._enabled = enabled
         # With the steps of their rounds: those of an earlier run were as long as any that follows.
         self._history = deque(((drift, math.inf) for drift in history), maxlen=_HISTORY)
 
@@ -92,8 +90,6 @@ class DivergenceGuard:
             steps: Steps of all ranks in the round.
         """
         drift = largest_drift(drifts)
-        if not self._enabled:
-            return GuardDecision(GuardAction.STABLE)
         if not math.isfinite(drift):
             self._history.clear()
             text = f"the drift is {drift}: a replica has NaN or inf parameters"

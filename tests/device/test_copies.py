@@ -110,24 +110,25 @@ class Link:
         return arrived
 
 
-def test_each_pair_is_checked_once_in_both_directions() -> None:
+def test_each_pair_is_checked_once_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link()
-    check_copies([*CARDS[:2], CPU, CARDS[0]], link)
+    monkeypatch.setattr(copies, "copy_across", link)
+    check_copies([*CARDS[:2], CPU, CARDS[0]])
     assert link.used == [(0, 1), (1, 0)]
-    check_copies(CARDS, link)
+    check_copies(CARDS)
     assert sorted(link.used) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
-    check_copies(CARDS, link)
+    check_copies(CARDS)
     assert len(link.used) == 6
 
 
-def test_a_broken_direction_is_named_and_not_taken_for_fine() -> None:
-    link = Link((2, 0))
+def test_a_broken_direction_is_named_and_not_taken_for_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "copy_across", Link((2, 0)))
     for _ in range(2):
         with pytest.raises(OptionError, match=r"copied from cuda:2 to cuda:0, 262,\d+ arrive wrong"):
-            check_copies(CARDS, link)
+            check_copies(CARDS)
 
 
-def test_memory_of_an_earlier_copy_is_not_taken_for_this_one() -> None:
+def test_memory_of_an_earlier_copy_is_not_taken_for_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that never arrives leaves there what lay there, such as the numbers of the pair before."""
     before: list[Tensor] = []
 
@@ -135,8 +136,9 @@ def test_memory_of_an_earlier_copy_is_not_taken_for_this_one() -> None:
         before.append(numbers.clone())
         return before[0]
 
+    monkeypatch.setattr(copies, "copy_across", stale)
     with pytest.raises(OptionError, match="cuda:1 to cuda:0"):
-        check_copies(CARDS[:2], stale)
+        check_copies(CARDS[:2])
 
 
 @pytest.mark.gpu(2)

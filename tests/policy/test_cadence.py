@@ -220,3 +220,9 @@ def test_fixed_shares_and_ranks_that_left_are_not_probed() -> None:
     cadence.leave(2)
     measured(cadence, (10.0, 0.0, 0.0), steps=(10, 0, 0))
     assert cadence.due == (1,)
+
+
+def test_a_guard_that_is_switched_off_sees_nothing() -> None:
+    cadence = Cadence(2, CadenceOptions(anchor=8, divergence_guard=False))
+    assert measured(cadence, (1.0, 1.0), drifts=(math.nan, 9.0)) == ""
+    assert (cadence.action, cadence.anchor, cadence.guard.history) == (GuardAction.STABLE, 8, ())

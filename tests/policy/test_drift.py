@@ -98,7 +98,6 @@ def test_a_request_says_why():
         "the drift rose three times in a row, to 0.2, over twice the threshold 0.05",
         "the drift is nan: a replica has NaN or inf parameters",
     ]
-    assert DivergenceGuard(enabled=False).report((9.0,)).action is STABLE
 
 
 ranks = st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=8)
