@@ -110,15 +110,11 @@ class Ledger:
             due: Ranks that get a step of a short round before any other does.
         """
         wanted = [quota * group for quota, group in zip(quotas, self.groups, strict=True)]
-        if self.remaining < sum(wanted):
+        own = sum(min(len(hand), batches) for hand, batches in zip(self.left, wanted, strict=True))
+        if self.batches - self.position < sum(wanted) - own:  # what lies with others changes hands
             return self._deal_tail(quotas, ms_per_step, due)
         hands = [self._take_left(rank, batches) for rank, batches in enumerate(wanted)]
         ahead = [self.steps(rank, hand) for rank, hand in enumerate(hands)]
-        if self.batches - self.position < sum(wanted) - sum(map(len, hands)):
-            # The rest lies in other ranks' left-overs: it changes hands.
-            for rank, hand in enumerate(hands):
-                self.left[rank] = hand + self.left[rank]
-            return self._deal_tail(quotas, ms_per_step, due)
         fresh = [quota - steps for quota, steps in zip(quotas, ahead, strict=True)]
         for rank in interleave(fresh, ms_per_step, ahead):
             hands[rank] += range(self.position, self.position + self.groups[rank])

@@ -73,11 +73,10 @@ class Worth:
         timed = self._steps - WARM_STEPS
         if timed <= 0:
             return
-        ms, count = self._block
-        self._block = ms + took_ms, count + samples
+        ms, count = self._block[0] + took_ms, self._block[1] + samples
+        self._block = ms, count
         if timed % BLOCK_STEPS:
             return
-        ms, count = self._block
         self._blocks.setdefault(self.is_cut, []).append(ms / max(1, count))
         self._block = 0.0, 0
         if timed == BLOCK_STEPS * BLOCKS:

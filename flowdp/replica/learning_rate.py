@@ -366,7 +366,7 @@ class LearningRate:
         self._count = state["count"]
         self._plain, self._base = list(state["plain"]), list(state["base"])
         if self._warmup_steps:  # a rank may take no step after a resume at the end
-            self._warm_up = state.get("warm_up", 1.0)
+            self._warm_up = state["warm_up"]
         if state["factor"] is not None:
             self._factor, self._is_set = state["factor"], True
         self._write()
