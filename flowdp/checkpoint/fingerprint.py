@@ -72,11 +72,10 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, inside_epoc
         found.append(f"the dataset had {_count(length)}, it has {_count(now['dataset_length'])} now")
     if inside_epoch:
         before, after = saved["order"], now["order"]
-        size = before.get("batch_size")
-        remedy = {"batch_size": f"; where devices divide it, per_device_batch_size={size} keeps it"}
+        remedy = {"batch_size": "; where devices divide it, per_device_batch_size={} keeps it"}
         found += [
             f"{name} was {before.get(name)!r}, it is {after.get(name)!r} now: inside an epoch it must stay"
-            f"{remedy.get(name, '')}"
+            f"{remedy.get(name, '').format(before.get(name))}"
             for name in [*before, *(name for name in after if name not in before)]
             if before.get(name) != after.get(name)
         ]

@@ -308,8 +308,8 @@ class TimelineRecord:
         self._rounds.add(done)
         if done.anchor != self._anchor:
             before = f"{self._anchor} → " if self._anchor else ""
-            steps = "step" if done.anchor == 1 else "steps"
-            self._event("round length", f"{before}{done.anchor} {steps} of the slowest device")
+            steps = f"{done.anchor} step{'s' * (done.anchor != 1)}"
+            self._event("round length", f"{before}{steps} of the slowest device")
             self._anchor = done.anchor
         if share:
             self._event("shares", "shares " + format_shares(share))
