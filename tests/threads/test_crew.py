@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -254,6 +255,16 @@ def test_nothing_of_a_job_is_kept(crew: Crew) -> None:
     crew.run([None, None, name])
     crew.run([name, None, None])
     assert gone() is None
+
+
+def test_a_job_is_dropped_before_its_caller_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload, held = Payload(), []
+    gone = weakref.ref(payload)
+    job = _Job(partial(bool, payload))
+    monkeypatch.setattr(job, "_end", SimpleNamespace(release=lambda: held.append(gone())))
+    del payload
+    job()
+    assert held == [None]
 
 
 def test_nothing_of_a_failed_job_is_kept(crew: Crew) -> None:
