@@ -34,9 +34,6 @@ __all__ = ["Balancer", "Pace"]
 
 log = logging.getLogger("flowdp")
 
-CALIBRATION = 6
-"""Steps behind which shares follow the speed: so most cut steps that `Worth` times have these shares."""
-
 STEPLESS = 32
 """Calls with gradients without a step of the optimizer, from which on each call is a step: the loop has
 another optimizer by now, or calls another method (SAM has two steps)."""
@@ -72,8 +69,7 @@ class Balancer:
         timeline: LoopTimeline | None = None,
     ) -> None:
         world_size = 1 if replicas is None else len(replicas.modules)
-        hint = hinted_weights(world_size, options.cadence.speed_hint)
-        self._balance = ThroughputBalance(hint, calibration=CALIBRATION)
+        self._balance = ThroughputBalance(hinted_weights(world_size, options.cadence.speed_hint))
         self._ratios = options.ratios
         self._optimizers = optimizers
         self.pace = pace

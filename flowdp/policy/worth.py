@@ -7,8 +7,9 @@ from statistics import fmean, median
 
 __all__ = ["FUTILE", "PAYS", "WARM_UP", "LaunchWatch", "Periods", "Worth"]
 
-WARM_STEPS = 2
-"""Steps behind a change that are not timed: caches fill, and pools of threads begin or end."""
+WARM_STEPS = 4
+"""Steps behind a change that are not timed: caches fill, and pools of threads begin or end. So many that
+shares follow the measured speed, from the 11th step on, before the first trial of cut batches ends."""
 
 BLOCK_STEPS, BLOCKS = 3, 3
 """Steps that are timed together, and such blocks of each way; the fastest counts. The others may hold an

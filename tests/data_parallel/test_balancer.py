@@ -15,7 +15,7 @@ from torch.optim import SGD
 import flowdp
 from flowdp import DataParallel
 from flowdp.data_parallel import balancer
-from flowdp.data_parallel.balancer import CALIBRATION, STEPLESS, Balancer, Pace
+from flowdp.data_parallel.balancer import STEPLESS, Balancer, Pace
 from flowdp.data_parallel.loader import Epoch
 from flowdp.data_parallel.optimizer_hooks import OptimizerHooks
 from flowdp.device.cores import LentThreads
@@ -70,7 +70,7 @@ def passed(watches: tuple[Watch, ...], summing: Watch, ms: tuple[float, ...], sy
 def test_equal_until_measured_and_then_by_throughput() -> None:
     made, watches, summing = paced()
     assert made.ratios == (0.5, 0.5)
-    for step in range(CALIBRATION):
+    for step in range(10):
         assert made.cut(10) == (5, 5)
         made.note_work((5, 5))
         passed(watches, summing, (2.5, 1.0))
@@ -80,18 +80,18 @@ def test_equal_until_measured_and_then_by_throughput() -> None:
     assert made.cut(14) == (4, 10)
 
 
-def test_most_cut_steps_are_timed_with_shares_by_speed() -> None:
+def test_a_block_of_cut_steps_is_timed_with_shares_by_speed() -> None:
     made, watches, summing = paced()
     own = Pace([], "Net", Lent())
-    timed = []
+    sizes = []
     while own.is_cut:
-        timed.append(made.cut(7))
-        made.note_work(timed[-1])
-        passed(watches, summing, (timed[-1][0] / 2, timed[-1][1] / 5))
+        sizes.append(made.cut(7))
+        made.note_work(sizes[-1])
+        passed(watches, summing, (sizes[-1][0] / 2, sizes[-1][1] / 5))
         made.step()
         own.note(7, is_cut=True)
         own.step()
-    assert timed[-6:] == [(2, 5)] * 6, "two of the three blocks"
+    assert sizes[-BLOCK_STEPS:] == [(2, 5)] * BLOCK_STEPS
 
 
 def test_several_calls_of_a_step_are_one_measurement() -> None:
