@@ -32,6 +32,7 @@ class Held:
         self.joined = 0
         self.is_abandoned = False
         self.observer: list[float | None] = []
+        self.told = 0
 
     def request(self, wish: Requested) -> int:
         self.asked.append(wish.what)
@@ -44,6 +45,9 @@ class Held:
 
     def join(self) -> None:
         self.joined += 1
+
+    def tell_end(self) -> None:
+        self.told += 1
 
     def close_observer(self, timeout_s: float | None) -> bool:
         self.observer.append(timeout_s)
@@ -101,7 +105,7 @@ def test_after_a_ctrl_c_that_nobody_caught_it_is_stopped(monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.last_value", KeyboardInterrupt(), raising=False)
     active_runs._end_of_process()
     assert run.asked == ["stop"]
-    assert run.joined == 1
+    assert (run.joined, run.told) == (1, 1)
 
 
 def test_one_that_does_not_obey_is_waited_for_no_longer_than_the_grace(
