@@ -173,7 +173,8 @@ def test_a_loop_of_ones_own(user, count, kind, loop):
         expected = loop(twin, twin, by_hand)
         torch.testing.assert_close(seen, expected, rtol=0, atol=TOLERANCE)
         assert dp.training_step == STEPS
-        assert count == 1 or sum(map(bool, dp.shard_sizes)) > 1
+        # Not of the last batch: that is small, and one device may have become the fastest by far.
+        assert count == 1 or sum(map(bool, dp.throughput)) > 1
     check_equal(model, twin)
 
 
