@@ -59,7 +59,7 @@ class Guards:
         self._cells: list[CellType] = []
         self._held: list[tuple[Mapping[Any, Any], Any]] = []  # other tensors: table and key
         # Parameters, buffers and submodules; and tables to which nothing may be added, those of hooks among
-        # them. Most of both are empty, and to see that they still are takes the least time.
+        # them. Most of both are empty, and one `any` tells that they still are.
         self._homes: list[ValuesView[Any]] = []
         self._sized: list[Mapping[Any, Any]] = []
         self._empty: list[Mapping[Any, Any]] = []

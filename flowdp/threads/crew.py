@@ -171,7 +171,7 @@ class _Job(Generic[T]):
         except BaseException as error:
             self.error = error
         finally:
-            del do  # before the caller goes on: what it holds may be about to be closed
+            del do  # before the caller goes on: it may hold the owner of this crew
             self._is_done = True
             self._end.release()
 
